@@ -134,7 +134,7 @@ def held_out(eval: Eval) -> Problems:
 def whole_groups(schedule: Schedule, rollout: Rollout) -> Problems:
     if rollout.prompts_per_step % schedule.updates_per_step:
         yield (
-            f"schedule.updates_per_step={schedule.updates_per_step} does not divide rollout.prompts_per_step="
+            f"schedule.updates_per_step is {schedule.updates_per_step}, which does not divide rollout.prompts_per_step="
             f"{rollout.prompts_per_step}, but an update needs whole groups; change one of them"
         )
 
@@ -172,7 +172,7 @@ def fits_microbatch(rollout: Rollout, trainer: Trainer, sizes: Sizes) -> Problem
     positions = sizes.packed_length(rollout.longest - 1)
     if rollout.policy_engines and positions > trainer.max_tokens_per_microbatch:
         yield (
-            f"trainer.max_tokens_per_microbatch is {trainer.max_tokens_per_microbatch}, but a rollout may have "
+            f"trainer.max_tokens_per_microbatch is {trainer.max_tokens_per_microbatch}: a rollout may have "
             f"{rollout.longest} tokens (rollout.max_prompt_tokens + rollout.sampling.max_new_tokens); set "
             f"trainer.max_tokens_per_microbatch to at least {positions}, or lower one of the other two"
         )

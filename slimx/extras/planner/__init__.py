@@ -1,1 +1,2 @@
-"""Plans of runs: their layout, memory, batches and publications, computed from the configuration alone."""
+"""Plans of runs: layout, memory, batches and publications, computed from a configuration and the model's
+config.json."""

@@ -1,4 +1,5 @@
-"""The batch plan: prompts, rollouts, updates and micro-batches of one step, computed from the configuration alone."""
+"""The batch plan: numbers of prompts, rollouts, updates and micro-batches in one step, computed from the configuration
+alone."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from slimx.layout.ranks import Sizes
 
 
 def batch_plan(config: Config, sizes: Sizes) -> BatchPlan:
-    """Returns the batch plan of one step. Micro-batch figures assume that all rollouts have the maximum length."""
+    """Returns the batch plan of one step. `sizes`: parallel sizes of the trainer. Figures of micro-batches assume that
+    all rollouts have the maximum length."""
     rollout = config.rollout
     updates = config.schedule.updates_per_step
     rollouts = rollout.prompts_per_step * rollout.group_size
@@ -23,7 +25,7 @@ def batch_plan(config: Config, sizes: Sizes) -> BatchPlan:
         tokens = longest
         in_flight = min(rollout.concurrency, ceil(rollouts * batches_in_flight(rollout, config.schedule)))
     else:
-        # The length of demonstrations is unknown: assume that each fills a micro-batch.
+        # The length of demonstrations is unknown, so each is assumed to fill a micro-batch.
         row = limit
         tokens = limit
     rows = ceil(rollouts / updates / sizes.data)

@@ -20,15 +20,24 @@ def plan(
     file: RunFile,
     overrides: Overrides = None,
     predict: Annotated[
-        bool, typer.Option("--predict", help="Predict stage times on clusters, after a test of 3 seconds here.")
+        bool,
+        typer.Option(
+            "--predict",
+            help="Predict a publication's time on clusters, after testing the model here (3 s).",
+        ),
     ] = False,
     suggest: Annotated[
-        bool, typer.Option("--suggest", help="Search layouts that fit the memory of cluster.gpu, and rank them.")
+        bool,
+        typer.Option(
+            "--suggest",
+            help="Search layouts that fit the memory of cluster.gpu, fastest first.",
+        ),
     ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Describes the run of FILE from its configuration and the model's config.json alone: no weights, no GPU."""
+    """Describe the run of FILE from its configuration and the model's config.json alone. Needs no weights and no
+    GPU."""
     config = load_config(file, overrides or [])
     from slimx.extras.planner.planning import run_plan
 

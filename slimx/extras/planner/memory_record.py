@@ -1,4 +1,4 @@
-"""Memory records of `slimx plan --json`. Sizes are in bytes unless stated otherwise."""
+"""Memory records of `slimx plan --json`. All sizes are in bytes unless stated otherwise."""
 
 from __future__ import annotations
 
@@ -12,65 +12,70 @@ class Record(BaseModel):
 
 
 class TrainerMemory(Record):
-    """One rank per pipeline stage: the one with the most optimizer state. Weights, gradients and optimizer are exact;
-    activations follow slimx.extras.planner.memory.activations; the overhead is assumed."""
+    """Memory of one trainer rank per pipeline stage: the rank with the most optimizer state.
+
+    Weights, gradients and optimizer state are exact. Activations are estimated
+    (slimx.extras.planner.memory.activations). The overhead is assumed."""
 
     model: Literal["trainer", "critic"]
     stage: int
     rank: int
     parameters: int
-    """Elements."""
+    """Number of parameter elements on the rank."""
     weights: int
-    """Includes the rounded weights of exact mode if publish.quantize is set."""
+    """Bytes of weights, including the rounded weights of exact mode if publish.quantize is set."""
     gradients: int
     optimizer: int
     """Optimizer state on the device."""
     moments: int
-    """Moments, a part of `optimizer`; they exist after the first step or a restored checkpoint."""
+    """Bytes of the moments, which are included in `optimizer`. They exist after the first step or after a checkpoint is
+    restored."""
     activations: int
-    """Activations kept by all micro-batches in flight."""
+    """Bytes of activations kept for all micro-batches in flight."""
     head: int
-    """Logits of a chunk of tokens and the output layer's gradient, on the last stage."""
+    """Bytes of the logits of a chunk of tokens and of the output layer's gradient; 0 except on the last stage."""
     work: int
-    """Workspace of one layer's backward pass, in addition to the activations."""
+    """Bytes of workspace of one layer's backward pass, in addition to the activations."""
     step: int
-    """Workspace of the optimizer step, in addition to weights, gradients and optimizer."""
+    """Bytes of workspace of the optimizer step, in addition to weights, gradients and optimizer state."""
     copies: int = 0
-    """Codes and scales that Transformer Engine keeps of the weights (trainer.fp8), from the first step until the
-    trainer is offloaded from the device."""
+    """Bytes of the codes and scales that Transformer Engine keeps of the weights (trainer.fp8), from the first step
+    until the trainer is offloaded."""
     communication: int
-    """Tokens in transit to and from experts."""
+    """Bytes of tokens in transit to and from experts."""
     dispatcher: int = 0
-    """DeepEP's buffers (`slimx.extras.planner.memory.deep_ep`), which the process keeps."""
+    """Bytes of DeepEP's buffers, which the process keeps until it exits (`slimx.extras.planner.memory.deep_ep`)."""
     publication: int
-    """GPU memory of this rank during a weight publication: buckets, or its part of a bucket in transit to host memory,
-    and temporary memory for merging a weight with its adapter."""
+    """Bytes of GPU memory of this rank during a publication of weights: buckets, or its part of a bucket on its way to
+    host memory, and temporary memory for merging a weight with its adapter."""
     overhead: int
-    """CUDA context, NCCL, workspaces of libraries: assumed, not measured."""
+    """Assumed bytes of the CUDA context, NCCL and workspaces of libraries; not measured."""
     in_flight: int
-    """Micro-batches whose activations are kept (of one chunk each with VPP)."""
+    """Number of micro-batches whose activations are kept, each of one chunk with virtual stages (VPP)."""
     peak: int
-    """Maximum at any time."""
+    """Maximum number of bytes in use at any time."""
     away: int
-    """Memory still used on the device while engines generate (schedule.colocate)."""
+    """Bytes in use on the GPU while engines generate (schedule.colocate)."""
     host_optimizer: int
-    """Moments in host memory (trainer.optimizer.offload_fraction)."""
+    """Bytes of moments in host memory (trainer.optimizer.offload_fraction)."""
     host_copies: int
-    """Weights of reference and teacher, and of the policy while it is swapped out for them."""
+    """Bytes of host memory for the weights of reference and teacher, and for the policy's weights while those of
+    another model replace them on the GPU."""
     host_away: int
-    """Offloaded state, kept in host memory until the trainer returns (schedule.colocate)."""
+    """Bytes of offloaded state in host memory, kept until the trainer returns to the GPU (schedule.colocate)."""
     host_chosen: int
-    """Token choices of sparse attention for one step's updates (trainer.indexer_replay)."""
+    """Bytes of host memory for the token choices of sparse attention in one step's updates (trainer.indexer_replay)."""
     host_checkpoint: int
-    """Copy from which checkpoints are written."""
+    """Bytes of host memory for the copy from which checkpoints are written."""
     host_activations: int
-    """Activations offloaded until the backward pass (trainer.offload_activations), each rounded up to a power of two by
-    torch's pinned memory allocator: at most twice their size."""
+    """Bytes of host memory for activations that are offloaded until the backward pass (trainer.offload_activations).
+    torch's allocator of pinned memory rounds each up to a power of two, at most twice its size."""
     moved: int
-    """Activations of an update that are copied to the host and back."""
+    """Bytes of activations that are copied to the host and back in an update."""
     parts: dict[str, int]
-    """Activation bytes saved by recomputing one module, by its name in trainer.recompute.modules, or by offloading it
-    (`offload NAME`), if nothing else is recomputed or offloaded. Modules that a rule refuses to offload are omitted."""
+    """Bytes of activations that would be saved by recomputing a single module, by its name in
+    trainer.recompute.modules, or by offloading it (`offload NAME`), if nothing else is recomputed or offloaded. Modules
+    that a rule does not allow to offload are omitted."""
 
     @property
     def host(self) -> int:
@@ -79,36 +84,36 @@ class TrainerMemory(Record):
 
 
 class EngineMemory(Record):
-    """The fullest rank of one server of a group."""
+    """Memory of the rank of a server that needs most, for one group of rollout.engines."""
 
     group: str
     count: int
     ranks: int
-    """Ranks of one server."""
+    """Number of ranks per server."""
     weights: int
     static_fraction: float | None = None
-    """SGLang's mem_fraction_static, as configured or as SGLang would choose it."""
+    """SGLang's mem_fraction_static, as configured or as SGLang would choose it; null if the GPU's memory is unknown."""
     static: int | None = None
-    """Weights and KV cache together, a share of the memory that is free when the server starts; null if the GPU's
-    memory is unknown."""
+    """Bytes of weights and KV cache together, a fraction of the memory that is free when the server starts; null if the
+    GPU's memory is unknown."""
     kv_per_token: int
     kv_room: int | None = None
     kv_tokens: int | None = None
-    """Tokens whose keys and values fit, per copy of the attention."""
+    """Number of tokens whose keys and values fit into the KV cache, per data-parallel copy of the attention."""
     state_per_request: int
-    """Recurrent states of one request, independent of its length; 0 if the model has none."""
+    """Bytes of the recurrent states of one request, which do not depend on its length; 0 if the model has none."""
     concurrency: int | None = None
-    """Rollouts of the maximum length that one server holds at once."""
+    """Number of rollouts of the maximum length for which one server has memory at the same time."""
     staged: int
-    """Memory that a publication needs in addition to the weights."""
+    """Bytes that a publication needs in addition to the weights."""
     overhead: int
-    """CUDA context, NCCL, workspaces of libraries: assumed, not measured."""
+    """Assumed bytes of the CUDA context, NCCL and workspaces of libraries; not measured."""
     dispatcher: int = 0
-    """DeepEP's buffers, which are kept while the server sleeps."""
+    """Bytes of DeepEP's buffers, which are kept while the server sleeps."""
     graphs: int
-    """CUDA graphs, by SGLang's reserve for them."""
+    """Bytes of CUDA graphs, as reserved by SGLang."""
     work: int
-    """Activations: assumed; SGLang leaves the remaining free memory to activations and graphs."""
+    """Assumed bytes of activations; SGLang leaves the remaining free memory to activations and graphs."""
 
     @property
     def cache(self) -> int:
@@ -117,91 +122,92 @@ class EngineMemory(Record):
 
     @property
     def states(self) -> int:
-        """Bytes of recurrent states."""
+        """Bytes of all recurrent states."""
         if not self.state_per_request or self.static is None:
             return 0
         return max(0, self.static - self.weights - (self.kv_room or 0))
 
     @property
     def fits(self) -> bool:
-        """True if the weights and one rollout fit, as far as known."""
+        """True if the weights and at least one rollout fit, or if this is unknown."""
         return (self.static is None or self.weights <= self.static) and self.concurrency != 0
 
 
 class ColocatedMemory(Record):
-    """One GPU shared in turns by a trainer rank and an engine rank."""
+    """Memory of one GPU on which a trainer rank and an engine rank alternate."""
 
     memory: int
     training: int
-    """Peak of the trainer and memory of the sleeping engine."""
+    """Bytes in the training phase: peak of the trainer rank, and what the sleeping engine keeps."""
     generating: int
-    """Peak of the engine and memory that the trainer still uses."""
+    """Bytes in the generation phase: peak of the engine rank, and what the trainer still uses."""
     publishing: int
-    """Weights of trainer and engine, and staged weights."""
+    """Bytes in the publication phase: weights of trainer and engine, and staged weights."""
     engine_asleep: int
     margin: int
-    """GPU memory minus the fullest phase; negative if it does not fit."""
+    """Bytes of the GPU's memory minus those of the fullest phase; negative if the phase does not fit."""
 
 
 Phase = Literal["load", "start", "restore", "publish", "generate", "sleep", "train", "save", "wake"]
-"""Phases of a run: trainers load weights, engines start, a checkpoint is restored, weights are published (initially and
-after every step), engines generate, engines sleep and trainers return to the device, trainers train, a checkpoint is
-saved, engines reallocate the memory of their weights."""
+"""Phases of a run. load: trainers load weights; start: engines start; restore: a checkpoint is restored; publish:
+weights are published, at the start and after every step; generate: engines generate; sleep: engines release their
+memory and trainers return to the GPU; train: trainers train; save: a checkpoint is saved; wake: engines allocate the
+memory of their weights again."""
 
 
 class MemoryPart(Record):
-    """Memory used for one purpose."""
+    """Memory used for one purpose, in bytes."""
 
     name: str = Field(serialization_alias="what")
     nbytes: int
 
 
 class MemoryBreakdown(Record):
-    """Memory of one GPU or node by purpose."""
+    """Memory of one GPU or node, divided by purpose."""
 
     parts: tuple[MemoryPart, ...] = Field(serialization_alias="held")
-    """Largest part first."""
+    """Memory by purpose, the largest part first."""
 
     @property
     def nbytes(self) -> int:
-        """Sum over all parts."""
+        """Sum of all parts in bytes."""
         return sum(part.nbytes for part in self.parts)
 
 
 class PhasePeak(MemoryBreakdown):
-    """The fullest GPU of one kind in one phase."""
+    """Memory of the fullest GPU of one kind in one phase."""
 
     gpu: Literal["trainer", "critic", "engine", "shared"]
-    """shared: used in turns by a trainer rank and an engine rank."""
+    """Kind of GPU, by the ranks that use it; shared: a trainer rank and an engine rank alternate."""
     group: str
-    """Group of `rollout.engines`; "" if the GPU has no engine."""
+    """Name of the engine group in `rollout.engines`; "" if no engine uses the GPU."""
     phase: Phase
 
 
 class HostMemory(MemoryBreakdown):
-    """Host memory needed by the fullest node with trainer ranks."""
+    """Host memory that the fullest node with trainer ranks needs."""
 
     memory: int | None
-    """Host memory of the node; null if unknown."""
+    """Bytes of host memory that a node has; null if unknown."""
     ranks: int
-    """Trainer ranks on the node."""
+    """Number of trainer ranks on the node."""
 
 
 class DiskBytes(Record):
-    """Maximum disk usage of a run."""
+    """Maximum disk space that a run takes, in bytes."""
 
     checkpoint: int
-    """One checkpoint: weights, main weights and moments, including a critic's."""
+    """Bytes of one checkpoint: weights, main weights and moments, including those of a critic."""
     checkpoints: int
-    """Checkpoints that exist at once: retained ones, and one that is being written."""
+    """Maximum number of checkpoints that exist at the same time: those that are kept, and one that is being written."""
     export: int
-    """One export as a Hugging Face directory."""
+    """Bytes of one export as a Hugging Face directory."""
     exports: int
-    """Number of exports written, including references of `algorithm.reference_refresh`."""
+    """Number of exports that are written, including references of `algorithm.reference_refresh`."""
     rollouts: int
-    """Groups of the retained steps (track.rollouts), without text and metadata."""
+    """Bytes of the groups of all kept steps (track.rollouts), without text and metadata."""
 
     @property
     def nbytes(self) -> int:
-        """Sum of all of them."""
+        """Sum of checkpoints, exports and rollouts in bytes."""
         return self.checkpoint * self.checkpoints + self.export * self.exports + self.rollouts

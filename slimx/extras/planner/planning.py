@@ -1,4 +1,4 @@
-"""`slimx plan`: the report as text or JSON, with predictions and suggestions on request."""
+"""`slimx plan`: produces the report as text or JSON, with predictions and suggestions if requested."""
 
 from __future__ import annotations
 
@@ -32,16 +32,18 @@ from slimx.trainer.device.backends import choose_backends, installed
 
 @dataclass(frozen=True, slots=True)
 class PlanOutput:
-    """Lines for standard output, and the violations, which make the exit code 2."""
+    """Lines for standard output, and the violations; if there are any, the exit code is 2."""
 
     lines: list[str]
     violations: tuple[str, ...]
 
 
 def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as_json: bool = False) -> PlanOutput:
-    """Plans the run of `config`. `predict`: also predict the seconds of a publication, after a test of 3 seconds on
-    this machine; `suggest`: also search layouts that fit `cluster.gpu` (the nearest one is always reported if the run
-    does not fit)."""
+    """Plans the run of `config` and returns the output.
+
+    `predict`: also predict the seconds of a publication, after a test of the link model that takes 3 s on this machine.
+    `suggest`: also search layouts that fit `cluster.gpu`; the nearest one is always reported if the run does not fit.
+    `as_json`: output one JSON object instead of text."""
     reports: dict[str, PlanReport] = {}
     first = 0
     for name, policy_config in config.by_policy.items():
@@ -79,7 +81,8 @@ def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as
 
 
 def _planned(config: Config, policies: Mapping[str, Policy], first: int, *, predict: bool, suggest: bool) -> PlanReport:
-    """Returns the report of one policy of a run that trains `policies`. `first`: index of the policy's first GPU."""
+    """Returns the report of one policy. `policies`: all policies of the run. `first`: index of the policy's first
+    GPU."""
     planned = plan_report(config, policies, first=first)
     report = planned.report
     kernels = _kernels(config, planned.spec, report.device)
@@ -102,8 +105,10 @@ def _lines(report: PlanReport, prompt: list[str]) -> list[str]:
 
 
 def _first_prompt(config: Config) -> tuple[list[str], list[str]]:
-    """Returns lines that show the first prompt as the model receives it, if a local file has it, and violations. A plan
-    needs neither prompts nor a tokenizer: without a tokenizer, the lines give the reason for the missing prompt."""
+    """Returns two lists of lines: the first prompt as the model receives it, and violations.
+
+    The first is empty if no local file contains the prompt. A plan needs neither prompts nor a tokenizer; without a
+    tokenizer the lines say why the prompt is not shown."""
     rollout = config.rollout
     path = rollout.prompts or rollout.sources[0].path
     local = not rollout.replay and not path.startswith(HUB) and (Path(path).exists() or bool(matching(Path(path))))
@@ -114,7 +119,7 @@ def _first_prompt(config: Config) -> tuple[list[str], list[str]]:
         tokenizer = run_tokenizer(config)
         if prompt is None:
             return [], []
-        return ["prompt      the first one, as the model is given it", *rendered_lines(prompt, tokenizer)], []
+        return ["prompt      the first one, as the model receives it", *rendered_lines(prompt, tokenizer)], []
     except SlimxError as error:
         if error.code in ("tokenizer.missing", "tokenizer.broken"):
             return [f"prompt      not shown: {error}"] if local else [], []
@@ -122,7 +127,8 @@ def _first_prompt(config: Config) -> tuple[list[str], list[str]]:
 
 
 def _kernels(config: Config, spec: ModelSpec, device: str) -> tuple[str, ...]:
-    """Returns the kernels that trainers with the packages of this environment choose, and reasons against others."""
+    """Returns sentences about the kernels that trainers would choose with the packages of this environment, and the
+    reasons why they would not choose others."""
     try:
         return choose_backends(
             config.trainer,
@@ -132,7 +138,7 @@ def _kernels(config: Config, spec: ModelSpec, device: str) -> tuple[str, ...]:
             layer_kind=spec.layer_kind,
             experts=spec.experts,
         ).reasons
-    except SlimxError as error:  # not a violation: the plan may be for machines that have the package
+    except SlimxError as error:  # not a violation, because the machines that the plan is for may have the package
         return (str(error),)
 
 

@@ -1,4 +1,4 @@
-"""Records of a plan: `slimx plan --json` prints them, and its text output is made from them. Sizes are in bytes unless
+"""Records of a plan, which `slimx plan --json` prints and from which the text output is made. Sizes are in bytes unless
 stated otherwise.
 
 A key keeps its name and meaning within one `schema_version`; new keys may be added."""
@@ -24,27 +24,27 @@ SCHEMA_VERSION = 1
 
 
 class PlannedGroup(Record):
-    """One group of `rollout.engines`."""
+    """One group of engine servers, an entry of `rollout.engines`."""
 
     name: str
     count: int
     sizes: EngineSizes
     role: str = "regular"
     nodes: int = 1
-    """Machines that one server spans."""
+    """Number of machines that one server spans."""
     external: bool = False
-    """True if its servers are started elsewhere and already run."""
+    """True if the servers are started elsewhere and are already running."""
     borrowed: bool = False
-    """True if its servers belong to another policy, which counts them."""
+    """True if the servers belong to another policy, in whose plan they are counted."""
 
 
 class RankPlace(Record):
-    """One trainer (or critic) rank: its GPU, its index in each parallel dimension, and its part of the model."""
+    """Place of one trainer or critic rank: its GPU, its index in each parallel dimension, and its part of the model."""
 
     rank: int
     node: int
     gpu: int
-    """Index of the GPU within its node."""
+    """Index of the GPU within its node, from 0."""
     tensor: int
     context: int
     data: int
@@ -53,40 +53,41 @@ class RankPlace(Record):
     expert_tensor: int
     expert_data: int
     layers: tuple[int, ...]
-    """Decoder layers by index in the whole model from 0, chunk by chunk."""
+    """Indices of its decoder layers within the whole model, from 0, chunk by chunk."""
     experts: tuple[int, int] | None
-    """First and last expert of each MoE layer; null for a dense model."""
+    """First and last routed expert that the rank has in each MoE layer; null for a dense model."""
 
 
 class EnginePlace(Record):
-    """One server and the GPUs of its ranks."""
+    """Place of one server: the GPUs of its ranks."""
 
     group: str
     server: int
     node: int
     gpus: tuple[int, ...]
-    """Indices over all GPUs, counted from the first GPU of the first node."""
+    """Indices of the GPUs over all nodes, counted from the first GPU of the first node."""
 
 
 class RankMap(Record):
-    """Placement of ranks on GPUs: ranks fill the nodes in order, engines after trainers."""
+    """Placement of all ranks on GPUs. Ranks fill the nodes in order, engines after trainers."""
 
     gpus: int
-    """GPUs that the policy needs, including those of frozen engines."""
+    """Number of GPUs that the policy needs, including those of frozen engines."""
     nodes: int
-    """Nodes that these GPUs are on."""
+    """Number of nodes with these GPUs."""
     per_node: int
     trainer: tuple[RankPlace, ...]
     critic: tuple[RankPlace, ...]
-    """Ranks of a separate critic; empty if the critic shares the trainer's ranks."""
+    """Ranks of a separate critic; empty if the critic is on the trainer's ranks."""
     engines: tuple[EnginePlace, ...]
-    """Servers of the policy."""
+    """Servers of the policy, which receive its weights."""
     frozen: tuple[EnginePlace, ...] = ()
-    """Servers of other, frozen models."""
+    """Servers of other models, whose weights are frozen."""
 
 
 class BatchPlan(Record):
-    """prompts_per_step x group_size = rollouts_per_step, trained in updates_per_step updates (optimizer steps)."""
+    """Prompts, rollouts and tokens of one step: prompts_per_step x group_size = rollouts_per_step, trained in
+    updates_per_step optimizer updates."""
 
     prompts_per_step: int
     group_size: int
@@ -94,45 +95,46 @@ class BatchPlan(Record):
     updates_per_step: int
     rollouts_per_update: int
     rollouts_per_data_rank: int
-    """Maximum in one update."""
+    """Maximum number of rollouts that a data-parallel rank has in one update."""
     tokens_per_rollout: int
-    """Maximum, including the prompt."""
+    """Maximum number of tokens of a rollout, including the prompt."""
     tokens_per_step: int
-    """Maximum."""
+    """Maximum number of tokens in a step."""
     tokens_per_microbatch: int
-    """Maximum."""
+    """Maximum number of tokens in a micro-batch."""
     tokens_per_context_rank: int
-    """Maximum in one micro-batch."""
+    """Maximum number of tokens of a micro-batch on one context-parallel rank."""
     microbatches_per_update: int
-    """Micro-batches of one data-parallel rank if all rollouts have the maximum length."""
+    """Number of micro-batches of one data-parallel rank in an update, if all rollouts have the maximum length."""
     bubble: float
-    """Share of an update that pipeline stages spend waiting: (P-1) / (v M + P-1)."""
+    """Fraction of an update for which pipeline stages wait: (P-1) / (v M + P-1)."""
     requests_in_flight: int
-    """Maximum over all engines together, with one request per rollout at a time."""
+    """Maximum number of requests in flight to all engines together, with one request per rollout at a time."""
 
 
 class PublicationFigures(Record):
-    """One compiled publication to all engines. Coverage is proven: the compiler refuses plans that it cannot prove."""
+    """Figures of one compiled publication to all engines. The compiler verifies that every element is written exactly
+    once and rejects other plans."""
 
     encoding: Encoding
     note: str
-    """Reason for this encoding."""
+    """Reason why this encoding was chosen."""
     rule: str
-    """Rule by which values are quantized; "none" without quantization."""
+    """Rule by which values are quantized; "none" if they are not quantized."""
     tensors: int
-    """Tensors sent to one engine, block scales included."""
+    """Number of tensors that are sent to one engine, including block scales."""
     quantized: int
-    """Number of these tensors that hold quantized values."""
+    """Number of these tensors that contain quantized values."""
     buckets: int
     moves: int
-    """Rectangles copied from one trainer rank's tensor to one engine rank's."""
+    """Number of rectangles that are copied from a tensor of a trainer rank to a tensor of an engine rank."""
     launches: int
-    """Kernel launches of the trainer rank with the most."""
+    """Number of kernel launches on the trainer rank that has most."""
     nbytes: int
-    """Values and scales sent to all engines together."""
+    """Bytes sent to all engines together: values and scales."""
     adapter_bytes: int = 0
-    """With publish.adapters=alone, bytes of a publication of adapters to all engines together; `nbytes` is then the
-    size of the first publication, which also sends the base weights."""
+    """With publish.adapters=alone, bytes that a publication of adapters sends to all engines together. `nbytes` is then
+    the size of the first publication, which also sends the base weights."""
     received: int
     """Bytes received by the engine rank that receives most."""
     sent_max: int
@@ -140,51 +142,54 @@ class PublicationFigures(Record):
     sent_mean: float
     transport: str
     transport_note: str
-    """Reason for this transport."""
+    """Reason why this transport was chosen."""
     on_gpus: bool
     """True if buckets are in GPU memory."""
     publisher_bytes: int
-    """Memory of the buckets: host memory at trainer rank 0, or with cuda_ipc GPU memory of each trainer rank. With nixl
-    the largest ring of any trainer rank, in host or GPU memory."""
+    """Bytes of memory for buckets: host memory on trainer rank 0, or with cuda_ipc GPU memory on each trainer rank.
+    With nixl, send buffers in host or GPU memory on the trainer rank that needs most."""
     merging_bytes: int = 0
-    """With trainer.lora, memory for merging the weights of one bucket on the trainer rank that needs most."""
+    """With trainer.lora, bytes of memory for merging the weights of one bucket on the trainer rank that needs most."""
     kept_bytes: int = 0
-    """With publish.delta, host memory of the trainer rank that keeps most: the weights it sent last and its part of a
-    bucket. With disk, that of trainer rank 0."""
+    """With publish.delta, bytes of host memory on the trainer rank that keeps most: the weights that it sent last, and
+    its part of a bucket. With the disk transport, on trainer rank 0."""
     received_bytes: int = Field(default=0, serialization_alias="held_bytes")
-    """With publish.delta, host memory for one engine on each of its machines: the weights received last."""
+    """With publish.delta, bytes of host memory for one engine on each of its machines: the weights that it received
+    last."""
     landing_bytes: int = 0
-    """With nixl, host memory for one engine on each of its machines: memory that trainer ranks write into, and the
-    buckets assembled from it until they are loaded. With disk and publish.delta, these buckets only."""
+    """With nixl, bytes of host memory for one engine on each of its machines: receive buffers that trainer ranks write
+    into, and the buckets assembled from them until they are loaded. With the disk transport and publish.delta, only
+    these buckets."""
     staged_bytes: int
-    """GPU memory that a publication needs in addition to the weights, on the engine rank that needs most."""
+    """Bytes of GPU memory that a publication needs in addition to the weights, on the engine rank that needs most."""
     plan_bytes: int
-    """Size of the serialized plan, of which every trainer rank keeps a copy."""
+    """Bytes of the serialized plan, of which every trainer rank keeps a copy."""
     compile_seconds: float
 
 
 class LinkBytes(Record):
-    """Bytes on one kind of link in one publication, if each trainer rank sends each engine rank its part directly."""
+    """Bytes that one publication sends over one kind of link, if each trainer rank sends its part directly to each
+    engine rank."""
 
     link: str
     nbytes: int
     busiest: int
-    """Bytes through the GPU (or node) that transfers most."""
+    """Bytes sent or received by the GPU (or node) that transfers most."""
     seconds: float | None
-    """Predicted: `busiest` / the link's rate; null if the rate is unknown."""
+    """Predicted seconds: `busiest` divided by the link's rate; null if the rate is unknown."""
 
 
 class Prediction(Record):
-    """Predicted seconds of a publication on links that were not measured."""
+    """Predicted seconds of a publication on a cluster whose links were not measured."""
 
     links: str
     stages: Stages | None
     refusal: str = ""
-    """Reason for a missing prediction."""
+    """Reason why there is no prediction; "" if there is one."""
 
 
 class Predicted(Record):
-    """Predictions of the link model, and its error on this machine."""
+    """Predictions of the link model, and its relative error on this machine."""
 
     model_off_here: float
     shown: bool
@@ -192,18 +197,18 @@ class Predicted(Record):
 
 
 class Suggestion(Record):
-    """A layout that fits."""
+    """A parallel layout that fits in memory."""
 
     overrides: tuple[str, ...]
-    """Command-line arguments for slimx plan and slimx train."""
+    """Overrides that select this layout, as arguments of slimx plan and slimx train."""
     layout: str
     trainer_peak: int
     margin: int
-    """Free GPU memory of the fullest rank."""
+    """Bytes of GPU memory that are free on the fullest rank."""
     cost: float
-    """Seconds of an update as predicted by the cost model; for ranking only."""
+    """Seconds of an update that the cost model predicts; only for ranking."""
     again: float
-    """Recomputed FLOPs as a share of an update's FLOPs without recomputation."""
+    """FLOPs of recomputation as a fraction of the FLOPs of an update without recomputation."""
     why: str
 
 
@@ -211,15 +216,15 @@ class Searched(Record):
     """Extent of a search for layouts."""
 
     layouts: int
-    """Splits that the model's layers and experts allow, up to 64 times the number of ranks."""
+    """Number of splits that the model's layers and experts allow, with up to 64 times the number of ranks."""
     tried: int
-    """Layouts whose memory was computed; the others were ruled out by arithmetic."""
+    """Number of layouts whose memory was computed; the others were excluded by cheaper checks."""
     complete: bool
-    """False if the search stopped at its limit with possible layouts left."""
+    """True if all possible layouts were tried, False if the search stopped at its limit."""
 
 
 class EngineSuggestion(Record):
-    """Servers of a group that hold the most concurrent rollouts on the same number of GPUs."""
+    """Sizes of a group's servers with which most rollouts fit at the same time on the same number of GPUs."""
 
     group: str
     tensor: int
@@ -227,92 +232,93 @@ class EngineSuggestion(Record):
     dp_attention: int
     count: int
     nodes: int
-    """Machines that one server spans."""
+    """Number of machines that one server spans."""
     weights: int
-    """Weight bytes of one rank."""
+    """Bytes of weights on one rank."""
     concurrency: int
-    """Rollouts of the maximum length that all servers of the group hold at once."""
+    """Number of rollouts of the maximum length that fit in all servers of the group at the same time."""
 
 
 class Together(Record):
-    """Requirements of all trained policies of a run, placed one after another."""
+    """Requirements of all trained policies of a run, whose GPUs follow one another."""
 
     gpus: int
     nodes: int
     per_node: int
     fullest: int | None
-    """Memory of the fullest GPU in its fullest phase; null if the GPU is unknown."""
+    """Bytes used on the fullest GPU in its fullest phase; null if the type of GPU is unknown."""
     host: HostMemory | None
-    """Host memory of the node if there is only one; otherwise null, and each policy's figure applies."""
+    """Host memory of the node if there is only one; otherwise null, and the figures of each policy apply."""
     disk: DiskBytes | None
 
 
 class PlanReport(Record):
-    """The complete output of `slimx plan`. A field is null if the run is refused before it can be computed."""
+    """Complete output of `slimx plan`. A field is null, 0 or empty if the run is refused before it can be computed."""
 
     schema_version: int = SCHEMA_VERSION
     model: str
     architecture: str | None = None
     parameters: int = 0
-    """Elements of the trainer's parameters, each counted once."""
+    """Number of elements of the trainer's parameters, each counted once."""
     checkpoint_tensors: int = 0
     device: str = "cuda"
     gpu: str | None = None
-    """Kind of GPU that the plan is for."""
+    """Type of GPU that the plan is for; null if unknown."""
     gpu_memory: int | None = None
     host_bandwidth: float | None = None
-    """Bytes per second and direction between this GPU and host memory."""
+    """Rate between this type of GPU and host memory in bytes per second and direction; null if unknown."""
     trainer: Sizes | None = None
     largest_rank: int = 0
-    """Parameter elements of the trainer rank that holds most."""
+    """Number of parameter elements on the trainer rank that has most."""
     critic: Sizes | None = None
-    """PPO's critic; null without one."""
+    """Parallel sizes of PPO's critic; null without a critic."""
     separate_critic: bool = Field(default=False, serialization_alias="critic_own")
     """True if the critic has separate ranks instead of sharing the trainer's."""
     critic_largest_rank: int = 0
     engines: tuple[PlannedGroup, ...] = ()
-    """Groups of the policy."""
+    """Engine groups of the policy, which receive its weights."""
     frozen: tuple[PlannedGroup, ...] = ()
-    """Groups of other models, which receive no publications."""
+    """Engine groups of other models, which receive no publications."""
     kernels: tuple[str, ...] = ()
-    """Kernels that the trainers would choose with the packages of the current environment, one sentence each."""
+    """Kernels that the trainers would choose with the packages of the current environment, as sentences."""
     rank_map: RankMap | None = None
     nodes_lacking: int = 0
-    """Nodes that the run needs in addition to cluster.nodes."""
+    """Number of nodes that the run needs in addition to cluster.nodes."""
     trainer_memory: tuple[TrainerMemory, ...] = ()
     engine_memory: tuple[EngineMemory, ...] = ()
     colocated: ColocatedMemory | None = None
     phases: tuple[PhasePeak, ...] = ()
-    """Memory of the fullest GPU of each kind in every phase of a run; empty if the GPU is unknown."""
+    """Memory of the fullest GPU of each kind in every phase of a run; empty if the type of GPU is unknown."""
     host: HostMemory | None = None
-    """Null if the run would not start: violations give the reason."""
+    """Host memory of the fullest node; null if the run would not start, for which `violations` give the reason."""
     disk: DiskBytes | None = None
     batch: BatchPlan | None = None
     publication: PublicationFigures | None = None
-    """Null for a run without engines, and for one that lacks nodes."""
+    """Figures of the publication; null for a run without engines, and for one that lacks nodes."""
     links: tuple[LinkBytes, ...] = ()
     predicted: Predicted | None = None
-    """With --predict."""
+    """Predictions of the publication's duration; null without --predict."""
     violations: tuple[str, ...] = ()
-    """Everything that prevents the run; the exit code is then 2."""
+    """Every reason for which the run would be refused; if there are any, the exit code is 2."""
     refits: bool = False
     """True if another layout of the trainer's ranks could remove a violation."""
     warnings: tuple[str, ...] = ()
     nearest: Suggestion | None = None
-    """Nearest layout that fits cluster.gpu, if the configured one is refused."""
+    """Layout that fits cluster.gpu and differs least from the configured one, if that is refused; null otherwise."""
     searched: Searched | None = None
-    """Null if no layouts were searched."""
+    """Extent of the search for layouts; null if none were searched."""
     suggestions: tuple[Suggestion, ...] = ()
-    """With --suggest: layouts that fit, cheapest first."""
+    """With --suggest, the layouts that fit, those with the least predicted time first."""
     suggested_engines: tuple[EngineSuggestion, ...] = ()
-    """With --suggest."""
+    """With --suggest, server sizes with the highest concurrency, one entry per group."""
     policies: dict[str, PlanReport] = {}
-    """Plans of the run's other trained policies, by name. Each policy's GPUs follow those of the previous one."""
+    """Plans of the run's other trained policies, by name. The GPUs of each policy follow those of the previous one."""
     together: Together | None = None
-    """Sums over the main policy and `policies`; null for a single policy, or if a policy cannot be placed."""
+    """Sums over the policy `actor` and `policies`; null for a single policy, or if the ranks of a policy cannot be
+    placed."""
 
     @property
     def complete(self) -> bool:
-        """True if everything could be computed: only memory and machine limits may be violated."""
+        """True if everything could be computed, so that only limits of memory and machine can be violated."""
         published = self.publication is not None or not self.engines
         return self.rank_map is not None and (published or self.nodes_lacking > 0)

@@ -1,1 +1,1 @@
-"""Traffic of a publication, and the seconds that links need for it."""
+"""Bytes that a publication of weights transfers, and the seconds that links need for them."""

@@ -1,17 +1,17 @@
-"""Seconds of a publication on links of given rates: pure arithmetic on the bytes of a compiled plan.
+"""The link model: predicts the seconds of a publication from the rates of links and the bytes of a compiled plan.
 
-A stage takes the bytes of its busiest rank / rate + calls x latency. Stages overlap as in the publisher
+A stage takes (bytes of its busiest rank) / rate + calls x latency. Stages overlap as in the publisher
 (`slimx.reshard.publish`): bucket i + 1 is packed while bucket i is transferred and checked.
 
     pack 0 | pack 1        | pack 2        |               | load all | verify all
            | move, check 0 | move, check 1 | move, check 2 |
 
 Over links (`publish.transport: nixl`) bucket i + 1 is also transferred while bucket i is checked, and each link
-proceeds independently: the bytes are dealt out as in a run (`direct_traffic`).
+proceeds independently. The bytes are divided among ranks as in a run (`direct_traffic`).
 
 The model ignores contention between links and any other load on them. Its figures for unmeasured machines are therefore
-shown only while its prediction for a measured machine is accurate: see `LinkTrial`. `benchmarks/publish_direct.py`
-compares it with links of a known rate."""
+shown only if its prediction for a measured machine is accurate (`LinkTrial`). `benchmarks/publish_direct.py` compares
+it with links of a known rate."""
 
 from __future__ import annotations
 
@@ -29,36 +29,39 @@ from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan
 
 TOLERANCE = 0.25
-"""Relative error on a measured publication above which predictions are withheld."""
+"""Relative error of the prediction for a measured publication above which predictions for other machines are not
+shown."""
 STEPS = 6
-"""Calls to the engines in addition to those per bucket: begin, pause, load, verify, commit, resume."""
+"""Number of calls to the engines per publication, in addition to those per bucket: begin, pause, load, verify, commit
+and resume."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Rates and latencies of one rank and its links. Rates in bytes per second, latencies in seconds."""
+    """Rates and latencies of one rank and of the links between ranks. Rates are in bytes per second, latencies in
+    seconds."""
 
     name: str
     pack: float
-    """Rate at which the pack kernel reads parameters."""
+    """Rate at which the pack kernel reads parameters, in bytes/s."""
     link: float | None
-    """Rate into or out of one rank; None if both sides map the same memory."""
+    """Rate of transfers into or out of one rank, in bytes/s; None if sender and receiver map the same memory."""
     check: float
-    """Rate of the first read of staged bytes, for their checksum."""
+    """Rate at which staged bytes are read for the first time, to compute their checksums, in bytes/s."""
     copy: float
-    """Rate of copies from staging into parameters."""
+    """Rate of copies from staged weights into parameters, in bytes/s."""
     verify: float
-    """Rate at which parameters are read for their checksum."""
+    """Rate at which parameters are read to compute their checksums, in bytes/s."""
     call: float
-    """Latency of a kernel call or a copy."""
+    """Latency of a kernel call or a copy, in seconds."""
     message: float
-    """Latency of a message."""
+    """Latency of a message between ranks, in seconds."""
     control: float
-    """Seconds of one call to all trainers or to all engines."""
+    """Seconds of one call to all trainer ranks or to all engines."""
     cores: int | None = None
-    """Processor cores that all ranks share; None if each rank has a separate device."""
+    """Number of processor cores that all ranks share; None if each rank has its own device."""
     domain: int | None = None
-    """Number of ranks that these links connect; None: unlimited."""
+    """Maximum number of ranks that these links can connect; None: unlimited."""
 
 
 def h100_infiniband() -> Links:
@@ -84,8 +87,8 @@ def gb300_nvlink() -> Links:
 
 
 def _cluster(name: str, *, memory: float, pack: float, link: float, message: float, domain: int | None = None) -> Links:
-    """Returns the links of ranks with one GPU each. `memory`: bytes per second of GPU memory, reads and writes
-    together; `pack`: rate of packing relative to a copy."""
+    """Returns the links of ranks with one GPU each. `memory`: bandwidth of GPU memory, reads and writes together, in
+    bytes/s. `pack`: rate of the pack kernel relative to that of a copy. The others: as in `Links`."""
     return Links(
         name=name,
         pack=pack * memory / 2,
@@ -102,22 +105,22 @@ def _cluster(name: str, *, memory: float, pack: float, link: float, message: flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Bytes of one publication to `engines` equal engines, by bucket and rank."""
+    """Bytes and messages of one publication to identical engines, by bucket and rank."""
 
     read: np.ndarray
-    """[buckets, sources] bytes of parameters."""
+    """Bytes of parameters that each trainer rank reads, [buckets, sources]."""
     sent: np.ndarray
-    """[buckets, sources] bytes sent by the rank to all engines."""
+    """Bytes that each trainer rank sends to all engines, [buckets, sources]."""
     received: np.ndarray
-    """[buckets, targets] bytes received by one engine's rank."""
+    """Bytes that each rank of one engine receives, [buckets, targets]."""
     sends: np.ndarray
-    """[buckets, sources] messages to all engines."""
+    """Messages that each trainer rank sends to all engines, [buckets, sources]."""
     receives: np.ndarray
-    """[buckets, targets] messages to one engine's rank."""
+    """Messages that each rank of one engine receives, [buckets, targets]."""
     tensors: int
-    """Tensors of the engine rank with the most."""
+    """Maximum number of tensors that an engine rank receives."""
     engine_ranks: int
-    """Ranks of all engines together."""
+    """Number of ranks of all engines."""
 
     @property
     def buckets(self) -> int:
@@ -129,16 +132,16 @@ class Traffic:
 
     @property
     def ranks(self) -> int:
-        """Trainer and engine ranks together."""
+        """Number of trainer and engine ranks."""
         return self.sources + self.engine_ranks
 
 
 def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, encoding: Encoding) -> Traffic:
-    """Returns the traffic of `plan` from `sources` trainer ranks, if each rank sends its moves directly to each engine
-    rank.
+    """Returns the traffic of the publication `plan` if each trainer rank sends its moves directly to each engine rank.
 
-    `engine_ranks`: ranks of one engine. With Hugging Face names each of them takes all bytes: a trainer rank then sends
-    its bytes once per engine, and engine ranks forward them as they receive them."""
+    `sources`: number of trainer ranks; `engines`: number of engines; `engine_ranks`: number of ranks per engine. With
+    encoding "hf" every engine rank needs all bytes. A trainer rank then sends its bytes once per engine, and engine
+    ranks forward them to each other while receiving."""
     moved, targets = plan.moved, plan.targets
     elements = moved["rows"].astype(np.int64) * moved["cols"]
     bucket, source, target = moved["bucket"], moved["source"], moved["target"]
@@ -163,8 +166,8 @@ def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, enc
 
 
 def direct_traffic(plan: Plan, *, sources: int, engines: int) -> Traffic:
-    """Returns the traffic of `plan`, the bytes of one engine, to `engines` identical engines, if `sources` trainer
-    ranks divide the work as in a run (`slimx.extras.direct.dealing`)."""
+    """Returns the traffic of the publication `plan` to `engines` identical engines if `sources` trainer ranks divide
+    the work as in a run (`slimx.extras.direct.dealing`). `plan` contains the moves to one engine."""
     dealt = deal(plan, engines=engines)
     return traffic_of(dealt, sources=sources, engines=1, engine_ranks=dealt.targets, encoding="local")
 
@@ -175,29 +178,30 @@ def _itemsize_read(plan: Plan) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Seconds of one publication."""
+    """Seconds of one publication, in total and by stage."""
 
     pack: float
-    """All buckets: gather, convert and pack are one kernel call per rank and bucket."""
+    """Packing of all buckets. Gathering, conversion and packing are one kernel call per rank and bucket."""
     transfer: float
     check: float
-    """Checksums of staged bytes."""
+    """Computation of the checksums of staged bytes."""
     load: float
     verify: float
-    """Checksums of loaded parameters."""
+    """Computation of the checksums of loaded parameters."""
     control: float
-    """Calls to all ranks; two per bucket overlap."""
+    """Calls to all ranks. The two calls per bucket overlap."""
     total: float
-    """Less than the sum, because packing overlaps with transfer and check."""
+    """Duration of the publication, less than the sum of the stages because packing overlaps with transfer and check."""
 
 
 def predict(traffic: Traffic, links: Links) -> Stages:
-    """Returns the seconds that `traffic` takes on `links`. Raises SlimxError if the links do not connect that many
+    """Returns the seconds that `traffic` takes on `links`. Raises SlimxError if the links cannot connect all its
     ranks."""
     if links.domain is not None and traffic.ranks > links.domain:
         raise SlimxError(
-            f"{traffic.ranks} ranks ({traffic.sources} of trainers, {traffic.engine_ranks} of engines) exceed the "
-            f"{links.domain} that {links.name} connects; choose links that connect more",
+            f"the publication connects {traffic.ranks} ranks ({traffic.sources} of trainers, {traffic.engine_ranks} "
+            "of engines), more than the "
+            f"{links.domain} that {links.name} can connect; lower trainer.world_size or the number of engine ranks",
             code="links.ranks",
             about=links.name,
         )
@@ -206,12 +210,12 @@ def predict(traffic: Traffic, links: Links) -> Stages:
     pack = packs.max(axis=1)
     check = checks.max(axis=1)
     copies = traffic.engine_ranks // traffic.received.shape[1]
-    # If ranks share cores, overlapping work still takes the sum of their core time.
+    # If ranks share cores, overlapping stages take at least the sum of their core time.
     all_packs = _shared(packs.sum(axis=1), links.cores)
     all_checks = _shared((checks * copies).sum(axis=1), links.cores)
     transfer = np.zeros(traffic.buckets)
     if links.link is None:
-        # Slot i: bucket i is packed while bucket i - 1 is checked.
+        # In time slot i bucket i is packed while bucket i - 1 is checked.
         alone = np.maximum(np.append(pack + links.control, 0), np.insert(check + links.control, 0, 0))
         staged = np.maximum(alone, np.append(all_packs, 0) + np.insert(all_checks, 0, 0)).sum()
     else:
@@ -239,11 +243,11 @@ def predict(traffic: Traffic, links: Links) -> Stages:
 
 
 def _staged(pack: np.ndarray, transfer: np.ndarray, check: np.ndarray) -> float:
-    """Returns the seconds until the last bucket is checked, from `pack` [buckets], `transfer` [buckets, links] and
-    `check` [buckets].
+    """Returns the seconds until the last bucket has been checked. `pack` [buckets], `transfer` [buckets, links] and
+    `check` [buckets]: seconds of each stage per bucket.
 
-    A link takes a bucket when the bucket is packed and the previous one has left the link. Packing of a bucket starts
-    when the previous one is packed and the one before that is checked."""
+    A link starts to transfer a bucket when the bucket is packed and the previous one has left the link. Packing of a
+    bucket starts when the previous bucket is packed and the one before that is checked."""
     packed = 0.0
     checked = 0.0
     checked_before = 0.0
@@ -264,15 +268,16 @@ def _shared(work: np.ndarray, cores: int | None) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class LinkTrial:
-    """The model compared with measured publications of one machine: pairs of predicted and measured seconds."""
+    """Comparison of the link model with measured publications on one machine."""
 
     predicted: Sequence[float]
-    """Predictions, each from rates measured right before its publication."""
+    """Predicted seconds of each publication, from rates that were measured immediately before it."""
     measured: Sequence[float]
 
     @property
     def off(self) -> float:
-        """Relative error of the prediction: the median over the pairs, positive if the prediction is too slow."""
+        """Relative error of the prediction: the median over the publications, positive if the predicted time is too
+        long."""
         return median(p / m for p, m in zip(self.predicted, self.measured, strict=True)) - 1
 
     @property
@@ -280,4 +285,4 @@ class LinkTrial:
         return abs(self.off) <= TOLERANCE
 
     def __str__(self) -> str:
-        return f"the model is off by {self.off:+.0%} here"
+        return f"the prediction deviates by {self.off:+.0%} on this machine"

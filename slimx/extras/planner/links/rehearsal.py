@@ -1,8 +1,8 @@
-"""A publication within this process: measures the rates of this machine, and whether the link model predicts the
-publication from them.
+"""A publication within this process. It measures the rates of this machine, and whether the link model predicts the
+publication's duration from them.
 
-The trainer's side is slimx's own code (`Gatherer`, `Publisher`); the engine's side is `EngineRank`, which treats its
-parameters as a server's receiver does. Weights are random: only bytes matter."""
+The trainer side is slimx's own code (`Gatherer`, `Publisher`). The engine side is `EngineRank`, which treats its
+parameters as the receiver in an engine's process does. Weights are random, because only their size matters."""
 
 from __future__ import annotations
 
@@ -46,26 +46,26 @@ MODEL = {
     "moe_intermediate_size": 256,
     "vocab_size": 1024,
 }
-"""A small Qwen3-MoE: 30 MiB of bf16 per layer."""
+"""config.json of a small Qwen3-MoE model with 30 MiB of bf16 weights per layer."""
 SMALL, LARGE = 1, 5
-"""Layers of the model from which rates are measured, and of the one that is published for comparison."""
+"""Numbers of layers: of the model with which rates are measured, and of the model that is published for comparison."""
 ROUNDS, FEWEST, LIMIT_S = 5, 3, 2.0
-"""Rounds of a rehearsal, their minimum, and the seconds after which no further round starts."""
+"""Maximum and minimum number of rounds of a rehearsal, and the seconds after which no further round starts."""
 DEADLINE_S = 30.0
 
 
 class EngineRank:
-    """Parameters of one engine rank and the tensors staged for them."""
+    """Parameters of one engine rank, and the received tensors that are staged for them."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]):
-        """Keeps `parameters`, contiguous tensors by published name."""
+        """Stores `parameters`: contiguous tensors by published name."""
         self.parameters = parameters
         self._staged: dict[str, torch.Tensor] = {}
         self._checksums: dict[str, int] = {}
 
     def stage(self, path: str, size: int, tensors: Sequence[PackedTensor]) -> float:
-        """Maps the bucket of `size` bytes at `path` and verifies its `tensors`. Returns the seconds of the
-        verification."""
+        """Maps the bucket of `size` bytes in the shared memory at `path`, and verifies the checksums of its `tensors`.
+        Returns the seconds of mapping and verification."""
         memory = open_memory(path, size)
         began = time.perf_counter()
         views: dict[str, torch.Tensor] = {}
@@ -87,7 +87,8 @@ class EngineRank:
         self._staged.clear()
 
     def verify(self) -> int:
-        """Returns the number of tensors that match the published checksums. Raises SlimxError for any other."""
+        """Returns the number of loaded tensors after verifying that they match the published checksums. Raises
+        SlimxError for a tensor that does not."""
         self._verify({name: self.parameters[name] for name in self._checksums}, self._checksums, "loaded")
         return len(self._checksums)
 
@@ -105,7 +106,8 @@ class EngineRank:
         for name, checksum in zip(views, sums.tolist(), strict=True):
             if checksum != checksums[name]:
                 raise SlimxError(
-                    f"{state} tensor {name} has checksum {checksum:016x}, published was {checksums[name]:016x}",
+                    f"the {state} tensor {name} has the checksum {checksum:016x}, but {checksums[name]:016x} was "
+                    "published",
                     code="links.checksum",
                     about=name,
                 )
@@ -170,16 +172,15 @@ class Rehearsal:
 
 
 def rehearse() -> LinkTrial:
-    """Compares the link model with this machine: measures rates on a small model, publishes a larger one, and repeats.
-
-    Takes about two seconds, on two threads."""
+    """Compares the link model with this machine: repeatedly measures rates on a small model, predicts the publication
+    of a larger one from them, and publishes it. Takes about two seconds, on two threads."""
     predicted: list[float] = []
     measured: list[float] = []
     with one_thread():
         small = Rehearsal(SMALL)
         large = Rehearsal(LARGE)
         traffic = large.traffic
-        calibrate(small)  # first touches of everything
+        calibrate(small)  # first access to all memory, which is slower
         asyncio.run(large.publish())
         began = time.monotonic()
         while len(measured) < FEWEST or (len(measured) < ROUNDS and time.monotonic() - began < LIMIT_S):
@@ -189,7 +190,8 @@ def rehearse() -> LinkTrial:
 
 
 def calibrate(rehearsal: Rehearsal) -> Links:
-    """Measures this machine's rates, from one pass of every stage over a small model with nothing else running."""
+    """Returns the rates of this machine, measured in one pass of every stage over the small model of `rehearsal`, with
+    nothing else running."""
     plan = rehearsal.plan
     engine = rehearsal.engine
     size = 0
@@ -224,14 +226,14 @@ def calibrate(rehearsal: Rehearsal) -> Links:
 
 
 def _timed[Result](work: Callable[[], Result]) -> tuple[float, Result]:
-    """Returns the seconds of `work` and its result."""
+    """Calls `work` and returns its duration in seconds and its result."""
     began = time.perf_counter()
     result = work()
     return time.perf_counter() - began, result
 
 
 def _latency() -> float:
-    """Measures the seconds of a kernel call on a few bytes."""
+    """Measures the duration in seconds of a kernel call on a few bytes."""
     source = torch.zeros(8, dtype=torch.uint8)
     target = torch.zeros(8, dtype=torch.uint8)
     pieces = np.array([kernel.rectangle(source, tensor=0, pos=0, pos_ld=8)], dtype=kernel.PIECE)
@@ -240,14 +242,14 @@ def _latency() -> float:
 
 
 def _hop() -> float:
-    """Measures the seconds of an empty call to another thread."""
+    """Measures the duration in seconds of an empty call to another thread."""
     with ThreadPoolExecutor(1) as pool:
         return timeit(lambda: pool.submit(int).result(), number=20) / 20
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limits kernels and copies of this process to one thread each, as the model assumes."""
+    """Limits kernels and copies of this process to one thread each within the block, as the link model assumes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -260,7 +262,7 @@ def _random(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16).uniform_(-1, 1)
 
 
-# The publisher's parties ------------------------------------------------------------------------------------------
+# Engines of the publisher ------------------------------------------------------------------------------------------
 
 
 class _Engine(LocalRecipient):

@@ -1,4 +1,4 @@
-"""Activation bytes of one transformer layer that the backward pass needs, part by part.
+"""Activations that one transformer layer keeps for the backward pass, in bytes, part by part.
 
 The count follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2205.05198,
 section 4: saved tensors of each operator of a layer, with tensor and sequence parallelism), extended by grouped query
@@ -24,95 +24,102 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Everything besides the model that determines the bytes of a layer."""
+    """Properties of a micro-batch, its ranks and their kernels that determine the size of a layer's activations, in
+    addition to the model."""
 
     tokens: int
-    """Tokens of one micro-batch on one context-parallel rank."""
+    """Number of tokens of a micro-batch on one context-parallel rank."""
     length: int
-    """Tokens of the longest sequence of the micro-batch, on all context-parallel ranks together."""
+    """Number of tokens of the micro-batch's longest sequence, on all context-parallel ranks together."""
     sizes: Sizes
     itemsize: int
-    """Bytes of an element of parameters and activations."""
+    """Bytes per element of parameters and activations."""
     kernels: Kernels
     materialized: bool
-    """True if the attention keeps its probabilities (no flash kernel supports it)."""
+    """True if the attention keeps its probabilities, because no flash attention kernel supports it."""
     masked: bool = False
-    """True if torch's kernel receives a mask for every pair of tokens, and keys and values for every head (sinks)."""
+    """True if torch's kernel receives a mask for every pair of tokens, and keys and values for every head, as it does
+    for attention sinks."""
 
     @property
     def share(self) -> float:
-        """Tokens per tensor-parallel rank where the sequence is split over these ranks (sequence parallelism)."""
+        """Number of tokens per tensor-parallel rank in the parts of a layer in which ranks divide the sequence
+        (sequence parallelism)."""
         return self.tokens / self.sizes.tensor
 
     def norm(self, elements: float) -> float:
-        """Returns the bytes that a norm keeps: fp32 copies of its input and output, or the input itself."""
+        """Returns the bytes that a norm of `elements` elements keeps: fp32 copies of input and output with torch's
+        kernels, or the input itself."""
         return elements * (2 * FP32 if self.kernels == "torch" else self.itemsize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
-    """Bytes that one layer keeps for one micro-batch on one rank."""
+    """Bytes that one layer keeps between the forward and the backward pass, for one micro-batch on one rank."""
 
     input: float
-    """Input of the layer: all that is kept of a completely recomputed layer."""
+    """Input of the layer, the only tensor that a completely recomputed layer keeps."""
     attention_norm: float = 0.0
-    """Kept by the norm before the attention."""
+    """Bytes kept by the norm before the attention."""
     attention_input: float = 0.0
-    """Kept by the projections: the norm's output, and latents with their norms."""
+    """Bytes kept by the attention's input projections: the norm's output, and latents with their norms."""
     projected: float = 0.0
-    """Queries, keys and values that the attention keeps, with their norms and rotation."""
+    """Bytes of queries, keys and values that the attention keeps, including those kept by their norms and rotation."""
     up_projected: float = 0.0
-    """Part of `projected` that latent attention's up-projection recomputes."""
+    """Part of `projected` that is computed again if latent attention's up-projection is recomputed (mla_up_proj)."""
     core: float = 0.0
-    """Kept by the attention in addition to its inputs: probabilities, or one number per row."""
+    """Bytes kept by the attention in addition to its inputs: the probabilities or, with flash attention, one number per
+    row."""
     operands: float = 0.0
-    """Part of `projected` that only the attention keeps: rotated queries and keys, or all of its inputs."""
+    """Part of `projected` that nothing but the attention keeps: rotated queries and keys, or all its inputs."""
     values: float = 0.0
-    """Values, which the attention keeps as a part of a larger tensor."""
+    """Bytes of the values, which the attention keeps as a part of a larger tensor."""
     context: float = 0.0
-    """Output of the attention, which the output projection keeps."""
+    """Bytes of the attention's output, which the output projection keeps."""
     mlp_norm: float = 0.0
     mlp_input: float = 0.0
-    """Output of the second norm, which router, shared experts or the MLP keep."""
+    """Bytes of the output of the second norm, which the router, the shared experts or the MLP keep."""
     router: float = 0.0
-    """Scores, choices and their order."""
+    """Bytes of the router's scores, the chosen experts and the order of tokens."""
     dispatched: float = 0.0
-    """Tokens as dispatched to the experts."""
+    """Bytes of the tokens that are dispatched to this rank's experts."""
     inner: float = 0.0
-    """First product of MLP or experts."""
+    """Bytes of the output of the first linear layer of MLP or experts."""
     activated: float = 0.0
-    """Intermediate tensors of the activation and its result."""
+    """Bytes of the activation function's intermediate tensors and its result."""
     shared: float = 0.0
-    """Products of the shared experts."""
+    """Bytes kept by the linear layers of the shared experts."""
     core_work: float = 0.0
-    """Workspace of the attention's gradient."""
+    """Bytes of workspace for computing the attention's gradient."""
     mlp_work: float = 0.0
-    """Workspace of the gradients of MLP or experts."""
+    """Bytes of workspace for computing the gradients of MLP or experts."""
     gathered: float
-    """Workspace of both: a projection's input and its gradient, gathered from the shards of the sequence."""
+    """Bytes of workspace for gradients of both attention and MLP: the input of a linear layer and its gradient,
+    gathered from the shards of the sequence."""
     itemsize: int
-    """Bytes of an element of the model's dtype."""
+    """Bytes per element of the model's dtype."""
 
     @property
     def mlp(self) -> float:
-        """Everything kept after the attention."""
+        """Bytes of everything that is kept after the attention."""
         kept = self.mlp_norm + self.mlp_input + self.router + self.dispatched + self.inner + self.activated
         return kept + self.shared
 
     @property
     def total(self) -> float:
-        """Everything kept without recomputation."""
+        """Bytes of everything that is kept without recomputation."""
         return self.attention_norm + self.attention_input + self.projected + self.core + self.context + self.mlp
 
     @property
     def work(self) -> float:
-        """Workspace of the layer's backward pass. Activations after the attention are already freed when the
-        attention's gradient is computed."""
+        """Bytes of workspace of the layer's backward pass. When the attention's gradient is computed, activations after
+        the attention have already been freed."""
         return max(self.mlp_work, self.core_work - self.mlp) + self.gathered
 
 
 def layer_bytes(model: dict[str, Any], setting: Setting, parts: LayerParts, kind: LayerKind) -> LayerBytes:
-    """Returns the bytes of a layer with `parts`. `model`: fields of megatron-core's TransformerConfig."""
+    """Returns the bytes that a layer with the parts `parts` keeps. `model`: fields of megatron-core's
+    TransformerConfig."""
     hidden = setting.share * model["hidden_size"]
     nbytes: dict[str, float] = {}
     if parts.mixer is not None:
@@ -140,8 +147,8 @@ def _gathered(model: dict[str, Any], s: Setting) -> float:
 
 
 def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
-    """Returns the bytes of attention with grouped query heads: heads are split over the tensor-parallel ranks, tokens
-    are not."""
+    """Returns the bytes, by field of LayerBytes, of attention with grouped query heads. Heads are divided among the
+    tensor-parallel ranks, tokens are not."""
     head = model["kv_channels"]
     heads = model["num_attention_heads"] / s.sizes.tensor
     groups = max(1, model["num_query_groups"] / s.sizes.tensor)
@@ -155,8 +162,10 @@ def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
         projected += s.norm(query + key)
     projected += (query + key) * s.itemsize  # rotated
     if s.kernels == "torch":
-        projected += 4 * s.tokens * head * s.itemsize  # sine and cosine, for queries and for keys
-        projected += 2 * key * s.itemsize * (s.sizes.context - 1)  # keys and values of the other ranks
+        projected += 4 * s.tokens * head * s.itemsize  # sine and cosine for queries and for keys
+        projected += (
+            2 * key * s.itemsize * (s.sizes.context - 1)
+        )  # keys and values from the other context-parallel ranks
     return {
         "attention_input": s.share * model["hidden_size"] * s.itemsize,
         "projected": projected,
@@ -165,14 +174,14 @@ def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
 
 
 def _latent(model: dict[str, Any], s: Setting) -> dict[str, float]:
-    """Returns the bytes of multi-head latent attention: every rank computes the complete latents, and its heads from
-    them."""
+    """Returns the bytes, by field of LayerBytes, of multi-head latent attention. Every rank computes the complete
+    latents, and from them its own heads."""
     heads = model["num_attention_heads"] / s.sizes.tensor
     rotary = model["qk_pos_emb_head_dim"]
     value = s.tokens * heads * model["v_head_dim"]
     key = s.tokens * heads * (model["qk_head_dim"] + rotary)
     latents = s.share * ((model["q_lora_rank"] or 0) + model["kv_lora_rank"])
-    made = s.tokens * heads * model["qk_head_dim"] + value  # keys without rotation and values: one product
+    made = s.tokens * heads * model["qk_head_dim"] + value  # unrotated keys and values are one product
     projected = 0.0
     exclusive = 0.0
     if not s.materialized:
@@ -192,8 +201,11 @@ def _latent(model: dict[str, Any], s: Setting) -> dict[str, float]:
 def _core(
     s: Setting, heads: float, query: float, key: float, value: float, *, exclusive: float, part: float
 ) -> dict[str, float]:
-    """Returns the bytes of scaled dot products. `query`, `key`, `value`: elements of each (the output is as wide as
-    values); `exclusive`: elements that nothing else keeps; `part`: elements that are a part of a larger tensor."""
+    """Returns the bytes, by field of LayerBytes, of scaled dot-product attention.
+
+    `heads`: heads per rank. `query`, `key`, `value`: number of elements of each (the output is as large as the values).
+    `exclusive`: number of elements that nothing else keeps. `part`: number of elements that are a part of a larger
+    tensor."""
     context = query if value == key else value
     alike = {"operands": exclusive * s.itemsize, "values": part * s.itemsize, "context": context * s.itemsize}
     if s.materialized:
@@ -206,23 +218,25 @@ def _core(
         # `slimx.numerics.attention`: one more dimension for the sinks, rounded up to 8, and a key per query head.
         padded = heads * s.tokens * (query / (heads * s.tokens) + 8)
         inputs = 3 * padded * s.itemsize
-        mask = s.tokens * s.length * (s.itemsize + 1)  # as built, and as the kernel takes it
+        mask = s.tokens * s.length * (s.itemsize + 1)  # in the form in which it is built, and in the kernel's form
         return {"core": heads * s.tokens * FP32 + inputs + mask, "core_work": inputs + padded * FP32, **alike}
     return {"core": heads * s.tokens * FP32 + _mask(s), "core_work": work, **alike}
 
 
 def _mask(s: Setting) -> float:
-    """Returns the size of a rank's attention mask in bytes. Only plain torch with context parallelism has one, with an
-    element for every query-key pair."""
+    """Returns the size in bytes of a rank's attention mask: one element for every query-key pair for plain torch with
+    context parallelism, otherwise 0."""
     if s.kernels != "torch" or s.sizes.context == 1:
         return 0.0
     return s.tokens * s.length * s.itemsize
 
 
 def _steps(model: dict[str, Any], s: Setting, inner: float, *, weighted: bool) -> float:
-    """Returns the elements that an activation keeps in addition to its input: its result; with plain torch also silu
-    and the linear part of a gated activation, or the relu of a squared one, and, if `weighted`, the product before the
-    router's weights."""
+    """Returns the number of elements that an activation function keeps in addition to its input.
+
+    These are its result and, with plain torch, also silu and the linear part of a gated activation or the relu of a
+    squared one, and, if `weighted`, the product before the multiplication by the router's weights. `inner`: elements of
+    the result."""
     if s.kernels != "torch":
         return inner
     tensors = 2
@@ -234,7 +248,8 @@ def _steps(model: dict[str, Any], s: Setting, inner: float, *, weighted: bool) -
 
 
 def _halves(model: dict[str, Any]) -> int:
-    """Returns the number of elements of the first product per element of its activation."""
+    """Returns the number of elements that the first linear layer computes per element of the activation: 2 if it is
+    gated, otherwise 1."""
     return 2 if model.get("gated_linear_unit", True) else 1
 
 
@@ -248,8 +263,8 @@ def _mlp(model: dict[str, Any], s: Setting) -> dict[str, float]:
 
 
 def _experts(model: dict[str, Any], s: Setting) -> dict[str, float]:
-    """Returns the bytes of experts with even load: each rank of an expert's tensor-parallel group receives the tokens
-    of all of its ranks."""
+    """Returns the bytes, by field of LayerBytes, of experts with balanced load. Each rank of an expert's
+    tensor-parallel group receives the tokens of all ranks of the group."""
     chosen = model["moe_router_topk"]
     experts = model["num_moe_experts"]
     copies = s.share * chosen * s.sizes.expert_tensor

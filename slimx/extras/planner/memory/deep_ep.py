@@ -1,4 +1,4 @@
-"""Memory of DeepEP's buffers, which a process keeps from its first batch until its end.
+"""Memory of DeepEP's buffers, which a process keeps from its first batch until it exits.
 
 Formulas: `get_nvl_buffer_size_hint`, `get_rdma_buffer_size_hint` and `get_low_latency_rdma_size_hint` in DeepEP's
 `csrc/config.hpp`. The buffers are created by megatron-core 0.19.2 in `transformer/moe/fused_a2a.py` and by SGLang
@@ -13,23 +13,25 @@ from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import ModelSpec
 
 CHANNELS = 20 // 2
-"""Half of the sending multiprocessors, 20 by default on both sides."""
+"""Number of channels: half of the streaming multiprocessors (SMs) that send, 20 by default in both megatron-core and
+SGLang."""
 META = 8 + 128 * 8 + 128 * 4 + 128 * 4
-"""Bytes sent with a row: its source, and at most 128 experts (int64), their weights and scales."""
+"""Bytes of metadata sent with a row: its source, and indices (int64), weights and scales for up to 128 experts."""
 NVL_ROWS = {16: 288, 24: 288, 32: 288, 48: 288, 64: 288, 96: 480, 128: 560, 144: 720, 160: 720}
-"""Rows waiting for a rank of the same node, by number of ranks (256 up to 8 ranks): `get_dispatch_config` in
-`deep_ep/buffers/legacy.py` of sgl-deep-ep 0.1.2."""
+"""Number of rows buffered for a rank of the same node, by number of ranks (256 for up to 8 ranks), from
+`get_dispatch_config` in `deep_ep/buffers/legacy.py` of sgl-deep-ep 0.1.2."""
 RDMA_ROWS = 128
-"""Rows waiting for another node, before rounding up to complete chunks."""
+"""Number of rows buffered for another node, before rounding up to complete chunks."""
 RDMA_CHUNK = {16: 20, 96: 12, 128: 12, 144: 12, 160: 12}
-"""Rows sent to another node at once, by number of ranks, otherwise 8: the maximum of dispatch and combine."""
+"""Number of rows sent to another node at once, by number of ranks (8 if not listed): the maximum of dispatch and
+combine."""
 LOW_LATENCY_TOKENS = 128
-"""Default of SGLang's SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK."""
+"""Default of SGLang's environment variable SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK."""
 BF16 = 2
 
 
 def trainer_buffers(trainer: Trainer, spec: ModelSpec, sizes: Sizes, device: str) -> int:
-    """Returns the bytes of the buffers of a trainer rank; 0 without a flex dispatcher of DeepEP."""
+    """Returns the bytes of DeepEP's buffers on a trainer rank; 0 if the flex dispatcher does not use DeepEP."""
     flex = trainer.moe.dispatcher == "flex" and trainer.moe.flex_backend == "deepep" and device == "cuda"
     ranks = sizes.expert * sizes.expert_tensor
     if not flex or not spec.experts or ranks == 1:
@@ -39,8 +41,8 @@ def trainer_buffers(trainer: Trainer, spec: ModelSpec, sizes: Sizes, device: str
 
 
 def engine_buffers(group: Engines, spec: ModelSpec, sizes: EngineSizes) -> int:
-    """Returns the bytes of the buffers of an engine rank; 0 without `moe_a2a_backend: deepep`, which splits the experts
-    over all ranks."""
+    """Returns the bytes of DeepEP's buffers on an engine rank; 0 without `moe_a2a_backend: deepep`, with which experts
+    are distributed over all ranks."""
     if group.sglang.get("moe_a2a_backend") != "deepep" or not spec.experts:
         return 0
     mode = group.sglang.get("deepep_mode") or "auto"
@@ -57,7 +59,8 @@ def engine_buffers(group: Engines, spec: ModelSpec, sizes: EngineSizes) -> int:
 
 
 def nvl_buffer(hidden: int, ranks: int) -> int:
-    """Returns the bytes of the buffer for ranks of the same node."""
+    """Returns the bytes of the NVLink buffer, for ranks of the same node. `hidden`: hidden size; `ranks`: number of
+    expert-parallel ranks."""
     ranks_per_node = min(ranks, DEEP_EP_NODE)
     nodes = max(1, ranks // DEEP_EP_NODE)
     rows = NVL_ROWS.get(ranks, 256)
@@ -65,7 +68,8 @@ def nvl_buffer(hidden: int, ranks: int) -> int:
 
 
 def rdma_buffer(hidden: int, ranks: int) -> int:
-    """Returns the bytes of the buffer for ranks of other nodes."""
+    """Returns the bytes of the RDMA buffer, for ranks of other nodes. `hidden`: hidden size; `ranks`: number of
+    expert-parallel ranks."""
     if ranks <= DEEP_EP_NODE:
         return 0
     chunk = RDMA_CHUNK.get(ranks, 8)
@@ -75,8 +79,8 @@ def rdma_buffer(hidden: int, ranks: int) -> int:
 
 
 def low_latency_buffer(hidden: int, experts: int) -> int:
-    """Returns the bytes of SGLang's buffer for decode batches: one row per token and expert, for sending and for
-    receiving, twice."""
+    """Returns the bytes of SGLang's low-latency buffer for decode batches: one row per token and expert, for sending
+    and for receiving, each twice."""
     combined = hidden // 128 * 4 + hidden * BF16
     dispatched = 16 + hidden * BF16
     rows = 2 * experts * LOW_LATENCY_TOKENS

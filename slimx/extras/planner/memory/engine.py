@@ -1,4 +1,5 @@
-"""Memory of an engine rank: weights by the engine's weight table, and the KV cache that fits next to them."""
+"""Memory of an engine rank: its weights, counted with the engine's weight table, and the KV cache that fits in the
+remaining memory."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from slimx.preflight.hardware import OVERHEAD, Machine
 
 MIB = 2**20
 WORK = 2 * 2**30
-"""Minimum bytes that an engine rank needs for activations: assumed."""
+"""Assumed minimum number of bytes that an engine rank needs for activations."""
 _FP8_CACHE = ("fp8_e4m3", "fp8_e5m2")
 
 
@@ -37,9 +38,10 @@ def engine_memory(
     occupied: int = 0,
     table: Table | None = None,
 ) -> EngineMemory:
-    """Returns the memory of the fullest rank of a server of `group`. `staged`: bytes that a publication needs in
-    addition to the weights; `occupied`: bytes that a trainer rank still uses on the GPU when the server starts.
-    `table`: result of `engine_table`, if known already."""
+    """Returns the memory of the rank of a server of `group` that needs most.
+
+    `staged`: bytes that a publication needs in addition to the weights. `occupied`: bytes that a trainer rank still
+    uses on the GPU when the server starts. `table`: the result of `engine_table`; None: compute it."""
     sizes = engine_sizes(group)
     number_format = published_format(config.publish.quantize)
     rule = config.publish.quantize
@@ -82,10 +84,10 @@ def engine_memory(
 def with_occupied(
     record: EngineMemory, config: Config, group: Engines, machine: Machine, occupied: int
 ) -> EngineMemory:
-    """Returns `record` for a GPU with `occupied` bytes in use by other processes when the server starts.
+    """Returns `record` adjusted for a GPU on which other processes use `occupied` bytes when the server starts.
 
-    SGLang 0.5.23 measures the free memory after its ranks have connected, before it loads weights; weights and KV cache
-    get mem_fraction_static of it (`kv_cache_configurator.py`, `_profile_available_bytes`)."""
+    SGLang 0.5.23 measures the free memory after its ranks have connected and before it loads weights. Weights and KV
+    cache get the share mem_fraction_static of it (`kv_cache_configurator.py`, `_profile_available_bytes`)."""
     sizes = engine_sizes(group)
     fields: dict[str, int | float | None] = {"static_fraction": None, "static": None, "kv_room": None}
     tokens = None
@@ -97,7 +99,7 @@ def with_occupied(
         state = record.state_per_request
         if state:
             states = state_slots(group, sizes, room, state)
-            room = max(0, room - (states + 1) * state)  # SGLang keeps one more for padding
+            room = max(0, room - (states + 1) * state)  # SGLang adds one for padding
         tokens = room // record.kv_per_token
         fields = {"static_fraction": fraction, "static": static, "kv_room": room}
     if group.max_total_tokens is not None:
@@ -115,15 +117,15 @@ def with_occupied(
 
 
 def engine_table(spec: ModelSpec, group: Engines) -> Table:
-    """Returns the weight table of a server of `group`: the engine parameter of every checkpoint tensor."""
+    """Returns the weight table of a server of `group`, which maps every checkpoint tensor to the engine's parameter."""
     fused = bool(group.sglang.get("enforce_shared_experts_fusion"))
-    # A drafting server holds the draft layer even if it is not trained.
+    # A server that drafts loads the draft layer even if it is not trained.
     return spec.engine_table(fused_shared_experts=fused, draft=group.drafts and spec.has_draft_table)
 
 
 def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantization: Quantization | None) -> int:
-    """Returns the bytes of the weights of the fullest rank; quantized ones include block scales. `dtype`: dtype of the
-    others."""
+    """Returns the bytes of the weights on the rank that has most, including block scales of quantized weights. `dtype`:
+    data type of weights that are not quantized."""
     by_rank = np.zeros(sizes.world, dtype=np.int64)
     for shard in EngineLayout(table, sizes).shards():
         rows, cols = matrix(shard.shape)
@@ -138,9 +140,9 @@ def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantization: Q
 
 
 def adapter_slots(config: Config, spec: ModelSpec) -> int:
-    """Returns the bytes of the adapters that an engine keeps in addition to its weights (`publish.adapters`): those of
-    each policy that it serves, and the empty slot that SGLang keeps. An engine that computes with adapters has one
-    rank."""
+    """Returns the bytes of the adapters that an engine keeps in addition to its weights with `publish.adapters: alone`:
+    one set for each policy that it serves, and one empty set that SGLang keeps. An engine that computes with adapters
+    has a single rank."""
     lora = config.trainer.lora
     if lora is None or not config.serves_adapters:
         return 0
@@ -152,9 +154,11 @@ def adapter_slots(config: Config, spec: ModelSpec) -> int:
 def kv_bytes(
     model: dict[str, Any], kind: LayerKind, sizes: EngineSizes, itemsize: int, cache: str | None, *, drafting: int = 0
 ) -> int:
-    """Returns the bytes of one token in a rank's KV cache: keys and values of the rank's query groups (at least one) in
-    every attention layer, or the latent and the rotary key of latent attention, complete on every rank, with the
-    additions of the layer kind. `drafting`: layers of a draft model, which has the target's attention."""
+    """Returns the bytes that one token takes in a rank's KV cache.
+
+    Every attention layer stores keys and values of the rank's query groups (at least one), or, for latent attention,
+    the latent and the rotary key, complete on every rank, plus what the kind of layer adds. `cache`: dtype of the
+    cache. `drafting`: number of layers of a draft model whose attention has the target's shape."""
     if cache in _FP8_CACHE:
         itemsize = 1
     attending = drafting + sum(layer.mixer == "attention" for layer in kind.layers(model))
@@ -166,17 +170,19 @@ def kv_bytes(
 
 
 def state_bytes(model: dict[str, Any], kind: LayerKind, sizes: EngineSizes, dtype: str, states: str | None) -> int:
-    """Returns the bytes of one request's recurrent states on a rank, independent of its length: inputs that
-    convolutions still need, in bf16 except for a float32 model, and states, in dtype `states` (SGLang's
-    mamba_ssm_dtype; None: float32)."""
+    """Returns the bytes of one request's recurrent states on a rank, which do not depend on the request's length.
+
+    They are the inputs that convolutions still need, in bf16 unless the model is float32, and the states. `states`:
+    dtype of the states (SGLang's mamba_ssm_dtype); None: float32."""
     inputs, elements = kind.state_elements(model)
     return (inputs * ITEMSIZE[dtype] + elements * ITEMSIZE[states or "float32"]) // sizes.attention_tensor
 
 
 def state_slots(group: Engines, sizes: EngineSizes, room: int, state: int) -> int:
-    """Returns the number of requests for whose recurrent states of `state` bytes SGLang 0.5.23 allocates slots in
-    `room` bytes of a rank, without a prefix cache (`_handle_max_mamba_cache` in
-    `srt/mem_cache/kv_cache_configurator.py`)."""
+    """Returns the number of requests for whose recurrent states SGLang 0.5.23 allocates memory without a prefix cache
+    (`_handle_max_mamba_cache` in `srt/mem_cache/kv_cache_configurator.py`).
+
+    `room`: bytes available on a rank; `state`: bytes of one request's states."""
     slots = group.sglang.get("max_mamba_cache_size") or group.sglang.get("max_running_requests")
     if slots is not None:
         return max(1, slots // sizes.attention_data)
@@ -185,10 +191,11 @@ def state_slots(group: Engines, sizes: EngineSizes, room: int, state: int) -> in
 
 
 def static_fraction(group: Engines, sizes: EngineSizes, memory: int) -> float:
-    """Returns the share of a GPU's memory for weights and KV cache if `mem_fraction_static` is not set.
+    """Returns the fraction of a GPU's memory that SGLang 0.5.23 uses for weights and KV cache if `mem_fraction_static`
+    is not set.
 
-    The formula is SGLang 0.5.23's, from the GPU's size (`srt/arg_groups/memory_hook.py`), without the increase after
-    graph capture: the actual room may be larger."""
+    It follows SGLang's formula (`srt/arg_groups/memory_hook.py`), which starts from the GPU's size `memory`, without
+    the increase after graph capture, so the actual memory may be larger."""
     mib = memory / MIB
     chunk, batch = _prefill_and_decode(group, memory, sizes.tensor)
     reserved = 512 + 1.5 * max(chunk, 2048) + sizes.world / 8 * 1024
@@ -205,7 +212,7 @@ def static_fraction(group: Engines, sizes: EngineSizes, memory: int) -> float:
 
 
 def graph_bytes(group: Engines, sizes: EngineSizes, memory: int) -> int:
-    """Returns the bytes of CUDA graphs by SGLang's reserve: 2 MiB per request of the largest decode batch."""
+    """Returns the bytes that SGLang reserves for CUDA graphs: 2 MiB per request of the largest decode batch."""
     if group.sglang.get("disable_cuda_graph"):
         return 0
     _, batch = _prefill_and_decode(group, memory, sizes.tensor)
@@ -213,10 +220,11 @@ def graph_bytes(group: Engines, sizes: EngineSizes, memory: int) -> int:
 
 
 def _prefill_and_decode(group: Engines, memory: int, tensor: int) -> tuple[int, int]:
-    """Returns the tokens of a prefill chunk and the requests of a decode batch, as configured or chosen by SGLang."""
+    """Returns the number of tokens in a prefill chunk and of requests in a decode batch, as configured or as SGLang
+    chooses them. `memory`: size of the GPU in bytes; `tensor`: tensor parallel size."""
     chunk = 16384
     batch = 512
-    # (GPU memory below, in GiB; prefill chunk; decode batch; decode batch with at least 4 tensor-parallel ranks)
+    # (upper bound of GPU memory in GiB; prefill chunk; decode batch; decode batch with 4 or more tensor-parallel ranks)
     steps = ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512))
     for below, step_chunk, few, many in steps:
         if memory / MIB < below * 1024:

@@ -1,4 +1,4 @@
-"""Bytes and recomputed FLOPs of a layer's modules, by the names that recomputation and offloading use."""
+"""Bytes and FLOPs of a layer's modules, by the names that recomputation and offloading use in megatron-core."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from slimx.models.families import ModelSpec
 from slimx.models.flops import layer_products
 
 LEAST = 2**20
-"""Elements of the smallest tensor that megatron-core offloads, unless `min_offloaded_tensor_size` is set."""
+"""Minimum number of elements of a tensor that megatron-core offloads, unless `min_offloaded_tensor_size` is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadedBytes:
-    """Bytes of one part of a layer that are offloaded to the host."""
+    """Bytes that offloading of one part of a layer moves to the host."""
 
     freed: float
-    """Bytes that the layer no longer keeps on the device."""
+    """Bytes that the layer no longer keeps on the GPU."""
     copied: float
-    """Bytes copied to the host and back; more than `freed` if something else keeps the same tensor."""
+    """Bytes copied to the host and back; more than `freed` if something else keeps the same tensor on the GPU."""
 
 
 def recomputed(layer: LayerBytes) -> dict[str, float]:
-    """Returns the bytes of a layer that selective recomputation of each module saves."""
+    """Returns the bytes that selective recomputation saves in a layer, by module."""
     nbytes = {
         "core_attn": layer.core,
-        "layernorm": 0.0,  # a norm before a projection is fused with it and cannot be recomputed alone
+        "layernorm": 0.0,  # a norm before a linear layer is fused with it and cannot be recomputed separately
         "mla_up_proj": layer.up_projected,
         "moe_act": 0.0,
         "shared_experts": layer.shared,
@@ -44,12 +44,13 @@ def recomputed(layer: LayerBytes) -> dict[str, float]:
 
 
 def offloaded(layer: LayerBytes, trainer: Trainer) -> dict[str, OffloadedBytes]:
-    """Returns the bytes of a layer that offloading of each module copies: 0 for a part whose largest tensor is too
-    small.
+    """Returns the bytes that offloading moves to the host, by part of the layer; 0 for a part whose largest tensor is
+    too small.
 
-    All saved tensors of a part are offloaded, not just its inputs: with the attention's output and row statistics also
-    queries, keys and values (the values also stay on the device, as a view of the projections' output); with the
-    experts' first product also the intermediate tensors of plain torch's activation, but not its result."""
+    All saved tensors of a part are offloaded, not just its inputs. With the attention's output and row statistics these
+    include queries, keys and values (the values also stay on the GPU, as a view of the projections' output). With the
+    experts' first linear layer they include the intermediate tensors of plain torch's activation function, but not its
+    result."""
     act = 0.0
     if layer.dispatched > 0:
         act = layer.inner + layer.activated - layer.inner / 2
@@ -77,7 +78,8 @@ def offloaded(layer: LayerBytes, trainer: Trainer) -> dict[str, OffloadedBytes]:
 
 
 def left_out(layer: LayerBytes, trainer: Trainer) -> float:
-    """Returns the bytes of a layer that are not kept on the device because they are recomputed or offloaded."""
+    """Returns the bytes of a layer's activations that do not stay on the GPU, because they are recomputed or
+    offloaded."""
     if trainer.offload_activations:
         moved = offloaded(layer, trainer)
         return sum(moved[module].freed for module in {*trainer.offload_activations})
@@ -91,13 +93,14 @@ def left_out(layer: LayerBytes, trainer: Trainer) -> float:
 
 
 def copied(layer: LayerBytes, trainer: Trainer) -> float:
-    """Returns the bytes of a layer and micro-batch that are copied to the host."""
+    """Returns the bytes that one layer copies to the host per micro-batch."""
     moved = offloaded(layer, trainer)
     return sum(moved[module].copied for module in {*trainer.offload_activations})
 
 
 def recomputed_share(spec: ModelSpec, length: int, trainer: Trainer) -> float:
-    """Returns the recomputed FLOPs as a share of those of forward and backward pass without recomputation."""
+    """Returns the FLOPs of recomputation as a fraction of the FLOPs of forward and backward pass without recomputation.
+    `length`: length of the sequences in tokens."""
     recompute = trainer.recompute
     if recompute.granularity == "none":
         return 0.0

@@ -1,4 +1,4 @@
-"""Host memory of a node, and disk usage of a run."""
+"""Host memory of a node, and disk space of a run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from slimx.models.families import ModelSpec
 from slimx.preflight.hardware import GIB, Machine
 
 PROCESS = 4 * GIB
-"""Host memory of a trainer or engine process in addition to the counted parts: libraries, CUDA. Assumed."""
+"""Assumed host memory of a trainer or engine process in addition to what is counted, in bytes: libraries and CUDA."""
 _TOKEN = 4 + 4 + 1
-"""Bytes of a token in a group on disk: id, log-prob, mask."""
+"""Bytes of a token in a group on disk: token id, log-prob and mask."""
 _TRAINED_TOKEN = 3 * 8 + 4 * 4 + 1
-"""Bytes of a token in a batch (slimx.data.batch): input, label and version; weight, advantage, log-prob and
+"""Bytes of a token in a training batch (slimx.data.batch): input, label and version; weight, advantage, log-prob and
 temperature; padding flag."""
 
 
@@ -37,9 +37,12 @@ def host_memory(
     batches: int = 0,
     graphs: int = 0,
 ) -> HostMemory:
-    """Returns the host memory of the fullest node with trainer ranks after all allocations: pinned memory is kept for
-    reuse. `batches`: bytes of batches that the driver, which may run on this node, keeps (`kept_batches`). `graphs`:
-    bytes of an engine rank's CUDA graphs, which are in host memory while it sleeps."""
+    """Returns the host memory that the fullest node with trainer ranks needs when everything has been allocated; pinned
+    memory is kept for reuse.
+
+    `figures`: those of the publication; None without engines. `batches`: bytes of the batches that the driver, which
+    may run on this node, keeps (`kept_batches`). `graphs`: bytes of an engine rank's CUDA graphs, which are in host
+    memory while the engine sleeps."""
     policy_ranks, _ = by_gpu(trainers, separate_critic)
     rank = max(policy_ranks, key=lambda records: records[0].host)
     ranks = min(machine.per_node, config.trainer.world_size)
@@ -61,7 +64,7 @@ def host_memory(
         moments += record.host_optimizer
         copies += record.host_copies
         away += record.host_away
-        activations = max(activations, record.host_activations)  # models take turns
+        activations = max(activations, record.host_activations)  # the models alternate, so the largest counts
         chosen += record.host_chosen
         checkpoint += record.host_checkpoint
     sizes = {
@@ -72,7 +75,7 @@ def host_memory(
         "tokens that indexers chose": ranks * chosen,
         "copies that checkpoints are written from": ranks * checkpoint,
         "copies that mirrors are sent from": ranks * mirrored,
-        "mirrors of a neighbour's ranks": 2 * ranks * mirrored,  # the complete one, and the one being received
+        "mirrors of a neighbour's ranks": 2 * ranks * mirrored,  # one complete copy, and one being received
         "buckets of a publication": buckets,
         "weights published last": last,
         "CUDA graphs of sleeping engines": engines * graphs,
@@ -83,9 +86,9 @@ def host_memory(
 
 
 def _publication_bytes(config: Config, figures: PublicationFigures, ranks: int) -> tuple[int, int]:
-    """Returns the bytes of a publication's buckets, and of the weights published last, on a node with `ranks` trainer
-    ranks."""
-    servers = 0  # servers that have ranks on the node
+    """Returns the bytes that a publication takes on a node with `ranks` trainer ranks: those of its buckets, and those
+    of the weights published last."""
+    servers = 0  # number of servers with ranks on the node
     if config.schedule.colocate:
         group = config.rollout.policy_engines[0]
         servers = max(1, ranks // (group.ranks // group.nodes))
@@ -101,8 +104,8 @@ def _publication_bytes(config: Config, figures: PublicationFigures, ranks: int) 
 
 
 def kept_batches(config: Config, spec: ModelSpec, batch: BatchPlan) -> int:
-    """Returns the maximum bytes of batches that the driver keeps for replacements of trainers: those of the steps
-    between two checkpoints, and the same again while the second checkpoint is being written."""
+    """Returns the maximum bytes of batches that the driver keeps for trainers that replace lost ones: those of the
+    steps between two checkpoints, and the same number of further steps while the second checkpoint is being written."""
     if not config.section(Recovery).trainers:
         return 0
     step = batch.tokens_per_step * _TRAINED_TOKEN
@@ -117,13 +120,14 @@ def kept_batches(config: Config, spec: ModelSpec, batch: BatchPlan) -> int:
 
 
 def _routes(spec: ModelSpec) -> int:
-    """Returns the bytes of a token's experts."""
+    """Returns the bytes of the experts that one token is routed to, over all layers."""
     itemsize = 1 if spec.experts <= 256 else 2
     return len(spec.moe_layers) * spec.transformer["moe_router_topk"] * itemsize
 
 
 def disk_bytes(config: Config, spec: ModelSpec, critic: ModelSpec | None, batch: BatchPlan) -> DiskBytes:
-    """Returns the maximum bytes in the run's directory."""
+    """Returns the maximum disk space that the run's directory takes, in bytes. `critic`: the critic's model, None
+    without one."""
     options = config.checkpoint
     tracked = config.track.rollouts
     steps = config.schedule.steps
@@ -157,8 +161,8 @@ def disk_bytes(config: Config, spec: ModelSpec, critic: ModelSpec | None, batch:
 
 
 def _checkpoint_bytes(config: Config, trainer: Trainer, spec: ModelSpec) -> int:
-    """Returns the bytes of one model in a checkpoint."""
-    state = FP32 + 2 * ITEMSIZE[trainer.optimizer.moments_dtype]  # per trained element: main weight and two moments
+    """Returns the bytes that one model takes in a checkpoint."""
+    state = FP32 + 2 * ITEMSIZE[trainer.optimizer.moments_dtype]  # per element: main weight, moments
     nbytes = 0
     for run in holdings(trainer, config.numerics, spec).runs(Sizes(), 0):
         itemsize = ITEMSIZE[run.dtype]

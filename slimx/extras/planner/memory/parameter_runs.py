@@ -1,7 +1,7 @@
 """The parameters of one trainer rank, in the order in which megatron-core's modules register them.
 
-Layers with the same rows have the same parameters. They are computed once per kind of layer and size of split, and
-shared by all ranks and layouts."""
+Layers with the same rows of the weight table have the same parameters. They are computed once for each kind of layer
+and each size of its split, and shared by all ranks and layouts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from slimx.layout.ranks import Sizes, coordinates
 from slimx.layout.table import Row, Stage, Table
 
 _BUFFER = "mlp.router.expert_bias"
-"""Name of a module's buffer. It is not a parameter: it is not trained, and no optimizer updates it."""
+"""Name of a module's buffer in the weight table. A buffer is not a parameter: no optimizer updates it."""
 _ORDER = (
     "embedding.",
     "enorm.",
     "hnorm.",
     "eh_proj.",
     "input_layernorm.",
-    # A delta net's parameters come before those of its modules.
+    # A delta net registers its own parameters before those of its submodules.
     "self_attention.dt_bias",
     "self_attention.A_log",
     "self_attention.in_proj.weight",
@@ -49,7 +49,7 @@ _ORDER = (
     "self_attention.q_layernorm.",
     "self_attention.k_layernorm.",
     "self_attention.kv_layernorm.",
-    # A Mamba-2 mixer's parameters come before those of its modules.
+    # A Mamba-2 mixer registers its own parameters before those of its submodules.
     "mixer.conv1d_weight",
     "mixer.conv1d_bias",
     "mixer.dt_bias",
@@ -76,42 +76,44 @@ _ORDER = (
     "final_norm.",
     "output_layer.",
 )
-"""Prefixes of names within a layer, in the order in which megatron-core's modules register their parameters (with
-torch's layers; Transformer Engine's have a norm before its weight). The order only decides which rank's part an
-alignment gap belongs to; other names come last."""
+"""Prefixes of parameter names within a layer, in the order in which megatron-core's modules register their parameters.
+
+It is the order for torch's layers; in Transformer Engine's a norm precedes its weight. The order only decides to which
+rank an alignment gap belongs. Names without a prefix in the list come last."""
 _ENDS = ("embedding.", "output_layer.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRun:
-    """`count` consecutive parameters of `elements` elements each in one buffer."""
+    """A run of `count` consecutive parameters in one buffer, with `elements` elements each."""
 
     name: str
-    """Name of the parameters, as in the weight table."""
+    """Name of the parameters in the weight table."""
     chunk: int
     elements: int
     count: int
     dtype: str
     expert: bool = False
-    """True if gradients are summed over the expert groups."""
+    """True if their gradients are summed over the groups of expert-data parallelism."""
     tied: bool = False
-    """True if another pipeline stage holds the same parameter: megatron-core gives it a separate bucket."""
+    """True if another pipeline stage has a copy of the parameter; megatron-core then puts it into a separate bucket."""
     trained: bool = True
     parameter: bool = True
-    """False for a buffer of its module."""
+    """True for parameters, False for a buffer of a module."""
     quantized: bool = False
-    """True if a publication in fp8 quantizes it."""
+    """True if publications in fp8 quantize it."""
     adapted: bool = False
-    """True if it has an adapter."""
+    """True if it has a low-rank adapter."""
     orthogonalised: bool = False
-    """True if Muon updates it: a matrix other than embedding and output layer."""
+    """True if Muon updates it, which applies to all matrices except embedding and output layer."""
 
 
 class Holdings:
-    """Parameters of one model for the ranks of any layout."""
+    """All parameters of one model, from which those of any rank in any layout are derived."""
 
     def __init__(self, table: Table, dtype: str, frozen: Collection[Sources] = (), lora: Lora | None = None):
-        """Sorts the rows of `table`. `dtype`: dtype of the parameters; `frozen`: parameters that are not trained."""
+        """Sorts the rows of the weight table `table`. `dtype`: data type of the parameters. `frozen`: parameters that
+        are not trained. `lora`: adapters to train instead; None without adapters."""
         self.table = table
         self.dtype = dtype
         self.frozen = frozen
@@ -120,20 +122,20 @@ class Holdings:
         for row in sorted(table.rows, key=_order):
             self._rows[row.stage].append(row)
         self._kinds: dict[tuple[Stage, int], tuple[tuple[int, ...], tuple[Row, ...]]] = {}
-        """Rows of each layer by (stage, layer): a key that identifies the rows, and the rows."""
+        """Rows of each layer, by (stage, layer): a key that is equal for equal rows, and the rows."""
         self._shapes: dict[tuple[int, int], tuple[int, int]] = {}
         self._runs: dict[tuple[object, ...], tuple[ParameterRun, ...]] = {}
 
     def runs(self, sizes: Sizes, rank: int) -> list[ParameterRun]:
-        """Returns the parameters of trainer rank `rank`, in the order of its modules."""
+        """Returns the parameters of the trainer rank `rank`, in the order in which its modules register them."""
         runs: list[ParameterRun] = []
         for block in self._blocks(sizes, rank):
             runs += block
         return runs
 
     def elements(self, sizes: Sizes, rank: int) -> int:
-        """Returns the number of trained elements on trainer rank `rank`, without alignment gaps."""
-        by_block: dict[int, int] = {}  # layers of a kind share their block
+        """Returns the number of trained elements on the trainer rank `rank`, without alignment gaps."""
+        by_block: dict[int, int] = {}  # layers of the same kind share the object
         total = 0
         for block in self._blocks(sizes, rank):
             if id(block) not in by_block:
@@ -142,11 +144,11 @@ class Holdings:
         return total
 
     def unlike_stages(self, sizes: Sizes) -> list[int]:
-        """Returns the pipeline stages whose kinds of layers differ from those of all earlier stages. The first stage of
-        a kind has the most micro-batches in flight."""
+        """Returns the pipeline stages whose sequence of layer kinds differs from that of all earlier stages. The first
+        stage with a sequence has the most micro-batches in flight."""
         stages: dict[tuple[int, ...], int] = {}
         for stage in range(sizes.pipeline):
-            kinds = tuple(map(id, self._blocks(sizes, stage * sizes.stage)))  # layers of a kind share their block
+            kinds = tuple(map(id, self._blocks(sizes, stage * sizes.stage)))  # layers of the same kind share it
             stages.setdefault(kinds, stage)
         return list(stages.values())
 
@@ -163,7 +165,7 @@ class Holdings:
                 out.append(layer_runs("first", 0))
             out += [layer_runs("layer", layer) for layer in range(first, first + counts[stage])]
             if stage == sizes.stages - 1:
-                # megatron-core's order: the decoder's last norm, layers of multi-token prediction, the output layer.
+                # megatron-core's order: the decoder's last norm, multi-token-prediction layers, the output layer.
                 last = layer_runs("last", 0)
                 if stage > 0:
                     last += self._copies(chunk, sizes)
@@ -173,7 +175,8 @@ class Holdings:
         return out
 
     def _layer_runs(self, stage: Stage, layer: int, chunk: int, sizes: Sizes, expert: int) -> tuple[ParameterRun, ...]:
-        """Returns the parameters of one layer of `stage`."""
+        """Returns the parameters of the layer `layer` of `stage` on expert-parallel rank `expert`. `chunk`: index of
+        the model chunk that contains it."""
         if (stage, layer) not in self._kinds:
             present: list[Row] = []
             for row in self._rows[stage]:
@@ -181,7 +184,7 @@ class Holdings:
                     present.append(row)
             self._kinds[stage, layer] = tuple(map(id, present)), tuple(present)
         kind, rows = self._kinds[stage, layer]
-        frozen_key = (layer, expert) if self.frozen else ()  # without frozen parameters only sizes and rows matter
+        frozen_key = (layer, expert) if self.frozen else ()  # relevant only with frozen parameters
         key = kind, chunk, sizes.tensor, sizes.expert_tensor, sizes.expert, sizes.pipeline > 1, frozen_key
         if key not in self._runs:
             runs: list[ParameterRun] = []
@@ -191,7 +194,7 @@ class Holdings:
         return self._runs[key]
 
     def _copies(self, chunk: int, sizes: Sizes) -> tuple[ParameterRun, ...]:
-        """Returns the parameters of the first stage of which the last stage holds a copy."""
+        """Returns the copies that the last stage has of parameters of the first stage, such as tied embeddings."""
         runs: list[ParameterRun] = []
         for row in self.table.rows:
             for stage, name in row.copies:
@@ -226,7 +229,7 @@ class Holdings:
             )
             if rank == 0:
                 continue
-            for _ in range(count):  # A and B of each matrix
+            for _ in range(count):  # the adapter matrices A and B
                 for name, elements in (("lora_a", rank * cols), ("lora_b", rows * rank)):
                     yield ParameterRun(
                         name=f"{row.name}.{name}",
@@ -238,7 +241,7 @@ class Holdings:
                     )
 
     def _shape(self, row: Row, sizes: Sizes) -> tuple[int, int]:
-        """Returns rows and columns of a rank's shard."""
+        """Returns the numbers of rows and columns of a rank's shard of the parameter in the table row `row`."""
         size = 1
         if row.axis is not None:
             size = sizes.expert_tensor if row.per_expert else sizes.tensor
@@ -247,7 +250,8 @@ class Holdings:
         return self._shapes[id(row), size]
 
     def _counts(self, row: Row, layer: int, sizes: Sizes, expert: int) -> list[tuple[bool, int]]:
-        """Returns pairs (frozen, count) of consecutive experts of the rank that are frozen or not."""
+        """Returns pairs (frozen, count): the experts of rank `expert` in order, as runs of `count` consecutive experts
+        that are all frozen or all trained."""
         if not row.per_expert:
             indices = range(1)
         else:
@@ -262,7 +266,8 @@ class Holdings:
 def _split_last(
     runs: tuple[ParameterRun, ...],
 ) -> tuple[tuple[ParameterRun, ...], tuple[ParameterRun, ...], tuple[ParameterRun, ...]]:
-    """Splits the parameters of the last stage into copies of the embedding, the last norm, and the output layer."""
+    """Splits the parameters of the last stage into three: copies of the embedding, the last norm, and the output
+    layer."""
     embedding: list[ParameterRun] = []
     norm: list[ParameterRun] = []
     output: list[ParameterRun] = []

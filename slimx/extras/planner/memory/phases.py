@@ -1,4 +1,4 @@
-"""Memory of a GPU in every phase of a run: the sum of a trainer rank and an engine rank on it.
+"""Memory of a GPU in every phase of a run: the sum over a trainer rank and an engine rank that are on it.
 
     phase      trainer rank                              engine rank, on the same GPU     on a separate GPU
     load       weights twice or main weights, gradients  -                                -
@@ -11,11 +11,11 @@
     save       its state                                 asleep                           -
     wake       weights                                   weights                          -
 
-Weights exist twice while Megatron's buffers are filled from the weights that the model was built with. A trainer whose
-engines have separate GPUs (or without `trainer.offload`) always keeps its state. A sleeping engine rank keeps its
-context and DeepEP's buffers; its CUDA graphs move to host memory, and return with the KV cache. The first publication
-equals all others. Checkpoints are written from the state and read into it, without additional memory. The order of
-phases is that of `slimx.orchestration`."""
+"State" is weights, gradients and optimizer state. Weights exist twice while Megatron's buffers are filled from the
+weights that the model was built with. A trainer whose engines have separate GPUs, or without `trainer.offload`, always
+keeps its state. A sleeping engine rank keeps its context and DeepEP's buffers; its CUDA graphs are moved to host memory
+and return with the KV cache. The first publication needs as much as all later ones. Checkpoints are written from the
+state and read into it, without additional memory. The order of phases is that of `slimx.orchestration`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from slimx.preflight.hardware import Machine
 PHASES: tuple[Phase, ...] = get_args(Phase)
 _TRAINERS: tuple[Phase, ...] = ("load", "restore", "publish", "generate", "train", "save")
 _ENGINES: tuple[Phase, ...] = ("start", "publish", "generate")
-"""Phases of a GPU with only a trainer rank, and of one with only an engine rank."""
+"""Phases in which a GPU with only an engine rank uses memory; `_TRAINERS`: those of a GPU with only a trainer rank."""
 _Bytes = dict[str, int]
 _Gpu = Literal["trainer", "critic", "engine", "shared"]
 
@@ -50,8 +50,12 @@ def phase_memory(
     colocate: bool,
     offload: bool,
 ) -> tuple[PhasePeak, ...]:
-    """Returns the fullest GPU of each kind in each of its phases; () if the GPU's memory is unknown. `trainers`: ranks
-    of the policy and of a critic; `engines`: ranks of the policy's engines."""
+    """Returns, for each kind of GPU and each of its phases, the GPU that uses most memory; () if the size of the GPU's
+    memory is unknown.
+
+    `trainers`: ranks of the policy and of the critic. `engines`: ranks of the policy's engines, one per group.
+    `separate_critic`: True if the critic has its own ranks. `colocate`, `offload`: `schedule.colocate` and
+    `trainer.offload`."""
     if machine.memory is None:
         return ()
     ranks, critics = by_gpu(trainers, separate_critic)
@@ -76,8 +80,8 @@ def phase_memory(
 def by_gpu(
     records: Sequence[TrainerMemory], separate_critic: bool
 ) -> tuple[list[list[TrainerMemory]], list[list[TrainerMemory]]]:
-    """Returns the records of ranks that run in one process, of trainers and of separate critics: a shared critic's
-    record is with the trainer's of the same stage."""
+    """Returns two lists: trainer ranks and ranks of a separate critic. Each rank is a list of the records of the models
+    in its process; a critic that is not separate is in the rank of the same pipeline stage."""
     policy: list[list[TrainerMemory]] = []
     critics: list[list[TrainerMemory]] = []
     for record in records:
@@ -95,7 +99,8 @@ def by_gpu(
 
 
 def peak_of(rank: Sequence[TrainerMemory]) -> int:
-    """Returns the peak of a rank that is one process for all these models, whose activations take turns."""
+    """Returns the peak memory of a process that has the models in `rank`, whose activations are never in memory at the
+    same time."""
     states = [record.weights + record.gradients + record.optimizer for record in rank]
     return sum(states) + max(record.peak - state for record, state in zip(rank, states, strict=True))
 
@@ -117,13 +122,13 @@ def _peak(phase: Phase, group: str, sizes: _Bytes, gpu: _Gpu = "shared") -> Phas
 
 
 def memory_parts(sizes: Mapping[str, int]) -> tuple[MemoryPart, ...]:
-    """Returns the parts of `sizes` that are not empty, largest first."""
+    """Returns the non-empty entries of `sizes`, bytes by purpose, largest first."""
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
     return tuple(MemoryPart(name=name, nbytes=nbytes) for name, nbytes in ordered if nbytes)
 
 
 def _turn(rank: Sequence[TrainerMemory], phase: Phase, offload: bool) -> _Bytes:
-    """Returns the bytes of a trainer rank that takes turns with an engine, by part."""
+    """Returns the bytes of a trainer rank that shares its GPU with an engine, by purpose."""
     if phase in ("publish", "wake") and offload:
         parts = _kept(rank, phase)
         for name in ("gradients", "optimizer state", "codes in fp8"):
@@ -136,7 +141,7 @@ def _turn(rank: Sequence[TrainerMemory], phase: Phase, offload: bool) -> _Bytes:
 
 
 def _kept(rank: Sequence[TrainerMemory], phase: Phase) -> _Bytes:
-    """Returns the bytes of a trainer rank whose state stays on the device, by part."""
+    """Returns the bytes of a trainer rank whose state stays on the GPU, by purpose."""
 
     def total(*fields: str) -> int:
         nbytes = 0
@@ -149,7 +154,7 @@ def _kept(rank: Sequence[TrainerMemory], phase: Phase) -> _Bytes:
     overhead = _process(rank)
     if phase == "load":
         main = total("optimizer") - total("moments")
-        # megatron-core copies trained parameters into its buffers, and frees the originals.
+        # megatron-core copies trained parameters into its buffers before it frees the originals.
         copied = min(weights, gradients)
         twice = {"main weights": main}
         if copied > main:
@@ -160,7 +165,7 @@ def _kept(rank: Sequence[TrainerMemory], phase: Phase) -> _Bytes:
     if phase == "publish":
         state["buckets"] = total("publication")
     elif phase == "train":
-        # The models of a rank take turns with activations.
+        # Only one model of a rank has activations at a time.
         record = max(rank, key=_busy)
         if record.step > _activations(record):
             state["moments, gradients at work"] = record.step
@@ -172,7 +177,7 @@ def _kept(rank: Sequence[TrainerMemory], phase: Phase) -> _Bytes:
 
 
 def _process(rank: Sequence[TrainerMemory]) -> _Bytes:
-    """Returns the bytes that the models of a rank have in common, by part."""
+    """Returns the bytes that the process of `rank` needs once for all its models, by purpose."""
     buffers = max(record.dispatcher for record in rank)
     return {"trainer's overhead": max(record.overhead for record in rank), "trainer's DeepEP buffers": buffers}
 
@@ -186,7 +191,8 @@ def _busy(record: TrainerMemory) -> int:
 
 
 def _engine(engine: EngineMemory, phase: Phase, *, shared: bool) -> _Bytes:
-    """Returns the bytes of an engine rank, by part. `shared`: True if a trainer rank uses the GPU in turns with it."""
+    """Returns the bytes of an engine rank in `phase`, by purpose. `shared`: True if it alternates with a trainer rank
+    on the same GPU."""
     if shared and phase == "load":
         return {}
     parts = {"engine's overhead": engine.overhead, "engine's DeepEP buffers": engine.dispatcher}
@@ -204,7 +210,8 @@ def _engine(engine: EngineMemory, phase: Phase, *, shared: bool) -> _Bytes:
 def colocated_memory(
     machine: Machine, phases: Sequence[PhasePeak], engines: Sequence[EngineMemory]
 ) -> ColocatedMemory | None:
-    """Returns the fullest shared GPU; None without one, or if the GPU is unknown."""
+    """Returns the memory of the fullest GPU that trainer and engine share; None if no GPU is shared or the size of its
+    memory is unknown."""
     shared = {peak.phase: peak.nbytes for peak in phases if peak.gpu == "shared"}
     if machine.memory is None or not shared:
         return None

@@ -1,8 +1,9 @@
-"""Activations of a pipeline rank: kept activations of its layers, over the micro-batches in flight, and workspace.
+"""Activations of a pipeline rank, in two parts:
 
-kept      layers (after recomputation) x micro-batches in flight, on the last stage the head's input
-workspace the larger of: the logits of a chunk of tokens; the layer whose gradients are being computed, with all its
-          activations if it is recomputed"""
+kept      activations of its layers (without recomputed ones) for all micro-batches in flight, and on the last stage
+          the input of the head
+workspace the larger of two: the logits of a chunk of tokens; or the gradients of the layer that needs most, with all
+          its activations if it is recomputed"""
 
 from __future__ import annotations
 
@@ -18,31 +19,34 @@ from slimx.models.families import ModelSpec
 from slimx.models.layer_kind import LayerParts
 
 LOGIT_BYTES = 12
-"""Bytes per logit of a chunk: itself, its exponential and their product, in fp32 (`slimx.trainer.model.logprobs`)."""
+"""Bytes per logit of a chunk of tokens, in fp32: the logit, its exponential and their product
+(`slimx.trainer.model.logprobs`)."""
 CHUNK_BYTES, SMALLEST_CHUNK = 256 * 2**20, 128
-"""Copies of constants in `slimx.trainer.model.logprobs`, which a process without torch cannot import; a test compares
-them."""
+"""Bytes of logits per chunk, and minimum tokens of a chunk. They repeat constants of `slimx.trainer.model.logprobs`,
+which a process without torch cannot import; a test compares them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationBytes:
-    """Bytes of activations of one trainer rank."""
+    """Bytes of activations and of workspace on one trainer rank."""
 
     kept: int
-    """Kept between forward and backward pass, for all micro-batches in flight."""
+    """Bytes kept between forward and backward pass, for all micro-batches in flight."""
     head: int
-    """Workspace of the loss: logits of a chunk and the gradient of the output layer (last stage; else 0)."""
+    """Bytes of workspace of the loss on the last stage, otherwise 0: the logits of a chunk and the gradient of the
+    output layer."""
     work: int
-    """Workspace of the gradients of the fullest layer."""
+    """Bytes of workspace for the gradients of the layer that needs most."""
     in_flight: int
-    """Micro-batches in flight, each of a complete stage's layers or, with virtual stages, of a chunk's."""
+    """Number of micro-batches in flight. Each has activations of all layers of the stage or, with virtual stages, of
+    one chunk."""
     hosted: int
-    """In host memory at the peak (`trainer.offload_activations`)."""
+    """Bytes in host memory at the peak (`trainer.offload_activations`)."""
     moved: int
-    """Copied to the host and back per micro-batch."""
+    """Bytes copied to the host and back per micro-batch."""
     parts: dict[str, int]
-    """Bytes that recomputing (`trainer.recompute.modules`) or offloading (`offload NAME`) one module saves of `kept`,
-    by its name, if nothing else is recomputed or offloaded."""
+    """Bytes of `kept` that would be saved by recomputing (`trainer.recompute.modules`) or offloading (`offload NAME`) a
+    single module, by its name, if nothing else is recomputed or offloaded."""
 
     @property
     def peak(self) -> int:
@@ -52,7 +56,7 @@ class ActivationBytes:
 def activation_bytes(
     spec: ModelSpec, trainer: Trainer, sizes: Sizes, setting: Setting, *, pipeline_rank: int, microbatches: int
 ) -> ActivationBytes:
-    """Returns the activations of one pipeline rank in a step of `microbatches` micro-batches."""
+    """Returns the activations of pipeline rank `pipeline_rank` in an update of `microbatches` micro-batches."""
     model = spec.transformer
     layers = _decoder_layers(spec, setting)
     counts = sizes.split or (spec.table.layers // sizes.stages,) * sizes.stages
@@ -89,7 +93,7 @@ def activation_bytes(
         hosted += last * output.copied
         moved += output.copied
         head = output.work
-        # Activations after the decoder are freed before its backward pass.
+        # Activations after the decoder are freed before the decoder's backward pass.
         work = max(0.0, work - output.kept)
     rounded: dict[str, int] = {}
     for module, saved in parts.items():
@@ -107,7 +111,8 @@ def activation_bytes(
 
 
 def _savings(layer: LayerBytes, trainer: Trainer) -> dict[str, float]:
-    """Returns the bytes that recomputing or offloading one module saves, by the names of `ActivationBytes.parts`."""
+    """Returns the bytes that recomputing or offloading each single module saves, by the names that
+    `ActivationBytes.parts` uses."""
     savings = recomputed(layer)
     for module, nbytes in offloaded(layer, trainer).items():
         savings[f"offload {module}"] = nbytes.freed
@@ -115,19 +120,19 @@ def _savings(layer: LayerBytes, trainer: Trainer) -> dict[str, float]:
 
 
 class _OutputBytes(NamedTuple):
-    """Bytes of one micro-batch after the decoder: its last norm, layers of multi-token prediction, and the head."""
+    """Bytes of one micro-batch after the decoder: its last norm, multi-token-prediction layers, and the head."""
 
     kept: float
     copied: float
-    """Copied to the host."""
+    """Bytes copied to the host."""
     work: float
-    """Workspace of the loss."""
+    """Bytes of workspace of the loss."""
 
 
 def _output_layers(spec: ModelSpec, trainer: Trainer, setting: Setting) -> _OutputBytes:
     hidden = setting.tokens * spec.transformer["hidden_size"]
     shard = hidden / setting.sizes.tensor
-    # A norm's output gathered from the sequence's shards, and a few numbers per token.
+    # The norm's output, gathered from the shards of the sequence, and a few numbers per token.
     gathered = hidden * setting.itemsize + 10 * FP32 * setting.tokens
     kept = setting.norm(shard) + gathered
     copied_bytes = 0.0
@@ -144,25 +149,26 @@ def _output_layers(spec: ModelSpec, trainer: Trainer, setting: Setting) -> _Outp
 
 
 def _decoder_layers(spec: ModelSpec, setting: Setting) -> list[LayerBytes]:
-    """Returns the bytes of every decoder layer; layers of a kind share one object."""
+    """Returns the activations of every decoder layer; layers of the same kind share one object."""
     layers = spec.layer_kind.layers(spec.transformer)
     kinds = {parts: layer_bytes(spec.transformer, setting, parts, spec.layer_kind) for parts in set(layers)}
     return [kinds[parts] for parts in layers]
 
 
 def _kinds(layers: list[LayerBytes]) -> list[tuple[LayerBytes, int]]:
-    """Returns each kind of layer once, with the number of its layers."""
+    """Returns each kind of layer once, with the number of layers of that kind."""
     counts = Counter(map(id, layers))
     by_id = {id(layer): layer for layer in layers}
     return [(layer, counts[key]) for key, layer in by_id.items()]
 
 
 def in_flight(sizes: Sizes, pipeline_rank: int, microbatches: int) -> list[int]:
-    """Returns the chunk of each micro-batch whose activations a pipeline rank keeps at its peak.
+    """Returns the index of the model chunk of each micro-batch whose activations a pipeline rank keeps when it keeps
+    most.
 
-    1F1B keeps a micro-batch for the rank itself and every later rank (Narayanan et al., 2104.04473, section 2.2);
-    interleaved stages keep 2 (P - p - 1) + (v - 1) P + 1 micro-batches of one chunk each, first P of the first chunk,
-    then P of the second, and so on (megatron-core's `get_pp_rank_microbatches`)."""
+    1F1B keeps one micro-batch for the rank itself and one for every later rank (Narayanan et al., 2104.04473, section
+    2.2). Interleaved stages keep 2 (P - p - 1) + (v - 1) P + 1 micro-batches of one chunk each: first P of the first
+    chunk, then P of the second, and so on (megatron-core's `get_pp_rank_microbatches`)."""
     if sizes.virtual == 1:
         return [0] * min(microbatches, sizes.pipeline - pipeline_rank)
     count = 2 * (sizes.pipeline - pipeline_rank - 1) + (sizes.virtual - 1) * sizes.pipeline + 1
@@ -171,20 +177,21 @@ def in_flight(sizes: Sizes, pipeline_rank: int, microbatches: int) -> list[int]:
 
 
 def _layers(layers: list[LayerBytes], trainer: Trainer) -> tuple[float, float]:
-    """Returns the bytes that `layers` keep for one micro-batch, and the maximum by which their backward pass exceeds
-    that."""
+    """Returns the bytes that `layers` keep for one micro-batch, and the maximum number of further bytes that their
+    backward pass needs at a time."""
     units = _units(layers, trainer)
     total = sum(kept for kept, _ in units)
     before = 0.0
     excess = 0.0
-    for kept, work in units:  # later units are already freed
+    for kept, work in units:  # the units after it have already been freed
         before += kept
         excess = max(excess, before + work - total)
     return total, excess
 
 
 def _units(layers: list[LayerBytes], trainer: Trainer) -> list[tuple[float, float]]:
-    """Returns kept bytes and workspace per layer, or per group of layers that are recomputed together."""
+    """Returns a pair for each layer, or for each group of layers that is recomputed as a unit: the bytes that it keeps,
+    and those of its workspace."""
     recompute = trainer.recompute
     if recompute.granularity != "full":
         restored = {id(layer): left_out(layer, trainer) for layer, _ in _kinds(layers)}  # in the backward pass
@@ -204,7 +211,8 @@ def _units(layers: list[LayerBytes], trainer: Trainer) -> list[tuple[float, floa
 
 
 def _boundary(hidden: int, setting: Setting, stage: int, sizes: Sizes) -> float:
-    """Returns the bytes of a stage's received input and sent output. megatron-core frees the output, except on CPUs."""
+    """Returns the bytes of a stage's received input and sent output. megatron-core frees the output after sending it,
+    except on CPUs."""
     if sizes.pipeline == 1:
         return 0.0
     tensors = 0

@@ -1,5 +1,5 @@
-"""Memory of publications: to merge weights with adapters (`trainer.lora`; also for exports), registered memory at both
-ends with `publish.transport: nixl`, and memory for deltas."""
+"""Memory of publications: for merging weights with adapters (`trainer.lora`; also for exports), for RDMA buffers of
+sender and receiver with `publish.transport: nixl`, and for deltas."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.publication import export_plan
 
 CONTEXT = GIB // 2
-"""Bytes that the receiving process of an engine takes on each GPU into whose memory it receives: assumed."""
+"""Assumed bytes that the receiving process of an engine takes on each GPU into whose memory it receives."""
 
 
 class MergingBytes(NamedTuple):
     """Memory for merging weights with adapters, in bytes, on the trainer rank that needs most."""
 
     published: int = 0
-    """Kept from the first publication on, for the weights of one bucket."""
+    """Bytes kept from the first publication on, for the weights of one bucket."""
     exported: int = 0
-    """Kept from the first export on."""
+    """Bytes kept from the first export on."""
     work: int = 0
-    """Temporary memory while the largest weight is merged."""
+    """Bytes that are needed temporarily while the largest weight is merged."""
 
 
 def merging_memory(config: Config, spec: ModelSpec, sizes: Sizes, published: Plan | None) -> MergingBytes:
-    """Returns the memory for merging. `published`: plan by which ranks pack publications, dealt out with
-    `publish.transport: nixl`; None without one."""
+    """Returns the memory for merging. `published`: plan by which ranks pack publications, with `publish.transport:
+    nixl` the one divided among ranks; None without a publication."""
     if config.trainer.lora is None:
         return MergingBytes()
     merges = partial(adapts, config.trainer.lora.targets)
     publishing = 0
     exporting = 0
     work = 0
-    if published is not None and not config.serves_adapters:  # otherwise engines get the parameters unmerged
+    if published is not None and not config.serves_adapters:  # without it engines get unmerged parameters
         publishing = max(merging_buffer_bytes(published, merges).values(), default=0)
         work = merging_work(published, merges)
     if exports(config):
@@ -57,8 +57,9 @@ def merging_memory(config: Config, spec: ModelSpec, sizes: Sizes, published: Pla
 
 
 def merging_work(plan: Plan, merges: Callable[[str], bool]) -> int:
-    """Returns the temporary bytes of merging the largest weight: its product in fp32, and a copy rounded to the
-    weight's dtype (`slimx.extras.lora.merged`)."""
+    """Returns the bytes that are needed temporarily to merge the largest weight: its product in fp32, and a copy
+    rounded to the weight's dtype (`slimx.extras.lora.merged`). `merges`: returns True for the names of parameters with
+    an adapter."""
     largest = 0
     for parameter in plan.parameters:
         if merges(parameter.name):
@@ -71,13 +72,15 @@ def merging_work(plan: Plan, merges: Callable[[str], bool]) -> int:
 
 
 def exports(config: Config) -> bool:
-    """Returns True if trainer ranks write the model in Hugging Face's format during the run or at its end."""
+    """Returns True if trainer ranks export the model in Hugging Face format during the run or at its end."""
     return config.checkpoint.export_hf or config.checkpoint.export_every > 0
 
 
 def most_merging(config: Config, adapted: int) -> int:
-    """Returns an upper bound of the kept bytes of `merging_memory` without a compiled plan. `adapted`: elements of a
-    rank that have adapters. A bucket of every engine rank may contain weights of which the rank holds a part."""
+    """Returns an upper bound of the bytes that `merging_memory` counts as kept, without a compiled plan.
+
+    `adapted`: number of elements of a rank with adapters. A bucket of every engine rank may contain weights of which
+    the rank has a part."""
     if config.trainer.lora is None:
         return 0
     published = 0
@@ -90,27 +93,31 @@ def most_merging(config: Config, adapted: int) -> int:
 
 
 class DirectMemory(NamedTuple):
-    """Host or GPU memory in bytes, without paddings to 16 bytes."""
+    """Memory that publications with nixl need, in bytes, without padding to 16 bytes. It is host memory or, with
+    buckets on GPUs, GPU memory."""
 
     ring: int
-    """Registered by the trainer rank that sends most of a bucket to all engines."""
+    """Bytes of send buffers, on the trainer rank that sends most of a bucket to all engines."""
     landing: int
-    """Registered for one receiver of an engine, for buckets in transit to its ranks."""
+    """Bytes of receive buffers in one receiver of an engine, for buckets in transit to its ranks."""
     kept: int = 0
-    """With `publish.delta`, kept by the fullest trainer rank: the weights it sent last, and its part of a bucket."""
+    """With `publish.delta`, bytes kept on the fullest trainer rank: the weights that it sent last, and its part of a
+    bucket."""
     received: int = 0
-    """With `publish.delta`, kept by one receiver of an engine: the weights received last."""
+    """With `publish.delta`, bytes kept in one receiver of an engine: the weights that it received last."""
 
 
 def direct_memory(dealt: Plan, *, ranks: int, edges: Sequence[int], delta: bool = False) -> DirectMemory:
-    """Returns the memory that trainer ranks and each receiver of an engine need for publications of a dealt plan.
-    `ranks`: number of trainer ranks; `edges`: as returned by `copies_of`; `delta`: True if publications send deltas."""
+    """Returns the memory that trainer ranks and each receiver of an engine need for publications of the plan `dealt`,
+    which divides the bytes among ranks.
+
+    `ranks`: number of trainer ranks. `edges`: as returned by `copies_of`. `delta`: True if publications send deltas."""
     moved = dealt.moved
     nbytes = move_bytes(dealt)
     receiver = np.searchsorted(edges, moved["target"], side="right") - 1
     sent = summed((dealt.count, ranks), (moved["bucket"], moved["source"]), nbytes)
     received = summed((dealt.count, len(edges) - 1), (moved["bucket"], receiver), nbytes)
-    slots = min(SLOTS, dealt.count)  # each has room for the largest bucket
+    slots = min(SLOTS, dealt.count)  # each is large enough for the largest bucket
     ring = slots * int(np.max(sent))
     landing = slots * int(np.max(received))
     if not delta:
@@ -120,15 +127,16 @@ def direct_memory(dealt: Plan, *, ranks: int, edges: Sequence[int], delta: bool 
 
 
 def packed_on_gpu(plan: Plan, *, ranks: int, portion: int = PORTION) -> int:
-    """Returns the maximum bytes of a rank's GPU that its part of a bucket takes on its path to host memory."""
+    """Returns the maximum bytes of GPU memory that a rank's part of a bucket takes on its way to host memory. `ranks`:
+    number of trainer ranks; `portion`: bytes copied at a time."""
     moved = plan.moved
     part = np.max(summed((plan.count, ranks), (moved["bucket"], moved["source"]), move_bytes(plan)))
     return min(portion, int(part))
 
 
 def changes_memory(plan: Plan) -> tuple[int, int]:
-    """Returns the memory of `publish.delta` with the disk transport, in bytes: on trainer rank 0 (last published
-    weights and one bucket's deltas), and per engine (last published weights)."""
+    """Returns the memory that `publish.delta` needs with the disk transport, in bytes: on trainer rank 0 (the last
+    published weights and the deltas of one bucket), and per engine (the last published weights)."""
     sizes = []
     for bucket in range(plan.count):
         sizes.append(sum(target[bucket].size for target in plan.buckets))

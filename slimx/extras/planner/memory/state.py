@@ -39,26 +39,28 @@ class StateBytes:
     weights: int
     gradients: int
     optimizer: int
-    """On device and host together."""
+    """Bytes of optimizer state, on GPU and host together."""
     moments: int
-    """Moments, a part of `optimizer`, which `trainer.optimizer.offload_fraction` moves to the host."""
+    """Bytes of the moments, which are included in `optimizer`; `trainer.optimizer.offload_fraction` moves them to the
+    host."""
     copied: int
-    """fp32 copies of the rank's part of bf16 gradients that an optimizer step makes."""
+    """Bytes of fp32 copies that an optimizer step makes of the rank's part of bf16 gradients."""
     elements: int
-    """Elements of the rank's parameters and buffers, without alignment gaps."""
+    """Number of elements of the rank's parameters and buffers, without alignment gaps."""
     quantized: int
-    """Elements that a publication in fp8 quantizes."""
+    """Number of elements that a publication in fp8 quantizes."""
     adapted: int
-    """Elements of the rank's weights that have an adapter, without those of the adapters."""
+    """Number of elements of the rank's weights that have an adapter, without those of the adapters."""
     pinned_weights: int
-    """Bytes of pinned host memory for copies of the weights' buffers if sizes are rounded up."""
+    """Bytes of pinned host memory for copies of the weights' buffers, if torch rounds sizes up."""
     pinned_share: float
-    """Ratio of pinned host memory for copies of single parameters, or of their state, to their size, if sizes are
-    rounded up."""
+    """Ratio of the pinned host memory for copies of single parameters, or of their state, to their size, if torch
+    rounds sizes up."""
 
 
 class Buffers:
-    """Buffers of gradients and optimizer state for a rank's trained parameters, and each rank's part of them."""
+    """Buffers of gradients and optimizer state for the trained parameters of a rank, and the part of each buffer that
+    each data-parallel rank owns."""
 
     def __init__(self, runs: Sequence[ParameterRun], trainer: Trainer, sizes: Sizes):
         self.runs = runs
@@ -66,13 +68,13 @@ class Buffers:
         self.distributed = trainer.distributed_optimizer
         self._in_fp32 = trainer.grad_reduce_in_fp32
         self._moments = 2 * ITEMSIZE[trainer.optimizer.moments_dtype]
-        """Bytes of the two moments of an element."""
+        """Bytes of the two moments of one element."""
         dense = sizes.data * sizes.context
         experts = sizes.stage // (sizes.expert * sizes.expert_tensor)
         trained = [run for run in runs if run.trained]
         trained.sort(key=_buffer_key)
         self._unused = 0
-        """Bytes of the second moments that Muon does not keep. Muon's state is never sharded."""
+        """Bytes of second moments that Muon does not keep. Muon's state is never sharded."""
         if trainer.optimizer.kind == "muon":
             self._unused = FP32 * _elements(run for run in trained if run.orthogonalised)
         self._buffers: list[_Buffer] = []
@@ -86,14 +88,14 @@ class Buffers:
             self._buffers.append(_Buffer(expert, dtype, length, owned))
 
     def optimizer_bytes(self, ranks: np.ndarray) -> np.ndarray:
-        """Returns the bytes of optimizer state of each of `ranks`."""
+        """Returns the bytes of optimizer state on each of `ranks`, an array of trainer ranks."""
         nbytes = np.full(len(ranks), -self._unused, dtype=np.int64)
         for buffer in self._buffers:
             nbytes += self._owned(ranks, buffer) * self._state_bytes(buffer)
         return nbytes
 
     def state(self, rank: int) -> StateBytes:
-        """Returns the state of `rank` after its first optimizer step."""
+        """Returns the bytes of weights, gradients and optimizer state on `rank` after its first optimizer step."""
         parameter_elements = 0
         pinned_elements = 0
         unbuffered = 0
@@ -144,13 +146,14 @@ class Buffers:
         )
 
     def _state_bytes(self, buffer: _Buffer) -> int:
-        """Returns the bytes of Adam's state per element: two moments, and main weights unless the dtype is fp32."""
+        """Returns the bytes of Adam's state per element: two moments, and a main weight unless the buffer's dtype is
+        fp32."""
         if buffer.dtype == "float32":
             return self._moments
         return self._moments + FP32
 
     def _owned(self, ranks: np.ndarray, buffer: _Buffer) -> np.ndarray:
-        """Returns the elements of `buffer` whose state each of `ranks` owns."""
+        """Returns the number of elements of `buffer` whose state each of `ranks` owns."""
         if not self.distributed:
             return buffer.owned[np.zeros_like(ranks)]
         sizes = self.sizes
@@ -159,15 +162,15 @@ class Buffers:
 
 
 class _Buffer(NamedTuple):
-    """One buffer of a rank's trained parameters."""
+    """One buffer of the trained parameters of a rank."""
 
     expert: bool
-    """True for parameters of experts."""
+    """True if the parameters belong to routed experts."""
     dtype: str
     length: int
-    """Elements, including alignment gaps."""
+    """Number of elements, including alignment gaps."""
     owned: np.ndarray
-    """Elements of parameters in each rank's part."""
+    """Number of parameter elements in the part of each data-parallel rank."""
 
 
 def _elements(runs: Iterable[ParameterRun]) -> int:
@@ -175,8 +178,8 @@ def _elements(runs: Iterable[ParameterRun]) -> int:
 
 
 def pinned(nbytes: int) -> int:
-    """Returns the bytes of pinned host memory that torch takes for a tensor if it rounds up to a power of two
-    (`slimx.runtime.allocator`)."""
+    """Returns the bytes of pinned host memory that torch allocates for a tensor of `nbytes` bytes if it rounds sizes up
+    to a power of two (`slimx.runtime.allocator`)."""
     return 1 << max(0, nbytes - 1).bit_length()
 
 
@@ -185,7 +188,8 @@ def _buffer_key(run: ParameterRun) -> tuple[int, bool, str]:
 
 
 def _sharded(runs: list[ParameterRun], ranks: int) -> tuple[int, np.ndarray]:
-    """Returns the length of a buffer, and the elements of parameters in the part of each of `ranks` ranks."""
+    """Returns the length of the buffer for the parameters `runs`, in elements, and the number of parameter elements in
+    the part of each of its `ranks` ranks."""
     buckets: list[list[ParameterRun]] = [[]]
     for run in reversed(runs):  # buffers are filled in the order of the backward pass
         if run.tied and buckets[-1]:
@@ -202,7 +206,7 @@ def _sharded(runs: list[ParameterRun], ranks: int) -> tuple[int, np.ndarray]:
         multiple = lcm(ranks, BUCKET_ALIGN)
         size = -(-end // multiple) * multiple
         edges = np.arange(ranks + 1) * (size // ranks)
-        # Elements of parameters before each edge: all that begin before it, minus the part of the last one beyond it.
+        # Parameter elements before each edge: all parameters that start before it, minus the last one's part beyond it.
         last = np.searchsorted(starts[:-1], edges, side="right") - 1
         before = np.concatenate([[0], np.cumsum(elements)])[last] + np.minimum(edges - starts[last], elements[last])
         length += size

@@ -1,4 +1,4 @@
-"""Memory of trainer ranks by kind: exact state, estimated activations, and host memory."""
+"""Memory of trainer ranks: exact weights, gradients and optimizer state, estimated activations, and host memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from slimx.preflight.hardware import OVERHEAD
 
 INT32 = 4
 MOMENT_PIECE = 512 * 2**20
-"""Copy of `slimx.extras.optimizer_offload.moments.PIECE_BYTES`, which a process without torch cannot import; a test
+"""Repeats `slimx.extras.optimizer_offload.moments.PIECE_BYTES`, which a process without torch cannot import; a test
 compares them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageState:
-    """The fullest rank of a pipeline stage and its state, independent of activations."""
+    """State of the rank of a pipeline stage that has most, which does not depend on activations."""
 
     stage: int
     rank: int
@@ -50,10 +50,11 @@ def trainer_memory(
     merging: int = 0,
     states: Sequence[StageState] | None = None,
 ) -> tuple[TrainerMemory, ...]:
-    """Returns the memory of one rank per pipeline stage, the fullest. `config`: its `trainer` section is that of the
-    ranks (or of a critic); `publication`: GPU bytes of each rank during weight publications; `merging`: bytes in which
-    every rank merges weights with adapters. `states`: result of `stage_states` for the same sizes, if known already;
-    only its stages are computed."""
+    """Returns the memory of one rank per pipeline stage, the one that needs most.
+
+    `config`: its section `trainer` describes the ranks of `model`. `publication`: bytes of GPU memory on each rank
+    during publications of weights. `merging`: bytes that every rank needs to merge weights with adapters. `states`:
+    result of `stage_states` for the same sizes, of which only the stages in it are computed; None: compute it."""
     if states is None:
         states = stage_states(config.trainer, holdings(config.trainer, config.numerics, spec), spec, sizes, model=model)
     setting = activation_setting(config, spec, sizes, device)
@@ -71,7 +72,8 @@ def trainer_memory(
 
 
 def holdings(trainer: Trainer, numerics: Numerics, spec: ModelSpec) -> Holdings:
-    """Returns the parameters of the model that ranks hold under any layout, including frozen ones and adapters."""
+    """Returns the parameters of the model, including frozen ones and adapters, from which those of a rank in any layout
+    are derived."""
     return Holdings(spec.table, numerics.dtype, spec.frozen(trainer.frozen), trainer.lora)
 
 
@@ -84,8 +86,10 @@ def stage_states(
     model: Literal["trainer", "critic"] = "trainer",
     quick: bool = False,
 ) -> tuple[StageState, ...]:
-    """Returns the state of the fullest rank of each pipeline stage. `quick`: only of stages that differ from earlier
-    ones, which include the fullest, and only of the first rank of each."""
+    """Returns the state of the fullest rank of each pipeline stage.
+
+    `quick`: compute only stages that differ from all earlier ones, which include the fullest, and only the first rank
+    of each."""
     stages: Sequence[int] = range(sizes.pipeline)
     count = sizes.stage
     if quick:
@@ -99,7 +103,8 @@ def stage_states(
 
 
 def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Setting:
-    """Returns the setting of a full micro-batch of the longest rollouts, with the kernels of `device`."""
+    """Returns the setting for a full micro-batch with rollouts of the maximum length, with the kernels used on
+    `device`."""
     limit = config.trainer.max_tokens_per_microbatch
     latent = bool(spec.transformer.get("multi_latent_attention"))
     # torch's CPU kernel needs queries and values of one size; "unfused" is Transformer Engine's or torch's plain form.
@@ -122,7 +127,8 @@ def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: st
 
 
 def _value_head(spec: ModelSpec, sizes: Sizes, stage: int) -> list[ParameterRun]:
-    """Returns a critic's head on the last stage, fp32 (`slimx.extras.token_level.value_model`)."""
+    """Returns the fp32 value head of a critic if `stage` is the last, otherwise []
+    (`slimx.extras.token_level.value_model`)."""
     if stage < sizes.pipeline - 1:
         return []
     chunk = sizes.virtual - 1
@@ -136,8 +142,8 @@ def _value_head(spec: ModelSpec, sizes: Sizes, stage: int) -> list[ParameterRun]
 def _fullest(
     parameters: Holdings, trainer: Trainer, sizes: Sizes, stage: int, head: list[ParameterRun], count: int
 ) -> StageState:
-    """Returns, of a stage's first `count` ranks, the one with the most state. Ranks differ only in the alignment gaps
-    of their parts and in frozen experts."""
+    """Returns the state of the rank that has most, among the first `count` ranks of a stage. Ranks of a stage differ
+    only in alignment gaps of their parts and in frozen experts."""
     ranks = stage * sizes.stage + np.arange(count)
     # With frozen experts, expert ranks differ.
     expert_ranks = np.zeros_like(ranks)
@@ -218,22 +224,23 @@ def _record(
 
 
 class _HostBytes(NamedTuple):
-    """Pinned host memory of a trainer rank, in bytes."""
+    """Pinned host memory of a trainer rank by purpose, in bytes."""
 
     optimizer: int
-    """Moments on the host."""
+    """Bytes of moments that are kept on the host."""
     copies: int
-    """Weights of reference and teacher, and of the policy while it is swapped out for them."""
+    """Bytes of the weights of reference and teacher, and of the policy's weights while those of another model replace
+    them on the GPU."""
     away: int
-    """Offloaded state, kept until the trainer returns."""
+    """Bytes of offloaded state, which are kept until the trainer returns to the GPU."""
     checkpoint: int
-    """Copy from which checkpoints are written."""
+    """Bytes of the copy from which checkpoints are written."""
 
 
 def _host_bytes(
     config: Config, state: StateBytes, model: Literal["trainer", "critic"], device: str, hosted: int
 ) -> _HostBytes:
-    """Returns the pinned host memory of a rank. `hosted`: bytes of moments on the host."""
+    """Returns the pinned host memory of a rank. `hosted`: bytes of moments that are kept on the host."""
     # Parameters that the distributed optimizer splits between two ranks are counted completely.
     pinned_ratio = 1.0
     pinned_weights = state.weights
@@ -257,24 +264,23 @@ def _host_bytes(
 
 
 def _rounded_copies(config: Config, state: StateBytes, device: str) -> int:
-    """Returns the bytes of quantized weights that layers keep; those of the CPU keep none."""
+    """Returns the bytes of quantized copies of weights that layers keep on GPUs; 0 on CPUs, whose layers keep none."""
     if device == "cpu":
         return 0
     return rounding_of(config.trainer).kept_bytes(state.quantized)
 
 
 def _merged(config: Config, state: StateBytes) -> int:
-    """Returns the bytes of merged weights, by which layers multiply in exact mode, and which they keep until the
-    backward pass."""
+    """Returns the bytes of merged weights that layers compute with in exact mode and keep until the backward pass."""
     if not config.exact:
         return 0
     return state.adapted * ITEMSIZE[config.numerics.dtype]
 
 
 def _other_models(config: Config) -> int:
-    """Returns the number of models in addition to the policy whose weights a trainer rank keeps in host memory."""
+    """Returns the number of models other than the policy whose weights a trainer rank keeps in host memory."""
     models = 0
-    if config.algorithm.reference and config.trainer.lora is None:  # with adapters, the base is the reference
+    if config.algorithm.reference and config.trainer.lora is None:  # with adapters, the base weights are the reference
         models += 1
     if config.algorithm.teacher:
         models += 1
@@ -282,7 +288,8 @@ def _other_models(config: Config) -> int:
 
 
 def _chosen(config: Config, spec: ModelSpec, setting: Setting, stage: int) -> int:
-    """Returns the bytes of one step's replayed token choices on one rank with full micro-batches."""
+    """Returns the bytes of the token choices of sparse attention that one rank keeps to replay them in one step, with
+    full micro-batches."""
     if config.trainer.indexer_replay != "R2":
         return 0
     sizes = setting.sizes
@@ -293,14 +300,16 @@ def _chosen(config: Config, spec: ModelSpec, setting: Setting, stage: int) -> in
 
 
 def _served(config: Config, state: StateBytes) -> int:
-    """Returns the bytes of exact mode's `ServedWeights`: codes and their dequantized values; scales are not counted."""
+    """Returns the bytes of the quantized weights that exact mode computes with (`ServedWeights`): codes and dequantized
+    values. Scales are not counted."""
     if not config.exact or not config.publish.quantize:
         return 0
     return state.quantized * (1 + ITEMSIZE[config.numerics.dtype])
 
 
 def _dispatched(spec: ModelSpec, setting: Setting) -> int:
-    """Returns the bytes of routed tokens, sent and received, if experts are on several ranks."""
+    """Returns the bytes of tokens that are sent to and received from experts on other ranks; 0 if all experts are on
+    one rank."""
     sizes = setting.sizes
     if not spec.experts or sizes.expert * sizes.expert_tensor == 1:
         return 0

@@ -1,1 +1,1 @@
-"""`slimx plan`: the report, its text, and layouts that it suggests."""
+"""`slimx plan`: its report, the report as text, and the layouts that it suggests."""

@@ -1,4 +1,5 @@
-"""Strategies for keeping activations from the forward to the backward pass, and the rules that allow them."""
+"""Activation strategies: combinations of recomputation and offloading that reduce the memory of activations, and the
+rules that allow them."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from slimx.extras.planner.memory_record import TrainerMemory
 from slimx.extras.planner.plan.splits import Fields
 
 _OFFLOAD_CODES = ("activations.device", "unproven", "unproven.layers")
-"""Codes of refusals of offloading that do not depend on the offloaded parts or on recomputation."""
+"""Codes of errors about offloading that do not depend on which parts are offloaded, or on recomputation."""
 
 
 @functools.cache
 def strategy_rules() -> tuple[Rule, ...]:
-    """Returns the rules of the configuration and of activations. Strategies that break one are skipped."""
+    """Returns the rules about the configuration alone and about activations. Strategies that break one of them are
+    skipped."""
     codes = ("activations.", "unproven.layers")
     sections = Config.model_fields.keys()
     out = []
@@ -28,7 +30,7 @@ def strategy_rules() -> tuple[Rule, ...]:
 
 
 def allowed(facts: Mapping[str, Any]) -> bool:
-    """Returns True if no rule about activations and no rule of the configuration is broken."""
+    """Returns True if `facts` break no rule about activations and no rule about the configuration alone."""
     for problem in broken(strategy_rules(), facts):
         if problem.code != "unproven.layers" or problem.about == "trainer.offload_activations":
             return False
@@ -36,23 +38,23 @@ def allowed(facts: Mapping[str, Any]) -> bool:
 
 
 class ActivationStrategy(NamedTuple):
-    """A combination of recomputation and offloading."""
+    """A combination of activation recomputation and offloading."""
 
     recompute: dict[str, Any]
     offload: tuple[str, ...] = ()
     moments: float | None = None
-    """Share of the moments on the host; None: as configured."""
+    """Fraction of the optimizer's moments that is kept on the host; None: as configured."""
 
     @property
     def fields(self) -> Fields:
-        """Keys of the trainer section, without the moments."""
+        """Keys of section `trainer` that this strategy sets, except the fraction of the moments."""
         return {"recompute": self.recompute, "offload_activations": self.offload}
 
 
 _NONE = {"granularity": "none"}
 _FULL = {"granularity": "full", "method": "uniform", "layers": 1}
 _CHEAP: dict[str, Any] = {"granularity": "selective", "modules": ["layernorm", "moe_act"]}
-"""Modules without matrix products."""
+"""Recomputation of modules that contain no matrix products."""
 _RECOMPUTED = (
     ["layernorm", "moe_act", "core_attn"],
     ["layernorm", "moe_act", "mla_up_proj"],
@@ -74,11 +76,12 @@ STRATEGIES = (
     ActivationStrategy(_FULL),
     ActivationStrategy(_FULL, (), 1),
 )
-"""Strategies to try: the first costs least, the last leaves least on the device."""
+"""Strategies to try, from the first, which costs least time, to the last, which leaves least on the GPU."""
 
 
 def without_refused_offloads(records: tuple[TrainerMemory, ...], facts: Mapping[str, Any]) -> tuple[TrainerMemory, ...]:
-    """Returns `records` without the savings of offloading if a rule refuses offloading."""
+    """Returns `records` without the savings of offloading (`TrainerMemory.parts`) if a rule does not allow offloading
+    for this run."""
     trainer = facts["trainer"].model_copy(update={"offload_activations": _OFFLOADED[-1]})
     problems = broken(strategy_rules(), {**facts, "trainer": trainer})
     if not any(problem.code in _OFFLOAD_CODES for problem in problems):

@@ -1,4 +1,4 @@
-"""Seconds of one update: a simple estimate to rank layouts that fit, not to predict a run.
+"""Predicted seconds of one update: a simple estimate for ranking layouts that fit, not for predicting a run.
 
     compute   FLOPs of the rollouts (`slimx.models.flops`) and of recomputation, module by module, at 40% of the GPU's
               dense bf16 rate
@@ -9,8 +9,8 @@
               pipeline (2 times a stage's boundary)
     waits     copies of activations to the host beyond the forward pass, and back beyond the backward pass
 
-Nothing else overlaps, load is even, and all kernels are equally efficient: treat layouts that differ by less than a
-fifth as equal. The seconds are predictions that no measurement has confirmed."""
+It assumes that nothing else overlaps, that load is balanced and that all kernels are equally efficient, so layouts
+that differ by less than a fifth should be treated as equal. No measurement has confirmed the predictions."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from slimx.preflight.hardware import Machine
 
 EFFICIENCY = 0.4
 ACTIVATION = 0.02
-"""Share of the FLOPs' seconds spent in norms and activations, which have no matrix products: assumed for `layernorm`
-and `moe_act` together."""
+"""Fraction of the FLOPs' time that norms and activation functions take, which have no matrix products: an assumed value
+for `layernorm` and `moe_act` together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Seconds of one update."""
+    """Predicted seconds of one update, by cause."""
 
     compute: float
     bubble: float
-    """Seconds that the pipeline's ranks wait."""
+    """Seconds for which the ranks of the pipeline wait for each other."""
     moved: dict[str, float]
-    """Seconds of communication by kind of parallelism."""
+    """Seconds of communication, by kind of parallelism or by what is moved between GPU and host."""
 
     @property
     def total(self) -> float:
@@ -50,7 +50,7 @@ class Cost:
 
     @property
     def why(self) -> str:
-        """The largest parts in words."""
+        """Text that lists the three largest parts, such as "compute 2.10 s, experts 0.40 s"."""
         parts = {"compute": self.compute, "pipeline bubble": self.bubble, **self.moved}
         largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
         out = []
@@ -71,9 +71,11 @@ def update_cost(
     offloaded: int = 0,
     trainer: Trainer | None = None,
 ) -> Cost:
-    """Returns the cost of an update with the layout `sizes`. `exchanged`: bytes of gradients and weights of the fullest
-    rank; `hosted`: bytes of its moments on the host; `offloaded`: bytes of activations that it copies to the host.
-    `trainer`: recomputation settings; None for no recomputation. `machine` must have a GPU."""
+    """Returns the predicted time of an update with the parallel sizes `sizes`.
+
+    `exchanged`: bytes of gradients and weights on the fullest rank. `hosted`: bytes of its moments on the host.
+    `offloaded`: bytes of activations that it copies to the host. `trainer`: recomputation settings; None for no
+    recomputation. The type of GPU in `machine` must be known."""
     batch = batch_plan(config, sizes)
     gpu = machine.gpu
     assert gpu is not None
@@ -82,7 +84,7 @@ def update_cost(
     flops = batch.rollouts_per_update * sequence_flops(model, spec.vocab_size, spec.layer_kind)(
         batch.tokens_per_rollout
     )
-    # All wait for the stage with most layers.
+    # All stages wait for the one with most layers.
     uneven = max(sizes.split, default=0) * sizes.stages / model["num_layers"] or 1.0
     once = uneven * flops / (sizes.world * gpu.flops * EFFICIENCY)
     compute = once * (1 + again(spec, batch.tokens_per_rollout, trainer)) if trainer else once
@@ -105,8 +107,11 @@ def update_cost(
 def _communication(
     spec: ModelSpec, sizes: Sizes, link: Callable[[int], float], *, tokens: float, itemsize: int, exchanged: int
 ) -> dict[str, float]:
-    """Returns the seconds of communication between GPUs, by kind of parallelism. `link`: rate of a group of this many
-    ranks, in bytes per second; `tokens`: tokens of an update per rank."""
+    """Returns the seconds of communication between GPUs, by kind of parallelism.
+
+    `link`: returns the rate for a group with a given number of ranks, in bytes per second. `tokens`: tokens of an
+    update per rank. `itemsize`: bytes per element of activations. `exchanged`: bytes of gradients and weights per
+    rank."""
     model = spec.transformer
     parts = spec.layer_kind.layers(model)
     mixers = Counter(layer.mixer for layer in parts)
@@ -138,7 +143,8 @@ def _communication(
 
 
 def again(spec: ModelSpec, length: int, trainer: Trainer) -> float:
-    """Returns the FLOPs added by recomputation, as a share of an update's FLOPs."""
+    """Returns the FLOPs of recomputation as a fraction of the FLOPs of an update without recomputation. `length`:
+    length of the sequences in tokens."""
     selective = trainer.recompute.granularity == "selective"
     cheap = {"layernorm", "moe_act"} & {*trainer.recompute.modules} if selective else ()
     return recomputed_share(spec, length, trainer) + ACTIVATION * len(cheap) / 2

@@ -1,4 +1,4 @@
-"""Bytes of a publication by kind of link, from the placement of trainers and engines."""
+"""Bytes that a publication sends over each kind of link, given the placement of trainers and engines."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _HOST = "host memory (PCIe)"
 def link_bytes(
     plan: Plan, places: RankMap, groups: tuple[PlannedGroup, ...], machine: Machine, transport: str
 ) -> tuple[LinkBytes, ...]:
-    """Returns bytes by kind of link. With `cuda_ipc` they depend on the GPUs of the two ranks: within one GPU, over
-    NVLink or over the network; `memory` uses host memory, `disk` files.
+    """Returns the bytes of a publication by kind of link.
 
-    A publication of Hugging Face names goes completely to the first rank of an engine and from there to the other ranks
-    over the engine's links, which are not counted."""
+    With `cuda_ipc`, a move between two ranks stays within one GPU or uses NVLink or the network, depending on their
+    GPUs. `memory` uses host memory, and `disk` files. With Hugging Face names all bytes are sent to the first rank of
+    an engine. From there they are sent to its other ranks over the engine's links, which are not counted."""
     wire = wire_bytes(plan)
     gpu = machine.gpu
     if transport in ("memory", "disk"):
@@ -36,7 +36,7 @@ def link_bytes(
     traffic = {name: np.zeros((2, places.nodes * places.per_node), dtype=np.int64) for name in kinds}
     domain = machine.domain
     for place in places.engines:
-        # Trainers fill the GPUs in order.
+        # Trainer rank i is on GPU i.
         sources = wire.sources
         targets = np.array(place.gpus)[wire.targets]
         joined = sources // domain == targets // domain
@@ -55,18 +55,19 @@ def link_bytes(
 
 
 class DealtPlan(NamedTuple):
-    """A plan dealt out for all engines of a run (`slimx.extras.direct.dealing`)."""
+    """A publication plan whose bytes are divided among trainer ranks for all engines of a run
+    (`slimx.extras.direct.dealing`)."""
 
     plan: Plan
     receivers: list[int]
-    """Number of receivers of each engine."""
+    """Number of receivers in each engine."""
     edges: list[int]
-    """Index of each receiver's first target, followed by the number of targets."""
+    """Index of the first target of each receiver, followed by the number of targets."""
 
 
 def direct_link_bytes(dealt: DealtPlan, places: RankMap, machine: Machine, *, on_gpus: bool) -> tuple[LinkBytes, ...]:
-    """Returns bytes by kind of link with `nixl`: over the network, or within a node through host memory, with `on_gpus`
-    over NVLink."""
+    """Returns the bytes of a publication with `nixl` by kind of link: the network between nodes; within a node host
+    memory or, with `on_gpus`, NVLink."""
     wire = wire_bytes(dealt.plan)
     receivers: list[np.ndarray] = []
     for place, count in zip(places.engines, dealt.receivers, strict=True):

@@ -1,4 +1,4 @@
-"""Sums the requirements of all trained policies of a run, and refuses a run that exceeds the machine."""
+"""Sums of the requirements of all trained policies of a run, and the rules that these sums must satisfy."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from slimx.preflight.hardware import Machine
 
 
 def sum_over_policies(reports: Sequence[PlanReport]) -> Together | None:
-    """Returns the sums over the `reports` of all policies, whose GPUs follow one another; None if a policy could not be
-    placed."""
+    """Returns the sums over the `reports` of all policies, whose GPUs follow one another; None if the ranks of a policy
+    could not be placed."""
     gpus = 0
     hosts: list[HostMemory] = []
     disks: list[DiskBytes] = []
@@ -43,7 +43,7 @@ def sum_over_policies(reports: Sequence[PlanReport]) -> Together | None:
 
 
 def refusals(sums: Together, machine: Machine) -> list[SlimxError]:
-    """Returns refusals about nodes and host memory that apply to all policies together but to none alone."""
+    """Returns errors about the number of nodes and about host memory that apply to all policies together."""
     facts: dict[str, object] = {"machine": machine, "places": sums}
     if sums.host is not None:
         facts["host"] = sums.host
@@ -51,7 +51,7 @@ def refusals(sums: Together, machine: Machine) -> list[SlimxError]:
 
 
 def _host(hosts: Sequence[HostMemory]) -> HostMemory | None:
-    """Returns host memory of the node that all policies share."""
+    """Returns the host memory of the single node that all policies share; None if no policy has a figure."""
     if not hosts:
         return None
     ranks = 0
@@ -68,7 +68,7 @@ def _host(hosts: Sequence[HostMemory]) -> HostMemory | None:
 
 
 def _disk(disks: Sequence[DiskBytes]) -> DiskBytes | None:
-    """Returns disk usage: each checkpoint and each export contains all policies."""
+    """Returns the disk space of all policies together; each checkpoint and each export contains all of them."""
     if not disks:
         return None
     checkpoint = 0

@@ -1,4 +1,5 @@
-"""The publication of a plan: compiled as in a run, with its figures, its bytes per link and predictions."""
+"""The publication in a plan: compiled as in a run, with its figures, its bytes per kind of link, and predictions of its
+duration."""
 
 from __future__ import annotations
 
@@ -35,19 +36,19 @@ from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 
 @dataclass(frozen=True, slots=True)
 class CompiledPublication:
-    """A compiled publication."""
+    """A publication that has been compiled."""
 
     published: PublicationPlan
     dealt: DealtPlan | None
-    """With nixl, the plan dealt out to all engines."""
+    """The plan divided among trainer ranks for all engines (nixl); None for other transports."""
     on_gpus: bool
     """True if buckets are in GPU memory."""
     seconds: float
-    """Seconds of compilation."""
+    """Seconds that the compilation took."""
 
     @property
     def packed(self) -> Plan:
-        """Plan by which trainer ranks pack buckets."""
+        """Plan by which trainer ranks pack their buckets."""
         if self.dealt is None:
             return self.published.plan
         return self.dealt.plan
@@ -56,7 +57,7 @@ class CompiledPublication:
 def compile_publication(
     config: Config, spec: ModelSpec, sizes: Sizes, device: str, groups: tuple[PlannedGroup, ...]
 ) -> CompiledPublication | None:
-    """Compiles the publication; None for a run without engines."""
+    """Compiles the publication of a run; returns None if the run has no engines that receive one."""
     on_gpus = transport_of(config.publish).on_gpus(config.publish, device, colocate=config.schedule.colocate)
     began = time.perf_counter()
     published = publication_plan(config, spec, sizes, device)
@@ -84,7 +85,8 @@ def publication_links(
 
 
 def _dealt(plan: Plan, groups: tuple[PlannedGroup, ...], *, on_gpus: bool) -> DealtPlan:
-    """Returns `plan` dealt out to all engines of a run, as `slimx.orchestration.publications` does."""
+    """Returns `plan` divided among trainer ranks for all engines of a run, as `slimx.orchestration.publications`
+    does."""
     receivers: list[int] = []
     for group in groups:
         per_engine = plan.targets if on_gpus and plan.targets > 1 else group.nodes
@@ -94,8 +96,8 @@ def _dealt(plan: Plan, groups: tuple[PlannedGroup, ...], *, on_gpus: bool) -> De
 
 
 def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> Traffic:
-    """Returns the traffic of a publication. Groups may differ in size if they take Hugging Face names: every rank of
-    every engine is counted."""
+    """Returns the bytes and messages of a publication to all engines. Groups may differ in size if they receive Hugging
+    Face names, so every rank of every engine is counted."""
     engines = 0
     engine_ranks = 0
     for group in groups:
@@ -121,7 +123,8 @@ def publication_figures(
     groups: tuple[PlannedGroup, ...],
     merging: int,
 ) -> PublicationFigures:
-    """Returns the figures of a publication. `merging`: bytes in which a trainer rank merges the weights of a bucket."""
+    """Returns the figures of the compiled publication. `merging`: bytes that a trainer rank needs to merge the weights
+    of a bucket with adapters."""
     published = compiled.published
     plan = published.plan
     tensors = 0
@@ -172,7 +175,8 @@ def publication_figures(
 
 
 class _PublicationMemory(NamedTuple):
-    """Memory of a publication, in bytes: the fields of PublicationFigures without `_bytes`."""
+    """Memory that a publication needs, in bytes. The fields have the names of those of PublicationFigures, without
+    `_bytes`."""
 
     publisher: int
     staged: int
@@ -184,13 +188,14 @@ class _PublicationMemory(NamedTuple):
 def _publication_memory(
     publish: Publish, compiled: CompiledPublication, sizes: Sizes, groups: tuple[PlannedGroup, ...], received: int
 ) -> _PublicationMemory:
-    """Returns the memory of a publication without adapters. `received`: most bytes that an engine rank receives."""
+    """Returns the memory that a publication without adapters needs. `received`: bytes that the engine rank which
+    receives most receives."""
     plan = compiled.published.plan
     buckets, staged = _bucket_memory(publish, plan, sizes.world, received)
-    if compiled.dealt is not None:  # the same buckets, at each engine instead of at trainer rank 0
+    if compiled.dealt is not None:  # the buckets are at each engine instead of at trainer rank 0
         dealt = compiled.dealt
         direct = direct_memory(dealt.plan, ranks=sizes.world, edges=dealt.edges, delta=publish.delta is not None)
-        if compiled.on_gpus:  # a bucket is assembled from the received bytes, and the server stages a copy of it
+        if compiled.on_gpus:  # a bucket is assembled from received bytes, and the server stages a copy of it
             staged = CONTEXT + direct.landing + 2 * _largest_part(plan)
             return _PublicationMemory(direct.ring, staged, 0, direct.kept, direct.received)
         machines = 1
@@ -206,7 +211,8 @@ def _publication_memory(
 
 
 def _bucket_memory(publish: Publish, plan: Plan, ranks: int, received: int) -> tuple[int, int]:
-    """Returns `publisher_bytes` and `staged_bytes` of PublicationFigures for `ranks` trainer ranks."""
+    """Returns `publisher_bytes` and `staged_bytes` of PublicationFigures for `ranks` trainer ranks. `received`: maximum
+    bytes that an engine rank receives."""
     if not publish.on_device:
         buckets = []
         for index in range(plan.count):
@@ -217,12 +223,12 @@ def _bucket_memory(publish: Publish, plan: Plan, ranks: int, received: int) -> t
         return nbytes, 0
     part = _largest_part(plan)
     staged = received if publish.staging == "model" else part
-    # The ranks share a bucket's parts, and each has room for the largest.
+    # The parts of a bucket are divided among the ranks, and each has memory for the largest part.
     return min(2, plan.count) * math.ceil(plan.targets / ranks) * part, staged
 
 
 def _largest_part(plan: Plan) -> int:
-    """Returns the bytes of the largest bucket for one target."""
+    """Returns the bytes of the largest part of a bucket that is sent to a single target."""
     largest = 0
     for target in plan.buckets:
         for bucket in target:
@@ -231,7 +237,7 @@ def _largest_part(plan: Plan) -> int:
 
 
 def predictions(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> tuple[Prediction, ...]:
-    """Returns predictions of the publication on every cluster that the link model has."""
+    """Returns the predicted duration of the publication on every cluster that the link model describes."""
     traffic = _traffic(published, sizes, groups)
     return tuple(_prediction(traffic, links) for links in (h100_infiniband(), gb300_nvlink()))
 

@@ -1,4 +1,4 @@
-"""The rank map: GPUs and parts of the model by rank. Trainer ranks fill the nodes in order."""
+"""The rank map: the GPU and the part of the model of every rank. Trainer ranks fill the nodes in order."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def rank_map(
     per_node: int,
     first: int = 0,
 ) -> RankMap:
-    """Returns the rank map of one policy from GPU `first` on. `critic`: sizes of a critic on separate ranks, which
-    follow the trainer's.
+    """Returns the rank map of one policy, whose first GPU has the index `first`.
 
-    Engines come last, or share the trainers' GPUs (`schedule.colocate`). A server that fits on one node does not span
-    two."""
+    `critic`: parallel sizes of a critic on separate ranks, which follow the trainer's ranks; None without one. Engines
+    come last, or share the trainers' GPUs (`schedule.colocate`). A server that fits on one node is not split over two.
+    `per_node`: number of GPUs per node."""
     trainers = _places(spec, sizes, first, per_node)
     critics: tuple[RankPlace, ...] = ()
     if critic is not None:
@@ -47,7 +47,8 @@ def rank_map(
 
 
 def _servers(groups: Sequence[Engines], gpu: int, per_node: int) -> tuple[tuple[EnginePlace, ...], int]:
-    """Places the servers that slimx starts from GPU `gpu` on. Returns the places, and the GPU after the last one."""
+    """Places the servers that slimx starts, beginning with the GPU of index `gpu`. Returns their places and the index
+    of the GPU after the last one."""
     engines = []
     for group in groups:
         for server in range(group.started):

@@ -1,11 +1,11 @@
-"""`slimx plan`: describes a run from its configuration and the model's config.json alone.
+"""The report of `slimx plan`, which describes a run from its configuration and the model's config.json alone.
 
     config.json --> layout, rank map --> memory of trainers and engines --> violations
                             |
                             +--> publication, compiled and proven --> bytes per link
 
-No weights, no prompts, no GPU: a run of hundreds of GPUs is checked and costed on a laptop. Everything is compiled with
-the run's own functions, so the run will follow exactly the plan that is printed.
+It needs no weights, no prompts and no GPU, so a run on hundreds of GPUs can be checked on a laptop. Everything is
+compiled with the run's own functions, so the run will follow exactly the plan that is printed.
 """
 
 from __future__ import annotations
@@ -48,31 +48,31 @@ from slimx.preflight.transport import choose_transport
 from slimx.reshard.plan.publication import PublicationPlan
 
 OF_LAYOUT = ("memory.trainer", "memory.colocated", "memory.host")
-"""Rules that another layout of the trainer could satisfy."""
+"""Codes of rules that another parallel layout of the trainer could satisfy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A report and the inputs of further computations: predictions of a publication, and other layouts."""
+    """A report, together with the inputs for predictions of the publication and for the search of layouts."""
 
     report: PlanReport
     published: PublicationPlan | None
-    """Compiled publication; None without engines, or if it is refused."""
+    """Compiled publication; None if the run has no engines or the compiler rejects it."""
     spec: ModelSpec
     machine: Machine
     problems: tuple[SlimxError, ...]
-    """The report's violations, with codes."""
+    """Errors whose messages are the report's violations."""
 
 
 def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *, first: int = 0) -> Planned:
-    """Reads the model's config.json, splits the model as configured, computes its memory and compiles the publication.
-    `policies`: policies of the whole run if `config` is that of a further policy. `first`: index of its first GPU.
+    """Computes the layout, the memory and the compiled publication of one policy from the model's config.json.
 
-    Everything that would refuse the run is in the report's `violations`. Raises SlimxError only if the model cannot be
-    read, because nothing can be planned without it."""
+    `policies`: policies of the whole run if `config` is that of a further policy; None: those of `config`. `first`:
+    index of the policy's first GPU. Every reason for which the run would be refused is in the report's `violations`.
+    Raises SlimxError only if the model cannot be read, because nothing can be computed without it."""
     spec = configured_model(config)
     machine = machine_of(config.cluster)
-    # The plan is for the run's machine, which may differ from this one.
+    # The plan is for the machine of the run, not for this one.
     device = "cuda" if config.cluster.device == "auto" else config.cluster.device
     transport = choose_transport(config, device)
     config = transport.applied(config)
@@ -91,7 +91,7 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
     places = rank_map(config.rollout, config.schedule, spec, sizes, separate, per_node=machine.per_node, first=first)
     lacking = 0 if machine.nodes is None else max(0, places.nodes - machine.nodes)
     compiled = None
-    if not lacking:  # the moves of a run that does not fit its cluster may exceed any memory
+    if not lacking:  # the plan of a run that exceeds its cluster may be huge
         try:
             compiled = compile_publication(config, spec, sizes, device, report.engines)
         except SlimxError as error:
@@ -126,8 +126,8 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
 
 
 def _rules(single: bool) -> tuple[Rule, ...]:
-    """Returns the rules of a policy's plan. Nodes of several policies are checked for all of them together
-    (`slimx.extras.planner.plan.policy_sums`)."""
+    """Returns the rules that the plan of one policy is checked against. `single`: True if it is the run's only trained
+    policy; otherwise the nodes are checked for all policies together (`slimx.extras.planner.plan.policy_sums`)."""
     rules = all_rules()
     if single:
         return rules
@@ -135,7 +135,7 @@ def _rules(single: bool) -> tuple[Rule, ...]:
 
 
 def _model_report(config: Config, spec: ModelSpec, machine: Machine, device: str) -> PlanReport:
-    """Returns the report's fields that do not depend on the trainer's layout."""
+    """Returns a report with the fields that do not depend on the trainer's layout."""
     shapes = spec.table.checkpoint_shapes()
     engines: list[PlannedGroup] = []
     frozen: list[PlannedGroup] = []
@@ -169,8 +169,8 @@ def _warnings(
     runs: bool,
     single: bool,
 ) -> tuple[str, ...]:
-    """Returns warnings about a plan with these `fields`. `runs`: it has no violations; `single`: it is the run's only
-    trained policy."""
+    """Returns warnings about a plan with the report fields `fields`. `runs`: True if the plan has no violations.
+    `single`: True if this is the run's only trained policy."""
     warnings = [
         *machine_warnings(config.trainer, config.rollout, machine, spec),
         *start_warnings(config, spec, device),
@@ -196,7 +196,8 @@ def _of_layout(
     merging: MergingBytes,
     places: RankMap,
 ) -> dict[str, Any]:
-    """Returns the report's fields that depend on the layout. `packed`: bytes of buckets on a trainer's GPU."""
+    """Returns the fields of the report that depend on the trainer's layout. `critic`: the critic's model and sizes;
+    None without one. `packed`: bytes of buckets on a trainer's GPU."""
     trainers = trainer_memory(
         config,
         spec,
@@ -253,7 +254,7 @@ def _engine_records(
     figures: PublicationFigures | None,
     trainers: Sequence[TrainerMemory],
 ) -> tuple[EngineMemory, ...]:
-    """Returns the memory of the engines that the policy starts."""
+    """Returns the memory of the engines that slimx starts for the policy, one record per group."""
     staged = 0
     if figures is not None:
         staged = figures.staged_bytes

@@ -1,4 +1,5 @@
-"""Splits of a trainer's ranks that a model allows."""
+"""Splits: sizes of tensor, pipeline, context, expert and data parallelism for a number of trainer ranks that the model
+allows."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from slimx.models.families import ModelSpec
 from slimx.preflight.hardware import Machine
 
 SPLIT_TOKENS = 4096
-"""Minimum tokens per rank of the longest sequence for which context parallelism is suggested."""
+"""Minimum number of tokens per rank of the longest sequence for which context parallelism is suggested."""
 Fields = dict[str, Any]
-"""Fields of the trainer section, or of an engine group, by name."""
+"""Values of fields of section `trainer` or of an engine group, by field name."""
 
 
 def splits(config: Config, spec: ModelSpec, machine: Machine, world: int) -> Iterator[Fields]:
-    """Yields every split of `world` ranks into sizes that are powers of 2, or that divide world and model."""
+    """Yields every split of `world` ranks whose sizes are powers of 2 or divide both `world` and the model."""
     layers, experts = spec.table.layers, max(1, spec.experts)
     for tensor in _divisors(world, min(machine.domain, spec.transformer["num_query_groups"])):
         for pipeline in _divisors(world // tensor, layers):
@@ -48,8 +49,8 @@ def splits(config: Config, spec: ModelSpec, machine: Machine, world: int) -> Ite
 
 
 def _stage_layers(spec: ModelSpec, stages: int) -> tuple[int, ...]:
-    """Returns the layers of each stage, nearly equal: each stage begins with the nearest layer that may be a stage's
-    first."""
+    """Returns the number of layers of each of `stages` stages, nearly equal: each stage starts at the allowed layer
+    that is closest to an equal split."""
     layers = spec.table.layers
     fitting = spec.layer_kind.stage_starts(layers)
     edges = [0]
@@ -60,8 +61,8 @@ def _stage_layers(spec: ModelSpec, stages: int) -> tuple[int, ...]:
 
 
 def _contexts(config: Config, ranks: int) -> list[int]:
-    """Returns candidate context-parallel sizes: 1, the configured one, and powers of two that leave each rank at least
-    `SPLIT_TOKENS` tokens."""
+    """Returns the context-parallel sizes to try for `ranks` ranks: 1, the configured size, and powers of two that leave
+    at least `SPLIT_TOKENS` tokens of the longest sequence to each rank."""
     longest = config.rollout.longest
     sizes = {1}
     for size in powers_of_two(ranks, 64):
@@ -77,7 +78,7 @@ def _divisors(number: int, largest: int) -> list[int]:
 
 
 def powers_of_two(number: int, largest: int) -> list[int]:
-    """Returns the powers of two up to 512 and `largest` that divide `number`."""
+    """Returns the powers of two that divide `number` and do not exceed 512 or `largest`."""
     out = []
     for exponent in range(10):
         power = 2**exponent
@@ -93,7 +94,8 @@ def _virtual(layers: int, pipeline: int) -> tuple[int, ...]:
 
 
 def sizes_of_split(fields: Fields) -> Sizes:
-    """Returns the parallel sizes of a split, as `slimx.layout.ranks.sizes_of` does for a section with these fields."""
+    """Returns the parallel sizes of a split, as `slimx.layout.ranks.sizes_of` does for a section `trainer` with these
+    fields."""
     stage = fields["world_size"] // fields["pipeline"]
     return Sizes(
         tensor=fields["tensor"],
@@ -108,8 +110,9 @@ def sizes_of_split(fields: Fields) -> Sizes:
 
 
 def divides(sizes: Sizes, spec: ModelSpec, rollouts: int) -> bool:
-    """Returns True if `sizes` evenly divides the model's tensors and the update's rollouts. A cheap pre-filter; the
-    rules about layout and flow in `slimx.rules` give users the reason."""
+    """Returns True if `sizes` evenly divides the model's tensors and the `rollouts` rollouts of an update.
+
+    This is a fast filter without reasons; the rules about layout and flow in `slimx.rules` report a reason to users."""
     model = spec.transformer
     shared = [(spec.vocab_size, sizes.tensor), (model["num_query_groups"], sizes.tensor), (spec.experts, sizes.expert)]
     if spec.experts:

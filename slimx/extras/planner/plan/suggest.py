@@ -1,6 +1,5 @@
-"""Layouts that fit: every split of the trainer's ranks that the model allows, with the cheapest activation strategy
-that fits memory (keep all, recompute parts, offload parts, recompute layers), ranked by
-`slimx.extras.planner.plan.cost_model`.
+"""Search for layouts that fit. Every split of the trainer's ranks that the model allows is tried with the cheapest
+activation strategy that fits (keep all, recompute parts, offload parts, recompute layers), and ranked by cost.
 
 `--suggest` keeps `trainer.world_size` and everything that affects learning (batch, precision, sequence lengths). If no
 split of these ranks fits, it doubles them, up to 64 times.
@@ -43,48 +42,48 @@ from slimx.rules.flow import feeds_trainers, fits_microbatch, has_positions
 from slimx.rules.layout import has_trainer_kernels, sizes_divide
 
 TRAINED = (sizes_divide, has_trainer_kernels, has_positions, fits_microbatch, feeds_trainers)
-"""Rules of layouts that the search checks."""
+"""Rules about the trainer's layout that a suggested layout must satisfy."""
 MEMORY_RULES = rules_in(memory)
 SUGGESTIONS = 5
-"""Number of suggestions."""
+"""Maximum number of layouts that are suggested."""
 LARGEST = 64
-"""Largest multiple of trainer.world_size to try if nothing smaller fits."""
+"""Largest multiple of trainer.world_size that is tried if no smaller one fits."""
 TRIALS = 300
-"""Maximum number of layouts whose memory is computed in one search. A count, so that the result does not depend on the
-load of the machine."""
+"""Maximum number of layouts whose memory is computed in one search. It is not a time limit, so that the result does not
+depend on the machine's load."""
 
 
 class Split(NamedTuple):
-    """A layout that may fit."""
+    """A split of the trainer's ranks that may fit."""
 
     fields: Fields
-    """Keys of the trainer section."""
+    """Values of fields of section `trainer`."""
     sizes: Sizes
     elements: int
-    """Trained elements of the fullest rank."""
+    """Number of trained elements on the fullest rank."""
 
 
 class Candidate(NamedTuple):
-    """A split with one activation strategy."""
+    """A split with one activation strategy, and its memory and cost."""
 
     config: Config
     records: tuple[TrainerMemory, ...]
     critics: tuple[TrainerMemory, ...]
-    """Memory of the critic's ranks, stage by stage."""
+    """Memory of the critic's ranks, one record per pipeline stage."""
     cost: Cost
 
 
 def suggest_layouts(
     config: Config, spec: ModelSpec, machine: Machine, device: str
 ) -> tuple[tuple[Suggestion, ...], Searched]:
-    """Returns the cheapest layouts that fit, best first, with only the best of each tensor and pipeline size; and the
-    extent of the search. Raises SlimxError if the kind of GPU is unknown."""
+    """Returns the layouts that fit with the least predicted time, best first and only the best for each pair of tensor
+    and pipeline size, and the extent of the search. Raises SlimxError if the type of GPU is unknown."""
     search = Search(config, spec, machine, device)
     best: dict[tuple[int, int], Suggestion] = {}
     for least, sizes, suggestion in search.fitting(search.least_cost):
         costs = sorted(found.cost for found in best.values())
         if len(costs) >= SUGGESTIONS and least > costs[SUGGESTIONS - 1]:
-            break  # this one and all that follow cost more
+            break  # this one and all later ones cost more
         if suggestion is not None:
             key = sizes.tensor, sizes.pipeline
             if key not in best or suggestion.cost < best[key].cost:
@@ -96,8 +95,8 @@ def suggest_layouts(
 def nearest_layout(
     config: Config, spec: ModelSpec, machine: Machine, device: str
 ) -> tuple[Suggestion | None, Searched]:
-    """Returns the layout that fits with the fewest and smallest changes of the configured sizes, None if there is none;
-    and the extent of the search."""
+    """Returns the layout that fits and differs least from the configured one (None: none fits), and the search's
+    extent."""
     search = Search(config, spec, machine, device)
     nearest: tuple[float, Suggestion] | None = None
     for distance, _, suggestion in search.fitting(lambda split: _distance(config.trainer, split.fields)):
@@ -109,14 +108,14 @@ def nearest_layout(
 
 
 def require_gpu(machine: Machine) -> int:
-    """Returns the GPU's memory in bytes. Raises SlimxError if the kind of GPU is unknown."""
+    """Returns the memory of the GPU in bytes. Raises SlimxError if the type of GPU is unknown."""
     if machine.gpu is None or machine.memory is None:
-        raise SlimxError("layouts are searched for a kind of GPU: set cluster.gpu")
+        raise SlimxError("cluster.gpu is null, but layouts are searched for a type of GPU; set cluster.gpu")
     return machine.memory
 
 
 class Search:
-    """Searches splits of the trainer's ranks. The model's parameters are counted once for all splits."""
+    """Search among the splits of the trainer's ranks. The model's parameters are counted once for all splits."""
 
     def __init__(self, config: Config, spec: ModelSpec, machine: Machine, device: str):
         self.config = config
@@ -128,10 +127,11 @@ class Search:
         self.engines: tuple[tuple[Engines, EngineMemory], ...] = tuple(
             (group, engine_memory(config, spec, group, machine, staged=0)) for group in groups
         )
-        """Engines on the same GPUs as the trainer."""
+        """Engine groups whose engines share the trainer's GPUs, with their memory."""
         self.holdings = holdings(config.trainer, config.numerics, spec)
         self.critic: tuple[ModelSpec, Holdings] | None = None
-        """A critic that shares the trainer's ranks and is split like the trainer; separate critics are not searched."""
+        """Model and parameters of a critic on the trainer's ranks, split like the trainer. A separate critic is not
+        searched."""
         if config.critic is not None and config.critic.placement == "shared":
             trunk = read_trunk(config.model)
             self.critic = trunk, holdings(config.as_critic().trainer, config.numerics, trunk)
@@ -148,8 +148,8 @@ class Search:
         return Searched(layouts=layouts, tried=self._tried, complete=self._tried < TRIALS)
 
     def fitting(self, promise: Callable[[Split], float]) -> Iterator[tuple[float, Sizes, Suggestion | None]]:
-        """Tries splits in ascending order of `promise` and yields the result of each. Stops after the smallest world
-        size with a split that fits, and after TRIALS splits."""
+        """Tries splits in ascending order of `promise`, and yields the value, the sizes and the suggestion (None: it
+        does not fit) of each. Stops after the smallest world size at which a split fits, or after `TRIALS` splits."""
         for world in self._worlds:
             any_fits = False
             ordered = [(promise(split), split) for split in self._possible(world)]
@@ -165,7 +165,7 @@ class Search:
                 return
 
     def least_cost(self, split: Split) -> float:
-        """Returns the minimum seconds of an update with this split: without recomputation."""
+        """Returns a lower bound of the seconds of an update with this split: those without recomputation."""
         return round(self._cost(split.sizes, split.elements * self._element_bytes).total, 4)
 
     def _cost(
@@ -188,7 +188,7 @@ class Search:
         return ITEMSIZE[self.config.numerics.dtype] + 4
 
     def _possible(self, world: int) -> Iterator[Split]:
-        """Yields splits of `world` ranks that divide the model and whose weights and gradients alone fit."""
+        """Yields the splits of `world` ranks that divide the model and whose weights and gradients fit in memory."""
         for fields in self._splits[world]:
             sizes = sizes_of_split(fields)
             if divides(sizes, self.spec, self.updates):
@@ -197,7 +197,7 @@ class Search:
                     yield split
 
     def _fullest(self, sizes: Sizes) -> int:
-        """Returns the trained elements of the fullest rank."""
+        """Returns the number of trained elements on the fullest rank with the parallel sizes `sizes`."""
         alone = replace(sizes, context=1, data=sizes.expert * sizes.expert_tensor)
         if alone not in self._elements:
             stages = self.holdings.unlike_stages(alone)
@@ -205,7 +205,7 @@ class Search:
         return self._elements[alone]
 
     def _floor(self, split: Split) -> int:
-        """Returns the GPU memory in bytes that training with the split needs at least, with any activation strategy."""
+        """Returns the minimum bytes of GPU memory that training with this split needs, for any activation strategy."""
         overhead = OVERHEAD if self.device == "cuda" else 0
         static = split.elements * self._element_bytes
         training = static + overhead
@@ -217,7 +217,7 @@ class Search:
         return floor
 
     def fit(self, split: Split) -> Suggestion | None:
-        """Returns the split with the cheapest activation strategy that fits; None if no strategy fits."""
+        """Returns the suggestion for this split with the cheapest activation strategy that fits; None if none fits."""
         states = self._states(split)
         if states is None:
             return None
@@ -233,9 +233,9 @@ class Search:
         smallest = self._weigh(split, smallest_config, states)
         problems = self._problems(smallest)
         if any(problem.code != "memory.host" for problem in problems):
-            return None  # no strategy needs less GPU memory
+            return None  # all other strategies need more GPU memory
         best = None if problems else smallest
-        # The minimum cost is known before the memory.
+        # A lower bound of the cost is known before the memory is computed.
         for promise, config in sorted(self._promised(split, between, smallest), key=lambda pair: pair[0]):
             if best is not None and promise >= best.cost.total:
                 break
@@ -245,7 +245,7 @@ class Search:
         return None if best is None else self._suggested(best)
 
     def _smallest(self, split: Split) -> Config | None:
-        """Returns the configuration with the allowed strategy that leaves least on the device."""
+        """Returns the configuration with the allowed strategy that leaves least on the GPU; None if none is allowed."""
         for strategy in reversed(STRATEGIES):
             config = self._configured(split, strategy)
             if config is not None:
@@ -255,8 +255,8 @@ class Search:
     def _promised(
         self, split: Split, strategies: Sequence[ActivationStrategy], like: Candidate
     ) -> Iterator[tuple[float, Config]]:
-        """Yields the minimum seconds and the configuration of each strategy, without waiting for the host. `like`:
-        another candidate of this split."""
+        """Yields for each strategy a lower bound of an update's seconds, without waits for copies to the host, and the
+        configuration. `like`: another candidate with this split."""
         exchanged = max(record.gradients + record.weights for record in like.records)
         for strategy in strategies:
             config = self._configured(split, strategy)
@@ -264,7 +264,7 @@ class Search:
                 yield self._cost(split.sizes, exchanged, trainer=config.trainer).total, config
 
     def _states(self, split: Split) -> tuple[tuple[StageState, ...], tuple[StageState, ...]] | None:
-        """Returns the state of the policy's and of the critic's ranks; None for a split that a rule refuses."""
+        """Returns the states of the policy's and of the critic's ranks; None if a rule does not allow the split."""
         config = with_trainer(self.config, {**split.fields, **STRATEGIES[0].fields})
         if config is None:
             return None
@@ -279,7 +279,7 @@ class Search:
         return states, stage_states(trainer, critic_holdings, trunk, split.sizes, model="critic", quick=True)
 
     def _configured(self, split: Split, strategy: ActivationStrategy) -> Config | None:
-        """Returns the configuration with this split and strategy; None if a rule refuses it."""
+        """Returns the configuration with this split and strategy; None if a rule does not allow it."""
         fields = {**split.fields, **strategy.fields}
         if strategy.moments is not None:
             fields["optimizer"] = {**self.config.trainer.optimizer.model_dump(), "offload_fraction": strategy.moments}
@@ -289,7 +289,7 @@ class Search:
         return config
 
     def _weigh(self, split: Split, config: Config, states: tuple[tuple[StageState, ...], ...]) -> Candidate:
-        """Computes memory and cost of a configuration."""
+        """Returns the candidate for `config` with memory and cost. `states`: of the policy's and critic's ranks."""
         merging = most_merging(config, max(stage.state.adapted for stage in states[0]))
         records = trainer_memory(config, self.spec, split.sizes, self.device, merging=merging, states=states[0])
         fullest = max(records, key=lambda record: record.peak)
@@ -308,8 +308,8 @@ class Search:
         return Candidate(config, records, critics, cost)
 
     def _problems(self, candidate: Candidate) -> list[SlimxError]:
-        """Returns refusals by the rules about memory. Buckets of a publication are not counted, because it is not
-        compiled for every layout."""
+        """Returns the errors of the rules about memory. Buckets of a publication, which is not compiled here, are not
+        counted."""
         config = candidate.config
         trainers = candidate.records + candidate.critics
         occupied = max(record.away for record in candidate.records)
@@ -344,12 +344,12 @@ class Search:
             layout += f" ({', '.join(recompute.modules)})"
         fraction = again(self.spec, self.config.rollout.longest, trainer)
         if fraction:
-            layout += f" that is {fraction:.1%} of the FLOPs again"
+            layout += f" ({fraction:.1%} more FLOPs)"
         if trainer.offload_activations:
-            layout += f", on the host {', '.join(trainer.offload_activations)}"
+            layout += f", offload {', '.join(trainer.offload_activations)} to the host"
         offloaded = trainer.optimizer.offload_fraction
         if offloaded:
-            layout += f", {offloaded:.0%} of the moments on the host"
+            layout += f", {offloaded:.0%} of the moments in host memory"
         return Suggestion(
             overrides=_overrides(self.config, candidate.config),
             layout=layout,
@@ -362,7 +362,7 @@ class Search:
 
 
 def with_trainer(config: Config, fields: Fields) -> Config | None:
-    """Returns `config` with other fields of its trainer; None if they are invalid together."""
+    """Returns `config` with the values `fields` in its section `trainer`; None if they are invalid together."""
     try:
         trainer = Trainer.model_validate({**config.trainer.model_dump(), **fields})
     except ValidationError:
@@ -371,7 +371,7 @@ def with_trainer(config: Config, fields: Fields) -> Config | None:
 
 
 def _overrides(config: Config, tried: Config) -> tuple[str, ...]:
-    """Returns command-line arguments for everything that differs from the configuration."""
+    """Returns the overrides for every field of section `trainer` in which `tried` differs from `config`."""
     before = config.trainer.model_dump(mode="json")
     after = tried.trainer.model_dump(mode="json")
     out = []
@@ -393,7 +393,7 @@ def _yaml(value: object) -> str:
 
 
 def _distance(trainer: Trainer, fields: Fields) -> float:
-    """Returns by how many doublings and halvings the sizes differ."""
+    """Returns the sum over the parallel sizes of the doublings or halvings by which `fields` differ from `trainer`."""
     changes = [(fields["expert_tensor"] or fields["tensor"]) / trainer.expert_tensor_size]
     keys = ("world_size", "tensor", "pipeline", "virtual_pipeline", "context", "expert")
     changes += [fields[key] / getattr(trainer, key) for key in keys]

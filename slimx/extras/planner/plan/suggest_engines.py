@@ -1,4 +1,4 @@
-"""Server sizes with the highest concurrency, for the configured number of GPUs."""
+"""Sizes of engine servers with the highest concurrency, for the configured number of GPUs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from slimx.preflight.hardware import Machine
 
 
 def suggest_engines(config: Config, spec: ModelSpec, machine: Machine) -> tuple[EngineSuggestion, ...]:
-    """Returns for each group of the policy that slimx starts the servers that hold most concurrent rollouts on the
-    configured number of GPUs, the smallest among equals. If none fits, the GPUs are doubled, up to 64 times."""
+    """Returns, for each group of the policy's servers that slimx starts, the server sizes with which most rollouts fit
+    at the same time on the configured number of GPUs; among equal ones those with the smallest servers.
+
+    If no sizes fit, the number of GPUs is doubled, up to 64 times the configured number."""
     require_gpu(machine)
     out = []
     for group in config.rollout.policy_engines:
@@ -58,8 +60,8 @@ def _engine_splits(gpus: int, group: Engines, machine: Machine) -> Iterator[Fiel
 def _engine(
     config: Config, spec: ModelSpec, machine: Machine, group: Engines, table: Table, fields: Fields
 ) -> EngineSuggestion | None:
-    """Returns the suggestion for servers of these sizes; None if they cannot hold even one rollout, or a rule refuses
-    them."""
+    """Returns the suggestion for servers with the sizes `fields`; None if not even one rollout fits or a rule does not
+    allow the sizes."""
     changed = group.model_copy(update=fields)
     groups = []
     for candidate in config.rollout.engines:

@@ -1,4 +1,4 @@
-"""A plan as lines of text."""
+"""The report of `slimx plan` as lines of text."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ COLUMNS = {
     "in flight": 11,
     "host": 8,
 }
-"""Columns of the memory table after the rank, and their widths."""
+"""Columns of the memory table, after the column of the rank, and their widths in characters."""
 
 
 def describe(report: PlanReport) -> list[str]:
-    """Returns the report as lines of text, without violations, warnings and suggestions. `report` must be complete."""
+    """Returns the lines of the report, without violations, warnings and suggestions. `report` must be complete."""
     assert report.trainer is not None and report.rank_map is not None and report.batch is not None
     lines = [
         f"model       {report.architecture}, {report.model}: {_count(report.parameters, 1)} parameters in "
@@ -109,7 +109,7 @@ def _stage(ranks: list[RankPlace]) -> str:
 
 
 def _range(numbers: tuple[int, ...] | list[int]) -> str:
-    """Formats sorted numbers as ranges, for example 0-3, 8-11."""
+    """Formats sorted numbers as ranges, such as "0-3, 8-11"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -121,9 +121,9 @@ def _range(numbers: tuple[int, ...] | list[int]) -> str:
 
 def _batch(batch: BatchPlan) -> Iterator[str]:
     yield (
-        f"batch       {batch.prompts_per_step} prompts x {batch.group_size} = {batch.rollouts_per_step} rollouts a "
-        f"step, updates a step: {batch.updates_per_step}, each of {batch.rollouts_per_update} rollouts; "
-        f"{batch.requests_in_flight} requests in flight at most"
+        f"batch       {batch.prompts_per_step} prompts x {batch.group_size} = {batch.rollouts_per_step} rollouts per "
+        f"step, {batch.updates_per_step} updates per step, each with {batch.rollouts_per_update} rollouts; "
+        f"at most {batch.requests_in_flight} requests in flight"
     )
     yield (
         f"  update    {batch.rollouts_per_data_rank} rollouts per data-parallel rank in "
@@ -161,7 +161,7 @@ def _cells(texts: Iterable[str]) -> str:
 
 
 def _host_and_disk(host: HostMemory | None, disk: DiskBytes | None) -> Iterator[str]:
-    """Yields lines about a node's host memory and about disk usage."""
+    """Yields the lines about the host memory of a node and about disk space."""
     if host is not None:
         memory = f" of {_gib(host.memory)}" if host.memory else ""
         yield (
@@ -170,22 +170,22 @@ def _host_and_disk(host: HostMemory | None, disk: DiskBytes | None) -> Iterator[
         )
     if disk is not None:
         yield (
-            f"  disk      {_size(disk.nbytes)} at most: {disk.checkpoints} checkpoints of {_size(disk.checkpoint)}, "
+            f"  disk      at most {_size(disk.nbytes)}: {disk.checkpoints} checkpoints of {_size(disk.checkpoint)}, "
             f"{disk.exports} exports of {_size(disk.export)}, rollouts {_size(disk.rollouts)}"
         )
 
 
 def describe_together(sums: Together) -> list[str]:
-    """Returns the sums over all policies as lines of text."""
-    line = f"together    {sums.gpus} GPUs on {sums.nodes} nodes of {sums.per_node}, policy after policy"
+    """Returns the lines about the sums over all policies."""
+    line = f"together    {sums.gpus} GPUs on {sums.nodes} nodes of {sums.per_node}, one policy after the other"
     if sums.fullest is not None:
-        line += f", the fullest takes {_gib(sums.fullest)} GiB"
+        line += f", {_gib(sums.fullest)} GiB on the fullest"
     return [line, *_host_and_disk(sums.host, sums.disk)]
 
 
 def _parts(record: TrainerMemory, bandwidth: float | None) -> Iterator[str]:
-    """Yields lines about the memory that recomputing or offloading parts of layers saves on the fullest rank, and about
-    its cost."""
+    """Yields the lines about the memory that recomputing or offloading parts of layers saves on the fullest rank
+    `record`, and about its cost. `bandwidth`: bytes per second between GPU and host."""
     recomputed: list[str] = []
     offloaded: list[str] = []
     for name, nbytes in record.parts.items():
@@ -208,7 +208,7 @@ def _parts(record: TrainerMemory, bandwidth: float | None) -> Iterator[str]:
 
 
 def _phases(report: PlanReport) -> Iterator[str]:
-    """Yields a table of GPUs by phases, and the largest parts of the fullest GPU."""
+    """Yields the table of GPUs by phase, and the largest parts of the fullest GPU."""
     if not report.phases:
         return
     peaks: dict[str, dict[Phase, int]] = {}
@@ -229,7 +229,7 @@ def _memory_parts(parts: Sequence[MemoryPart]) -> str:
 
 def _engine_memory(record: EngineMemory) -> Iterator[str]:
     line = (
-        f"  {record.group}: weights {_gib(record.weights)} a rank, {_size(record.kv_per_token)} of KV cache per token"
+        f"  {record.group}: weights {_gib(record.weights)} per rank, {_size(record.kv_per_token)} of KV cache per token"
     )
     kinds = "both"
     if record.state_per_request:
@@ -243,7 +243,7 @@ def _engine_memory(record: EngineMemory) -> Iterator[str]:
     if record.kv_tokens is not None and record.concurrency is not None:
         yield (
             f"            {record.kv_tokens:,} tokens fit: {record.concurrency} rollouts of the maximum length at "
-            f"once in a server, {record.concurrency * record.count} in all"
+            f"a time per server, {record.concurrency * record.count} in total"
         )
 
 
@@ -253,51 +253,50 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
     quantized = f"{figures.quantized:,} by the rule {figures.rule}" if figures.quantized else "none"
     yield f"  tensors   {figures.tensors:,} to each engine, quantized: {quantized}"
     yield (
-        f"  bytes     {_size(figures.nbytes)} in all; an engine rank takes {_size(figures.received)}, a trainer rank "
-        f"sends {_size(figures.sent_max)} at most, {_size(figures.sent_mean)} on average"
+        f"  bytes     {_size(figures.nbytes)} in total; an engine rank receives {_size(figures.received)}, a trainer "
+        f"rank sends at most {_size(figures.sent_max)}, on average {_size(figures.sent_mean)}"
     )
     if figures.adapter_bytes:
         yield (
-            f"  adapters  {_size(figures.adapter_bytes)} in all at each version, to engines that hold the base, which "
-            "comes with the first (publish.adapters)"
+            f"  adapters  {_size(figures.adapter_bytes)} in total per version; the base weights are sent only in the "
+            "first publication (publish.adapters)"
         )
-    yield f"  work      {figures.buckets:,} buckets, {figures.launches:,} kernel launches per trainer rank at most"
+    yield f"  work      {figures.buckets:,} buckets, at most {figures.launches:,} kernel launches per trainer rank"
     if figures.merging_bytes:
         yield (
-            f"  merging   {_size(figures.merging_bytes)} of a trainer rank's memory at most, to merge the weights of a "
-            "bucket with their adapters (trainer.lora)"
+            f"  merging   {_size(figures.merging_bytes)} of memory on the fullest trainer rank, to merge the weights "
+            "of a bucket with their adapters (trainer.lora)"
         )
     if figures.transport == "nixl" and not figures.on_gpus:
         yield (
-            f"  memory    {_size(figures.publisher_bytes)} of the host for buckets of a trainer rank at most, "
-            f"{_size(figures.landing_bytes)} for each engine on each of its machines (publish.transport nixl)"
+            f"  memory    {_size(figures.publisher_bytes)} of host memory for a trainer rank's buckets, "
+            f"{_size(figures.landing_bytes)} per engine on each of its machines (publish.transport nixl)"
         )
         if figures.kept_bytes:
             yield (
-                f"  changes   {_size(figures.kept_bytes)} more of the host for the weights a trainer rank sent last at "
-                f"most, {_size(figures.received_bytes)} more for each engine (publish.delta)"
+                f"  changes   {_size(figures.kept_bytes)} more host memory for the weights that a trainer rank sent "
+                f"last, {_size(figures.received_bytes)} more per engine (publish.delta)"
             )
     else:
         memory = "of each trainer rank's GPU" if figures.on_gpus else "of trainer rank 0's host"
         yield (
             f"  memory    {_size(figures.publisher_bytes)} {memory} for buckets, "
-            f"{_size(figures.staged_bytes)} of an engine rank's GPU at most (publish.transport {figures.transport})"
+            f"{_size(figures.staged_bytes)} of an engine rank's GPU (publish.transport {figures.transport})"
         )
         if figures.kept_bytes:
             yield (
                 f"  changes   {_size(figures.kept_bytes)} more of trainer rank 0's host, "
-                f"{_size(figures.received_bytes + figures.landing_bytes)} for each engine (publish.delta)"
+                f"{_size(figures.received_bytes + figures.landing_bytes)} per engine (publish.delta)"
             )
     yield (
         f"  plan      {figures.moves:,} moves, {_size(figures.plan_bytes)}, compiled in "
-        f"{figures.compile_seconds:.1f} s; "
-        "proven: every element of every tensor is written once"
+        f"{figures.compile_seconds:.1f} s; proven: every element of every tensor is written exactly once"
     )
 
 
 def describe_predictions(predicted: Predicted) -> list[str]:
-    """Returns the predictions as lines of text, if the link model is accurate for this machine."""
-    off = f"the model is off by {predicted.model_off_here:+.0%} here"
+    """Returns the lines about the predictions, if the link model is accurate for this machine."""
+    off = f"the prediction deviates by {predicted.model_off_here:+.0%} on this machine"
     if not predicted.shown:
         return [f"predicted   not shown: {off}"]
     lines = [f"predicted   by the link model, not measured; {off}"]
@@ -305,17 +304,17 @@ def describe_predictions(predicted: Predicted) -> list[str]:
         lines.append(f"  {prediction.links}: {_stages(prediction.stages) if prediction.stages else prediction.refusal}")
     return [
         *lines,
-        "  if every trainer rank writes to every engine rank, from device to device, as the run deals the bytes out",
+        "  if every trainer rank sends directly to every engine rank, with the bytes divided as in the run",
     ]
 
 
 def describe_suggestions(report: PlanReport) -> list[str]:
-    """Returns the suggested layouts as lines of text."""
+    """Returns the lines about the suggested layouts."""
     lines = []
     nearest = report.nearest
     if nearest is not None:
         lines += [
-            f"nearest     that fits: {nearest.layout}; peak {_gib(nearest.trainer_peak)} GiB, margin "
+            f"nearest     layout that fits: {nearest.layout}; peak {_gib(nearest.trainer_peak)} GiB, margin "
             f"{_gib(nearest.margin)}",
             f"            {' '.join(nearest.overrides)}",
         ]
@@ -335,17 +334,17 @@ def describe_suggestions(report: PlanReport) -> list[str]:
         lines.append(
             f"  engines   {engine.group}: count {engine.count}, tensor {engine.tensor}, expert {engine.expert}, "
             f"dp_attention {engine.dp_attention}, nodes {engine.nodes}: {engine.concurrency} rollouts of the maximum "
-            f"length at once, weights {_gib(engine.weights)} GiB a rank"
+            f"length at a time, weights {_gib(engine.weights)} GiB per rank"
         )
     return lines
 
 
 def _searched(report: PlanReport) -> str:
-    """Returns words about the extent of a search that stopped at its limit; "" for any other search."""
+    """Returns a clause about the extent of a search that stopped at its limit; "" for a complete search."""
     searched = report.searched
     if searched is None or searched.complete:
         return ""
-    return f", of the {searched.tried} most promising that were tried of {searched.layouts:,}"
+    return f" among the {searched.tried} most promising of {searched.layouts:,}"
 
 
 def _stages(stages: Stages) -> str:
@@ -367,7 +366,7 @@ def _engines(group: PlannedGroup) -> str:
     role = "" if group.role == "regular" else f" ({group.role})"
     suffix = ""
     if group.external:
-        suffix = " that run already"
+        suffix = ", started elsewhere"
     elif group.nodes > 1:
         suffix = f" over {group.nodes} nodes each"
     if group.borrowed:
@@ -378,7 +377,7 @@ def _engines(group: PlannedGroup) -> str:
 def _engine(sizes: EngineSizes) -> str:
     text = f"tensor {sizes.tensor} x pipeline {sizes.pipeline}, expert {sizes.expert}"
     if sizes.attention_data > 1:
-        text += f", attention in {sizes.attention_data} copies"
+        text += f", {sizes.attention_data} data-parallel copies of the attention"
     if sizes.redundant:
         text += f", {sizes.redundant} redundant experts"
     return text

@@ -1,1 +1,1 @@
-"""Rules about the GPUs, nodes and memory that a plan is made for."""
+"""Rules about the GPUs, nodes and memory for which a plan is made."""

@@ -1,4 +1,4 @@
-"""Rules about the memory of a GPU and of a node."""
+"""Rules about GPU memory and about the host memory of a node."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def trains(
         if peak + margin > machine.memory:
             models = " and ".join(member.model for member in rank)
             yield (
-                f"{models} rank {record.rank} (stage {record.stage}) would need {_gib(peak)} GiB and "
-                f"trainer.memory_margin_mib {margin // MIB} of a GPU's {_gib(machine.memory)} GiB: {_kinds(record)}; "
+                f"{models} rank {record.rank} (stage {record.stage}) would need {_gib(peak)} GiB plus "
+                f"trainer.memory_margin_mib={margin // MIB}, but a GPU has {_gib(machine.memory)} GiB: "
+                f"{_kinds(record)}; "
                 "use more ranks, more recomputation or trainer.optimizer.offload_fraction"
             )
 
@@ -47,17 +48,18 @@ def serves(rollout: Rollout, machine: Machine, engine_memory: tuple[EngineMemory
     for engine in engine_memory:
         if engine.static is not None and engine.weights > engine.static:
             yield (
-                f"a rank of engine {engine.group} holds {_gib(engine.weights)} GiB of weights, and SGLang gives "
-                f"weights and KV cache {_gib(engine.static)} GiB of a GPU (mem_fraction_static "
-                f"{engine.static_fraction}); raise rollout.engines.tensor, or quantize (publish.quantize)"
+                f"a rank of engine {engine.group} has {_gib(engine.weights)} GiB of weights, but SGLang reserves "
+                f"{_gib(engine.static)} GiB of a GPU for weights and KV cache (mem_fraction_static "
+                f"{engine.static_fraction}); raise rollout.engines.tensor, or set publish.quantize"
             )
         elif engine.concurrency == 0:
             states = ""
             if engine.state_per_request > 0:
                 states = f" in addition to states of {engine.state_per_request} bytes per request"
             yield (
-                f"engine {engine.group} has room for the keys and values of {engine.kv_tokens} tokens{states}, but one "
-                f"rollout may have {rollout.longest}; raise rollout.engines.tensor or max_total_tokens, or lower "
+                f"engine {engine.group} has memory for the KV cache of {engine.kv_tokens} tokens{states}, but a "
+                f"rollout may have {rollout.longest} tokens; raise rollout.engines.tensor or max_total_tokens, or "
+                "lower "
                 "rollout.sampling.max_new_tokens"
             )
 
@@ -66,18 +68,18 @@ def serves(rollout: Rollout, machine: Machine, engine_memory: tuple[EngineMemory
 def takes_turns(machine: Machine, trainer: Trainer, phases: tuple[PhasePeak, ...]) -> Problems:
     for group, excess in _too_full(machine, trainer, phases, "shared"):
         yield (
-            f"trainer and engine {group}, which take turns (schedule.colocate), do not fit {excess}; lower "
+            f"trainer and engine {group}, which share GPUs (schedule.colocate), do not fit on {excess}; lower "
             "mem_fraction_static, split the trainer over more ranks, or set publish.staging=bucket"
         )
 
 
 @rule("memory.phase", "trainer")
 def holds_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhasePeak, ...]) -> Problems:
-    others = tuple(peak for peak in phases if peak.phase != "train")  # "memory.trainer" covers that phase
+    others = tuple(peak for peak in phases if peak.phase != "train")  # the rule memory.trainer covers this phase
     for gpu in ("trainer", "critic"):
         for _, excess in _too_full(machine, trainer, others, gpu):
             yield (
-                f"the fullest {gpu} rank does not fit {excess}; use more ranks, or smaller buckets "
+                f"the fullest {gpu} rank does not fit on {excess}; use more ranks, or smaller buckets "
                 "(publish.staging=bucket)"
             )
 
@@ -86,13 +88,14 @@ def holds_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhaseP
 def serves_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhasePeak, ...]) -> Problems:
     for group, excess in _too_full(machine, trainer, phases, "engine"):
         yield (
-            f"a rank of engine {group} does not fit {excess}; lower mem_fraction_static of rollout.engines, or set "
+            f"a rank of engine {group} does not fit on {excess}; lower mem_fraction_static of rollout.engines, "
+            "or set "
             "publish.staging=bucket"
         )
 
 
 def margin_warnings(machine: Machine, phases: tuple[PhasePeak, ...]) -> Iterator[str]:
-    """Yields a sentence per kind of GPU that is nearly full in some phase."""
+    """Yields a warning for each kind of GPU that is nearly full in some phase."""
     from slimx.preflight.hardware import MARGIN
 
     if machine.memory is None:
@@ -109,7 +112,7 @@ def margin_warnings(machine: Machine, phases: tuple[PhasePeak, ...]) -> Iterator
             if group:
                 name += f" of {group}"
             yield (
-                f"the fullest {name} has {_gib(left)} GiB left of {_gib(machine.memory)} in phase {_describe(peak)}, "
+                f"the fullest {name} has {_gib(left)} GiB of {_gib(machine.memory)} left in phase {_describe(peak)}, "
                 f"and estimates may be off by {MARGIN // GIB}; use more ranks, or lower mem_fraction_static or "
                 "trainer.max_tokens_per_microbatch"
             )
@@ -128,7 +131,8 @@ def fits_host(machine: Machine, host: HostMemory) -> Problems:
 
 
 def _too_full(machine: Machine, trainer: Trainer, phases: tuple[PhasePeak, ...], gpu: str) -> Iterator[tuple[str, str]]:
-    """Yields each group of one kind of GPU that exceeds the GPU's memory, with words about its worst phase."""
+    """Yields (name of the engine group, description of the worst phase) for each group on GPUs of the kind `gpu` whose
+    memory is exceeded."""
     if machine.memory is None:
         return
     margin = trainer.memory_margin_mib * MIB
