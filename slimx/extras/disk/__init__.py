@@ -1,1 +1,1 @@
-"""Publications as files, either whole versions or changes to them: `publish.transport: disk`."""
+"""Publication of weights as files (`publish.transport: disk`), either whole versions or the changes between them."""

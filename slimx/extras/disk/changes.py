@@ -33,37 +33,40 @@ Chain = tuple[ChainFile, ...]
 
 
 class ChangesDirectory(VersionDirectory):
-    """Versions in one directory, each stored as files of changes to the previous one."""
+    """Versions in one directory, each stored as files with the changes to the previous version."""
 
     def __init__(self, directory: Path | str, item: int, every_full: int):
-        """Opens a directory of versions. `item`: bytes of an element. Every `every_full`-th completed version is stored
-        in full."""
+        """Opens the directory in which versions are stored. `item`: bytes per element. Every `every_full`-th completed
+        version is stored in full."""
         super().__init__(directory)
         self.item = item
         self.every_full = every_full
         self._last: dict[int, torch.Tensor] = {}
-        """Bucket -> the bytes written last, in host memory."""
+        """Bytes that were written last, in host memory, by index of the bucket."""
         self._chains: dict[int, Chain] = {}
-        """Bucket -> the files, of complete versions, of the bytes in `_last`."""
+        """Files of complete versions from which the bytes in `_last` can be read, by index of the bucket."""
         self._written: dict[int, Chain] = {}
-        """Bucket -> its files, for the version that is being written."""
+        """Files of the version that is being written, by index of the bucket."""
         self._completed = 0
-        """Number of completed versions."""
+        """Number of versions completed so far."""
         self._version = -1
-        """The last completed version."""
+        """Number of the last completed version; -1 before the first."""
         self._frame = torch.empty(0, dtype=torch.uint8)
 
     def begin(self, manifest: Manifest) -> None:
         super().begin(manifest)
         self._written = {}
-        # A version that is published again replaces its files, so changes cannot refer to them.
+        # Publishing a version again replaces its files, so changes must not refer to them.
         if self._completed % self.every_full == 0 or manifest.version <= self._version:
             self._chains.clear()
 
     def add(self, bucket: int, packed: PackedBucket, data: torch.Tensor) -> PackedBucket:
-        """Writes the changes in a bucket whose bytes are `data`, uint8 [size]. Writes all of it if changes are not
-        smaller, or if no complete version has the bytes of `_last`."""
-        previous = self._chains.pop(bucket, ())  # until this version is complete, `_last` belongs to no version
+        """Writes the changes to the bucket with index `bucket`, and returns the bucket with the files to read. `data`:
+        its bytes, uint8 [size].
+
+        The whole bucket is written if its changes are not smaller, or if no complete version contains the bytes of
+        `_last`."""
+        previous = self._chains.pop(bucket, ())  # until this version is complete, no complete version contains `_last`
         last = self._last.get(bucket)
         attempt = self._partial.name
         nbytes = len(data)
@@ -110,21 +113,21 @@ class ChangesDirectory(VersionDirectory):
 
 
 class ChainReader:
-    """Buckets that an engine's owner process has read and keeps."""
+    """Reader of versions in the owner process of an engine, which keeps the buckets that it has read."""
 
     def __init__(self, item: int):
         self.item = item
         self._buckets: dict[str, tuple[str, torch.Tensor]] = {}
-        """Stem of the bucket's files -> attempt of the last file that was read, and the bucket's bytes."""
+        """The last file that was read (the attempt that wrote it) and the bucket's bytes, by the name of the bucket's
+        files without extension."""
         self.read = 0
-        """Bytes of files read so far."""
+        """Number of bytes of files read so far."""
 
     @contextmanager
     def landed(self, packed: PackedBucket) -> Iterator[PackedBucket]:
-        """Yields the whole bucket in memory that a server can open; a server that has opened it keeps it after the
-        block.
-
-        Raises SlimxError naming a file of unexpected length or one that does not contain changes to these bytes."""
+        """Yields the whole bucket in memory that a server can map; a server that has mapped it keeps access after the
+        block. Raises SlimxError naming the file if a file has an unexpected length or does not contain changes to the
+        bytes kept here."""
         memory = self._updated(packed)
         file = MemoryFile(packed.size)
         try:

@@ -1,4 +1,4 @@
-"""Receiver of changes on a machine of an engine (`publish.delta` with `disk`)."""
+"""Receiver of changes stored as files, on a machine of an engine (`publish.delta` with `publish.transport: disk`)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from slimx.reshard.packed import PackedBucket
 
 
 class FilesEnd:
-    """Assembles whole buckets from files; see `slimx.engines.transport.End`."""
+    """Receiver that assembles whole buckets from files (see `slimx.engines.transport.End`)."""
 
     def __init__(self, item: int) -> None:
-        """Creates the receiver. `item`: bytes of an element."""
+        """Creates the receiver. `item`: bytes per element."""
         self.item = item
         self._reader: Any = None
 
     async def prepare(self, host: str, nodes: Any = None) -> None:
-        """Imports torch, which nothing else needs in this process."""
+        """Creates the reader, which imports torch; nothing else in this process needs torch."""
         module = await asyncio.to_thread(import_module, "slimx.extras.disk.changes")
         self._reader = module.ChainReader(self.item)
 
     @asynccontextmanager
     async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
-        """Yields the whole bucket, assembled from its files, in memory that the server opens."""
+        """Yields the whole bucket, assembled from its files, in memory that the server maps."""
         arriving = self._reader.landed(packed)
         landed = await asyncio.to_thread(arriving.__enter__)
         try:

@@ -1,4 +1,4 @@
-"""Operations of the trainer rank that writes versions as files (role "disk")."""
+"""Operations of the trainer rank that writes versions as files (role "disk" of `slimx.roles`)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from slimx.trainer.rank import TrainerRank
 
 
 class DiskRole:
-    """Writes versions on the rank whose memory holds buckets; see `slimx.trainer.rank.Role`."""
+    """Writes versions as files, on the rank whose memory contains the buckets (see `slimx.trainer.rank.Role`)."""
 
     def __init__(self, rank: TrainerRank):
         self._changes = rank.config.publish.changes
         self._directory: VersionDirectory | None = None
 
     def reload(self, *, training: bool = True) -> None:
-        """Does nothing: no part of a version is on the device."""
+        """Does nothing, because no part of a version is on the GPU."""
 
     def offload(self, *, weights: bool = True) -> None:
-        """Does nothing: no part of a version is on the device."""
+        """Does nothing, because no part of a version is on the GPU."""
 
     @operation()
     def begin(self, *, directory: str, manifest: Manifest) -> None:
-        """Begins a version as files in `directory`."""
+        """Starts to write a version as files in `directory`. `manifest`: description of the version."""
         if self._directory is None:
             if self._changes is None:
                 self._directory = VersionDirectory(directory)
@@ -36,16 +36,16 @@ class DiskRole:
 
     @property
     def _begun(self) -> VersionDirectory:
-        """The directory of the version that `begin` began."""
+        """Directory of the version that is being written."""
         assert self._directory is not None, "begin is called first"
         return self._directory
 
     @operation("publish")
     def write(self, *, bucket: int, packed: PackedBucket) -> PackedBucket:
-        """Writes a bucket of the version. Returns the bucket as stored in its file."""
+        """Writes the bucket with index `bucket`, and returns it with the path of its file."""
         return self._begun.add(bucket, packed, open_memory(packed.path, packed.size))
 
     @operation()
     def complete(self) -> None:
-        """Completes the version after all its buckets are written."""
+        """Marks the version as complete after all its buckets have been written."""
         self._begun.commit()

@@ -1,4 +1,4 @@
-"""Rules about publications as files."""
+"""Rules about the publication of weights as files."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def put_together(rollout: Rollout, publish: Publish) -> Problems:
         if group.urls or group.nodes > 1:
             yield (
                 "with publish.transport=disk a slimx process at each server assembles its weights on one machine, but "
-                f"{group.where} has urls or multi-node servers; leave publish.delta out"
+                f"{group.where} has urls or multi-node servers; remove publish.delta"
             )

@@ -1,7 +1,7 @@
 """Transport "disk": trainer rank 0 writes each bucket, or its changes, to a file on a shared file system.
 
-Engines map it, or their owner processes assemble it. A complete version stays there, and a recovering engine loads it
-while the trainers train."""
+Engines map the file, or their owner processes assemble the bucket from changes. A complete version is kept, so that a
+recovering engine can load it while the trainers train."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 class DiskTransport(Transport):
-    """Publishes through files; see `slimx.engines.transport.Transport`."""
+    """Publishes weights through files (see `slimx.engines.transport.Transport`)."""
 
     def end(self, publish: Publish) -> Callable[[], End] | None:
-        """Returns a receiver that assembles buckets in the owner process of a server; None without changes."""
+        """Returns a function that creates the receiver which assembles buckets from changes in the owner process of a
+        server; None if whole buckets are published."""
         if publish.changes is None:
             return None
         from slimx.extras.disk.file_end import FilesEnd
@@ -44,11 +45,11 @@ class DiskDelivery(Delivery):
     keeps = True
 
     def __init__(self, trainers: Trainers, directory: Path):
-        """Delivers versions in `directory`."""
+        """Sets the `directory` in which versions are stored. `trainers`: ranks of which rank 0 writes."""
         self.trainers = trainers
         self.directory = directory
         self._unwritten = -1
-        """Buckets of the current publication that are not on disk yet."""
+        """Number of buckets of the current publication that have not been written yet."""
 
     async def begin(self, manifest: Manifest, buckets: int) -> None:
         self._unwritten = buckets

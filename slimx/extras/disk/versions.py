@@ -34,24 +34,24 @@ DTYPES = {
     "int32": "I32",
     "int64": "I64",
 }
-"""Dtype -> its name in safetensors files."""
+"""Names of data types in safetensors files, by torch's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainFile:
-    """One file of a bucket on disk: the whole bucket, or changes to it (`slimx.extras.disk.changes`)."""
+    """One file of a bucket on disk. It contains the whole bucket, or changes to it (`slimx.extras.disk.changes`)."""
 
     attempt: str
-    """Unique name of the publication that wrote it."""
+    """Unique name of the publication attempt that wrote the file."""
     path: str
     start: int
-    """Bytes before those of the bucket or its changes."""
+    """Offset in bytes of the bucket or its changes within the file."""
     nbytes: int
-    """Bytes of the bucket or its changes."""
+    """Number of bytes of the bucket or its changes."""
 
 
 class VersionDirectory:
-    """Versions in one directory, with one writer and readers on any machine that mounts it."""
+    """Published versions in one directory, with one writer and with readers on any machine that mounts it."""
 
     def __init__(self, directory: Path | str):
         self.directory = Path(directory)
@@ -59,7 +59,7 @@ class VersionDirectory:
         self._buckets: dict[int, PackedBucket] = {}
 
     def begin(self, manifest: Manifest) -> None:
-        """Begins a version. Removes unfinished versions of an earlier writer."""
+        """Starts to write the version that `manifest` describes. Removes unfinished versions of an earlier writer."""
         for unfinished in self.directory.glob("version-*.partial"):
             shutil.rmtree(unfinished)
         self._manifest = manifest
@@ -67,19 +67,20 @@ class VersionDirectory:
         self._partial.mkdir(parents=True)
 
     def add(self, bucket: int, packed: PackedBucket, data: torch.Tensor) -> PackedBucket:
-        """Writes a bucket whose bytes are `data`, uint8 [size]. Returns the bucket as stored in its complete file."""
+        """Writes the bucket with index `bucket`, whose bytes are `data`, uint8 [size]. Returns the bucket with the path
+        that its file has when the version is complete."""
         path = self._partial / f"bucket-{bucket:05d}.safetensors"
         written = write_bucket(path, packed, data)
         self._buckets[bucket] = written
         return written
 
     def commit(self) -> None:
-        """Completes the version and removes older ones."""
+        """Completes the version, so that readers see it, and removes older versions."""
         buckets = [_to_json(self._buckets[index]) for index in sorted(self._buckets)]
         content = {"manifest": self.manifest.to_json(), "buckets": buckets}
         write_file(self._partial / MANIFEST, json.dumps(content).encode())
         complete = self._path(self.manifest.version)
-        if complete.exists():  # the same version, published again
+        if complete.exists():  # the same version is published again
             shutil.rmtree(complete)
         self._partial.rename(complete)
         sync_directory(self.directory)
@@ -109,7 +110,7 @@ class VersionDirectory:
 
 
 class StoredVersion:
-    """A complete version as a source of weights (`slimx.reshard.parties.Source`)."""
+    """A complete version on disk, as a source of weights (`slimx.reshard.parties.Source`)."""
 
     def __init__(self, path: Path, manifest: Manifest, buckets: list[PackedBucket]):
         self.path = path
@@ -120,10 +121,10 @@ class StoredVersion:
         return str(self.path)
 
     async def begin(self, manifest: Manifest) -> None:
-        """Raises SlimxError if it would be published as a different version."""
+        """Raises SlimxError if `manifest` describes another version than the stored one."""
         if manifest.version != self.manifest.version:
             raise SlimxError(
-                f"{self.path} holds {self.manifest}, which cannot be published as {manifest}",
+                f"{self.path} contains {self.manifest}, which cannot be published as {manifest}",
                 code="disk.version",
                 about=str(self.path),
             )
@@ -142,11 +143,12 @@ class StoredVersion:
         return self.buckets[bucket]
 
     async def release(self, bucket: int | None = None) -> None:
-        """Does nothing: no memory is allocated."""
+        """Does nothing, because no memory is allocated for buckets."""
 
 
 def newest(directory: Path | str) -> StoredVersion | None:
-    """Returns the newest complete version in `directory`."""
+    """Returns the newest complete version in `directory`; None if there is none. Raises SlimxError if it cannot be
+    read."""
     versions = sorted(Path(directory).glob("version-??????"))
     if not versions:
         return None
@@ -165,7 +167,8 @@ def newest(directory: Path | str) -> StoredVersion | None:
 
 
 def write_bucket(path: Path, packed: PackedBucket, data: torch.Tensor) -> PackedBucket:
-    """Writes `data`, uint8 [size], as a safetensors file, atomically. Returns the bucket as stored in it."""
+    """Writes `data`, the bytes of the bucket `packed`, uint8 [size], atomically to a safetensors file at `path`.
+    Returns the bucket as it is stored in the file."""
     header: Json = {"__metadata__": {"format": "pt"}}
     has_ranks = len(packed.targets) > 1
     end = 0
@@ -193,7 +196,8 @@ def _entry(dtype: str, shape: tuple[int, ...], start: int, stop: int) -> Json:
 
 
 def write_file(path: Path, *pieces: bytes | memoryview) -> None:
-    """Writes a file atomically and durably."""
+    """Writes `pieces` to a file atomically and durably: readers see either no file or a complete one, also after a
+    crash of the machine."""
     write_atomic(path, *pieces)
     sync_directory(path.parent)
 

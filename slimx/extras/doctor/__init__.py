@@ -1,1 +1,1 @@
-"""Checks of a machine, a node and a run's configuration before a run starts."""
+"""Checks of a machine, of a node and of a run's configuration before the run starts."""

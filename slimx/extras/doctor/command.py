@@ -22,14 +22,16 @@ health_app = typer.Typer(add_completion=False)
 @app.command(cls=RayCommand)
 def doctor(
     file: Annotated[
-        Path | None, typer.Argument(help="Check this run's configuration, checkpoint, prompts and hooks too.")
+        Path | None,
+        typer.Argument(help="YAML file of a run whose configuration, checkpoint, prompts and hooks to check too."),
     ] = None,
     overrides: Overrides = None,
     effects: Annotated[
-        bool, typer.Option("--effects", help="Only show which terms of FILE's loss change its gradient, and how much.")
+        bool,
+        typer.Option("--effects", help="Only show how much each term of FILE's loss changes the gradient."),
     ] = False,
     hooks: Annotated[
-        bool, typer.Option("--hooks", help="Only load FILE's hooks and try them on a prompt, with scripted engines.")
+        bool, typer.Option("--hooks", help="Only load FILE's hooks and try them on one prompt, with scripted engines.")
     ] = False,
     say: Annotated[
         list[str] | None,
@@ -43,12 +45,12 @@ def doctor(
     layers: Annotated[bool, typer.Option("--layers", help="With --gap: name the first part that differs.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Shows what this machine has, what is missing and how to get it."""
+    """Show what this machine has, what it lacks for a run, and how to install it. With FILE, also check that run."""
     options = {"effects": effects, "hooks": hooks, "gap": gap or layers}
     checks = [name for name, enabled in options.items() if enabled]
     if len(checks) > 1:
         raise SlimxError(
-            f"slimx doctor takes one of --{checks[0]} and --{checks[1]} at a time; leave one out",
+            f"slimx doctor accepts only one of --{checks[0]} and --{checks[1]} at a time; remove one",
             code="doctor.options",
             about=f"--{checks[1]}",
         )
@@ -79,7 +81,8 @@ def doctor(
 
 
 def _check_machine(file: Path | None, overrides: list[str]) -> None:
-    """Checks the machine, and FILE's run if nothing is missing. Raises typer.Exit with status 1 otherwise."""
+    """Checks the machine and, if nothing is missing, the run in `file`. Raises typer.Exit with status 1 if something is
+    missing."""
     from slimx.extras.doctor.machine import examine
 
     console = Console(soft_wrap=True)
@@ -87,7 +90,7 @@ def _check_machine(file: Path | None, overrides: list[str]) -> None:
         lambda text, style: console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
     )
     if file is not None and not healthy:
-        console.print(plain(f"{file} is not checked: it needs what is missing"))
+        console.print(plain(f"{file} is not checked, because its checks need what is missing"))
     elif file is not None:
         config = load_config(file, overrides)
         from slimx.config.sections.policies import ACTOR
@@ -99,22 +102,22 @@ def _check_machine(file: Path | None, overrides: list[str]) -> None:
         if first is not None:
             from slimx.extras.datasets.command import rendered_lines
 
-            for line in ["the first prompt, as the model is given it:", *rendered_lines(first, actor.tokenizer)]:
+            for line in ["the first prompt, as the model receives it:", *rendered_lines(first, actor.tokenizer)]:
                 console.print(plain(line))
         console.print(plain(f"publish.transport {actor.transport}"))
-        summary = f"{file}: {len(prepared.prompts)} prompts, layout {actor.sizes}: nothing stands in the way"
+        summary = f"{file}: {len(prepared.prompts)} prompts, layout {actor.sizes}: ready to start"
         console.print(plain(summary))
     if not healthy:
         raise typer.Exit(1)
 
 
 def _show_gap(config: Config, layers: bool) -> bool:
-    """Returns False if numerics.mode is exact and the log-probs of a batch are not bitwise equal.
-
-    Raises SlimxError for a run in which nothing can be compared, before torch is imported."""
+    """Shows the gap, and returns False if numerics.mode is exact but log-probs of a batch are not bitwise equal. Raises
+    SlimxError, before torch is imported, for a run in which nothing can be compared."""
     if not config.rollout.policy_engines:
         raise SlimxError(
-            "slimx doctor --gap compares trainers with engines, and rollout.engines is empty",
+            "slimx doctor --gap compares trainers with engines, but rollout.engines is empty; add a group of the "
+            "policy",
             code="engines.none",
             about="rollout.engines",
         )
@@ -132,18 +135,19 @@ def _show_gap(config: Config, layers: bool) -> bool:
 
 
 def _show_effects(file: Path, config: Config) -> bool:
-    """Returns False if a term that the configuration sets has no effect."""
+    """Shows the effects of loss terms, and returns False if a term that the configuration sets has no effect."""
     from slimx.extras.doctor.effects.effects import describe, effects
 
     terms = effects(config)
-    print(f"{file}: what each term of the loss is worth in the gradient of a small invented batch")
+    print(f"{file}: share of each term of the loss in the gradient of a small synthetic batch")
     for line in describe(terms):
         print(line)
     return all(effect.share or not effect.chosen for effect in terms)
 
 
 def _show_hooks(file: Path, config: Config, texts: list[str]) -> bool:
-    """Returns False if a hook has a problem."""
+    """Shows the trial of the hooks, and returns False if a hook has a problem. `texts`: first responses of the scripted
+    engine."""
     from slimx.extras.doctor.hooks.doctor import examine_hooks
 
     findings = examine_hooks(config, texts)
@@ -159,14 +163,20 @@ def _show_hooks(file: Path, config: Config, texts: list[str]) -> bool:
 
 @health_app.command()
 def health(
-    gpus: Annotated[int, typer.Option(help="GPUs that must be present and healthy.")] = 0,
-    hca: Annotated[list[str] | None, typer.Option(help="InfiniBand or RoCE adapter with an active port.")] = None,
-    path: Annotated[list[Path] | None, typer.Option(help="Paths that need space; default: /tmp and here.")] = None,
+    gpus: Annotated[int, typer.Option(help="Number of GPUs that must be present and healthy.")] = 0,
+    hca: Annotated[
+        list[str] | None,
+        typer.Option(help="InfiniBand or RoCE adapter that needs an active port."),
+    ] = None,
+    path: Annotated[list[Path] | None, typer.Option(help="Paths that need free space; default: /tmp and here.")] = None,
     disk: Annotated[float, typer.Option(help="GiB that must be free in each of these paths.")] = 5.0,
     shm: Annotated[float, typer.Option(help="GiB that must be free in /dev/shm.")] = 1.0,
-    clock: Annotated[float | None, typer.Option(help="The launcher's time, seconds since the epoch.")] = None,
+    clock: Annotated[
+        float | None,
+        typer.Option(help="Time of the launcher's clock, in seconds since the epoch."),
+    ] = None,
 ) -> None:
-    """Checks whether this node is fit for a run: exit code 0, or 1 with the reasons."""
+    """Check whether this node is fit for a run. The exit code is 0 if it is, and 1 with the reasons if it is not."""
     from slimx.extras.doctor.node_health import NodeRequirements, examine_node
 
     paths = path or NodeRequirements().paths

@@ -1,4 +1,5 @@
-"""`slimx doctor --gap`: scores one batch with engines and trainers, and shows their gap and its first difference."""
+"""`slimx doctor --gap`: computes the log-probs of one batch with engines and trainers, and shows the gap between them
+and where they first differ."""
 
 from __future__ import annotations
 
@@ -20,16 +21,16 @@ from slimx.orchestration.run import Run
 from slimx.orchestration.session import run_session
 
 FOLDER = "gap"
-"""Subfolder of the run's directory for the measurement, which leaves the run untouched."""
+"""Subdirectory of the run's directory for the measurement, so that the run itself is not changed."""
 
 
 def run_gap(config: Config, console: Console, *, layers: bool) -> bool:
-    """Starts trainers and engines as a run would, samples one step's batch and compares its log-probs.
+    """Starts trainers and engines as a run would, samples the batch of one step, compares its log-probs and prints the
+    figures. Returns True if both sides are bitwise equal.
 
-    `layers`: also find the first part of the model that differs. Prints the figures; returns True if both sides are
-    bitwise equal. Raises the errors of a run."""
+    `layers`: also find the first part of the model whose results differ. Raises the same errors as a run."""
     section = config.run.model_copy(update={"dir": str(Path(config.run.dir) / FOLDER), "resume": "auto"})
-    # The experts of all tokens of the batch are compared.
+    # The experts of all tokens in the batch are compared.
     rollouts = config.track.rollouts.model_copy(update={"routes": True})
     track = config.track.model_copy(update={"rollouts": rollouts})
     figures: dict[str, float] = {}
@@ -62,12 +63,12 @@ async def _measure(figures: dict[str, float], say: Callable[[str], None], layers
 
 
 def describe(figures: dict[str, float]) -> list[str]:
-    """Returns the gap metrics of a batch (`slimx.trainer.step.metrics`) in sentences: the size of the gap, and the part
-    explained by routes."""
+    """Returns sentences about the gap metrics of a batch (`slimx.trainer.step.metrics`): the size of the gap, and the
+    part of it that differing routes explain."""
     tokens = int(figures["gap/tokens"])
     above = int(figures["gap/tokens_above_1e-5"])
     if not tokens:
-        return ["no token was sampled by the present weights: there is nothing to compare"]
+        return ["no token was sampled with the current weights: there is nothing to compare"]
     lines = [
         f"gap of {tokens:,} tokens between trainers and engines: mean {figures['gap/mean']:.2g}, "
         f"largest {figures['gap/max']:.2g}",
@@ -75,24 +76,25 @@ def describe(figures: dict[str, float]) -> list[str]:
     ]
     if above:
         explained = int(figures["gap/tokens_other_routes"])
-        lines[1] += f", of which {explained:,} ({explained / above:.1%}) have other experts at or before them"
-    lines.append(f"tokens that the two sides send to other experts: {int(figures['routes/differing']):,}")
+        lines[1] += f", of which {explained:,} ({explained / above:.1%}) are at or after tokens with other experts"
+    lines.append(f"tokens that trainers and engines route to different experts: {int(figures['routes/differing']):,}")
     return lines
 
 
 async def _first_difference(run: Run, trajectory: Trajectory) -> str:
-    """Returns a sentence about the point at which the two sides differ first on the tokens of one rollout."""
-    await run.publish()  # flushes the KV cache, so that the engine computes all of these tokens
+    """Returns a sentence that names the first part of the model whose results differ between engine and trainer for the
+    tokens of one rollout."""
+    await run.publish()  # flushes the KV cache, so that the engine computes every token
     actor = run.policies[ACTOR]
     assert actor.engines is not None and actor.client is not None
     engines = actor.engines.engines
     await asyncio.gather(*(engine.perform("request_ranks", None, "begin_trace") for engine in engines))
-    await actor.client.score(trajectory.token_ids.tolist())  # on one of them
+    await actor.client.score(trajectory.token_ids.tolist())  # on one engine
     answers = await asyncio.gather(*(engine.perform("request_ranks", None, "end_trace") for engine in engines))
     traces = [ranks[0] for ranks in answers]
     served = max(traces, key=lambda trace: sum(map(len, trace.values())))
     count = len(trajectory.token_ids) - 1
-    copies = [trajectory] * actor.sizes.data  # a pass needs one for each data-parallel rank
+    copies = [trajectory] * actor.sizes.data  # a pass needs one micro-batch per data-parallel rank
     batch = actor.packer(make_rows(copies, [0.0] * len(copies), [np.ones(count, np.float32)] * len(copies)))
     async with run.trainers_turn(publish=False):
         trainers = actor.trainers
@@ -104,6 +106,6 @@ async def _first_difference(run: Run, trajectory: Trajectory) -> str:
             trained[point] = digests[:count]  # without padding
     difference = first_difference(served, trained)
     if difference is None:
-        return "the residual stream is the same in every layer: any difference comes after the last norm"
+        return "the residual stream is equal in every layer, so any difference arises after the last norm"
     part, tokens = difference
     return f"the first difference is after {part}: {tokens} of {count} tokens"

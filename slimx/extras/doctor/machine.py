@@ -1,7 +1,8 @@
-"""`slimx doctor`: shows what this machine has for a run, what is missing, and how to get it.
+"""`slimx doctor`: shows what this machine has for a run, what is missing, and how to install it.
 
-Every check may fail, and the doctor must not need what it examines. So only Python's standard library is imported at
-the top, and `python -m slimx.extras.doctor.machine` works even without the command line's packages."""
+Every check may fail, and the doctor must not depend on the packages that it examines. So only Python's standard library
+is imported at the top, and `python -m slimx.extras.doctor.machine` works even without the packages that the command
+line needs."""
 
 from __future__ import annotations
 
@@ -24,41 +25,41 @@ from slimx.runtime.toolkit import cuda_home, link_error, python_header
 
 ROOT = Path(slimx.__file__).parents[1]
 MAIN = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "numpy", "pydantic")
-"""Packages that are always shown; others only if they have a problem."""
+"""Packages that are always shown; others are shown only if they have a problem."""
 STAND_INS = ("sgl_kernel", "torchvision")
-"""Copy of `slimx.extras.cpu.adapters.absent.PACKAGES`, which this package may not import; a test compares the two."""
+"""Repeats `slimx.extras.cpu.adapters.absent.PACKAGES`, which this package may not import; a test compares the two."""
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "slimx.adapters.sglang.plugin:register"
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
-"""Copy of `slimx.trainer.device.backends.FLASH`, which needs pydantic; a test compares the two."""
+"""Repeats `slimx.trainer.device.backends.FLASH`, whose module needs pydantic; a test compares the two."""
 IMPORT_S = 120
-"""Deadline of an import, in seconds."""
+"""Seconds within which an import must finish."""
 MEMORY_GIB = 4.0
-"""Memory for the quickstart, which took 3.2 GiB."""
+"""GiB of memory that the quickstart needs; 3.2 GiB were measured."""
 SHM_MIB = 256.0
-"""Smallest object store that slimx requests from Ray."""
+"""Size in MiB of the smallest object store that slimx requests from Ray."""
 
 
 Say = Callable[[str, str | None], None]
-"""Prints a line, with a style of rich or without one."""
+"""Function that prints a line, in a style of rich or, with None, without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor's output."""
+    """One line of the doctor's output about something that was examined."""
 
     name: str
     text: str
     problem: str | None = None
-    """The fault, and the remedy; None if there is none."""
+    """Sentence about what is wrong and how to fix it; None if nothing is wrong."""
     needed: bool = True
-    """True if the problem prevents a run; False for a note."""
+    """True if the problem prevents a run, False if it is only a note."""
 
 
 Look = Callable[[], Iterator[Finding]]
 
 
 def examine(say: Say) -> bool:
-    """Prints this machine's properties in sections, and the problems. Returns True if everything a run needs is
+    """Prints properties of this machine, in sections, and problems. Returns True if everything that a run needs is
     present."""
     sections: list[tuple[str, Look]] = [
         ("Machine", machine),
@@ -99,12 +100,12 @@ def _findings(title: str, look: Look) -> Iterator[Finding]:
 
 
 def machine() -> Iterator[Finding]:
-    """Yields findings about Python, processor, memory and shared memory."""
+    """Yields findings about Python, the processor, memory and shared memory."""
     version = platform.python_version()
     yield Finding(
         "python",
         f"{version} at {sys.executable}",
-        None if sys.version_info[:2] == (3, 12) else f"the locks are for 3.12, not {version}",
+        None if sys.version_info[:2] == (3, 12) else f"the lock files are for Python 3.12, not {version}",
         needed=sys.version_info < (3, 12),
     )
     yield Finding("slimx", f"{slimx.__version__} in {ROOT}")
@@ -122,7 +123,7 @@ def machine() -> Iterator[Finding]:
 
 
 def sandbox() -> Iterator[Finding]:
-    """Yields findings about the sandbox, in which rewards and tools run programs of a model."""
+    """Yields findings about the sandbox in which rewards and tools run programs written by a model."""
     from slimx.errors import SlimxError
 
     try:
@@ -137,7 +138,7 @@ def sandbox() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """Yields findings about torch's device, and about the GPUs that the driver shows."""
+    """Yields findings about the device that torch uses, and about the GPUs that the driver reports."""
     try:
         import torch
     except ImportError as error:
@@ -153,7 +154,7 @@ def devices() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """Yields findings about installed versions, the ranges that slimx requires, and the versions in the lock."""
+    """Yields findings about installed packages, compared with the versions that slimx and the lock file require."""
     try:
         requirements = importlib.metadata.requires("slimx") or []
     except importlib.metadata.PackageNotFoundError:
@@ -183,7 +184,7 @@ def packages() -> Iterator[Finding]:
 
 
 def adapters() -> Iterator[Finding]:
-    """Yields findings about stand-ins for missing upstream features that are in force here, with their reasons."""
+    """Yields findings about adaptations that replace missing upstream features here, with their reasons."""
     cuda = _cuda()
     if cuda:
         yield Finding("megatron_cpu", "not in force: torch sees a GPU")
@@ -204,7 +205,7 @@ def adapters() -> Iterator[Finding]:
         yield Finding("sglang_absent", "not in force: torch sees a GPU", problem)
         yield Finding("sglang_cpu", "not in force: torch sees a GPU")
     else:
-        text = "not in force: nothing is absent"
+        text = "not in force: no package is absent"
         if absent:
             text = f"in force: stand-ins for {', '.join(absent)}, which are not installed and never called on the CPU"
         yield Finding("sglang_absent", text)
@@ -218,7 +219,7 @@ def adapters() -> Iterator[Finding]:
 
 def kernels() -> Iterator[Finding]:
     """Yields findings about the CPU libraries built from csrc/, for weights and for exact mode, and the instruction
-    sets that they use here."""
+    sets that they use on this machine."""
     for name, module in (
         ("libslimx_cpu.so", "slimx.reshard.kernels.cpu"),
         ("libslimx_exact.so", "slimx.extras.exact.ordered.kernel"),
@@ -280,8 +281,8 @@ def toolchain() -> Iterator[Finding]:
 
 
 def _cubins(environment: Mapping[str, str], blackwell: bool) -> Iterator[Finding]:
-    """Yields a finding about the compiled kernels that flashinfer 0.7.2 uses for attention on Blackwell, and would
-    download at a first start."""
+    """Yields a finding about precompiled attention kernels (cubins) of flashinfer 0.7.2 for Blackwell GPUs, which it
+    would otherwise download at a first start."""
     needed = _version("flashinfer-python")
     if needed is None:
         return
@@ -300,7 +301,7 @@ def _cubins(environment: Mapping[str, str], blackwell: bool) -> Iterator[Finding
 
 
 def _import_error(module: str, environment: Mapping[str, str]) -> str | None:
-    """Imports a module in a separate process. Returns the last line of a failed import's output, else None."""
+    """Imports `module` in a separate process. Returns the last line of its output if that fails, otherwise None."""
     completed = subprocess.run(
         [sys.executable, "-P", "-c", f"import {module}"],
         env=environment,
@@ -354,7 +355,7 @@ def _string(value: str | bytes) -> str:
 
 
 def _memory() -> tuple[float, float]:
-    """Returns total and available memory in GiB."""
+    """Returns total and available memory of this machine in GiB."""
     values = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
     return int(values["MemTotal"]) / 2**20, int(values["MemAvailable"]) / 2**20
 
@@ -388,7 +389,7 @@ def _version(name: str) -> str | None:
 
 
 def lock_of() -> tuple[str, dict[str, str]]:
-    """Returns name and pins of the lock that `make venv` installed here; no pins for any other environment."""
+    """Returns name and pins of the lock file that `make venv` installed here; no pins in other environments."""
     for file in sorted((ROOT / "requirements").glob("*.txt")):
         if Path(sys.prefix, f".installed-{file.stem}").exists():
             return file.name, dict(re.findall(r"^([\w.-]+)==(\S+)", file.read_text(), re.MULTILINE))

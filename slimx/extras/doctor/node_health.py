@@ -1,8 +1,8 @@
-"""`slimx health`: checks whether this node is fit for a run. A launcher calls it on every node before starting
-anything.
+"""`slimx health`: checks whether this node is fit for a run.
 
-It checks causes of failures hours later (memory errors, a GPU that fell off the bus, a full disk, a clock that is off)
-and imports neither torch nor Ray: a check of hundreds of nodes takes seconds."""
+A launcher calls it on every node before it starts anything. It checks for conditions that would make a run fail hours
+later (memory errors, a GPU that has fallen off the bus, a full disk, a wrong clock). It imports neither torch nor Ray,
+so that hundreds of nodes can be checked within seconds."""
 
 from __future__ import annotations
 
@@ -20,39 +20,41 @@ from slimx.trainer.device.gpu import NvmlGpu, check_health
 
 GIB = 2**30
 XIDS = frozenset({48, 62, 64, 74, 79, 95, 119, 120, 140, 143})
-"""Errors for which NVIDIA's catalogue (docs.nvidia.com/deploy/xid-errors) requires a reset or replacement of the GPU:
-memory (48, 64, 95, 140), NVLink (74), off the bus (79), its internal processors (62, 119, 120, 143). Others are caused
-by programs, or are in NVML's counters."""
+"""NVIDIA's numbers of errors (XIDs) after which its catalogue (docs.nvidia.com/deploy/xid-errors) requires a reset or
+replacement of the GPU: memory (48, 64, 95, 140), NVLink (74), fallen off the bus (79), internal processors (62, 119,
+120, 143). Other errors are caused by programs, or are counted by NVML."""
 IBGDA = {"NVreg_EnableStreamMemOPs=1": r"^EnableStreamMemOPs: 1$", "PeerMappingOverride=1": r"PeerMappingOverride=1"}
-"""Options of NVIDIA's kernel module for GPU-initiated InfiniBand transfers, which DeepEP uses between nodes
-(docs.nvidia.com/nvshmem, installation guide), and the driver's output for each."""
+"""Options of NVIDIA's kernel module that allow GPU-initiated InfiniBand transfers, which DeepEP uses between nodes
+(docs.nvidia.com/nvshmem, installation guide), with a pattern of the driver's output if the option is set."""
 XID_LINE = re.compile(r"NVRM: Xid \((PCI:[^)]+)\): (\d+)")
 RECENT_S = 3600.0
-"""Age in seconds up to which an error in the kernel's log counts: a node that was repaired keeps its log."""
+"""Maximum age in seconds of an error in the kernel's log that is reported, because a node keeps its log after a
+repair."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRequirements:
-    """Requirements of a run for each of its nodes."""
+    """Requirements that a run has for each of its nodes."""
 
     gpus: int = 0
-    """Number of GPUs."""
+    """Number of GPUs that must be present and healthy."""
     disk_gib: float = 5.0
-    """Free GiB on the disk of each of `paths`."""
+    """Free GiB that are needed on the disk of each of `paths`."""
     shm_gib: float = 1.0
-    """Free GiB in /dev/shm, for Ray's object store and NCCL."""
+    """Free GiB that are needed in /dev/shm, for Ray's object store and NCCL."""
     paths: Sequence[Path] = (Path("/tmp"), Path())
     hcas: Sequence[str] = ()
-    """InfiniBand or RoCE adapters with an active port."""
+    """Names of InfiniBand or RoCE adapters that must have an active port."""
     clock: float | None = None
-    """Time of the launcher's clock when it started the check, in seconds since the epoch."""
+    """Time of the launcher's clock when it started the check, in seconds since the epoch; None: not checked."""
     skew_s: float = 60.0
-    """Maximum difference of this node's clock in seconds; a slow start of the check counts too."""
+    """Maximum deviation of this node's clock from the launcher's, in seconds. A slow start of the check adds to the
+    deviation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Paths and clocks that the checks read; tests use others."""
+    """Paths and clocks that the checks read, which tests replace."""
 
     infiniband: Path = Path("/sys/class/infiniband")
     shm: Path = Path("/dev/shm")
@@ -65,7 +67,8 @@ class Places:
 def examine_node(
     required: NodeRequirements, gpus: Callable[[], list[NvmlGpu]] | None = None, places: Places | None = None
 ) -> tuple[list[str], list[str]]:
-    """Examines the node. Returns sentences about faults that make it unfit, and notes."""
+    """Examines this node. Returns two lists of sentences: faults that make it unfit, and notes. `gpus`: returns the
+    GPUs to examine; None: all GPUs of the node."""
     if places is None:
         places = Places()
     problems = [*_clock(required, places), *_space(required, places), *_hcas(required, places)]
@@ -76,7 +79,9 @@ def examine_node(
         except SlimxError as error:
             return [*problems, str(error)], notes
         if len(present) < required.gpus:
-            problems.append(f"{len(present)} GPUs answer, the run needs {required.gpus}; look at dmesg and the driver")
+            problems.append(
+                f"{len(present)} GPUs respond, but the run needs {required.gpus}; check dmesg and the driver"
+            )
         for gpu in present:
             try:
                 notes += check_health(gpu)
@@ -88,7 +93,7 @@ def examine_node(
 
 
 def all_gpus() -> list[NvmlGpu]:
-    """Returns every GPU that NVML shows. Raises SlimxError without NVML."""
+    """Returns every GPU that NVML reports. Raises SlimxError if NVML is not available."""
     import pynvml
 
     try:
@@ -97,7 +102,7 @@ def all_gpus() -> list[NvmlGpu]:
         uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
     except pynvml.NVMLError as error:
         raise SlimxError(
-            f"NVML does not answer ({error}); look at the NVIDIA driver",
+            f"NVML does not answer ({error}); check the NVIDIA driver",
         ) from error
     gpus = []
     for uuid in uuids:
@@ -113,8 +118,8 @@ def _clock(required: NodeRequirements, places: Places) -> Iterator[str]:
     off = abs(places.now() - required.clock)
     if off > required.skew_s:
         yield (
-            f"the clock is {off:.0f} s from the launcher's, more than {required.skew_s:.0f}, or the check was that "
-            "late; look at chrony or ntp"
+            f"the clock is {off:.0f} s from the launcher's, more than {required.skew_s:.0f}, or the check started "
+            "that late; check chrony or ntp"
         )
 
 
@@ -125,10 +130,13 @@ def _space(required: NodeRequirements, places: Places) -> Iterator[str]:
         try:
             free = shutil.disk_usage(path).free / GIB
         except OSError as error:
-            yield f"{path.absolute()} cannot be looked at ({error.strerror}); is its file system mounted?"
+            yield f"{path.absolute()} cannot be examined ({error.strerror}); is its file system mounted?"
             continue
         if free < need:
-            yield f"{path.absolute()} has {free:.1f} GiB free, the run needs {need:g}; remove files that others left"
+            yield (
+                f"{path.absolute()} has {free:.1f} GiB free, but the run needs {need:g}; remove files that are not "
+                "needed"
+            )
         elif not os.access(path, os.W_OK):
             yield f"{path.absolute()} cannot be written; is it mounted read-only?"
 
@@ -137,15 +145,15 @@ def _hcas(required: NodeRequirements, places: Places) -> Iterator[str]:
     for name in required.hcas:
         ports = sorted((places.infiniband / name / "ports").glob("*/state"))
         if not ports:
-            yield f"{places.infiniband / name} is not there; is the adapter's driver loaded?"
+            yield f"{places.infiniband / name} does not exist; is the adapter's driver loaded?"
         elif not any("ACTIVE" in state.read_text() for state in ports):
             states = ", ".join(state.read_text().strip() for state in ports)
-            yield f"no port of {name} is active ({states}); look at ibstat, cable and switch"
+            yield f"no port of {name} is active ({states}); check ibstat, the cable and the switch"
 
 
 def _ibgda(places: Places) -> Iterator[str]:
-    """Yields a note about missing driver options on a node with adapters: DeepEP needs them between nodes, but not
-    every run uses it."""
+    """Yields a note if driver options for DeepEP are missing on a node with adapters. It is no fault, because DeepEP
+    needs them only between nodes and not every run uses DeepEP."""
     if not places.driver.exists() or not (places.infiniband.is_dir() and os.listdir(places.infiniband)):
         return
     params = places.driver.read_text()
@@ -162,10 +170,11 @@ def _ibgda(places: Places) -> Iterator[str]:
 
 
 def _kernel_errors(places: Places) -> Iterator[str]:
-    """Yields recent XIDs that require a reset or replacement of the GPU; none if the kernel's log is not readable."""
+    """Yields a sentence for each recent XID that requires a reset or replacement of a GPU; none if the kernel's log
+    cannot be read."""
     oldest = places.uptime() - RECENT_S
     for line in _lines(places.kernel_log):
-        # priority,sequence,microseconds since boot,flags;text
+        # format: priority,sequence,microseconds since boot,flags;text
         head, _, text = line.partition(";")
         match = XID_LINE.search(text)
         if match is None or int(match[2]) not in XIDS:
@@ -177,7 +186,7 @@ def _kernel_errors(places: Places) -> Iterator[str]:
 
 
 def _lines(kernel_log: Path) -> Iterator[str]:
-    """Yields the records of /dev/kmsg, one per read, without waiting for new ones."""
+    """Yields the records of /dev/kmsg, of which each read returns one, without waiting for new ones."""
     try:
         file = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -187,7 +196,7 @@ def _lines(kernel_log: Path) -> Iterator[str]:
             try:
                 record = os.read(file, 1 << 16)
             except OSError as error:
-                if error.errno == errno.EPIPE:  # overwritten meanwhile; the next read returns a newer record
+                if error.errno == errno.EPIPE:  # the record has been overwritten; the next read returns a newer one
                     continue
                 return
             if not record:

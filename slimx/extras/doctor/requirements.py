@@ -1,4 +1,4 @@
-"""Requirements of an installed distribution, read with Python's standard library alone."""
+"""Parsing of the version requirements of an installed distribution, with Python's standard library alone."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import re
 
 
 def split_requirement(requirement: str) -> tuple[str, str]:
-    """Splits a requirement into name and version range: `ray[default]>=2.50` -> ("ray", ">=2.50")."""
+    """Splits a requirement into the package's name and its version range: `ray[default]>=2.50` becomes ("ray",
+    ">=2.50")."""
     match = re.fullmatch(r"([\w.-]+)(\[[^]]*\])?\s*([^;]*?)\s*(?:;.*)?", requirement)
     assert match is not None
     return match[1], match[3]
 
 
 def fits(version: str, needed: str) -> bool:
-    """Returns True if `version` is in the range `needed`."""
+    """Returns True if `version` is within the version range `needed`."""
     try:
         from packaging.specifiers import SpecifierSet
     except ImportError:
-        return True  # `packaging` itself is in the lock, so its absence is reported
+        return True  # `packaging` is in the lock file, so its absence is reported
     return SpecifierSet(needed).contains(version, prereleases=True)

@@ -1,4 +1,5 @@
-"""Digests for comparing engine and trainer layer by layer: one per token's row, by point of the model."""
+"""Digests with which hidden states of engine and trainer are compared layer by layer: one digest per token and point of
+the model."""
 
 from __future__ import annotations
 
@@ -6,31 +7,31 @@ import torch
 import xxhash
 
 OUTPUT = "output"
-"""Point of the residual stream before the last norm."""
+"""Name of the point of the residual stream before the last norm."""
 
 
 def attention_point(layer: int) -> str:
-    """Returns the name of the residual stream before the attention of `layer`, counted from 0."""
+    """Returns the name of the point of the residual stream before the attention of `layer`, counted from 0."""
     return f"{layer}.attention"
 
 
 def mlp_point(layer: int) -> str:
-    """Returns the name of the residual stream before the experts or the MLP of `layer`."""
+    """Returns the name of the point of the residual stream before the experts or the MLP of `layer`, counted from 0."""
     return f"{layer}.mlp"
 
 
 def row_digests(x: torch.Tensor) -> list[str]:
-    """Returns the hexadecimal 64-bit XXH3 of every row's bytes: x [..., n] -> one digest per row."""
+    """Returns the 64-bit XXH3 digests, in hexadecimal digits, of the bytes of each row of `x` [..., n]."""
     rows = x.detach().cpu().reshape(-1, x.shape[-1]).contiguous().view(torch.uint8).numpy()
     return [xxhash.xxh3_64_hexdigest(row.tobytes()) for row in rows]
 
 
 def first_difference(engine: dict[str, list[str]], trainer: dict[str, list[str]]) -> tuple[str, int] | None:
-    """Finds the first part of the model whose result differs for some token, and the number of differing tokens.
-    Returns None if the residual stream is equal up to the last norm.
+    """Returns the name of the first part of the model whose result differs for some token, and the number of differing
+    tokens; None if the residual stream is equal up to the last norm.
 
-    Both arguments: digests of rows by point. The engine's may contain other tokens before and after the trainer's, such
-    as a health check's: the trainer's tokens are located by their embeddings."""
+    `engine`, `trainer`: digests of rows by point. The engine's may contain other tokens before and after the trainer's,
+    such as those of a health check, so the trainer's tokens are located by the digests of their embeddings."""
     layers = sum(point.endswith(".attention") for point in trainer)
     trainer_rows = trainer[attention_point(0)]
     first = _find(engine[attention_point(0)], trainer_rows)
@@ -50,7 +51,7 @@ def first_difference(engine: dict[str, list[str]], trainer: dict[str, list[str]]
 
 
 def _find(rows: list[str], part: list[str]) -> int | None:
-    """Returns the first index of `part` in `rows`; None if it is not contained."""
+    """Returns the first index at which `rows` contains the sequence `part`; None if it does not."""
     for start in range(len(rows) - len(part) + 1):
         if rows[start : start + len(part)] == part:
             return start

@@ -1,4 +1,4 @@
-"""Rule: a user's advantages and loss run on an invented batch."""
+"""A rule that calls the user's hooks for advantages and loss with a synthetic batch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from slimx.config.sections.schedule import Schedule
 
 @rule("algorithm.hook", "algorithm.loss")
 def hooks_answer(algorithm: Algorithm, rollout: Rollout, schedule: Schedule, weights: Path) -> Problems:
-    """Requires the weights' directory, so that hooks are called when a run starts or is checked, never by a plan."""
+    """Calls the user's hooks for advantages and loss. It requires the directory of weights, so that hooks are called
+    when a run starts or is checked, but never by `slimx plan`."""
     if algorithm.hooks:
         from slimx.config.schema import Config
-        from slimx.extras.doctor.effects.probe import try_hooks  # imports torch, which a plan does not need
+        from slimx.extras.doctor.effects.probe import try_hooks  # imports torch, which `slimx plan` does not need
 
         sections: dict[str, Any] = {"algorithm": algorithm, "rollout": rollout, "schedule": schedule}
         try_hooks(Config.model_construct(**sections))

@@ -1,7 +1,7 @@
-"""Digests of the residual stream in a server, for the comparison with a trainer (`slimx doctor --gap --layers`).
+"""Digests of the residual stream in an engine's server, to compare with a trainer's (`slimx doctor --gap --layers`).
 
-Written for sglang 0.5.23 and Llama-like decoders: the norms of a layer are `input_layernorm` and
-`post_attention_layernorm`, and take the residual in addition to the layer's output."""
+Written for SGLang 0.5.23 and Llama-like decoders, in which the norms of a layer are `input_layernorm` and
+`post_attention_layernorm` and receive the residual in addition to the layer's output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NORMS = re.compile(r"model\.(?:layers\.(\d+)\.(input|post_attention)_layernorm|
 
 
 class Trace:
-    """A trace of a model's hidden states until `end`: digests of rows by point, in the order of arrival."""
+    """Recording of a model's hidden states, as digests of rows by point in the order of arrival, until `end`."""
 
     def __init__(self, model: torch.nn.Module):
         self.rows: dict[str, list[str]] = defaultdict(list)
@@ -39,7 +39,7 @@ class Trace:
 
     def _hook(self, point: str) -> Callable[[torch.nn.Module, tuple[Any, ...], Any], None]:
         def hook(module: torch.nn.Module, inputs: tuple[Any, ...], result: Any) -> None:
-            # With a residual a norm returns the sum as well; without one its input is the stream itself.
+            # With a residual, a norm also returns the sum; without one, its input is the residual stream itself.
             stream = result[1] if isinstance(result, tuple) else inputs[0]
             if len(stream):
                 self.rows[point] += row_digests(stream)
@@ -47,21 +47,22 @@ class Trace:
         return hook
 
     def end(self) -> dict[str, list[str]]:
-        """Removes the hooks and returns the digests."""
+        """Stops the recording and returns the digests of rows by point."""
         for handle in self._handles:
             handle.remove()
         return dict(self.rows)
 
 
 def begin(runner: Any) -> dict[str, Any]:
-    """Starts a trace of the model (verb "begin_trace")."""
+    """Starts to record the hidden states of the model of `runner`, SGLang's model runner (server verb
+    "begin_trace")."""
     runner.slimx_trace = Trace(runner.model)
     return {}
 
 
 def end(runner: Any) -> dict[str, list[str]]:
-    """Ends the trace (verb "end_trace") and returns digests of rows by point."""
+    """Stops the recording (server verb "end_trace") and returns the digests of rows by point."""
     trace = runner.__dict__.pop("slimx_trace", None)
     if trace is None:
-        raise SlimxError("no trace was begun in this process")
+        raise SlimxError("no trace was started in this process; call begin_trace first")
     return trace.end()

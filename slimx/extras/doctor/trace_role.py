@@ -1,5 +1,5 @@
-"""Digests of the residual stream in a trainer's pass, for the comparison with an engine (`slimx doctor --gap --layers`;
-role "trace")."""
+"""Digests of the residual stream in a trainer's forward pass, to compare with an engine's (`slimx doctor --gap
+--layers`; role "trace" of `slimx.roles`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slimx.trainer.trainer import PolicyTrainer
 
 
 class TraceRole:
-    """Traces of one rank's model; see `slimx.trainer.rank.Role`."""
+    """Records the hidden states of one rank's model (see `slimx.trainer.rank.Role`)."""
 
     def __init__(self, rank: TrainerRank):
         self.model = cast(PolicyTrainer, rank.roles["model"])
@@ -28,11 +28,12 @@ class TraceRole:
         self.model.reload(training=training)
 
     def offload(self, *, weights: bool = True) -> None:
-        """Does nothing: a trace keeps nothing on the device."""
+        """Does nothing, because the digests are not on the GPU."""
 
     @operation(needs="weights")
     def scores(self, batches: list[MicroBatch]) -> dict[str, list[str]]:
-        """Returns digests of the residual stream in this rank's layers by point, from a pass over `batches`."""
+        """Returns the digests of the residual stream in this rank's layers, by point, from a forward pass over
+        `batches`."""
         with traced([unwrap(chunk) for chunk in self.model.chunks]) as rows:
             self.model.pipeline.scores([self.model.context.take(batch) for batch in batches])
         return dict(rows)
@@ -40,7 +41,8 @@ class TraceRole:
 
 @contextmanager
 def traced(modules: list[Any]) -> Iterator[dict[str, list[str]]]:
-    """Collects digests of the residual stream of `modules` (GPT models of this rank) by point, within the block."""
+    """Collects the digests of the residual stream of `modules`, the GPT models of this rank, in a dict by point, while
+    the block runs."""
     rows: dict[str, list[str]] = defaultdict(list)
     handles = []
 

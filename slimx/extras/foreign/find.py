@@ -1,4 +1,4 @@
-"""Lookup of foreign names in all tables."""
+"""Lookup of names of other frameworks in all tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHORT: Table = {
     "output": "run.dir",
     "dir": "run.dir",
 }
-"""Short, unambiguous names."""
+"""Short names that users may write instead of a key of slimx, and that can mean only one key."""
 MOVED: dict[str, str | Meaning] = {
     "algorithm.clip_low": "algorithm.loss.low",
     "algorithm.clip_high": "algorithm.loss.high",
@@ -54,33 +54,37 @@ MOVED: dict[str, str | Meaning] = {
     "algorithm.whiten": "algorithm.advantages.whiten",
     "algorithm.dpo_beta": "algorithm.advantages.beta",
 }
-"""Keys of losses' and estimators' parameters by their likely names in section algorithm."""
+"""Parameters of losses and advantage estimators, by the names under which users may look for them directly in section
+`algorithm`."""
 MOVED |= {key.removeprefix("algorithm."): moved for key, moved in MOVED.items()}
 FLAGS: Sequence[Table] = (SLIME, MEGATRON, TRL, OPENRLHF, SHORT, MOVED)
-"""Flags, which have the same meaning in every section. Flags with the name of a key, such as --lr, are not repeated
-(slimx.config.suggestions)."""
+"""Tables of flags, which have the same meaning in every section. Flags that differ from a key only in dashes, such as
+--lr, need no entry (slimx.config.suggestions)."""
 PATHS: Sequence[Table] = (VERL, SHORT, MOVED)
-"""Dotted keys, whose meaning depends on their section."""
+"""Tables of dotted keys, whose meaning depends on their section."""
 
 
 def of_key(name: str, value: str) -> Meaning | None:
-    """Returns the meaning of a dotted key with `value`; None: no other framework has it."""
+    """Returns the meaning of the dotted key `name` with the value `value`; None if no framework in the tables has
+    it."""
     return meaning(PATHS, name, value)
 
 
 def of_flag(name: str, value: str) -> Meaning | None:
-    """Returns the meaning of a flag with `value`; None: no other framework has it."""
+    """Returns the meaning of the command-line flag `name`, without dashes, with the value `value`; None if no framework
+    in the tables has it."""
     return meaning(FLAGS, name, value)
 
 
 def of_word(key: str, word: str) -> str | Meaning | None:
-    """Returns the value of `key` that users write as `word`, in lower case; None: it is unknown."""
+    """Returns the valid value of slimx's `key`, or its meaning, that users write as `word`, in lower case; None if the
+    word is unknown."""
     return VALUES.get(key, {}).get(word)
 
 
 def meaning(tables: Sequence[Table], name: str, value: str) -> Meaning | None:
-    """Returns the meaning of `name` in the first table in which `value` is valid, else in the first with the name;
-    None: no table has it."""
+    """Returns the meaning of `name` in the first of `tables` in which `value` is valid for it, otherwise in the first
+    that contains the name; None if no table contains it."""
     name = name.lower().replace("-", "_")
     first = None
     for table in tables:
@@ -92,7 +96,8 @@ def meaning(tables: Sequence[Table], name: str, value: str) -> Meaning | None:
 
 
 def _entry(table: Table, name: str) -> Meaning | None:
-    """Returns the entry of `name`, or the one with the longest prefix that ends in `*` and matches it."""
+    """Returns the entry for `name` in `table`: the exact one, or the one with the longest prefix ending in `*` that
+    matches the name."""
     entry = table.get(name)
     if entry is not None:
         return _as_meaning(entry)

@@ -1,4 +1,4 @@
-"""Meanings of other frameworks' flags and keys: a key of slimx with its value, or the reason why there is none."""
+"""Meanings of flags and keys of other frameworks: a key of slimx with its value, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ class Meaning:
     """
 
     key: str = ""
-    """Key of slimx; `*` stands for an entry of a list, `{}` for the part that `*` matched in the foreign name."""
+    """Key of slimx; "" if there is none. `*` stands for an entry of a list, `{}` for the part of the foreign name that
+    `*` matched."""
     values: Mapping[str, str | Meaning] = field(default_factory=dict)
-    """Values in slimx by the foreign value in lower case."""
+    """Values in slimx, or other meanings, by the foreign value in lower case."""
     closed: bool = False
-    """True if `values` has all valid values."""
+    """True if `values` lists every valid foreign value."""
     prefix: str = ""
-    """Prefix of the value in slimx."""
+    """Text that is prepended to the foreign value to get the value in slimx."""
     note: str = ""
     not_needed: bool = False
     sets: Mapping[str, str] = field(default_factory=dict)
 
     def translate(self, value: str) -> str | Meaning | None:
-        """Returns the value in slimx, or another meaning, for a foreign value; None: the value is invalid."""
+        """Returns the value in slimx that corresponds to the foreign `value`, or another meaning; None if `value` is
+        invalid."""
         translated = self.values.get(value.lower())
         if translated is not None:
             return translated
@@ -38,37 +40,41 @@ class Meaning:
 
 
 Table = Mapping[str, str | Meaning]
-"""Meanings by foreign name, with underscores for dashes; a string is a key whose value is the same. A name that ends
-in `*` matches every name with this prefix."""
+"""Table of meanings by foreign name, with underscores instead of dashes. A string is a key of slimx with the same
+value. A name that ends in `*` matches every name with this prefix."""
 
 
 def not_needed(reason: str) -> Meaning:
-    """Returns the meaning of a name that needs no key: slimx always does it, or another key sets it."""
+    """Returns the meaning of a name that needs no key, because slimx always does it or another key sets it. `reason`:
+    the sentence that says so."""
     return Meaning(note=reason, not_needed=True)
 
 
 def unsupported(reason: str) -> Meaning:
-    """Returns the meaning of a name without a counterpart. `reason`: the nearest alternative."""
+    """Returns the meaning of a name that has no counterpart in slimx. `reason`: explanation that names the closest
+    alternative."""
     return Meaning(note=reason)
 
 
 def computed(key: str, how: str) -> Meaning:
-    """Returns the meaning of a name whose value of `key` is computed from the foreign value, or from several."""
+    """Returns the meaning of a name for which the value of `key` has to be computed from one or several foreign values.
+    `how`: the formula or explanation."""
     return Meaning(key, note=how)
 
 
 def choice(key: str, values: Mapping[str, str | Meaning]) -> Meaning:
-    """Returns the meaning of a name with a fixed set of values."""
+    """Returns the meaning of a name with a fixed set of values. `values`: values of `key` by foreign value."""
     return Meaning(key, values, closed=True)
 
 
 def flag(key: str, value: str) -> Meaning:
-    """Returns the meaning of a flag without a value, which sets `key` to `value`."""
+    """Returns the meaning of a flag that takes no value and sets `key` to `value`."""
     return Meaning(key, {"true": value}, closed=True)
 
 
 def settings(**keys: str) -> Meaning:
-    """Returns the meaning of a name that sets several keys, written with two underscores for dots."""
+    """Returns the meaning of a name that sets several keys. `keys`: values by key, with two underscores instead of each
+    dot."""
     return Meaning(sets={key.replace("__", "."): value for key, value in keys.items()})
 
 

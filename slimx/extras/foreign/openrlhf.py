@@ -1,4 +1,4 @@
-"""Flags of OpenRLHF (train_ppo_ray), dotted since its version 0.9, and their older names."""
+"""Flags of OpenRLHF (train_ppo_ray): the dotted ones, introduced in version 0.9, and their older names."""
 
 from __future__ import annotations
 
@@ -88,6 +88,6 @@ _MEANINGS: Table = {
     "ds.attn_implementation": computed("trainer.attention", "auto, flash, fused or unfused"),
     "ds.zero_stage zero_stage ds.*": _ZERO,
 }
-"""Meanings by their names, separated by spaces."""
+"""Meanings by the names of a flag, which are separated by spaces."""
 
 OPENRLHF: Table = {name: meaning for names, meaning in _MEANINGS.items() for name in names.split()}

@@ -1,4 +1,4 @@
-"""Flags of slime, and of Ray's own commands in its scripts."""
+"""Flags of slime, and flags of Ray's commands that slime's scripts use."""
 
 from __future__ import annotations
 

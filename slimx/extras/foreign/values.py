@@ -1,5 +1,5 @@
-"""Words that users and other programs write for values of keys, in lower case, with the value in slimx or the reason
-why there is none."""
+"""Values of keys as users and other frameworks write them, in lower case, with the value in slimx or the reason why
+there is none."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _SIZES = {
 
 
 def _below(section: str, keys: Table) -> Table:
-    """Returns `keys` prefixed with their section."""
+    """Returns the table `keys` with the names prefixed by `section` and a dot."""
     return {f"{section}.{key}": meaning for key, meaning in keys.items()}
 
 

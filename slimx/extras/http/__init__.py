@@ -1,1 +1,2 @@
-"""HTTP servers and clients for untrusted peers: bounded connections and bodies, no redirects."""
+"""HTTP servers and clients for untrusted peers: limited numbers of connections, limited sizes of bodies, no
+redirects."""

@@ -1,5 +1,5 @@
-"""Bearer tokens of servers on non-loopback addresses. Imports only the standard library, because servers installed next
-to other projects use it."""
+"""Bearer tokens for HTTP servers that listen on non-loopback addresses. Imports only the standard library, because
+servers that are installed in other projects' environments use it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import os
 
 
 def token_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str | None:
-    """Returns the token in the environment variable `arguments.token_env`, or None without that option. Exits with a
-    usage error if the variable is empty, or if `arguments.host` is not loopback and the option is missing."""
+    """Returns the token in the environment variable that the option --token-env names; None without the option. Exits
+    with a usage error if the variable is empty, or if --host is not a loopback address and the option is missing."""
     if arguments.token_env is None:
         if not is_loopback(arguments.host):
-            parser.error(f"--host {arguments.host} is open to others: give --token-env")
+            parser.error(f"--host {arguments.host} can be reached from other machines; give --token-env")
         return None
     token = os.environ.get(arguments.token_env)
     if not token:
-        parser.error(f"--token-env: {arguments.token_env} is not set")
+        parser.error(f"--token-env: the environment variable {arguments.token_env} is not set")
     return token
 
 
 def permitted(authorization: str, token: str | None) -> bool:
-    """Returns True if the value of an Authorization header carries `token`, or if `token` is None (the server requires
-    none)."""
+    """Returns True if `authorization`, the value of an Authorization header, contains `token`, or if `token` is None
+    because the server requires none."""
     expected = f"Bearer {token}".encode()
     return token is None or hmac.compare_digest(authorization.encode(errors="surrogateescape"), expected)
 

@@ -1,4 +1,4 @@
-"""HTTP requests from threads without an event loop."""
+"""Blocking HTTP requests, for threads without an event loop."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from slimx.extras.http.responses import MAX_RESPONSE
 from slimx.json_types import Json
 
 MAX_ERROR = 2**16
-"""Maximum size of the content of an error response, in bytes. The rest is not read."""
+"""Maximum number of bytes that are read of an error response."""
 PIECE = 2**16
-"""Bytes that are read and written at once."""
+"""Number of bytes that are read and written at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """A response whose content has been read."""
+    """An HTTP response whose content has been read completely."""
 
     status: int
     content: bytes
@@ -46,13 +46,13 @@ def fetch(
     proxies: bool = True,
     redirects: bool = False,
 ) -> HttpResponse:
-    """Sends a request and returns the response.
+    """Sends an HTTP request and returns the response. Blocks.
 
-    `data`: body, or a file with the body, from its start. `connect_s`, `read_s`: maximum seconds to connect, and
-    without progress afterwards. `most`: maximum bytes of content with status 200; the rest is not read. `to`: file that
-    receives the content with status 200 instead. `proxies`: uses the environment's proxies. `redirects`: follows
-    redirects. Raises ClientError or TimeoutError without a response, RuntimeError on a thread with a running event
-    loop."""
+    `json` or `data`: body, or a file that is sent from its start. `connect_s`: maximum seconds to connect; `read_s`:
+    maximum seconds without progress afterwards. `most`: maximum bytes of content that are read of a response with
+    status 200. `to`: file to which the content of a response with status 200 is written. `proxies`: use the proxies
+    that the environment sets. `redirects`: follow redirects. Raises ClientError or TimeoutError if there is no
+    response, RuntimeError on a thread with a running event loop."""
     if isinstance(data, bytes):
         data = io.BytesIO(data)
     proxy = _proxy_of(url) if proxies else None
@@ -65,7 +65,8 @@ def fetch(
 
 
 def _proxy_of(url: str) -> str | None:
-    """Returns the environment's proxy for `url`; None without one, or if `no_proxy` names the host or its network."""
+    """Returns the proxy that the environment sets for `url`; None if there is none, or if `no_proxy` contains the host
+    or its network."""
     target = urlsplit(url)
     proxies = getproxies()
     proxy = proxies.get(target.scheme)
@@ -114,7 +115,8 @@ async def _fetch(
 
 
 async def _pieces(file: IO[bytes], progress: Callable[[], None]) -> AsyncIterator[bytes]:
-    """Yields the content of a file, which stays open for another attempt."""
+    """Yields the content of `file` in pieces and calls `progress` after each. The file stays open, so that the request
+    can be repeated."""
     while True:
         piece = await asyncio.to_thread(file.read, PIECE)
         progress()
@@ -126,7 +128,8 @@ async def _pieces(file: IO[bytes], progress: Callable[[], None]) -> AsyncIterato
 async def _read(
     response: aiohttp.ClientResponse, most: int, to: IO[bytes] | None, progress: Callable[[], None]
 ) -> bytes:
-    """Returns the content of a response, up to `most` bytes, or writes it to `to`."""
+    """Returns the content of `response`, at most `most` bytes, or writes it to `to` and returns b"". Calls `progress`
+    after each piece."""
     content = bytearray()
     size = 0
     async for piece in response.content.iter_chunked(PIECE):

@@ -1,4 +1,4 @@
-"""Connections to an HTTP server: a bounded number, closed when idle, with few log lines about malformed requests."""
+"""Connections of an HTTP server: limited in number, closed when idle, with few log lines about malformed requests."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 BACKLOG = 1024
-"""Connections that the kernel queues until the server accepts them."""
+"""Maximum number of connections that the kernel queues until the server accepts them."""
 REPORT_S = 60.0
-"""Seconds between two log lines about malformed requests."""
+"""Minimum number of seconds between two log lines about malformed requests."""
 
 
 class Connections:
-    """The open connections of a server: counted, and closed when idle. Compressed request bodies are rejected."""
+    """Open connections of a server, which are counted, limited and closed when idle. Compressed request bodies are
+    rejected."""
 
     def __init__(self, *, most: int, idle: float) -> None:
-        """Limits the connections. `most`: maximum number of open ones. `idle`: seconds until one without a complete
-        request is closed, before the first request or between two, even if bytes trickle in."""
+        """Sets the limits.
+
+        `most`: maximum number of open connections. `idle`: seconds after which a connection without a complete request
+        is closed, before its first request or between two, even if single bytes arrive."""
         self._most = most
         self._idle = idle
         self._open: dict[asyncio.Transport | None, _GuardedProtocol] = {}
         self._waiting: dict[asyncio.Transport | None, None] = {}
-        """Connections that wait for a request, longest wait first."""
+        """Connections that are waiting for a request; the one that has waited longest is first."""
         self.refused = 0
-        """Number of connections that were closed because there were more than `most`."""
+        """Number of connections that were closed because more than `most` were open."""
         self.malformed = 0
         """Number of requests that were not valid HTTP."""
         self._report_at = 0.0
@@ -40,12 +43,13 @@ class Connections:
         return len(self._open)
 
     async def listen(self, app: web.Application, host: str, port: int, **options: Any) -> Listening:
-        """Serves `app` at `host` and `port`; `options` are those of `web.AppRunner`. Raises OSError if it cannot."""
+        """Serves `app` at `host` and `port`, and returns the running server. `options`: arguments of `web.AppRunner`.
+        Raises OSError if the address cannot be used."""
         app.middlewares.insert(0, self._watched)
         log = logging.Logger("slimx.http")
         log.parent = logging.getLogger()
         log.addFilter(self._is_logged)
-        # A few compressed bytes could expand to gigabytes and block the loop.
+        # A few compressed bytes could expand to gigabytes and block the event loop.
         options |= {"access_log": None, "auto_decompress": False, "logger": log, "shutdown_timeout": 1.0}
         runner = web.AppRunner(app, **options)
         await runner.setup()
@@ -61,7 +65,8 @@ class Connections:
         return Listening(server, runner)
 
     def _is_logged(self, record: logging.LogRecord) -> bool:
-        """Counts malformed requests and drops aiohttp's traceback of each, but for one short line per `REPORT_S`."""
+        """Filters log records: counts malformed requests, drops aiohttp's traceback for each, and logs one short line
+        per `REPORT_S` instead. Returns True for all other records."""
         if record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError):
             return True
         self.malformed += 1
@@ -78,7 +83,7 @@ class Connections:
     async def _watched(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Suspends the idle timeout of a connection while its request is handled."""
+        """Suspends the idle timeout of a connection while a request on it is handled. A middleware of aiohttp."""
         transport = request.transport
         connection = self._open.get(transport)
         if connection is not None:
@@ -97,8 +102,10 @@ class Connections:
                 self._wait(transport, connection)
 
     def enter(self, transport: asyncio.Transport, connection: _GuardedProtocol) -> bool:
-        """Admits a new connection and returns True. If there are too many, the one that has been idle longest is
-        closed; returns False if all of them have a request."""
+        """Admits a new connection and returns True.
+
+        If too many are open, the one that has been idle longest is closed. If none is idle, the new connection is not
+        admitted and False is returned."""
         if len(self._open) >= self._most:
             self.refused += 1
             if not self._waiting:
@@ -112,7 +119,7 @@ class Connections:
         return True
 
     def leave(self, transport: asyncio.Transport | None) -> None:
-        """Forgets a closed connection."""
+        """Removes a closed connection from the open ones."""
         self._open.pop(transport, None)
         self._waiting.pop(transport, None)
 
@@ -123,7 +130,7 @@ class Connections:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """A running server."""
+    """A running HTTP server."""
 
     server: asyncio.Server
     runner: web.AppRunner
@@ -133,14 +140,14 @@ class Listening:
         return self.server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        """Stops the server and its requests."""
+        """Stops the server and cancels its requests."""
         self.server.close()
         await self.runner.cleanup()
 
 
 def _report_once(loop: asyncio.AbstractEventLoop) -> None:
-    """Makes the loop report only once that connections cannot be accepted. asyncio reports each one, a thousand times a
-    second."""
+    """Makes `loop` report only once that connections cannot be accepted. asyncio reports every attempt, a thousand
+    times per second."""
     previous = loop.get_exception_handler()
     reported = False
 
@@ -155,7 +162,7 @@ def _report_once(loop: asyncio.AbstractEventLoop) -> None:
             reported = True
             print(
                 f"connections cannot be accepted ({context.get('exception')}); raise the limit of open files "
-                "(ulimit -n). Reported only once.",
+                "(ulimit -n). This is reported only once.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -164,7 +171,7 @@ def _report_once(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class _GuardedProtocol(asyncio.Protocol):
-    """The protocol of an admitted connection: aborts it when idle, and forwards all events to `inner`."""
+    """Protocol of an admitted connection. It aborts the connection when idle, and forwards all events to `inner`."""
 
     def __init__(self, connections: Connections, inner: asyncio.Protocol) -> None:
         self._connections = connections
@@ -174,7 +181,7 @@ class _GuardedProtocol(asyncio.Protocol):
         self._served = False
 
     def wait(self, seconds: float) -> None:
-        """Aborts the connection after `seconds`, unless `stop_waiting` is called before."""
+        """Aborts the connection after `seconds`, unless `stop_waiting` is called before then."""
         self.stop_waiting()
         self._timer = asyncio.get_running_loop().call_later(seconds, self.abort)
 

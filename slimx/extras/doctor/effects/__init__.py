@@ -1,1 +1,1 @@
-"""Effects of settings on losses, shown on probes."""
+"""Effects of a configuration's loss terms, measured on a small synthetic batch."""

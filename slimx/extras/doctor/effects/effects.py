@@ -1,7 +1,7 @@
-"""Effects of the configured terms: gradients of a small invented batch, with and without each term.
+"""Effects of the configured loss terms: the gradient of a small synthetic batch, with and without each term.
 
-A coefficient without any contribution looks like a working one: nothing fails, and a run is wasted. The configuration
-refuses most such cases; this module finds combinations, such as a clip around a ratio that is always 1."""
+A coefficient that contributes nothing causes no error, so a run is wasted. The configuration refuses most such cases;
+this module finds combinations, such as a clip around a ratio that is always 1."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ from slimx.models.families import configured_model
 from slimx.rules import trainer as trainer_rules
 
 EXACT = 1e-12
-"""Relative size below which a difference of two fp64 gradients is rounding error."""
+"""Relative size below which a difference between two fp64 gradients is considered rounding error."""
 
 
 SELECTED = 0.2
-"""Minimum share of the probe's tokens that clip_cov and kl_cov select: their default would select a single token of so
-small a batch."""
+"""Minimum fraction of the synthetic batch's tokens that clip_cov and kl_cov select. With their default they would
+select a single token of such a small batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """One configured term."""
+    """Measured effect of one configured loss term."""
 
     key: str
     value: Any
     share: float
-    """Relative change of the gradient by the term: |with - without| / max(|with|, |without|)."""
+    """Relative change of the gradient that the term causes: |with - without| / max(|with|, |without|)."""
     chosen: bool
-    """True if the configuration sets the value; False for a default."""
+    """True if the configuration sets the term's value, False if it is a default."""
     reason: str | None = None
-    """Reason for a term without effect."""
+    """Reason why the term has no effect; None if it has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A key of section algorithm, or a parameter of its loss or estimator, and the neutral value that disables it."""
+    """A loss term: a key of section `algorithm`, or a parameter of its loss or advantages, with the neutral value that
+    disables it."""
 
     key: str
     neutral: Any
@@ -73,7 +74,7 @@ def _values_are_old(schedule: Schedule) -> str | None:
 
 def _nothing_compared(config: Config) -> str | None:
     if config.rollout.group_size == 1 and config.algorithm.group_relative:
-        return "rollout.group_size is 1, and a rollout alone in its group has the advantage 0"
+        return "rollout.group_size is 1, and a single rollout in a group has the advantage 0"
     return None
 
 
@@ -108,19 +109,19 @@ TERMS = (
     Term("opsm_delta", None),
     Term("mask_stale_tokens", False),
 )
-"""Terms in the order of the configuration. Keys that have no effect under an algorithm are refused
-(`slimx.config.sections.algorithm.NEEDS`) and skipped here."""
+"""Terms in the order of the configuration's keys. Keys that have no effect with an algorithm are refused by
+`slimx.config.sections.algorithm.NEEDS` and skipped here."""
 
 
 ROUTER_TERMS = ("aux_loss_coef", "z_loss_coef")
-"""Keys of `trainer.moe` that add to the loss."""
+"""Keys of `trainer.moe` that add terms to the loss."""
 
 
 def effects(config: Config) -> list[Effect]:
-    """Returns every term of the configured loss with its share in the gradient of the probe batch. Needs no GPU or
-    engine, and only config.json of the model, if its routers have losses.
+    """Returns the effect of every term of the configured loss on the gradient of the synthetic batch.
 
-    Raises SlimxError if they do and config.json is missing, or the model has no routers."""
+    Needs neither GPU nor engine, and the model's config.json only if its routers have loss terms. Raises SlimxError if
+    config.json is then missing or the model has no routers."""
     probe, algorithm = make_probe(config), config.algorithm
     share = _value(algorithm, "loss.share")
     if share is not None:
@@ -132,7 +133,7 @@ def effects(config: Config) -> list[Effect]:
 def _policy_effects(config: Config, probe: Probe) -> Iterator[Effect]:
     algorithm = config.algorithm
     if algorithm.scores:
-        return  # its loss is that of a pair; the probe batch is a policy's
+        return  # a reward model's loss needs pairs, which the synthetic batch lacks
     full = policy_gradient(config, probe)
     if algorithm.loss.kind == "sft" or "loss" in algorithm.hooks:
         share = _share(full, np.zeros_like(full))
@@ -154,7 +155,7 @@ def _policy_effects(config: Config, probe: Probe) -> Iterator[Effect]:
 
 
 def _effect(key: str, value: Any, share: float, chosen: bool, reason: str | None) -> Effect:
-    """Returns an effect with its `reason` only if it changes nothing."""
+    """Returns an Effect; `reason` is used only if the term changes nothing."""
     return Effect(key, value, share, chosen, None if share else reason)
 
 
@@ -169,7 +170,8 @@ def _value_effects(config: Config, probe: Probe) -> Iterator[Effect]:
 
 
 def _router_effects(config: Config, probe: Probe) -> Iterator[Effect]:
-    """Yields each configured router term's share of the gradient of a synthetic router's logits."""
+    """Yields, for each configured router term, its effect on the gradient with respect to a synthetic router's
+    logits."""
     moe = config.trainer.moe
     keys = [key for key in ROUTER_TERMS if getattr(moe, key)]
     if not keys:
@@ -186,7 +188,7 @@ def _router_effects(config: Config, probe: Probe) -> Iterator[Effect]:
 
 def _router_reason(key: str, sizes: RouterSizes) -> str:
     if key == "aux_loss_coef" and sizes.topk == sizes.experts:
-        return f"every token takes all {sizes.experts} experts, so their load is even with any router"
+        return f"every token is routed to all {sizes.experts} experts, so their load is always balanced"
     return "it is lost in rounding next to the rest of the router's gradient; raise it"
 
 
@@ -195,7 +197,8 @@ def _belongs(algorithm: Algorithm, key: str) -> bool:
 
 
 def _value(algorithm: Algorithm, key: str) -> Any:
-    """Returns the value of a key such as `kl_coef` or `loss.low`; None if the loss or estimator lacks the parameter."""
+    """Returns the value of `key`, such as `kl_coef` or `loss.low`; None if the loss or advantages lack the
+    parameter."""
     section, _, name = key.rpartition(".")
     if not section:
         return getattr(algorithm, name, None)
@@ -203,7 +206,7 @@ def _value(algorithm: Algorithm, key: str) -> Any:
 
 
 def _default(algorithm: Algorithm, key: str) -> Any:
-    """Returns the default of `key` for this algorithm's name and its kind of loss and estimator."""
+    """Returns the default of `key` for the algorithm's name and its kinds of loss and advantages."""
     section, _, name = key.rpartition(".")
     if not section:
         return algorithm.default(name)
@@ -212,7 +215,8 @@ def _default(algorithm: Algorithm, key: str) -> Any:
 
 
 def _changed(algorithm: Algorithm, key: str, value: Any) -> Algorithm:
-    """Returns `algorithm` with another value, unvalidated, because some neutral values are refused."""
+    """Returns a copy of `algorithm` with `key` set to `value`, without validation, because some neutral values would be
+    refused."""
     section, _, name = key.rpartition(".")
     if not section:
         return algorithm.model_copy(update={name: value})
@@ -221,8 +225,8 @@ def _changed(algorithm: Algorithm, key: str, value: Any) -> Algorithm:
 
 
 def _without(algorithm: Algorithm, term: Term) -> Algorithm:
-    """Returns `algorithm` with the term's neutral value."""
-    if term.key == "loss.share":  # at least one token is always selected: replace the loss by one without selection
+    """Returns a copy of `algorithm` in which `term` has its neutral value."""
+    if term.key == "loss.share":  # at least one token is always selected, so use a loss without selection
         bounds = {"low": 1.0, "high": FAR, "dual": None}
         for name, value in algorithm.loss:
             if name in bounds:
@@ -252,7 +256,7 @@ def _shown(value: Any) -> Any:
 
 
 def describe(terms: list[Effect]) -> list[str]:
-    """Formats one line per term."""
+    """Returns one line of text per term."""
     width = max(len(effect.key) for effect in terms)
     lines = []
     for effect in terms:

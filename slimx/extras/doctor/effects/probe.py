@@ -1,5 +1,5 @@
-"""A small batch of invented rollouts that exercises everything a loss can react to, and its gradient under a
-configuration: the basis of `slimx doctor --effects`."""
+"""A small synthetic batch of rollouts that contains everything a loss can react to, and its gradient for a
+configuration. `slimx doctor --effects` is based on it."""
 
 from __future__ import annotations
 
@@ -22,40 +22,43 @@ from slimx.extras.token_level.value_loss import ValueInputs, value_loss
 
 PROMPTS = 6
 DRIFT = 0.4
-"""Standard deviation of most log-probs between two sets of weights."""
+"""Standard deviation of the change of most log-probs between two versions of the weights."""
 GAP = 1e-3
-"""Standard deviation of most log-probs between trainer and engine with the same weights."""
+"""Standard deviation of the difference of most log-probs between trainer and engine with equal weights."""
 OUTLIER = 2.0
-"""Standard deviation of the other log-probs (tokens routed to other experts)."""
+"""Standard deviation of the difference for the remaining log-probs, which stand for tokens routed to other experts."""
 OUTLIERS = 0.15
-"""Share of outliers: exaggerated, so that any sensible bound takes effect."""
+"""Fraction of tokens with such large differences. It is exaggerated, so that every sensible bound takes effect."""
 
 
 TOP = 3
-"""Number of top tokens of the invented teacher; one more stands for all other tokens."""
+"""Number of top tokens of the synthetic teacher; one more stands for all other tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An invented batch for the gradients of one configuration. Log-probs: [n] per trajectory, float64."""
+    """A synthetic batch for computing gradients with one configuration. Log-probs have the shape [n] per trajectory,
+    float64."""
 
     groups: list[Group]
     begin: list[np.ndarray]
-    """Log-probs under the trainer's weights before the step."""
+    """Log-probs under the trainer's weights at the start of the step."""
     now: list[np.ndarray]
-    """Log-probs under its weights at the step's last update."""
+    """Log-probs under the trainer's weights at the last update of the step."""
     reference: list[np.ndarray]
     teacher: list[np.ndarray]
     entropy: list[np.ndarray]
     values: list[np.ndarray]
-    """Values of a critic before the step."""
+    """Values that a critic predicts at the start of the step."""
     values_now: list[np.ndarray]
 
 
 def make_probe(config: Config) -> Probe:
-    """Makes rollouts of `PROMPTS` prompts in groups of the configured size (4 at most), of two turns each, with
-    different rewards, parts and states. In a step with one update the policy equals that at the beginning of the step;
-    with max_staleness 0 that equals the engine's, except for the numerical gap."""
+    """Returns a synthetic batch: rollouts of `PROMPTS` prompts in groups of the configured size (at most 4), with two
+    turns each and different rewards, reward parts and states.
+
+    If a step has a single update, the policy equals the one at the start of the step. With max_staleness 0, that one
+    equals the engine's policy except for the numerical gap."""
     random = np.random.default_rng(0)
     moved = config.schedule.updates_per_step > 1
     stale = config.schedule.max_staleness > 0
@@ -85,10 +88,9 @@ def make_probe(config: Config) -> Probe:
 
 
 def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = False) -> np.ndarray:
-    """Returns the gradient of the configured loss with respect to all log-probs and entropies of the probe, and to the
-    logits of `TOP` + 1 tokens at each of its positions, float64 [(3 + TOP) N].
-
-    `without_advantages`: only of the loss's other terms."""
+    """Returns the gradient of the configured loss, float64 [(3 + TOP) N]: with respect to all log-probs and entropies
+    of the synthetic batch, and to the logits of `TOP` + 1 tokens at each of its positions. `without_advantages`: only
+    for the loss terms that do not use advantages."""
     algorithm = config.algorithm
     rows = _rows(config, probe)
     _finish(config, probe, rows)
@@ -142,8 +144,8 @@ def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = 
 
 
 def try_hooks(config: Config) -> None:
-    """Calls the user's advantages and loss on a probe batch, if there are any. Raises SlimxError with the key if they
-    raise, or return a wrong value."""
+    """Calls the user's hooks for advantages and loss, if there are any, on a synthetic batch. Raises SlimxError with
+    the key if a hook raises an error or returns a wrong value."""
     algorithm = config.algorithm
     hooks = [f"algorithm.{key}={getattr(algorithm, key)}" for key in algorithm.hooks]
     if not hooks:
@@ -154,7 +156,7 @@ def try_hooks(config: Config) -> None:
         raise
     except Exception as error:
         raise SlimxError(
-            f"{' or '.join(hooks)} given invented rollouts, raised {raised(error)}; run it by hand on such "
+            f"{' or '.join(hooks)} called with synthetic rollouts, raised {raised(error)}; call it by hand on such "
             "a batch (slimx.extras.doctor.effects.probe.make_probe)",
             code="algorithm.hook",
             about=" or ".join(hooks),
@@ -162,7 +164,8 @@ def try_hooks(config: Config) -> None:
 
 
 def value_gradient(config: Config, probe: Probe) -> np.ndarray:
-    """Returns the gradient of the critic's loss with respect to all values at the step's last update, float64 [N]."""
+    """Returns the gradient of the critic's loss with respect to all values at the last update of the step, float64
+    [N]."""
     assert config.critic is not None
     rows = _rows(config, probe)
     _finish(config, probe, rows)
@@ -181,7 +184,7 @@ def _joined(arrays: Sequence[np.ndarray]) -> torch.Tensor:
 
 
 def _columns(rows: Sequence[TrainingRow]) -> dict[str, torch.Tensor]:
-    """Returns the fields of `LossColumns` that the rows have, concatenated over rows, float64."""
+    """Returns the fields of `LossColumns` that the rows contain, each concatenated over `rows`, float64."""
     columns = {}
     for name in LOSS_COLUMNS:
         if getattr(rows[0], name) is not None:
@@ -213,8 +216,8 @@ def _finish(config: Config, probe: Probe, rows: list[TrainingRow]) -> None:
 
 
 def _trajectory(number: int, index: int, sampled: np.ndarray, random: np.random.Generator, newest: int) -> Trajectory:
-    """Makes a trajectory of two prompt tokens and two turns with a tool's answer between them, the second turn sampled
-    by version `newest`. `sampled` [L-1]: the engine's log-probs."""
+    """Returns a trajectory of two prompt tokens and two turns with a tool's answer between them; the second turn was
+    sampled by version `newest`. `sampled`: the engine's log-probs, [L-1]."""
     length = len(sampled) + 1
     middle = length // 2
     spans = [

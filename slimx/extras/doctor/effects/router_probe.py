@@ -1,4 +1,5 @@
-"""Gradient of an invented router under a configuration: from the loss through its gates, and from its balance terms."""
+"""Gradient of a synthetic router for a configuration: from the loss through the router's gates, and from the
+load-balancing terms."""
 
 from __future__ import annotations
 
@@ -13,21 +14,21 @@ from slimx.extras.doctor.effects.probe import Probe, policy_gradient
 from slimx.models.families import ModelSpec
 
 MICROBATCHES = 2
-"""Number of micro-batches into which the probe's rollouts are packed: `global_aux_loss` sums loads over them."""
+"""Number of micro-batches into which the synthetic rollouts are packed; `global_aux_loss` sums loads over them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSizes:
-    """Sizes of a model's routers that the terms depend on."""
+    """Sizes of a model's routers on which the terms depend."""
 
     experts: int
     topk: int
     function: str
-    """Score function: softmax or sigmoid."""
+    """Score function of the router: softmax or sigmoid."""
 
     @classmethod
     def of(cls, spec: ModelSpec) -> RouterSizes:
-        """Returns the sizes of the routers of a model."""
+        """Returns the sizes of the routers of the model `spec`."""
         fields = spec.transformer
         function = fields.get("moe_router_score_function", "softmax")
         return cls(spec.experts, fields["moe_router_topk"], function)
@@ -35,7 +36,7 @@ class RouterSizes:
 
 @dataclass(slots=True)
 class _Tokens:
-    """A micro-batch without padding (`slimx.algorithms.router_terms.CountedTokens`)."""
+    """A micro-batch without padding (see `slimx.algorithms.router_terms.CountedTokens`)."""
 
     counted: torch.Tensor
     segments: torch.Tensor
@@ -43,9 +44,11 @@ class _Tokens:
 
 
 def router_gradient(config: Config, probe: Probe, sizes: RouterSizes) -> np.ndarray:
-    """Returns the gradient with respect to a router's logits at the positions that predict the probe's N tokens,
-    float64 [N x experts]. The log-prob of a token depends on the gates of its experts, each with a random weight, so
-    the configured loss has a gradient here too."""
+    """Returns the gradient with respect to a router's logits at the positions that predict the N tokens of the
+    synthetic batch, float64 [N x experts].
+
+    The log-prob of a token depends on the gates of its experts, each with a random weight, so that the configured loss
+    has a gradient here too."""
     random = torch.Generator().manual_seed(0)
     lengths = [len(values) for values in probe.begin]
     count = sum(lengths)
@@ -80,4 +83,4 @@ def router_gradient(config: Config, probe: Probe, sizes: RouterSizes) -> np.ndar
 
 
 def _alone(counts: torch.Tensor) -> None:
-    """Does nothing, because there are no other ranks to sum over."""
+    """Does nothing. It replaces the sum over ranks, of which there is only one here."""

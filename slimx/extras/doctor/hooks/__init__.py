@@ -1,1 +1,1 @@
-"""`slimx doctor --hooks`: a trial of hooks without engines or trainers."""
+"""`slimx doctor --hooks`: tries a run's hooks without engines or trainers."""

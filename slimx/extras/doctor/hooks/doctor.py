@@ -1,8 +1,8 @@
-"""Tries a run's hooks before it starts: `slimx doctor FILE --hooks`.
+"""Tries the hooks of a run before it starts: `slimx doctor FILE --hooks`.
 
-Every hook is loaded and its contract checked. Then generate and reward run on the first prompt, with the run's
-tokenizer and the run's surrounding code, against a stand-in for the engines
-(`slimx.extras.doctor.hooks.scripted_server`) that returns in three rollouts the prompt's answer, another text, and
+Every hook is loaded and its signature is checked. Then the generate and reward hooks run on the first prompt, with the
+run's tokenizer and the code that surrounds them in a run. A scripted server replaces the engines
+(`slimx.extras.doctor.hooks.scripted_server`). In three rollouts it returns the prompt's answer, another text, and
 another text that is cut off."""
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from slimx.rollout.hook_loading import Hooks, check_generated, load_generate, lo
 from slimx.rules.layout import check_layout
 
 BLOCKED_S = 0.5
-"""Seconds of a blocked event loop above which a note is added."""
+"""Seconds for which a hook may block the event loop before a note is added."""
 
 
 @dataclass(slots=True)
 class HookFindings:
-    """Findings about the hooks of a configuration."""
+    """Results of trying the hooks of a configuration."""
 
     lines: list[str] = field(default_factory=list)
     problems: list[SlimxError] = field(default_factory=list)
-    """Reasons for which a run would fail, or learn nothing; one sentence each."""
+    """Errors because of which a run would fail or learn nothing."""
     notes: list[SlimxError] = field(default_factory=list)
 
     def problem(self, code: str, about: str, sentence: str) -> None:
@@ -51,12 +51,12 @@ class HookFindings:
 
 
 def examine_hooks(config: Config, texts: Sequence[str] = ()) -> HookFindings:
-    """Loads and tries the hooks of a run. Never raises SlimxError: errors are in `problems`. `texts`: responses of the
-    stand-in in one additional rollout, request by request, before it returns the answer."""
+    """Loads and tries the hooks of a run. Never raises SlimxError; errors are in `problems`. `texts`: responses of the
+    scripted server in one additional rollout, one per request, before it returns the answer."""
     findings = HookFindings()
     hooks = _load(config, findings)
     if findings.problems:
-        findings.note("hooks.untried", "hooks", "hooks were not tried, as not all could be loaded")
+        findings.note("hooks.untried", "hooks", "hooks were not tried, because not all could be loaded")
         return findings
     try:
         spec, tokenizer = configured_model(config), run_tokenizer(config)
@@ -79,7 +79,7 @@ def examine_hooks(config: Config, texts: Sequence[str] = ()) -> HookFindings:
 
 
 def _load(config: Config, findings: HookFindings) -> Hooks:
-    """Loads each hook separately, so that one faulty hook does not hide another."""
+    """Loads each hook separately, so that an error in one hook does not hide errors in others."""
 
     def attempt(key: str, path: Any, load: Callable[[], Any]) -> Any:
         if path is None:
@@ -111,7 +111,7 @@ def _load(config: Config, findings: HookFindings) -> Hooks:
 def _judge(
     config: Config, hooks: Hooks, spec: ModelSpec, prompt: Prompt, rollouts: list[TrialRollout], findings: HookFindings
 ) -> None:
-    """Adds the outcomes of the rollouts, and their problems."""
+    """Adds the results of the rollouts and their problems to `findings`."""
     hook = config.rollout.generate
     findings.lines += ["", f"prompt {prompt.id!r}, log-probs of the stand-in {LOGPROB}:", *_table(rollouts)]
     _failures(rollouts, findings)
@@ -130,15 +130,15 @@ def _judge(
         if trajectory.loss_mask[trajectory.versions() < 0].any():
             trains_unsampled = True
     if len(untrained) == len(trajectories):
-        sentence = f"rollout.generate: {hook} trains no token; add_sampled with train=True"
+        sentence = f"rollout.generate: {hook} trains no token; call add_sampled with train=True"
         findings.problem("hooks.untrained", hook, sentence)
     elif untrained:
-        sentence = f"trajectory {untrained[0]} has no trained token: it counts in its group and teaches nothing"
+        sentence = f"trajectory {untrained[0]} has no trained token, so it counts in its group but is not trained on"
         findings.note("hooks.empty", untrained[0], sentence)
     if trains_unsampled and rollouts[0].requests:
         sentence = f"{hook} trains tokens that no engine sampled: their ratio to the rollout's policy is unknown"
         findings.note("hooks.unsampled", hook, sentence)
-    blocked = min(rollout.blocked for rollout in rollouts)  # the first rollout may also import and load
+    blocked = min(rollout.blocked for rollout in rollouts)  # the first rollout may also import modules and load files
     if blocked > BLOCKED_S:
         findings.note(
             "hooks.holding",
@@ -148,7 +148,7 @@ def _judge(
         )
     if any(rollout.same_seed for rollout in rollouts):
         sentence = (
-            f"{hook} makes several requests with one turn number: the same seed gives the same text; increase `turn`"
+            f"{hook} sends several requests with the same turn number, so equal seeds give equal texts; increase `turn`"
         )
         findings.note("hooks.one_seed", hook, sentence)
     rewards = [trajectory.reward for trajectory in trajectories]
@@ -159,7 +159,7 @@ def _judge(
 
 
 def _failures(rollouts: list[TrialRollout], findings: HookFindings) -> None:
-    """Adds one sentence for all rollouts that failed for the same reason."""
+    """Adds to `findings` one problem for all rollouts that failed for the same reason."""
     by_reason: dict[str, list[TrialRollout]] = {}
     for rollout in rollouts:
         if rollout.outcome.reason is not None:
@@ -178,7 +178,7 @@ def _failures(rollouts: list[TrialRollout], findings: HookFindings) -> None:
 
 
 def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], findings: HookFindings) -> None:
-    """Adds findings about prompts and trajectories that are too long for the run."""
+    """Adds to `findings` problems with prompts and trajectories that are too long for the run."""
     hook = config.rollout.generate
     limit = config.rollout.max_prompt_tokens
     prompt = max(trajectory.spans[0].stop for trajectory in trajectories)
@@ -192,7 +192,7 @@ def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], fin
     try:
         longest = longest_trajectory(config, spec, check_layout(config.trainer, spec))
     except SlimxError:
-        return  # the layout is no hook's fault; `slimx doctor FILE` says what is wrong with it
+        return  # an invalid layout is reported by `slimx doctor FILE`, not here
     length = max(len(trajectory.token_ids) for trajectory in trajectories)
     if length > longest:
         remedy = "raise trainer.max_tokens_per_microbatch or return several trajectories"
@@ -230,7 +230,7 @@ def _table(rollouts: list[TrialRollout]) -> list[str]:
         of_rollout = (rollout.says, str(rollout.requests), f"{rollout.seconds:.2f}")
         for trajectory in _trajectories(rollout):
             says, requests, seconds = of_rollout
-            of_rollout = ("", "", "")  # only in the rollout's first row
+            of_rollout = ("", "", "")  # only in the first row of the rollout
             spans = " ".join(f"{span.source[0]}{span.stop - span.start}" for span in trajectory.spans)
             if len(spans) >= 28:
                 spans = spans[:25] + "..."
@@ -262,7 +262,7 @@ def _trajectories(rollout: TrialRollout) -> list[Trajectory]:
 
 
 def _logged(rollouts: list[TrialRollout]) -> list[str]:
-    """Returns a line for each name that hooks logged, with its value in every rollout."""
+    """Returns a line for each metric that hooks logged, with its value in every rollout."""
     metrics: list[dict[str, float]] = []
     for rollout in rollouts:
         for trajectory in _trajectories(rollout):

@@ -1,8 +1,8 @@
-"""A stand-in for engines with which `slimx doctor --hooks` tries hooks: it returns scripted texts.
+"""A server that replaces engines when `slimx doctor --hooks` tries hooks: it returns scripted texts.
 
-It implements the part of SGLang's HTTP API that hooks use in a run, over the same client: /generate, streamed or not,
-with log-probs, versions, experts and top-p masks, and the chat, /classify and embeddings of a frozen model. There is no
-model: the log-prob of every token is `LOGPROB`, all experts have index 0."""
+It implements the part of SGLang's HTTP API that hooks use in a run, for the same client: /generate, streamed or not,
+with log-probs, versions, experts and top-p masks, and the chat, /classify and embeddings endpoints of a frozen model.
+There is no model: the log-prob of every token is `LOGPROB`, and all experts have index 0."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from slimx.rollout.client.completion import ModelShape
 
 LOGPROB = -0.5
 VERSION = 1
-"""Weight version of every token."""
+"""Weight version that is returned with every token."""
 VERDICT = "Score: 5"
-"""Chat response of a frozen model."""
+"""Response that a frozen model's chat endpoint returns."""
 VALUE = 0.5
-"""Score of a frozen reward model."""
+"""Score that a frozen reward model returns."""
 START_S = 10.0
 MAX_BODY = 64 * 2**20
 CONNECTIONS = 4096
@@ -35,25 +35,26 @@ IDLE_S = 600.0
 
 
 class ScriptedServer:
-    """Responds in an event loop of a separate thread, even while a hook blocks the driver's. Used with `with`."""
+    """The scripted server. A context manager, which runs the server in an event loop of a separate thread, so that it
+    responds even if a hook blocks the driver's."""
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
         self.requests: Counter[str] = Counter()
-        """Number of requests by path, since `say`."""
+        """Number of requests by path, since the last call of `say`."""
         self.seeds: Counter[int] = Counter()
-        """Number of sampling requests by seed, since `say`."""
+        """Number of sampling requests by seed, since the last call of `say`."""
         self.url = ""
         self._answers: list[list[int]] = [[]]
-        """Remaining answers; the last one is repeated."""
+        """Token ids of the remaining answers; the last one is repeated."""
         self._ends = True
         self._loop = asyncio.new_event_loop()
         self._listening = threading.Event()
         self._thread = threading.Thread(target=self._run, name="slimx-scripted", daemon=True)
 
     def say(self, *answers: Sequence[int], ends: bool) -> None:
-        """Sets the token ids of the next answers; the last one is repeated. `ends`: True if the model then stops, False
-        if it is cut off."""
+        """Sets the token ids of the next answers, of which the last is repeated. `ends`: True if the model stops after
+        an answer, False if the answer is cut off."""
         self._answers = [list(answer) for answer in answers]
         self._ends = ends
         self.requests.clear()
@@ -62,7 +63,7 @@ class ScriptedServer:
     def __enter__(self) -> ScriptedServer:
         self._thread.start()
         if not self._listening.wait(START_S):
-            raise DeadlineError("the stand-in for engines to listen", START_S, "this process")
+            raise DeadlineError("the scripted server to listen", START_S, "this process")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,7 +73,7 @@ class ScriptedServer:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         server = self._loop.run_until_complete(self._start())
-        self._loop.call_soon(self._listening.set)  # within run_forever, which `stop` ends
+        self._loop.call_soon(self._listening.set)  # runs within run_forever, which `stop` ends
         self._loop.run_forever()
         self._loop.run_until_complete(server.close())
         self._loop.close()

@@ -1,4 +1,4 @@
-"""The rollouts with which `slimx doctor --hooks` tries hooks, in a watched event loop."""
+"""The rollouts in which `slimx doctor --hooks` tries hooks, in an event loop that is checked for blocking calls."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome, PolicyClient
 from slimx.rollout.hook_loading import Hooks
 
 LIMIT_S = 60.0
-"""Deadline of one rollout, and of one reward, if the run's deadlines are longer."""
+"""Maximum seconds for one rollout, and for one reward, if the run's deadlines are longer."""
 BEAT_S = 0.05
 STUCK_S = 20.0
 """Seconds after which a blocked event loop is given up."""
 ELSE = "I do not know that."
-"""Text that the stand-in says instead of the answer."""
+"""Text that the scripted server returns in rollouts that do not get the prompt's answer."""
 
 
 @dataclass(slots=True)
 class TrialRollout:
-    """One rollout with the stand-in."""
+    """One rollout with the scripted server, and its results."""
 
     says: str
     outcome: GroupOutcome
     requests: int
     same_seed: bool
     frozen: int
-    """Requests to frozen models."""
+    """Number of requests to frozen models."""
     blocked: float
-    """Longest time for which the event loop was blocked, in seconds."""
+    """Longest time for which a hook blocked the event loop, in seconds."""
     seconds: float
 
 
 class HookTrial:
-    """The rollouts of a trial, in an event loop of a separate thread."""
+    """The rollouts of a trial, which run in an event loop of a separate thread."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class HookTrial:
         server: ScriptedServer,
         texts: Sequence[str] = (),
     ) -> None:
-        """Prepares the trial. `texts`: responses of the stand-in in one additional rollout, the first one, request by
-        request, before it returns the answer."""
+        """Stores the arguments and prepares the rollouts. `texts`: responses of the scripted server in one additional
+        rollout, the first one: one per request, before it returns the answer."""
         rollout = {"group_size": 1, "rollout_deadline": min(config.rollout.rollout_deadline, LIMIT_S)}
         reward = {"deadline": min(config.reward.deadline, LIMIT_S), "workers": 1}
         self.config = config.model_copy(
@@ -79,11 +79,12 @@ class HookTrial:
         self.texts = texts
         self.beat = time.monotonic()
         self.blocked = 0.0
-        """Longest time for which the event loop was blocked in this rollout, in seconds."""
+        """Longest time for which a hook has blocked the event loop in the current rollout, in seconds."""
         self._result: Future[list[TrialRollout]] = Future()
 
     def watch(self) -> list[TrialRollout]:
-        """Runs the rollouts. Raises SlimxError if a hook blocks the event loop for longer than STUCK_S."""
+        """Runs the rollouts and returns them. Raises SlimxError if a hook blocks the event loop for longer than
+        `STUCK_S`."""
         self.beat = time.monotonic()
         threading.Thread(target=self._run, name="slimx-trial", daemon=True).start()
         while not wait([self._result], timeout=0.2).done:
@@ -118,7 +119,7 @@ class HookTrial:
             if not sampled:
                 scripts = scripts[:1]
                 generation = None
-            # The stand-in serves every policy, with the actor's tokenizer.
+            # The scripted server serves every policy, with the tokenizer of `actor`.
             policy = PolicyClient(generation, self.tokenizer, self.spec.vocab_size)
             policies = dict.fromkeys(self.config.trained, policy)
             maker = GroupMaker(self.config, hooks, policies, frozen, proxy, score=make_scorer(self.config, frozen))
@@ -128,7 +129,7 @@ class HookTrial:
                 for number, script in enumerate(scripts):
                     rollouts.append(await self._one(maker, number, *script))
                     if (rollouts[-1].outcome.reason or "").endswith("deadline"):
-                        break  # the others would take as long
+                        break  # other rollouts would take as long
                 return rollouts
             finally:
                 heart.cancel()
@@ -136,8 +137,8 @@ class HookTrial:
                 await proxy.stop()
 
     def _scripts(self) -> list[tuple[str, list[list[int]], bool]]:
-        """Returns the scripts of the rollouts: (name, token ids of the answers in order, True if the model ends after
-        the last)."""
+        """Returns for each rollout its name, the token ids of the scripted answers in order, and True if the model
+        stops after the last."""
         end = self.tokenizer.eos_token_id
 
         def ids(text: str) -> list[int]:
