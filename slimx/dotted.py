@@ -152,7 +152,9 @@ def load_function(
     shape = f"{'async ' if is_async else ''}def {name}({', '.join(parameters)})"
     if not callable(function):
         raise SlimxError(
-            f"{key}: {path} is a {type(function).__name__}; write {shape}", code="dotted.callable", about=key
+            f"{key}: {path} is a {type(function).__name__}, not a function; write {shape}",
+            code="dotted.callable",
+            about=key,
         )
     signature = inspect.signature(function)
     options_key, keywords = options
@@ -179,7 +181,9 @@ def load_function(
     called = getattr(function, "__call__", function)  # noqa: B004
     if (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)) != is_async:
         raise SlimxError(
-            f"{key}: {path} must{'' if is_async else ' not'} be async; write {shape}", code="dotted.async", about=key
+            f"{key}: {path} must{'' if is_async else ' not'} be async; define it as {shape}",
+            code="dotted.async",
+            about=key,
         )
     if not keywords:
         return function

@@ -111,7 +111,7 @@ def _message(error: BaseException) -> str:
     try:
         return str(error)
     except BaseException as second:  # a user's `__str__` may raise anything
-        return f"(its text raised {type(second).__name__})"
+        return f"(its message cannot be read: {type(second).__name__})"
 
 
 def safe_repr(value: object) -> str:

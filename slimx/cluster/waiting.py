@@ -121,11 +121,11 @@ def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxErr
             if _UNKNOWN in str(error):
                 reason += _SILENT
             else:
-                reason += f"; Ray says: {_last_line(error)}"
+                reason += f"; Ray reports: {_last_line(error)}"
         out: SlimxError = ActorDied(f"{holder} died during {what}; {reason}", code="actor.died", about=holder)
     else:
         out = SlimxError(
-            f"{what} failed on {holder}: {type(cause or error).__name__}: {_short(cause or error)}; its log is {log}",
+            f"{what} failed on {holder}: {type(cause or error).__name__}: {_short(cause or error)}; see its log {log}",
             code="actor.failed",
             about=holder,
         )

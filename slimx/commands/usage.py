@@ -153,7 +153,7 @@ def _hint_without(ctx: Context, option: str) -> str:
     for parameter in ctx.command.params:
         if parameter.param_type_name == "argument":
             arguments.append((parameter.name or "").upper())
-    return f"it takes {', '.join([*arguments, *_options_of(ctx.command), '--help'])}"
+    return f"its arguments are {', '.join([*arguments, *_options_of(ctx.command), '--help'])}"
 
 
 def _options_of(command: Command) -> list[str]:

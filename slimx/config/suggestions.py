@@ -107,7 +107,7 @@ def for_entry(model: type[BaseModel], path: Sequence[str], value: object) -> str
             return _written(known, text, override=True)
     field = field_at(model, path)
     if field is None or not _is_list(field.annotation):
-        return f"{key} is a section; set one of its keys, as {key}.KEY=VALUE"
+        return f"{key} is a section, not a list; set one of its keys with {key}.KEY=VALUE"
     entries = f"[{text}]" if len(text) <= ECHOED else "[...]"
     return f"{key} is a list; write '{key}={entries}', or {key}.0.KEY=VALUE for its first entry"
 
@@ -281,7 +281,9 @@ def _answer(model: type[BaseModel], counterpart: Counterpart, *, value: str, ove
     is_flag = counterpart.closed and {*counterpart.values} == {"true"}
     if is_flag or (counterpart.sets and value.lower() in ("true", *OFF)):
         if value.lower() in OFF:
-            return f"not needed: it is off unless {counterpart.key or ' and '.join(counterpart.sets)} turns it on"
+            return (
+                f"not needed: the feature is off unless {counterpart.key or ' and '.join(counterpart.sets)} turns it on"
+            )
         value = "true"  # a flag takes no value, so the next argument is unrelated
     if counterpart.sets:
         values = {key: text.replace("VALUE", value) for key, text in counterpart.sets.items()}
@@ -291,11 +293,11 @@ def _answer(model: type[BaseModel], counterpart: Counterpart, *, value: str, ove
         return _answer(model, translated, value=value, override=override)
     key = counterpart.key.replace(".*", "[]")
     if counterpart.note and key:
-        return f"slimx calls it {key}: {counterpart.note}"
+        return f"the key of slimx is {key}: {counterpart.note}"
     if counterpart.note:
         return f"{'not needed' if counterpart.not_needed else 'no counterpart'}: {counterpart.note}"
     if translated is None:
-        return f"slimx calls it {key}: {_renamed(counterpart)}"
+        return f"the key of slimx is {key}: {_renamed(counterpart)}"
     return _written(counterpart.key, translated, override=override)
 
 

@@ -29,7 +29,7 @@ def no_file(path: Path) -> str:
     stems = {Path(name).stem: name for name in names}
     near = difflib.get_close_matches(path.stem, stems, n=1)
     hint = f"did you mean {path.with_name(stems[near[0]])}?" if near else "give the path of a YAML file"
-    return f"{text}: no such configuration file; {hint}"
+    return f"the configuration file {text} does not exist; {hint}"
 
 
 def no_sections(path: Path, tree: object, sections: Collection[str]) -> str | None:
@@ -56,8 +56,8 @@ def no_override(override: str, following: Sequence[str], keys: Sequence[str]) ->
         joined = override + "".join(parts)
         return f"override {echoed(override)!r} has spaces around its '='; write {echoed(joined)}"
     if override.endswith((".yaml", ".yml")):
-        form = "a run has one YAML file, and the arguments after it have the form section.key=value"
-        return f"{echoed(override)}: {form}; leave it out"
+        form = "a run has one YAML file, followed by arguments of the form section.key=value"
+        return f"{echoed(override)} is a second YAML file, but {form}; remove it"
     message = f"override {echoed(override)!r} is not of the form section.key=value"
     next_value = following[0] if following and "=" not in following[0] else "VALUE"
     key, colon, value = override.partition(":")
@@ -111,7 +111,7 @@ def no_interpolation(error: Exception, keys: Sequence[str]) -> str:
     if unknown is None:
         return message
     near = difflib.get_close_matches(unknown[1], keys, n=1)
-    hint = f"did you mean ${{{near[0]}}}?" if near else "set it, or write its value"
+    hint = f"did you mean ${{{near[0]}}}?" if near else "set that key, or replace the interpolation by a value"
     return f"${{{unknown[1]}}} is not a key that is set; {hint}"
 
 

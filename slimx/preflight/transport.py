@@ -70,7 +70,9 @@ def _remote(config: Config, device: str) -> str | None:
         if gpus > per_node:
             return f"the run needs {gpus} GPUs, but a node has only {per_node}"
     if cluster.nodes is None and cluster.ray_address is not None:
-        return f"the Ray cluster {cluster.ray_address} may have several machines (set cluster.nodes=1 if it has one)"
+        return (
+            f"the Ray cluster {cluster.ray_address} may have several machines (set cluster.nodes=1 if it has only one)"
+        )
     return None
 
 

@@ -128,7 +128,7 @@ class SupervisedProcess:
 
     def _stop(self, guard: subprocess.Popen[bytes], grace_s: float) -> None:
         guard.terminate()
-        guard.send_signal(signal.SIGCONT)  # a stopped guard could not end its children
+        guard.send_signal(signal.SIGCONT)  # a guard stopped by SIGSTOP could not end its children
         try:
             guard.wait(grace_s)
             return

@@ -13,7 +13,8 @@ from slimx.errors import SlimxError
 SOCKET_BYTES = 107
 """Maximum length of a Unix socket's path, in bytes."""
 SOCKET_NAME_BYTES = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.00")
-"""Length in bytes of the longest socket path that a run creates below the private directory; it is Ray's."""
+"""Length in bytes of the longest socket path that a run creates below the private directory: that of a socket of
+Ray."""
 
 
 def private_directory() -> Path:
@@ -25,7 +26,7 @@ def private_directory() -> Path:
     room = SOCKET_BYTES - SOCKET_NAME_BYTES - len(os.fsencode(directory))
     if room < 0:
         raise SlimxError(
-            f"TMPDIR is {directory.parent}, {-room} bytes too long: paths of sockets in it may have at most "
+            f"TMPDIR={directory.parent} is {-room} bytes too long, because paths of sockets in it may have at most "
             f"{SOCKET_BYTES} bytes; set TMPDIR to a shorter path",
             code="tmpdir.length",
             about="TMPDIR",

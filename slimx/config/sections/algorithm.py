@@ -171,13 +171,13 @@ class Algorithm(Section):
             yield (
                 "two_teachers",
                 key,
-                f"algorithm.teacher and algorithm.{key} both name a teacher; remove one of them",
+                f"algorithm.teacher and algorithm.{key} both set a teacher; remove one of them",
             )
         if self.teacher_coef and not self.taught:
             yield (
                 "no_teacher",
                 "teacher_coef",
-                "algorithm.teacher_coef is positive but there is no teacher; set algorithm.teacher, "
+                "algorithm.teacher_coef is positive but no teacher is set; set algorithm.teacher, "
                 "algorithm.teacher_engine or algorithm.teacher_engines",
             )
         if self.teacher_kl_coef and not (self.teacher_top_k and self.served_teachers):
@@ -269,13 +269,13 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     ),
     **dict.fromkeys(
         ("reference", "teacher", "teacher_engine", "teacher_engines"),
-        (_rolled_out, "needs rollouts of the policy"),
+        (_rolled_out, "needs rollouts sampled by the policy"),
     ),
     "credit": (
         lambda a: _sampled(a) and a.advantages.kind not in ("gdpo", "none", "remax"),
         "assigns rewards to trajectories, but these advantages do not use them, or subtract a baseline without credit",
     ),
-    "aggregation": (lambda a: not a.scores, "weights tokens, and a reward model has one score per answer"),
+    "aggregation": (lambda a: not a.scores, "weights tokens, but a reward model has one score per answer"),
     "kl_reward_coef": (
         lambda a: isinstance(a.advantages, TokenRewards),
         "needs advantages with a reward for every token: reinforce, reinforce_baseline or gae",

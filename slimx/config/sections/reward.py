@@ -61,7 +61,7 @@ class Reward(Section):
                 "reward.parts_and_function",
                 "reward.function",
                 "reward.parts and reward.function (or reward.options) are both set, but parts replace the function; "
-                "make it one of the parts",
+                "move the function into reward.parts",
             )
         if self.parts and self.scope == "group":
             yield (

@@ -158,7 +158,7 @@ class Lora(Section):
     prints."""
 
 
-_FP8 = "set trainer.fp8, whose layers and blocks are checked against publications"
+_FP8 = "set trainer.fp8, for which layers and blocks are checked against publications"
 _PRECISION = "its log-probs and publications were never compared with an engine's; set trainer.fp8, or remove it"
 _SHARDS = "memory plans do not include these shards; set trainer.tensor or trainer.distributed_optimizer instead"
 _OTHER_WEIGHTS = "it builds layers whose weights checkpoints and publications do not support; remove it"
@@ -196,7 +196,7 @@ NOT_PASSED = {
     "offload_modules": "set trainer.offload_activations",
     "activation_offload_fraction": _FIRST_PASS,
     "delta_offload_bytes_across_pp_ranks": _FIRST_PASS,
-    "cpu_offloading": "it moves whole layers and is not tested; set trainer.offload_activations",
+    "cpu_offloading": "it offloads whole layers, which is not tested; set trainer.offload_activations",
     "moe_router_fusion": "a fused router's choice can be neither recorded nor replayed; remove it",
     "moe_router_force_biased": "it replaces the routers' choice with noise; remove it",
     "overlap_moe_expert_parallel_comm": "it splits layers, whose routers then lose track of their batch; remove it",
@@ -378,11 +378,11 @@ class Trainer(RankLayout):
                 "trainer.expert",
                 "trainer.expert",
                 f"trainer.expert {self.expert} x trainer.expert_tensor {self.expert_tensor_size} = {experts} does not "
-                f"divide the {stage} ranks of a pipeline stage (tensor x context x data); the nearest that does is "
+                f"divide the {stage} ranks of a pipeline stage (tensor x context x data); the nearest valid setting is "
                 f"{remedy}",
             )
         if self.expert == 1 and self.expert_tensor_size != self.tensor:
-            # megatron-core 0.19.2 then reduces experts over separate groups, but layout and memory plan treat experts
+            # megatron-core 0.19.2 reduces such experts over separate groups, but layout and memory plan treat experts
             # as dense layers if EP is 1.
             yield (
                 "trainer.expert_tensor",

@@ -151,7 +151,7 @@ class ChainReader:
             elif len(data) == packed.size:
                 memory.copy_(data)
             else:
-                raise _invalid(file, f"has {len(data)} bytes of a bucket of {packed.size}")
+                raise _invalid(file, f"contains {len(data)} bytes for a bucket of {packed.size} bytes")
         self._buckets[name] = attempts[-1], memory
         return memory
 

@@ -98,7 +98,7 @@ class VersionDirectory:
     def manifest(self) -> Manifest:
         if self._manifest is None:
             raise SlimxError(
-                f"{self.directory}: no version is being written; begin one first",
+                f"{self.directory}: no version is being written; call begin first",
             )
         return self._manifest
 
@@ -174,7 +174,7 @@ def write_bucket(path: Path, packed: PackedBucket, data: torch.Tensor) -> Packed
     end = 0
     for rank, tensors in enumerate(packed.targets):
         for tensor in tensors:
-            if tensor.offset > end:  # in safetensors files every byte belongs to a tensor
+            if tensor.offset > end:  # in a safetensors file every byte must belong to a tensor
                 header[f"padding at {end}"] = _entry("uint8", (tensor.offset - end,), end, tensor.offset)
             end = tensor.offset + tensor.nbytes
             name = f"rank {rank}: {tensor.name}" if has_ranks else tensor.name

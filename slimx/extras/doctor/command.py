@@ -1,4 +1,4 @@
-"""The commands `slimx doctor` and `slimx health`."""
+"""The commands `slimx doctor` and `slimx health`, which check a machine, a run or a node."""
 
 from __future__ import annotations
 
@@ -36,13 +36,16 @@ def doctor(
     say: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --hooks: text that the scripted engine returns first, e.g. a tool call; repeat for later turns."
+            help="With --hooks: text that the engine returns first, such as a tool call; repeat for later turns."
         ),
     ] = None,
     gap: Annotated[
-        bool, typer.Option("--gap", help="Only sample a batch and compare its log-probs between engines and trainers.")
+        bool,
+        typer.Option("--gap", help="Only sample one batch and compare its log-probs between engines and trainers."),
     ] = False,
-    layers: Annotated[bool, typer.Option("--layers", help="With --gap: name the first part that differs.")] = False,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="With --gap: name the first part of the model whose results differ.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Show what this machine has, what it lacks for a run, and how to install it. With FILE, also check that run."""
@@ -123,8 +126,8 @@ def _show_gap(config: Config, layers: bool) -> bool:
         )
     if layers and config.trainer.tensor * config.trainer.context > 1:
         raise SlimxError(
-            "slimx doctor --gap --layers follows whole rows through the trainer: set trainer.tensor=1 and "
-            "trainer.context=1 as well (and numerics.leaves to what the run has)",
+            "slimx doctor --gap --layers compares whole hidden states of the trainer; set trainer.tensor=1 and "
+            "trainer.context=1 as well (and numerics.leaves to the run's value)",
         )
     from slimx.orchestration.start import checks
 
@@ -169,8 +172,8 @@ def health(
         typer.Option(help="InfiniBand or RoCE adapter that needs an active port."),
     ] = None,
     path: Annotated[list[Path] | None, typer.Option(help="Paths that need free space; default: /tmp and here.")] = None,
-    disk: Annotated[float, typer.Option(help="GiB that must be free in each of these paths.")] = 5.0,
-    shm: Annotated[float, typer.Option(help="GiB that must be free in /dev/shm.")] = 1.0,
+    disk: Annotated[float, typer.Option(help="Free GiB that each path must have.")] = 5.0,
+    shm: Annotated[float, typer.Option(help="Free GiB that /dev/shm must have.")] = 1.0,
     clock: Annotated[
         float | None,
         typer.Option(help="Time of the launcher's clock, in seconds since the epoch."),

@@ -113,12 +113,12 @@ def machine() -> Iterator[Finding]:
     total, free = _memory()
     problem = None
     if free < MEMORY_GIB:
-        problem = f"the quickstart needs {MEMORY_GIB:.0f} GiB; end other programs or use a larger machine"
+        problem = f"the quickstart needs {MEMORY_GIB:.0f} GiB; stop other programs or use a larger machine"
     yield Finding("memory", f"{total:.1f} GiB, {free:.1f} available", problem, needed=False)
     room = shutil.disk_usage("/dev/shm").free / 2**20
     problem = None
     if room < SHM_MIB:
-        problem = f"Ray needs {SHM_MIB:.0f} MiB there; give a container more, e.g. --shm-size=4g"
+        problem = f"Ray needs {SHM_MIB:.0f} MiB; give a container more, for example --shm-size=4g"
     yield Finding("/dev/shm", f"{room / 1024:.1f} GiB free", problem, needed=False)
 
 
@@ -132,7 +132,7 @@ def sandbox() -> Iterator[Finding]:
         box = Sandbox()
         box.check()
     except (ImportError, SlimxError) as error:
-        yield Finding("sandbox", "programs of a model cannot be run here", str(error), needed=False)
+        yield Finding("sandbox", "programs written by a model cannot be run here", str(error), needed=False)
     else:
         yield Finding("sandbox", f"holds; memory: {box.memory_bound}")
 
@@ -277,7 +277,7 @@ def toolchain() -> Iterator[Finding]:
         version = _version(name)
         if version:
             installed.append(f"{name} {version}")
-    yield Finding("FlashAttention", ", ".join(installed) or f"no distribution of it{unneeded}")
+    yield Finding("FlashAttention", ", ".join(installed) or f"not installed{unneeded}")
 
 
 def _cubins(environment: Mapping[str, str], blackwell: bool) -> Iterator[Finding]:
@@ -326,7 +326,7 @@ def _gpus() -> Iterator[Finding]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        yield Finding("GPUs", f"none (NVIDIA's library says: {error})")
+        yield Finding("GPUs", f"none (NVIDIA's library reports: {error})")
         return
     try:
         driver = _string(pynvml.nvmlSystemGetDriverVersion())
@@ -341,7 +341,8 @@ def _gpus() -> Iterator[Finding]:
             yield Finding(f"GPU {index}", f"{name}, {size}, {uuid}")
         if count and not _cuda():
             problem = (
-                "torch sees none of them: is this its CPU build, is CUDA_VISIBLE_DEVICES empty, or the driver too old?"
+                "torch sees none of these GPUs: is it a CPU build, is CUDA_VISIBLE_DEVICES empty, or is the driver "
+                "too old?"
             )
             yield Finding("GPUs", "not usable by torch", problem, needed=False)
     finally:

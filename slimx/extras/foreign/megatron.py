@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM, which slime's scripts also use."""
+"""Names of Megatron-LM's flags, which slime's scripts use too."""
 
 from __future__ import annotations
 

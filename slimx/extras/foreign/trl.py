@@ -1,4 +1,4 @@
-"""Arguments of TRL's GRPOConfig and of transformers' TrainingArguments."""
+"""Names of arguments of TRL's GRPOConfig and of transformers' TrainingArguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dotted keys of verl's configuration (main_ppo)."""
+"""Names of dotted keys in verl's configuration (main_ppo)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `slimx plan`."""
+"""The command `slimx plan`, which describes a run before it starts."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class PublicationFigures(Record):
     sent_mean: float
     transport: str
     transport_note: str
-    """Reason why this transport was chosen."""
+    """True if buckets are in GPU memory instead of host memory."""
     on_gpus: bool
     """True if buckets are in GPU memory."""
     publisher_bytes: int
@@ -208,7 +208,7 @@ class Suggestion(Record):
     cost: float
     """Seconds of an update that the cost model predicts; only for ranking."""
     again: float
-    """FLOPs of recomputation as a fraction of the FLOPs of an update without recomputation."""
+    """Number of layouts that a search considered, and of those for which memory was computed."""
     why: str
 
 

@@ -57,8 +57,8 @@ class Term:
 def _ratio_is_one(config: Config) -> str | None:
     if config.algorithm.old_logprobs == "recompute" and config.schedule.updates_per_step == 1:
         return (
-            "with algorithm.old_logprobs=recompute and schedule.updates_per_step=1 policy and old policy are the same "
-            "weights, and the ratio is 1 at every token; take several updates per step, or "
+            "with algorithm.old_logprobs=recompute and schedule.updates_per_step=1 policy and old policy have the "
+            "same weights, so the ratio is 1 at every token; set schedule.updates_per_step above 1, or "
             "algorithm.old_logprobs=rollout"
         )
     return None
@@ -67,7 +67,7 @@ def _ratio_is_one(config: Config) -> str | None:
 def _values_are_old(schedule: Schedule) -> str | None:
     if schedule.updates_per_step == 1:
         return (
-            "in a step's only update (schedule.updates_per_step=1) the values are the old ones, and nothing is clipped"
+            "in a step's only update (schedule.updates_per_step=1) the values equal the old ones, so nothing is clipped"
         )
     return None
 
@@ -140,7 +140,7 @@ def _policy_effects(config: Config, probe: Probe) -> Iterator[Effect]:
         yield _effect("algorithm.loss", algorithm.loss.kind, share, True, "its gradient is 0")
     if algorithm.loss.kind != "sft" and algorithm.advantages.kind != "none":
         share = _share(full, policy_gradient(config, probe, without_advantages=True))
-        reason = _nothing_compared(config) or "every advantage of the probe batch is 0"
+        reason = _nothing_compared(config) or "every advantage of the synthetic batch is 0"
         yield _effect("algorithm.advantages", algorithm.advantages.kind, share, True, reason)
     if algorithm.loss.kind == "sft":
         return
@@ -150,7 +150,7 @@ def _policy_effects(config: Config, probe: Probe) -> Iterator[Effect]:
             continue
         other = config.model_copy(update={"algorithm": _without(algorithm, term)})
         share = _share(full, policy_gradient(other, probe))
-        reason = term.reason(config) or "the gradient of the probe batch is the same without it"
+        reason = term.reason(config) or "the gradient of the synthetic batch is the same without it"
         yield _effect(f"algorithm.{term.key}", _shown(value), share, value != _default(algorithm, term.key), reason)
 
 
@@ -189,7 +189,7 @@ def _router_effects(config: Config, probe: Probe) -> Iterator[Effect]:
 def _router_reason(key: str, sizes: RouterSizes) -> str:
     if key == "aux_loss_coef" and sizes.topk == sizes.experts:
         return f"every token is routed to all {sizes.experts} experts, so their load is always balanced"
-    return "it is lost in rounding next to the rest of the router's gradient; raise it"
+    return "its effect is lost in rounding next to the rest of the router's gradient; raise it"
 
 
 def _belongs(algorithm: Algorithm, key: str) -> bool:

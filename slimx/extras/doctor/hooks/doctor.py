@@ -113,7 +113,7 @@ def _judge(
 ) -> None:
     """Adds the results of the rollouts and their problems to `findings`."""
     hook = config.rollout.generate
-    findings.lines += ["", f"prompt {prompt.id!r}, log-probs of the stand-in {LOGPROB}:", *_table(rollouts)]
+    findings.lines += ["", f"prompt {prompt.id!r}, all log-probs are {LOGPROB}:", *_table(rollouts)]
     _failures(rollouts, findings)
     trajectories: list[Trajectory] = []
     for rollout in rollouts:
@@ -136,14 +136,14 @@ def _judge(
         sentence = f"trajectory {untrained[0]} has no trained token, so it counts in its group but is not trained on"
         findings.note("hooks.empty", untrained[0], sentence)
     if trains_unsampled and rollouts[0].requests:
-        sentence = f"{hook} trains tokens that no engine sampled: their ratio to the rollout's policy is unknown"
+        sentence = f"{hook} trains tokens that no engine sampled, so their importance ratio is unknown"
         findings.note("hooks.unsampled", hook, sentence)
     blocked = min(rollout.blocked for rollout in rollouts)  # the first rollout may also import modules and load files
     if blocked > BLOCKED_S:
         findings.note(
             "hooks.holding",
             hook,
-            f"the event loop was blocked for {blocked:.1f} s, and all rollouts share it: let {hook} await, or run its "
+            f"the event loop was blocked for {blocked:.1f} s, but all rollouts share it; let {hook} await, or run its "
             "environment in a process (environment_processes)",
         )
     if any(rollout.same_seed for rollout in rollouts):
@@ -169,9 +169,9 @@ def _failures(rollouts: list[TrialRollout], findings: HookFindings) -> None:
         count = ""
         if len(failed) > 1:
             count = f" ({len(failed)} of {len(rollouts)} rollouts)"
-        sentence = f"{reason} where the engine says {first.says}{count}: {' '.join(str(first.outcome.detail).split())}"
+        sentence = f"{reason} if the engine returns {first.says}{count}: {' '.join(str(first.outcome.detail).split())}"
         if first.frozen:
-            sentence += f" (frozen models were called too, and returned {VERDICT!r}: that may be why)"
+            sentence += f" (frozen models were called too and returned {VERDICT!r}, which may be the reason)"
             findings.note("hooks.failed", reason, sentence)
         else:
             findings.problem("hooks.failed", reason, sentence)
@@ -197,7 +197,7 @@ def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], fin
     if length > longest:
         remedy = "raise trainer.max_tokens_per_microbatch or return several trajectories"
         if longest == spec.gpt["max_sequence_length"]:
-            remedy = f"{spec.path} has no more positions: return several trajectories"
+            remedy = f"{spec.path} has no more positions; return several trajectories"
         findings.problem(
             "hooks.long_trajectory",
             hook,
@@ -211,7 +211,7 @@ def _keep(hooks: Hooks, group: Group, findings: HookFindings) -> None:
     try:
         verdict = hooks.keep(group)
     except Exception as error:
-        sentence = f"rollout.filter, given these rollouts as a group, raised {raised(error)}"
+        sentence = f"rollout.filter, called with these rollouts as a group, raised {raised(error)}"
         findings.problem("hooks.filter_raised", "rollout.filter", sentence)
         return
     if not isinstance(verdict, bool | str | np.bool_):

@@ -28,7 +28,7 @@ LIMIT_S = 60.0
 """Maximum seconds for one rollout, and for one reward, if the run's deadlines are longer."""
 BEAT_S = 0.05
 STUCK_S = 20.0
-"""Seconds after which a blocked event loop is given up."""
+"""Seconds for which a hook may block the event loop before the trial is ended."""
 ELSE = "I do not know that."
 """Text that the scripted server returns in rollouts that do not get the prompt's answer."""
 
@@ -91,7 +91,7 @@ class HookTrial:
             if time.monotonic() - self.beat > STUCK_S:
                 raise SlimxError(
                     f"rollout.generate: {self.config.rollout.generate} has blocked the event loop for {STUCK_S:.0f} s; "
-                    "all rollouts share it: await, or move blocking calls to asyncio.to_thread",
+                    "all rollouts share it, so await, or move blocking calls to asyncio.to_thread",
                     code="hooks.blocking",
                     about=self.config.rollout.generate,
                 )

@@ -154,7 +154,7 @@ class Rehearsal:
         )
         return (await publisher.publish(0, trainer_step=0)).seconds["total"]
 
-    # The source of a publication (`slimx.reshard.parties.Source`).
+    # The methods of `slimx.reshard.parties.Source`, the sender of a publication.
 
     async def begin(self, manifest: Manifest) -> None: ...
 

@@ -1,1 +1,1 @@
-"""Memory of trainers and engines, computed from the configuration."""
+"""Memory of trainer ranks, engine ranks, publications and hosts, computed from the configuration."""

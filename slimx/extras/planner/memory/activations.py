@@ -154,7 +154,7 @@ def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
     groups = max(1, model["num_query_groups"] / s.sizes.tensor)
     query = s.tokens * heads * head
     key = s.tokens * groups * head
-    # Values are a view of the projections' output, so all of it is kept.
+    # Values are a view of the projections' output, so the complete output is kept.
     projected = (query + 2 * key) * s.itemsize
     if model.get("attention_output_gate"):
         projected += 3 * query * s.itemsize  # the gate, its sigmoid, and the output before it

@@ -251,7 +251,7 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
     yield f"publication encoding {figures.encoding}: {figures.note} (engines on {device})"
     yield f"  transport {figures.transport}: {figures.transport_note}"
     quantized = f"{figures.quantized:,} by the rule {figures.rule}" if figures.quantized else "none"
-    yield f"  tensors   {figures.tensors:,} to each engine, quantized: {quantized}"
+    yield f"  tensors   {figures.tensors:,} to each engine, of them quantized: {quantized}"
     yield (
         f"  bytes     {_size(figures.nbytes)} in total; an engine rank receives {_size(figures.received)}, a trainer "
         f"rank sends at most {_size(figures.sent_max)}, on average {_size(figures.sent_mean)}"
