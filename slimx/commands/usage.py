@@ -59,8 +59,8 @@ class RootGroup(CommandGroup):
 
 
 class RunCommand(TyperCommand):
-    """A command that takes a run's YAML file. For flags of other frameworks its error names slimx's key. It exits with
-    status 0 only if it has finished, even if a hook raises SystemExit."""
+    """A command that takes a run's YAML file. An unknown flag that another framework has is an error that suggests
+    slimx's key. The command exits with status 0 only if it has finished, even if a hook raises SystemExit."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         known = {"--", "--help"}

@@ -151,8 +151,8 @@ def _merged(tree: DictConfig, override: Json, where: str) -> DictConfig:
 
 
 def _take_objectives(override: Json, base: Json) -> None:
-    """Moves the loss and advantages settings of `override` into `base`, by the rules of `merged_objective`; both are
-    changed in place."""
+    """Merges the loss and advantages settings of `override` into `base` by the rules of `merged_objective`, and removes
+    them from `override`."""
     for key, inner in override.items():
         if not isinstance(inner, dict):
             continue

@@ -50,7 +50,7 @@ class RowFields(Section):
     """Column with an id that is unique in the file. Rows without an id, or all rows if this is null, are identified by
     the file's name without extension and the row's index."""
     dataset: str | None = None
-    """Column with the data set's name, used by metrics and by `reward.parts`; null: the name of the source is used."""
+    """Column with the data set's name, used by metrics and `reward.parts`; null: the source's name, if it has one."""
     rejected: str | None = None
     """Column with the rejected answer, for preference learning; null: none."""
     tools: str | None = None
@@ -69,8 +69,8 @@ class PromptSet(Section):
     name: str
     """Name of the source in metrics, and metadata.dataset of prompts whose row does not name a data set."""
     weight: Weight | dict[Count, Weight] = 1.0
-    """Weight of the source relative to the other sources: the share of prompts in a batch that come from it. A mapping
-    from steps to weights changes the weight at these steps; before its first step the weight is 0."""
+    """Weight of the source relative to the other sources: the prompts of a batch are sampled from sources by weight. A
+    mapping from steps to weights changes the weight at these steps; before its first step the weight is 0."""
     subset: str | None = None
     """Configuration (subset) to load from a data set that has several; null: the data set has only one."""
     split: str | None = None

@@ -54,8 +54,8 @@ class StateBytes:
     pinned_weights: int
     """Bytes of pinned host memory for copies of the weights' buffers, if torch rounds sizes up."""
     pinned_share: float
-    """Ratio of the pinned host memory for copies of single parameters, or of their state, to their size, if torch
-    rounds sizes up."""
+    """Ratio of pinned host memory to size for copies of single parameters, or of their optimizer state, if torch rounds
+    the size of each up to a power of two."""
 
 
 class Buffers:
