@@ -76,7 +76,7 @@ def not_yaml(error: Exception, text: str) -> tuple[int | None, str]:
     it is unknown."""
     if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
         if "set_int_max_str_digits" in str(error):
-            return None, "a whole number in it has more than 4,300 digits"
+            return None, "it contains an integer of more than 4,300 digits; write a smaller number"
         return None, f"not readable as YAML ({_one_line(error)})"
     line = error.problem_mark.line + 1
     problem = (error.problem or "").replace("did not find expected", "expected")
@@ -95,7 +95,7 @@ def not_yaml(error: Exception, text: str) -> tuple[int | None, str]:
 def not_applied(error: Exception) -> str:
     """Returns the reason why OmegaConf rejects an override, from its exception."""
     if "set_int_max_str_digits" in str(error):
-        return "a whole number in it has more than 4,300 digits"
+        return "it contains an integer of more than 4,300 digits; write a smaller number"
     return echoed(str(error).splitlines()[0])  # the other lines name OmegaConf's internal types
 
 
@@ -112,7 +112,7 @@ def no_interpolation(error: Exception, keys: Sequence[str]) -> str:
         return message
     near = difflib.get_close_matches(unknown[1], keys, n=1)
     hint = f"did you mean ${{{near[0]}}}?" if near else "set that key, or replace the interpolation by a value"
-    return f"${{{unknown[1]}}} is not a key that is set; {hint}"
+    return f"${{{unknown[1]}}} refers to a key that is not set; {hint}"
 
 
 def invalid_value(where: str, item: ErrorDetails) -> str:

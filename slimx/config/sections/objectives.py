@@ -40,9 +40,9 @@ class Correction(Section):
     """Tokens over which w is computed. token: each token alone; sequence: the product over the sequence; geometric: the
     geometric mean over the sequence."""
     low: Weight = 0.0
-    """Lower bound of w; 0: no lower bound."""
+    """Lower bound of the importance weight w; 0: no lower bound."""
     high: Positive = 2.0
-    """Upper bound of w."""
+    """Upper bound of the importance weight w."""
 
     def _faults(self) -> Faults:
         if self.kind == "none" and (self.level, self.low, self.high) != ("token", 0.0, 2.0):
@@ -69,9 +69,9 @@ class Rejection(Section):
     """Tokens over which the w that must be in [low, high] is computed. token: each token alone; sequence: the product
     over the sequence; geometric: the geometric mean over the sequence; none: no bounds are applied."""
     low: Weight = 0.0
-    """Lower bound of w; 0: no lower bound."""
+    """Lower bound of the importance weight w; 0: no lower bound."""
     high: Positive = 2.0
-    """Upper bound of w."""
+    """Upper bound of the importance weight w."""
     veto: float = Field(default=0.0, ge=0, lt=1)
     """Reject a whole sequence if w of any of its tokens is below this threshold; 0: never."""
 

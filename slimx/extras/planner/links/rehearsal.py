@@ -296,7 +296,7 @@ class _Engine(LocalRecipient):
 
 
 class OnlyOne:
-    """A membership with a single engine, whose failure ends the publication."""
+    """The engines of a publication: a single one, whose failure ends the publication."""
 
     epoch = 0
 
