@@ -29,7 +29,7 @@ MODE = "RAY_AUTH_MODE"
 TOKEN = "RAY_AUTH_TOKEN"
 TOKEN_FILE = "RAY_AUTH_TOKEN_PATH"
 CONNECT_S = 2.0
-"""Timeout of a connection attempt, in seconds."""
+"""Seconds within which a connection to the Ray cluster must be established."""
 
 
 def local_options() -> Json:

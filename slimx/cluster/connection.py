@@ -19,7 +19,7 @@ from slimx.config.schema import Config
 from slimx.errors import PartLost, SlimxError
 
 SHUTDOWN_S = 20.0
-"""Deadline for Ray to shut down, in seconds."""
+"""Seconds for which the shutdown of Ray is awaited."""
 STARTS = 3
 """Maximum number of attempts to start a local Ray cluster, which can time out on a busy machine."""
 SLOW = "timed out during startup"

@@ -72,7 +72,7 @@ class Restarts:
 
     @property
     def left(self) -> bool:
-        """True if another restart is allowed."""
+        """True if `health.restarts` allows another restart of the part."""
         return self.in_row < self.health.restarts
 
     @property

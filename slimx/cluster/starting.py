@@ -10,7 +10,7 @@ from pathlib import Path
 from slimx.config.schema import Config
 
 CPU_S = 300.0
-"""Deadline of a start on CPUs, in seconds."""
+"""Seconds within which trainers and engines must have started on CPUs."""
 READ_RATE = 1e9
 """Assumed rate at which a node reads weights from shared storage, in bytes/s; its other processes read from the page
 cache."""

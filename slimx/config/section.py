@@ -31,14 +31,14 @@ Count = Annotated[int, Field(ge=0, le=LARGEST)]
 """A number of tokens, prompts, steps or attempts, or 0 with a meaning that the field documents."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
-"""A deadline or an interval, at most a year."""
+"""A deadline or an interval in seconds, at most a year."""
 MOST = 1e12
 """Largest magnitude of a floating-point setting. It exceeds every probability ratio (slimx/algorithms/inputs.py), so an
 upper bound of this size never takes effect on ratios."""
 Positive = Annotated[float, Field(gt=0, le=MOST)]
 """A rate, temperature or bound that cannot be 0, or an amount of memory in MiB or GiB."""
 Weight = Annotated[float, Field(ge=0, le=MOST)]
-"""A coefficient; 0 disables its term."""
+"""A coefficient of a loss or reward term, or another number that is at least 0; 0 disables it."""
 Real = Annotated[float, Field(ge=-MOST, le=MOST)]
 """A number that may be negative, such as a reward."""
 

@@ -18,7 +18,7 @@ from slimx.config.foreign_names import Counterpart, of_flag, of_key
 from slimx.config.section import ECHOED
 
 SPECIAL = frozenset(" \t{}[]()<>'\"$&;|*?!#\\`~")
-"""Characters that have to be quoted in a shell."""
+"""Characters for which an argument has to be quoted in a shell."""
 OFF = ("false", "null", "none", "0", "no")
 REPEATING = ("critic", "policies")
 """Sections that repeat keys of other sections; suggestions prefer the key in the other section."""

@@ -31,17 +31,17 @@ class GpuSpec:
     domain: int
     """Number of GPUs in an NVLink domain."""
     nvlink: float
-    """Rate of a GPU's NVLink connection."""
+    """Rate of a GPU's NVLink connection, in bytes per second and direction."""
     network: float
     """Rate of a GPU's network adapter (InfiniBand); each GPU has one."""
     host: float
-    """Rate of transfers between a GPU and host memory."""
+    """Rate of transfers between a GPU and host memory, in bytes per second and direction."""
     host_memory: int
     """Host memory of a node in bytes."""
     bandwidth: float
     """Bandwidth of the GPU's memory in bytes per second."""
     flops: float
-    """Peak dense bf16 FLOPs per second."""
+    """Peak rate of dense bf16 matrix products, in FLOPs per second."""
 
 
 # NVIDIA H100 and H200 data sheets (SXM: NVLink 4 with 900 GB/s both ways, PCIe 5 x16 with 128 GB/s both ways, 989

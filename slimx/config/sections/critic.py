@@ -18,7 +18,7 @@ class CriticOptimizer(Optimizer):
     """Optimizer of the critic: the keys of `trainer.optimizer`, with a larger default learning rate."""
 
     lr: Positive = 1e-5
-    """Peak learning rate."""
+    """Peak learning rate of the critic."""
 
 
 class Critic(Section):

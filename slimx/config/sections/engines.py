@@ -51,7 +51,7 @@ class Engines(Section):
     model: PathText | None = None
     """Hugging Face directory that the servers load, such as an fp8 copy of model.path; null: model.path."""
     count: Size = 1
-    """Number of servers in the group."""
+    """Number of servers in the group that slimx starts."""
     urls: tuple[str, ...] = ()
     """Addresses of external servers, each http://HOST:PORT, to use instead of starting `count` servers. slimx neither
     starts nor stops them."""

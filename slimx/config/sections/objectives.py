@@ -142,7 +142,7 @@ class Grpo(Objective):
 
 class Gigpo(Grpo):
     gamma: Share = 1.0
-    """Discount factor per turn."""
+    """Discount factor per turn of later rewards; 1: no discount."""
     step_coef: Weight = 1.0
     """Weight of the step-level advantage, which compares turns that start in the same state."""
 
@@ -162,7 +162,7 @@ class TokenRewards(Objective):
 
     whole_step: ClassVar[bool] = True
     gamma: Share = 1.0
-    """Discount factor per trained token."""
+    """Discount factor per trained token of later rewards; 1: no discount."""
     whiten: bool = False
     """Normalize advantages to mean 0 and standard deviation 1 over the trained tokens of a step."""
 

@@ -17,7 +17,7 @@ class RewardPart(Section):
     function: str
     """Reward hook: the name of a built-in one (docs/hooks.md), or the dotted path of a function."""
     weight: Real = 1.0
-    """Factor applied to the hook's rewards."""
+    """Factor by which the hook's rewards are multiplied before the sum over parts."""
     where: dict[str, str | Label | Real | bool] = Field(default_factory=dict)
     """Metadata that a prompt must have for this part to score it, such as {dataset: gsm8k}; {}: all prompts."""
     options: Options = Field(default_factory=dict)

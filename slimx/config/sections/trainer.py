@@ -245,7 +245,7 @@ class RankLayout(Section):
     tensor: Size = 1
     """Tensor parallel size (TP). Sequence parallelism is enabled if it is above 1."""
     pipeline: Size = 1
-    """Pipeline parallel size (PP)."""
+    """Pipeline parallel size (PP): number of stages into which the layers are divided."""
     virtual_pipeline: Size = 1
     """Number of model chunks per pipeline rank in the interleaved schedule (VPP). More chunks mean smaller bubbles and
     more messages."""
@@ -302,7 +302,7 @@ class Trainer(RankLayout):
     """Parts of a layer whose saved tensors are moved to pinned host memory until the backward pass: core_attn,
     attn_proj, expert_fc1, moe_act. Needs CUDA and Transformer Engine; never run on a GPU (docs/trainer.md)."""
     threads: Size = 1
-    """CPU threads per trainer rank."""
+    """CPU threads per trainer rank, which Ray reserves."""
     deadline: Seconds = 1800
     """Seconds within which one call to all trainer ranks must return."""
     watch_deadline: Seconds = 60

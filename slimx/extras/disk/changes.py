@@ -121,7 +121,7 @@ class ChainReader:
         """The last file that was read (the attempt that wrote it) and the bucket's bytes, by the name of the bucket's
         files without extension."""
         self.read = 0
-        """Number of bytes of files read so far."""
+        """Number of bytes that have been read from files so far."""
 
     @contextmanager
     def landed(self, packed: PackedBucket) -> Iterator[PackedBucket]:

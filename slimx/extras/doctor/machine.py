@@ -32,7 +32,7 @@ PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "slimx.adapters.sglang.plugin:regis
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
 """Repeats `slimx.trainer.device.backends.FLASH`, whose module needs pydantic; a test compares the two."""
 IMPORT_S = 120
-"""Seconds within which an import must finish."""
+"""Seconds within which the import of a package must finish."""
 MEMORY_GIB = 4.0
 """GiB of memory that the quickstart needs; 3.2 GiB were measured."""
 SHM_MIB = 256.0
@@ -59,8 +59,7 @@ Look = Callable[[], Iterator[Finding]]
 
 
 def examine(say: Say) -> bool:
-    """Prints properties of this machine, in sections, and problems. Returns True if everything that a run needs is
-    present."""
+    """Prints properties and problems of this machine. Returns True if everything that a run needs is present."""
     sections: list[tuple[str, Look]] = [
         ("Machine", machine),
         ("Devices", devices),
@@ -390,7 +389,7 @@ def _version(name: str) -> str | None:
 
 
 def lock_of() -> tuple[str, dict[str, str]]:
-    """Returns name and pins of the lock file that `make venv` installed here; no pins in other environments."""
+    """Returns name and versions of the lock file that `make venv` installed here; no versions elsewhere."""
     for file in sorted((ROOT / "requirements").glob("*.txt")):
         if Path(sys.prefix, f".installed-{file.stem}").exists():
             return file.name, dict(re.findall(r"^([\w.-]+)==(\S+)", file.read_text(), re.MULTILINE))

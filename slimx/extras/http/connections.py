@@ -36,7 +36,7 @@ class Connections:
         self.refused = 0
         """Number of connections that were closed because more than `most` were open."""
         self.malformed = 0
-        """Number of requests that were not valid HTTP."""
+        """Number of requests so far that were not valid HTTP."""
         self._report_at = 0.0
 
     def __len__(self) -> int:

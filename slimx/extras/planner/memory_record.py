@@ -21,7 +21,7 @@ class TrainerMemory(Record):
     stage: int
     rank: int
     parameters: int
-    """Number of parameter elements on the rank."""
+    """Number of elements of all parameters on the rank."""
     weights: int
     """Bytes of weights, including the rounded weights of exact mode if publish.quantize is set."""
     gradients: int
@@ -53,7 +53,7 @@ class TrainerMemory(Record):
     in_flight: int
     """Number of micro-batches whose activations are kept, each of one chunk with virtual stages (VPP)."""
     peak: int
-    """Maximum number of bytes in use at any time."""
+    """Maximum number of bytes of GPU memory in use at any time."""
     away: int
     """Bytes in use on the GPU while engines generate (schedule.colocate)."""
     host_optimizer: int
@@ -117,12 +117,12 @@ class EngineMemory(Record):
 
     @property
     def cache(self) -> int:
-        """Bytes of the KV cache."""
+        """Bytes of the KV cache on one rank."""
         return (self.kv_tokens or 0) * self.kv_per_token
 
     @property
     def states(self) -> int:
-        """Bytes of all recurrent states."""
+        """Bytes of the recurrent states of all requests on one rank."""
         if not self.state_per_request or self.static is None:
             return 0
         return max(0, self.static - self.weights - (self.kv_room or 0))
@@ -156,7 +156,7 @@ memory of their weights again."""
 
 
 class MemoryPart(Record):
-    """Memory used for one purpose, in bytes."""
+    """Bytes of memory used for one purpose, such as weights."""
 
     name: str = Field(serialization_alias="what")
     nbytes: int

@@ -74,7 +74,7 @@ class RankMap(Record):
     gpus: int
     """Number of GPUs that the policy needs, including those of frozen engines."""
     nodes: int
-    """Number of nodes with these GPUs."""
+    """Number of nodes on which these GPUs are."""
     per_node: int
     trainer: tuple[RankPlace, ...]
     critic: tuple[RankPlace, ...]
@@ -144,7 +144,7 @@ class PublicationFigures(Record):
     transport_note: str
     """True if buckets are in GPU memory instead of host memory."""
     on_gpus: bool
-    """True if buckets are in GPU memory."""
+    """True if buckets are in GPU memory instead of host memory."""
     publisher_bytes: int
     """Bytes of memory for buckets: host memory on trainer rank 0, or with cuda_ipc GPU memory on each trainer rank.
     With nixl, send buffers in host or GPU memory on the trainer rank that needs most."""
@@ -213,7 +213,7 @@ class Suggestion(Record):
 
 
 class Searched(Record):
-    """Extent of a search for layouts."""
+    """Number of layouts that a search considered, and whether it was complete."""
 
     layouts: int
     """Number of splits that the model's layers and experts allow, with up to 64 times the number of ranks."""
@@ -234,7 +234,7 @@ class EngineSuggestion(Record):
     nodes: int
     """Number of machines that one server spans."""
     weights: int
-    """Bytes of weights on one rank."""
+    """Bytes of weights on one rank of the servers."""
     concurrency: int
     """Number of rollouts of the maximum length that fit in all servers of the group at the same time."""
 

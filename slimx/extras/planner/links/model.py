@@ -120,7 +120,7 @@ class Traffic:
     tensors: int
     """Maximum number of tensors that an engine rank receives."""
     engine_ranks: int
-    """Number of ranks of all engines."""
+    """Number of ranks of all engines together."""
 
     @property
     def buckets(self) -> int:
@@ -132,7 +132,7 @@ class Traffic:
 
     @property
     def ranks(self) -> int:
-        """Number of trainer and engine ranks."""
+        """Number of trainer ranks and engine ranks together."""
         return self.sources + self.engine_ranks
 
 
@@ -181,17 +181,17 @@ class Stages:
     """Seconds of one publication, in total and by stage."""
 
     pack: float
-    """Packing of all buckets. Gathering, conversion and packing are one kernel call per rank and bucket."""
+    """Seconds for packing all buckets. Gathering, conversion and packing are one kernel call per rank and bucket."""
     transfer: float
     check: float
-    """Computation of the checksums of staged bytes."""
+    """Seconds for the checksums of staged bytes."""
     load: float
     verify: float
-    """Computation of the checksums of loaded parameters."""
+    """Seconds for the checksums of loaded parameters."""
     control: float
-    """Calls to all ranks. The two calls per bucket overlap."""
+    """Seconds for calls to all ranks. The two calls per bucket overlap."""
     total: float
-    """Duration of the publication, less than the sum of the stages because packing overlaps with transfer and check."""
+    """Seconds for the publication, less than the sum of its stages because packing overlaps with transfer and check."""
 
 
 def predict(traffic: Traffic, links: Links) -> Stages:

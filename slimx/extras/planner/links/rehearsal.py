@@ -93,7 +93,7 @@ class EngineRank:
         return len(self._checksums)
 
     def drop(self) -> None:
-        """Discards the staged tensors."""
+        """Discards the staged tensors without loading them."""
         self._staged.clear()
 
     @staticmethod

@@ -101,9 +101,9 @@ class ParameterRun:
     parameter: bool = True
     """True for parameters, False for a buffer of a module."""
     quantized: bool = False
-    """True if publications in fp8 quantize it."""
+    """True if publications in fp8 quantize the parameters of this run."""
     adapted: bool = False
-    """True if it has a low-rank adapter."""
+    """True if each parameter of this run has a low-rank adapter."""
     orthogonalised: bool = False
     """True if Muon updates it, which applies to all matrices except embedding and output layer."""
 

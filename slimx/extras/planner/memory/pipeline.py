@@ -43,7 +43,7 @@ class ActivationBytes:
     hosted: int
     """Bytes in host memory at the peak (`trainer.offload_activations`)."""
     moved: int
-    """Bytes copied to the host and back per micro-batch."""
+    """Bytes of activations copied to the host and back per micro-batch."""
     parts: dict[str, int]
     """Bytes of `kept` that would be saved by recomputing (`trainer.recompute.modules`) or offloading (`offload NAME`) a
     single module, by its name, if nothing else is recomputed or offloaded."""
@@ -124,9 +124,9 @@ class _OutputBytes(NamedTuple):
 
     kept: float
     copied: float
-    """Bytes copied to the host."""
+    """Bytes of its activations that are copied to the host."""
     work: float
-    """Bytes of workspace of the loss."""
+    """Bytes of temporary memory for computing the loss and its gradient."""
 
 
 def _output_layers(spec: ModelSpec, trainer: Trainer, setting: Setting) -> _OutputBytes:

@@ -32,7 +32,7 @@ class MergingBytes(NamedTuple):
     published: int = 0
     """Bytes kept from the first publication on, for the weights of one bucket."""
     exported: int = 0
-    """Bytes kept from the first export on."""
+    """Bytes kept from the first export on, for the weights of one bucket of an export."""
     work: int = 0
     """Bytes that are needed temporarily while the largest weight is merged."""
 

@@ -36,19 +36,19 @@ from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 
 @dataclass(frozen=True, slots=True)
 class CompiledPublication:
-    """A publication that has been compiled."""
+    """A compiled publication, with what the report needs to know about it."""
 
     published: PublicationPlan
     dealt: DealtPlan | None
     """The plan divided among trainer ranks for all engines (nixl); None for other transports."""
     on_gpus: bool
-    """True if buckets are in GPU memory."""
+    """True if buckets are in GPU memory instead of host memory."""
     seconds: float
     """Seconds that the compilation took."""
 
     @property
     def packed(self) -> Plan:
-        """Plan by which trainer ranks pack their buckets."""
+        """Plan by which trainer ranks pack their buckets: with nixl the divided one."""
         if self.dealt is None:
             return self.published.plan
         return self.dealt.plan

@@ -184,7 +184,7 @@ class Search:
 
     @property
     def _element_bytes(self) -> int:
-        """Bytes of weight and gradient per element."""
+        """Bytes per parameter element for its weight and gradient."""
         return ITEMSIZE[self.config.numerics.dtype] + 4
 
     def _possible(self, world: int) -> Iterator[Split]:
