@@ -166,6 +166,26 @@ class Algorithm(Section):
                 "algorithm.advantages is none and algorithm.teacher_coef is 0, so every advantage would be 0; set an "
                 "estimator, or algorithm.name=distillation",
             )
+        yield from self._teacher_conflicts()
+        for key in ("correction", "rejection"):
+            if getattr(self, key).active and self.old_logprobs != "recompute":
+                yield (
+                    "old_logprobs",
+                    key,
+                    f"algorithm.{key} compares the trainer's old log-probs with the engine's, and "
+                    "algorithm.old_logprobs is rollout, so both would be the same; set "
+                    "algorithm.old_logprobs=recompute",
+                )
+        if self.kl_coef and self.kl_estimator == "k1" and not self.kl_unbiased:
+            yield (
+                "kl_estimator",
+                "kl_estimator",
+                "algorithm.kl_estimator is k1, whose gradient has mean 0 for any reference; use k2 or k3, or "
+                "set algorithm.kl_unbiased=true",
+            )
+
+    def _teacher_conflicts(self) -> Iterator[tuple[str, str, str]]:
+        """Yields the conflicts between keys that concern teachers, as `_conflicts` does."""
         if self.teacher is not None and self.served_teachers:
             key = "teacher_engine" if self.teacher_engine is not None else "teacher_engines"
             yield (
@@ -187,22 +207,6 @@ class Algorithm(Section):
                 missing,
                 "algorithm.teacher_kl_coef is positive and needs the most likely tokens of a served teacher; set "
                 f"algorithm.{missing} too",
-            )
-        for key in ("correction", "rejection"):
-            if getattr(self, key).active and self.old_logprobs != "recompute":
-                yield (
-                    "old_logprobs",
-                    key,
-                    f"algorithm.{key} compares the trainer's old log-probs with the engine's, and "
-                    "algorithm.old_logprobs is rollout, so both would be the same; set "
-                    "algorithm.old_logprobs=recompute",
-                )
-        if self.kl_coef and self.kl_estimator == "k1" and not self.kl_unbiased:
-            yield (
-                "kl_estimator",
-                "kl_estimator",
-                "algorithm.kl_estimator is k1, whose gradient has mean 0 for any reference; use k2 or k3, or "
-                "set algorithm.kl_unbiased=true",
             )
 
     def default(self, key: str) -> object:

@@ -140,27 +140,7 @@ class Engines(Section):
                 "serve, which "
                 "may be model.path",
             )
-        if self.ranks % self.nodes:
-            yield (
-                "engines.nodes",
-                "rollout.engines",
-                f"{where}: nodes {self.nodes} does not divide the {self.ranks} ranks of a server (tensor x pipeline); "
-                "each machine must run the same number of ranks",
-            )
-        if self.ranks > SERVER:
-            yield (
-                "engines.server_ranks",
-                "rollout.engines",
-                f"{where} has servers of {self.ranks} ranks (tensor x pipeline), more than the maximum of {SERVER:,}; "
-                "lower tensor or pipeline",
-            )
-        if self.started * self.ranks > GPUS:
-            yield (
-                "engines.group_ranks",
-                "rollout.engines",
-                f"{where} has {self.started} servers of {self.ranks} ranks, more than the maximum of {GPUS:,} ranks "
-                "per group; lower count, tensor or pipeline",
-            )
+        yield from self._rank_faults(where)
         for key, kind in _READ.items():
             value = self.sglang.get(key)
             if value is None:
@@ -190,6 +170,30 @@ class Engines(Section):
                 f"{where}: sglang.disaggregation_transfer_backend=fake does not transfer the KV cache that decode "
                 "servers need; use "
                 "mooncake or nixl",
+            )
+
+    def _rank_faults(self, where: str) -> Faults:
+        """Yields a fault for each limit that the number of ranks of a server or of the group violates."""
+        if self.ranks % self.nodes:
+            yield (
+                "engines.nodes",
+                "rollout.engines",
+                f"{where}: nodes {self.nodes} does not divide the {self.ranks} ranks of a server (tensor x pipeline); "
+                "each machine must run the same number of ranks",
+            )
+        if self.ranks > SERVER:
+            yield (
+                "engines.server_ranks",
+                "rollout.engines",
+                f"{where} has servers of {self.ranks} ranks (tensor x pipeline), more than the maximum of {SERVER:,}; "
+                "lower tensor or pipeline",
+            )
+        if self.started * self.ranks > GPUS:
+            yield (
+                "engines.group_ranks",
+                "rollout.engines",
+                f"{where} has {self.started} servers of {self.ranks} ranks, more than the maximum of {GPUS:,} ranks "
+                "per group; lower count, tensor or pipeline",
             )
 
     def _external_faults(self, where: str) -> Faults:

@@ -178,18 +178,12 @@ def _record(
     dispatched = _dispatched(spec, setting)
     dispatcher = trainer_buffers(config.trainer, spec, setting.sizes, device)
     overhead = OVERHEAD if device == "cuda" else 0
-    served = 0
-    chosen = 0
-    copies = 0
-    if model == "trainer":
-        served = _served(config, state)
-        chosen = _chosen(config, spec, setting, stage.stage)
-        copies = _rounded_copies(config, state, device)
-    weights = state.weights + served + merging + _merged(config, state)
-    static = overhead + dispatcher + weights + state.gradients + optimizer + copies
+    policy = _policy_bytes(config, spec, setting, stage, model, device)
+    weights = state.weights + policy.served + merging + _merged(config, state)
+    static = overhead + dispatcher + weights + state.gradients + optimizer + policy.copies
     away = static
     if config.schedule.colocate and config.trainer.offload:
-        away = overhead + dispatcher + served + merging
+        away = overhead + dispatcher + policy.served + merging
     host = _host_bytes(config, state, model, device, hosted)
     return TrainerMemory(
         model=model,
@@ -204,7 +198,7 @@ def _record(
         head=activations.head,
         work=activations.work,
         step=step,
-        copies=copies,
+        copies=policy.copies,
         communication=dispatched,
         dispatcher=dispatcher,
         publication=buckets,
@@ -215,11 +209,40 @@ def _record(
         host_optimizer=host.optimizer,
         host_copies=host.copies,
         host_away=host.away,
-        host_chosen=chosen,
+        host_chosen=policy.chosen,
         host_checkpoint=host.checkpoint,
         host_activations=2 * activations.hosted,
         moved=activations.moved * batch_plan(config, setting.sizes).microbatches_per_update,
         parts=activations.parts,
+    )
+
+
+class _PolicyBytes(NamedTuple):
+    """Memory that a rank of the policy needs and a rank of the critic does not, in bytes."""
+
+    served: int
+    """Bytes of the quantized weights that exact mode computes with."""
+    copies: int
+    """Bytes of quantized copies of weights that layers keep on the GPU."""
+    chosen: int
+    """Bytes of host memory for the token choices of sparse attention."""
+
+
+def _policy_bytes(
+    config: Config,
+    spec: ModelSpec,
+    setting: Setting,
+    stage: StageState,
+    model: Literal["trainer", "critic"],
+    device: str,
+) -> _PolicyBytes:
+    """Returns the memory that only a rank of the policy needs; zeros for a rank of the critic."""
+    if model == "critic":
+        return _PolicyBytes(served=0, copies=0, chosen=0)
+    return _PolicyBytes(
+        served=_served(config, stage.state),
+        copies=_rounded_copies(config, stage.state, device),
+        chosen=_chosen(config, spec, setting, stage.stage),
     )
 
 
