@@ -26,8 +26,8 @@ def write_synced(path: Path, *pieces: bytes | memoryview) -> None:
 
 
 def write_atomic(path: Path, *pieces: bytes | memoryview, sync: bool = True) -> None:
-    """Replaces the content of the file at `path` by `pieces`, so that readers see either the old content or all of the
-    new one.
+    """Replaces the content of the file at `path` with `pieces`, so that readers see either the old content or all of
+    the new one.
 
     `sync`: guarantee this also after a crash of the machine. Raises OSError without leaving a partial file."""
     partial = path.with_name(path.name + ".partial")
@@ -43,7 +43,7 @@ def write_atomic(path: Path, *pieces: bytes | memoryview, sync: bool = True) -> 
 
 
 def replace_synced(path: Path, data: bytes) -> None:
-    """Replaces the content of the file at `path`, which a run depends on, as `write_atomic` does. Raises SlimxError if
+    """Replaces the content of the file at `path`, on which a run depends, as `write_atomic` does. Raises SlimxError if
     it cannot be written."""
     try:
         write_atomic(path, data)

@@ -17,8 +17,8 @@ from slimx.json_types import Json
 from slimx.runtime.user_files import private_directory, private_token
 
 ADDRESS = "127.0.0.2"
-"""IP address of the node of a local cluster, at which Ray's agents listen. Ray would replace 127.0.0.1 by an externally
-reachable address."""
+"""IP address of the node of a local cluster, at which Ray's agents listen. Ray would replace 127.0.0.1 with an
+externally reachable address."""
 SYSTEM_CONFIG = {"enable_metrics_collection": False, "task_events_report_interval_ms": 0}
 """System configuration of a local Ray cluster.
 

@@ -44,7 +44,7 @@ def probes() -> dict[str, Probe]:
 async def watch_ray(
     processes: Mapping[str, psutil.Process], probes: Mapping[str, Probe], deadline_s: float, look_s: float = LOOK_S
 ) -> PartLost:
-    """Returns the error that makes the cluster unusable as soon as one is detected.
+    """Waits until the loss of one of Ray's processes is detected, and returns an error that describes it.
 
     `processes`: processes that must be running, checked every `look_s` seconds. `probes`: calls that must return within
     `deadline_s` seconds."""

@@ -17,4 +17,4 @@ Checkpoint = Annotated[
     typer.Option(help="Hugging Face checkpoint that the engines load; default: the initial weights of the run."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error too.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Also print the traceback of an error.")]

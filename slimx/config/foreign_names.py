@@ -23,8 +23,8 @@ _SIZES = {
     "expert_tensor_parallel_size": "expert_tensor",
 }
 ALIASES: dict[str, str] = {}
-"""Aliases of keys, as in Megatron-LM and other frameworks: dotted alias to slimx's name of its last part. `*` matches
-any entry of a list."""
+"""Names of parallel sizes in Megatron-LM and other frameworks, which are accepted as aliases: dotted alias, mapped to
+the last part of the slimx key. `*` matches any entry of a list."""
 for _section in ("trainer", "critic.layout"):
     for _long, _short in _SIZES.items():
         ALIASES[f"{_section}.{_long}"] = _short

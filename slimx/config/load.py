@@ -207,7 +207,7 @@ def _entries(override: Json, base: object, path: tuple[str, ...]) -> list[object
 
 
 def _value_at(tree: object, path: Iterable[object]) -> object:
-    """Returns the value at `path`, a sequence of keys and indices; None if there is no value at it."""
+    """Returns the value at `path`, a sequence of keys and indices; None if there is none."""
     for key in path:
         tree = _inner(tree, key)
     return tree
@@ -270,8 +270,8 @@ def _override_of(key: str, applied: Mapping[str, str]) -> str | None:
 
 
 def _refuse(problems: Sequence[SlimxError], path: Path, applied: Mapping[str, str], cause: Exception) -> None:
-    """Raises one Refusal that lists `problems`, each attributed to the override that caused it, otherwise to the file
-    at `path`. Returns if there are none."""
+    """Raises one Refusal that lists `problems`, each attributed to the override that caused it or, if none did, to the
+    file at `path`. Returns if there are none."""
     names = []
     for problem in problems:
         override = _override_of(problem.about, applied) if problem.about else None

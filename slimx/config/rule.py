@@ -118,7 +118,7 @@ def all_rules() -> tuple[Rule, ...]:
 
 def broken(rules: Iterable[Rule], facts: Mapping[str, object], *, before: Collection[str] = ()) -> list[SlimxError]:
     """Returns the errors of all rules that can be evaluated with `facts`. `before`: names of facts that an earlier
-    stage had; rules that it could evaluate are skipped."""
+    stage had; rules that need only these facts are skipped."""
     problems: list[SlimxError] = []
     for rule in rules:
         if rule.facts <= facts.keys() and not rule.facts <= {*before}:

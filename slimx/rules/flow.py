@@ -93,7 +93,10 @@ def colocated(rollout: Rollout, schedule: Schedule) -> Problems:
 @rule("flow.mask_stale_tokens", "algorithm.mask_stale_tokens")
 def masked(algorithm: Algorithm, schedule: Schedule) -> Problems:
     if algorithm.mask_stale_tokens and not schedule.max_staleness:
-        yield "algorithm.mask_stale_tokens has no effect with schedule.max_staleness=0 (no stale tokens); remove it"
+        yield (
+            "algorithm.mask_stale_tokens has no effect, because with schedule.max_staleness=0 no token is stale; "
+            "remove it"
+        )
 
 
 @rule("flow.over_sampling", "rollout.over_sampling")

@@ -128,14 +128,14 @@ def has_such_modules(trainer: Trainer, spec: ModelSpec) -> Problems:
         if offloaded in missing:
             yield (
                 "trainer.offload_activations",
-                f"trainer.offload_activations has {offloaded}, which {spec.path} lacks; remove it",
+                f"trainer.offload_activations contains {offloaded}, which {spec.path} lacks; remove it",
             )
     if trainer.recompute.granularity == "selective":
         for recomputed in trainer.recompute.modules:
             if recomputed in missing:
                 yield (
                     "trainer.recompute.modules",
-                    f"trainer.recompute.modules has {recomputed}, which {spec.path} lacks; remove it",
+                    f"trainer.recompute.modules contains {recomputed}, which {spec.path} lacks; remove it",
                 )
 
 

@@ -69,9 +69,9 @@ class Algorithm(Section):
     """Name of a frozen group of rollout.engines that serves the teacher, instead of `teacher`; null: none. The teacher
     may have any architecture but must have the policy's vocabulary."""
     teacher_engines: dict[str, str] = {}
-    """Teacher groups by value of the prompts' metadata field `teacher_field`, such as {math: math-teacher, code:
-    code-teacher}. Prompts with another value are sent to `teacher_engine`; without a `teacher_engine` they are an
-    error."""
+    """Names of the frozen groups of rollout.engines that serve teachers, by value of the prompts' metadata field
+    `teacher_field`, such as {math: math-teacher, code: code-teacher}. Prompts with another value are sent to
+    `teacher_engine`; without a `teacher_engine` they are an error."""
     teacher_field: str = "dataset"
     """Metadata field of the prompts that selects among `teacher_engines`; dataset: the name of the prompt's source."""
     teacher_coef: Weight = 0.0
@@ -83,8 +83,8 @@ class Algorithm(Section):
     """Distillation of distributions: weight in the loss of the KL between teacher and policy over the teacher's
     `teacher_top_k` most likely tokens plus one bin for all other tokens; 0: none."""
     teacher_kl: Literal["reverse", "forward"] = "reverse"
-    """Direction of the KL. reverse: KL(policy || teacher), which `teacher_coef` estimates from single tokens; forward:
-    KL(teacher || policy)."""
+    """Direction of the KL that `teacher_kl_coef` weights. reverse: KL(policy || teacher), which `teacher_coef`
+    estimates from single tokens; forward: KL(teacher || policy)."""
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
     """Log-probs in the denominator of the importance ratio. rollout: the engine's; recompute: the trainer's under the
     weights at the start of the step (one more forward pass)."""
@@ -118,7 +118,7 @@ class Algorithm(Section):
         return read_objective(key, value, preset.get(key, {}))
 
     def _faults(self) -> Faults:
-        first: dict[str, tuple[str, str, str]] = {}  # one fault per key, because a second one may ask for the opposite
+        first: dict[str, tuple[str, str, str]] = {}  # one fault per key, because a second one may demand the opposite
         for code, key, sentence in self._conflicts():
             first.setdefault(key, (f"algorithm.{code}", f"algorithm.{key}", sentence))
         yield from first.values()
@@ -277,9 +277,9 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     ),
     "credit": (
         lambda a: _sampled(a) and a.advantages.kind not in ("gdpo", "none", "remax"),
-        "assigns rewards to trajectories, but these advantages do not use them, or subtract a baseline without credit",
+        "needs advantages computed from nothing but the rewards that it assigns",
     ),
-    "aggregation": (lambda a: not a.scores, "weights tokens, but a reward model has one score per answer"),
+    "aggregation": (lambda a: not a.scores, "needs a loss over tokens, not over one score per answer"),
     "kl_reward_coef": (
         lambda a: isinstance(a.advantages, TokenRewards),
         "needs advantages with a reward for every token: reinforce, reinforce_baseline or gae",
@@ -291,10 +291,11 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     "teacher_field": (lambda a: bool(a.teacher_engines), "selects among algorithm.teacher_engines"),
     "teacher_kl": (lambda a: a.teacher_kl_coef > 0, "needs a positive algorithm.teacher_kl_coef"),
     "teacher_top_k": (lambda a: a.teacher_kl_coef > 0, "needs a positive algorithm.teacher_kl_coef"),
-    "old_logprobs": (_sampled, "is the denominator of a ratio, which this loss does not have"),
+    "old_logprobs": (_sampled, "needs a loss with an importance ratio"),
     "mask_stale_tokens": (_sampled, "masks sampled tokens"),
     "correction": (_policy_gradient, "weights policy-gradient losses"),
     "rejection": (_policy_gradient, "masks sampled tokens"),
     "opsm_delta": (_policy_gradient, "masks sampled sequences"),
 }
-"""Key to the condition under which it has an effect, and the predicate that an error message gives as the reason."""
+"""Keys that have an effect only under a condition, with the condition and the phrase that follows the key in the error
+message."""

@@ -26,7 +26,8 @@ class Critic(Section):
     (attention, recompute, deadline, ...) are taken from section `trainer`."""
 
     load: PathText | None = None
-    """Hugging Face directory of the trunk's initial weights; null: the policy's initial weights."""
+    """Hugging Face directory with the initial weights of all layers except the value head; null: the policy's initial
+    weights."""
     head: Literal["zero", "normal"] = "zero"
     """Initialization of the value head. zero: zeros; normal: normally distributed with standard deviation 1/sqrt(hidden
     size + 1)."""

@@ -66,7 +66,8 @@ class Engines(Section):
     max_total_tokens: Amount | None = None
     """Capacity of the KV cache in tokens; null: SGLang computes it from the free memory."""
     threads: Size = 1
-    """CPU threads per rank of a server, which Ray reserves; servers on GPUs do not limit their threads to it."""
+    """CPU threads per rank of a server, which Ray reserves; servers on GPUs do not limit their threads to this
+    number."""
     tensor: Size = 1
     """Tensor parallel size of a server (SGLang's tp_size)."""
     expert: Size = 1

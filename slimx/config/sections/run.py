@@ -121,7 +121,7 @@ class SavedRollouts(Section):
     keep: Count = 10
     """Number of files in RUN/rollouts to keep, the newest ones; 0: all."""
     routes: bool = False
-    """Save also the experts that each token was routed to (MoE), several hundred bytes per token for a large model.
+    """Also save the experts that each token was routed to (MoE), several hundred bytes per token for a large model.
     Required to replay the rollouts (`rollout.replay`) with trainer.moe.routing_replay=R3."""
 
 
@@ -129,8 +129,8 @@ class Stall(Section):
     """Durations after which a phase of the run counts as stalled."""
 
     factor: Positive = 10.0
-    """Multiple of a phase's usual duration, the median of its last 20 in this run, after which the phase counts as
-    stalled."""
+    """Multiple of a phase's usual duration after which the phase counts as stalled. The usual duration is the median of
+    the last 20 times that this run completed the phase."""
     at_least: Seconds = 1800
     """Minimum number of seconds after which a phase counts as stalled. It is the only limit of a phase that has not
     been completed before."""

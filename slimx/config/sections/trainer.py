@@ -88,7 +88,7 @@ class Optimizer(Section):
 
 
 OffloadedModule = Literal["core_attn", "attn_proj", "expert_fc1", "moe_act"]
-"""megatron-core's names of the parts of a layer whose inputs can be offloaded to host memory."""
+"""Part of a layer whose inputs can be offloaded to host memory, by its name in megatron-core."""
 
 
 class Recompute(Section):

@@ -23,7 +23,7 @@ health_app = typer.Typer(add_completion=False)
 def doctor(
     file: Annotated[
         Path | None,
-        typer.Argument(help="YAML file of a run whose configuration, checkpoint, prompts and hooks to check too."),
+        typer.Argument(help="YAML file of a run to check too: its configuration, checkpoint, prompts and hooks."),
     ] = None,
     overrides: Overrides = None,
     effects: Annotated[
@@ -171,7 +171,9 @@ def health(
         list[str] | None,
         typer.Option(help="InfiniBand or RoCE adapter that needs an active port."),
     ] = None,
-    path: Annotated[list[Path] | None, typer.Option(help="Paths that need free space; default: /tmp and here.")] = None,
+    path: Annotated[
+        list[Path] | None, typer.Option(help="Paths that need free space; default: /tmp and this directory.")
+    ] = None,
     disk: Annotated[float, typer.Option(help="Free GiB that each path must have.")] = 5.0,
     shm: Annotated[float, typer.Option(help="Free GiB that /dev/shm must have.")] = 1.0,
     clock: Annotated[

@@ -27,10 +27,12 @@ ROOT = Path(slimx.__file__).parents[1]
 MAIN = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "numpy", "pydantic")
 """Packages that are always shown; others are shown only if they have a problem."""
 STAND_INS = ("sgl_kernel", "torchvision")
-"""Repeats `slimx.extras.cpu.adapters.absent.PACKAGES`, which this package may not import; a test compares the two."""
+"""Packages that slimx replaces with stand-ins on CPUs. Repeats `slimx.extras.cpu.adapters.absent.PACKAGES`, which this
+package may not import; a test compares the two."""
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "slimx.adapters.sglang.plugin:register"
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
-"""Repeats `slimx.trainer.device.backends.FLASH`, whose module needs pydantic; a test compares the two."""
+"""Distributions of flash-attn. Repeats `slimx.trainer.device.backends.FLASH`, whose module needs pydantic; a test
+compares the two."""
 IMPORT_S = 120
 """Seconds within which the import of a package must finish."""
 MEMORY_GIB = 4.0
@@ -40,7 +42,7 @@ SHM_MIB = 256.0
 
 
 Say = Callable[[str, str | None], None]
-"""Function that prints a line, in a style of rich or, with None, without one."""
+"""Function that prints a line in a style of the library rich; None: without a style."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,8 @@ def packages() -> Iterator[Finding]:
 
 
 def adapters() -> Iterator[Finding]:
-    """Yields findings about adaptations that replace missing upstream features here, with their reasons."""
+    """Yields findings about adaptations that replace missing upstream features: which are in force on this machine, and
+    why."""
     cuda = _cuda()
     if cuda:
         yield Finding("megatron_cpu", "not in force: torch sees a GPU")

@@ -1,4 +1,4 @@
-"""Parsing of the version requirements of an installed distribution, with Python's standard library alone."""
+"""Parses the version requirements of installed distributions with Python's standard library alone."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class TrainerMemory(Record):
     """Bytes of weights, including the rounded weights of exact mode if publish.quantize is set."""
     gradients: int
     optimizer: int
-    """Optimizer state on the device."""
+    """Bytes of optimizer state on the device, without moments in host memory (`host_optimizer`)."""
     moments: int
     """Bytes of the moments, which are included in `optimizer`. They exist after the first step or after a checkpoint is
     restored."""
@@ -84,7 +84,7 @@ class TrainerMemory(Record):
 
 
 class EngineMemory(Record):
-    """Memory of the rank of a server that needs most, for one group of rollout.engines."""
+    """Memory of the fullest rank of a server, for one group of rollout.engines."""
 
     group: str
     count: int
@@ -205,7 +205,7 @@ class DiskBytes(Record):
     exports: int
     """Number of exports that are written, including references of `algorithm.reference_refresh`."""
     rollouts: int
-    """Bytes of the groups of all kept steps (track.rollouts), without text and metadata."""
+    """Bytes of the saved rollouts that track.rollouts keeps, without text and metadata."""
 
     @property
     def nbytes(self) -> int:

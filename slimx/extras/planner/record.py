@@ -74,7 +74,7 @@ class RankMap(Record):
     gpus: int
     """Number of GPUs that the policy needs, including those of frozen engines."""
     nodes: int
-    """Number of nodes on which these GPUs are."""
+    """Number of nodes that contain these GPUs."""
     per_node: int
     trainer: tuple[RankPlace, ...]
     critic: tuple[RankPlace, ...]
@@ -129,30 +129,31 @@ class PublicationFigures(Record):
     moves: int
     """Number of rectangles that are copied from a tensor of a trainer rank to a tensor of an engine rank."""
     launches: int
-    """Number of kernel launches on the trainer rank that has most."""
+    """Number of kernel launches on the trainer rank that has the most."""
     nbytes: int
     """Bytes sent to all engines together: values and scales."""
     adapter_bytes: int = 0
     """With publish.adapters=alone, bytes that a publication of adapters sends to all engines together. `nbytes` is then
     the size of the first publication, which also sends the base weights."""
     received: int
-    """Bytes received by the engine rank that receives most."""
+    """Bytes received by the engine rank that receives the most."""
     sent_max: int
-    """Bytes sent by the trainer rank that sends most."""
+    """Bytes sent by the trainer rank that sends the most."""
     sent_mean: float
     transport: str
     transport_note: str
-    """True if buckets are in GPU memory instead of host memory."""
+    """Reason why this transport was chosen."""
     on_gpus: bool
     """True if buckets are in GPU memory instead of host memory."""
     publisher_bytes: int
     """Bytes of memory for buckets: host memory on trainer rank 0, or with cuda_ipc GPU memory on each trainer rank.
-    With nixl, send buffers in host or GPU memory on the trainer rank that needs most."""
+    With nixl, send buffers in host or GPU memory on the trainer rank that needs the most."""
     merging_bytes: int = 0
-    """With trainer.lora, bytes of memory for merging the weights of one bucket on the trainer rank that needs most."""
+    """With trainer.lora, bytes of memory for merging the weights of one bucket on the trainer rank that needs the
+    most."""
     kept_bytes: int = 0
-    """With publish.delta, bytes of host memory on the trainer rank that keeps most: the weights that it sent last, and
-    its part of a bucket. With the disk transport, on trainer rank 0."""
+    """With publish.delta, bytes of host memory on the trainer rank that keeps the most: the weights that it sent last,
+    and its part of a bucket. With the disk transport, on trainer rank 0."""
     received_bytes: int = Field(default=0, serialization_alias="held_bytes")
     """With publish.delta, bytes of host memory for one engine on each of its machines: the weights that it received
     last."""
@@ -161,7 +162,8 @@ class PublicationFigures(Record):
     into, and the buckets assembled from them until they are loaded. With the disk transport and publish.delta, only
     these buckets."""
     staged_bytes: int
-    """Bytes of GPU memory that a publication needs in addition to the weights, on the engine rank that needs most."""
+    """Bytes of GPU memory that a publication needs in addition to the weights, on the engine rank that needs the
+    most."""
     plan_bytes: int
     """Bytes of the serialized plan, of which every trainer rank keeps a copy."""
     compile_seconds: float
@@ -174,7 +176,7 @@ class LinkBytes(Record):
     link: str
     nbytes: int
     busiest: int
-    """Bytes sent or received by the GPU (or node) that transfers most."""
+    """Bytes sent or received by the GPU (or node) that transfers the most."""
     seconds: float | None
     """Predicted seconds: `busiest` divided by the link's rate; null if the rate is unknown."""
 
@@ -208,12 +210,12 @@ class Suggestion(Record):
     cost: float
     """Seconds of an update that the cost model predicts; only for ranking."""
     again: float
-    """Number of layouts that a search considered, and of those for which memory was computed."""
+    """FLOPs of recomputation as a fraction of the FLOPs of an update without recomputation."""
     why: str
 
 
 class Searched(Record):
-    """Number of layouts that a search considered, and whether it was complete."""
+    """Extent of a search for layouts: how many were considered, and whether all possible ones were."""
 
     layouts: int
     """Number of splits that the model's layers and experts allow, with up to 64 times the number of ranks."""
@@ -269,7 +271,7 @@ class PlanReport(Record):
     """Rate between this type of GPU and host memory in bytes per second and direction; null if unknown."""
     trainer: Sizes | None = None
     largest_rank: int = 0
-    """Number of parameter elements on the trainer rank that has most."""
+    """Number of parameter elements on the trainer rank that has the most."""
     critic: Sizes | None = None
     """Parallel sizes of PPO's critic; null without a critic."""
     separate_critic: bool = Field(default=False, serialization_alias="critic_own")
@@ -294,12 +296,13 @@ class PlanReport(Record):
     disk: DiskBytes | None = None
     batch: BatchPlan | None = None
     publication: PublicationFigures | None = None
-    """Figures of the publication; null for a run without engines, and for one that lacks nodes."""
+    """Figures of the publication; null if the run has no engines or needs more nodes than
+    cluster.nodes."""
     links: tuple[LinkBytes, ...] = ()
     predicted: Predicted | None = None
     """Predictions of the publication's duration; null without --predict."""
     violations: tuple[str, ...] = ()
-    """Every reason for which the run would be refused; if there are any, the exit code is 2."""
+    """Reasons why the run would be refused; if there are any, the exit code is 2."""
     refits: bool = False
     """True if another layout of the trainer's ranks could remove a violation."""
     warnings: tuple[str, ...] = ()

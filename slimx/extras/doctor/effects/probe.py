@@ -156,7 +156,7 @@ def try_hooks(config: Config) -> None:
         raise
     except Exception as error:
         raise SlimxError(
-            f"{' or '.join(hooks)} called with synthetic rollouts, raised {raised(error)}; call it by hand on such "
+            f"{' or '.join(hooks)}, called with synthetic rollouts, raised {raised(error)}; call it by hand on such "
             "a batch (slimx.extras.doctor.effects.probe.make_probe)",
             code="algorithm.hook",
             about=" or ".join(hooks),

@@ -186,7 +186,7 @@ def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], fin
         findings.note(
             "hooks.long_prompt",
             hook,
-            f"{hook} makes a prompt too long: {prompt} tokens, where those of the file may have {limit} "
+            f"{hook} makes a prompt of {prompt} tokens, but prompts of the file may have at most {limit} "
             "(rollout.max_prompt_tokens)",
         )
     try:
@@ -201,7 +201,8 @@ def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], fin
         findings.problem(
             "hooks.long_trajectory",
             hook,
-            f"rollout.generate: {hook} makes a trajectory of {length} tokens where {longest} can be trained; {remedy}",
+            f"rollout.generate: {hook} makes a trajectory of {length} tokens, more than the {longest} that can be "
+            f"trained; {remedy}",
         )
 
 

@@ -88,7 +88,7 @@ def gb300_nvlink() -> Links:
 
 def _cluster(name: str, *, memory: float, pack: float, link: float, message: float, domain: int | None = None) -> Links:
     """Returns the links of ranks with one GPU each. `memory`: bandwidth of GPU memory, reads and writes together, in
-    bytes/s. `pack`: rate of the pack kernel relative to that of a copy. The others: as in `Links`."""
+    bytes/s. `pack`: rate of the pack kernel relative to that of a copy. Other parameters: as in `Links`."""
     return Links(
         name=name,
         pack=pack * memory / 2,

@@ -1,5 +1,5 @@
-"""A publication within this process. It measures the rates of this machine, and whether the link model predicts the
-publication's duration from them.
+"""A publication within this process, which measures the rates of this machine and tests whether the link model predicts
+the publication's duration from them.
 
 The trainer side is slimx's own code (`Gatherer`, `Publisher`). The engine side is `EngineRank`, which treats its
 parameters as the receiver in an engine's process does. Weights are random, because only their size matters."""
@@ -48,7 +48,7 @@ MODEL = {
 }
 """config.json of a small Qwen3-MoE model with 30 MiB of bf16 weights per layer."""
 SMALL, LARGE = 1, 5
-"""Numbers of layers: of the model with which rates are measured, and of the model that is published for comparison."""
+"""Number of layers of the model with which rates are measured, and of the model that is published for comparison."""
 ROUNDS, FEWEST, LIMIT_S = 5, 3, 2.0
 """Maximum and minimum number of rounds of a rehearsal, and the seconds after which no further round starts."""
 DEADLINE_S = 30.0

@@ -58,7 +58,7 @@ class LayerBytes:
     """Bytes that one layer keeps between the forward and the backward pass, for one micro-batch on one rank."""
 
     input: float
-    """Input of the layer, the only tensor that a completely recomputed layer keeps."""
+    """Bytes of the layer's input, the only tensor that a completely recomputed layer keeps."""
     attention_norm: float = 0.0
     """Bytes kept by the norm before the attention."""
     attention_input: float = 0.0
@@ -66,12 +66,14 @@ class LayerBytes:
     projected: float = 0.0
     """Bytes of queries, keys and values that the attention keeps, including those kept by their norms and rotation."""
     up_projected: float = 0.0
-    """Part of `projected` that is computed again if latent attention's up-projection is recomputed (mla_up_proj)."""
+    """Bytes, included in `projected`, that are not kept if latent attention's up-projection is recomputed
+    (mla_up_proj)."""
     core: float = 0.0
     """Bytes kept by the attention in addition to its inputs: the probabilities or, with flash attention, one number per
     row."""
     operands: float = 0.0
-    """Part of `projected` that nothing but the attention keeps: rotated queries and keys, or all its inputs."""
+    """Bytes, included in `projected`, that nothing but the attention keeps: rotated queries and keys, or all its
+    inputs."""
     values: float = 0.0
     """Bytes of the values, which the attention keeps as a part of a larger tensor."""
     context: float = 0.0

@@ -38,7 +38,7 @@ def engine_memory(
     occupied: int = 0,
     table: Table | None = None,
 ) -> EngineMemory:
-    """Returns the memory of the rank of a server of `group` that needs most.
+    """Returns the memory of the fullest rank of a server of `group`.
 
     `staged`: bytes that a publication needs in addition to the weights. `occupied`: bytes that a trainer rank still
     uses on the GPU when the server starts. `table`: the result of `engine_table`; None: compute it."""
@@ -124,8 +124,8 @@ def engine_table(spec: ModelSpec, group: Engines) -> Table:
 
 
 def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantization: Quantization | None) -> int:
-    """Returns the bytes of the weights on the rank that has most, including block scales of quantized weights. `dtype`:
-    data type of weights that are not quantized."""
+    """Returns the bytes of the weights on the rank that has the most, including block scales of quantized weights.
+    `dtype`: data type of weights that are not quantized."""
     by_rank = np.zeros(sizes.world, dtype=np.int64)
     for shard in EngineLayout(table, sizes).shards():
         rows, cols = matrix(shard.shape)

@@ -2,8 +2,8 @@
 
 kept      activations of its layers (without recomputed ones) for all micro-batches in flight, and on the last stage
           the input of the head
-workspace the larger of two: the logits of a chunk of tokens; or the gradients of the layer that needs most, with all
-          its activations if it is recomputed"""
+workspace the larger of two: the logits of a chunk of tokens; or the gradients of the layer that needs the most, with
+          all its activations if it is recomputed"""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ActivationBytes:
     """Bytes of workspace of the loss on the last stage, otherwise 0: the logits of a chunk and the gradient of the
     output layer."""
     work: int
-    """Bytes of workspace for the gradients of the layer that needs most."""
+    """Bytes of workspace for the gradients of the layer that needs the most."""
     in_flight: int
     """Number of micro-batches in flight. Each has activations of all layers of the stage or, with virtual stages, of
     one chunk."""
@@ -164,7 +164,7 @@ def _kinds(layers: list[LayerBytes]) -> list[tuple[LayerBytes, int]]:
 
 def in_flight(sizes: Sizes, pipeline_rank: int, microbatches: int) -> list[int]:
     """Returns the index of the model chunk of each micro-batch whose activations a pipeline rank keeps when it keeps
-    most.
+    the most.
 
     1F1B keeps one micro-batch for the rank itself and one for every later rank (Narayanan et al., 2104.04473, section
     2.2). Interleaved stages keep 2 (P - p - 1) + (v - 1) P + 1 micro-batches of one chunk each: first P of the first

@@ -27,7 +27,7 @@ CONTEXT = GIB // 2
 
 
 class MergingBytes(NamedTuple):
-    """Memory for merging weights with adapters, in bytes, on the trainer rank that needs most."""
+    """Memory for merging weights with adapters, in bytes, on the trainer rank that needs the most."""
 
     published: int = 0
     """Bytes kept from the first publication on, for the weights of one bucket."""
@@ -97,7 +97,7 @@ class DirectMemory(NamedTuple):
     buckets on GPUs, GPU memory."""
 
     ring: int
-    """Bytes of send buffers, on the trainer rank that sends most of a bucket to all engines."""
+    """Bytes of send buffers, on the trainer rank that sends the largest part of a bucket to all engines."""
     landing: int
     """Bytes of receive buffers in one receiver of an engine, for buckets in transit to its ranks."""
     kept: int = 0

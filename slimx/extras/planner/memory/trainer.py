@@ -32,7 +32,8 @@ compares them."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageState:
-    """State of the rank of a pipeline stage that has most, which does not depend on activations."""
+    """Weights, gradients and optimizer state of the fullest rank of a pipeline stage, which do not depend on
+    activations."""
 
     stage: int
     rank: int
@@ -50,7 +51,7 @@ def trainer_memory(
     merging: int = 0,
     states: Sequence[StageState] | None = None,
 ) -> tuple[TrainerMemory, ...]:
-    """Returns the memory of one rank per pipeline stage, the one that needs most.
+    """Returns the memory of the fullest rank of each pipeline stage.
 
     `config`: its section `trainer` describes the ranks of `model`. `publication`: bytes of GPU memory on each rank
     during publications of weights. `merging`: bytes that every rank needs to merge weights with adapters. `states`:
@@ -142,8 +143,8 @@ def _value_head(spec: ModelSpec, sizes: Sizes, stage: int) -> list[ParameterRun]
 def _fullest(
     parameters: Holdings, trainer: Trainer, sizes: Sizes, stage: int, head: list[ParameterRun], count: int
 ) -> StageState:
-    """Returns the state of the rank that has most, among the first `count` ranks of a stage. Ranks of a stage differ
-    only in alignment gaps of their parts and in frozen experts."""
+    """Returns the state of the fullest rank among the first `count` ranks of a stage. Ranks of a stage differ only in
+    alignment gaps of their parts and in frozen experts."""
     ranks = stage * sizes.stage + np.arange(count)
     # With frozen experts, expert ranks differ.
     expert_ranks = np.zeros_like(ranks)

@@ -47,7 +47,7 @@ class ActivationStrategy(NamedTuple):
 
     @property
     def fields(self) -> Fields:
-        """Keys of section `trainer` that this strategy sets, except the fraction of the moments."""
+        """Values of section `trainer` that this strategy sets, by key, without `optimizer.offload_fraction`."""
         return {"recompute": self.recompute, "offload_activations": self.offload}
 
 
@@ -76,7 +76,7 @@ STRATEGIES = (
     ActivationStrategy(_FULL),
     ActivationStrategy(_FULL, (), 1),
 )
-"""Strategies to try, from the first, which costs least time, to the last, which leaves least on the GPU."""
+"""Strategies to try, from the first, which costs the least time, to the last, which leaves the least on the GPU."""
 
 
 def without_refused_offloads(records: tuple[TrainerMemory, ...], facts: Mapping[str, Any]) -> tuple[TrainerMemory, ...]:

@@ -84,7 +84,7 @@ def update_cost(
     flops = batch.rollouts_per_update * sequence_flops(model, spec.vocab_size, spec.layer_kind)(
         batch.tokens_per_rollout
     )
-    # All stages wait for the one with most layers.
+    # All stages wait for the one with the most layers.
     uneven = max(sizes.split, default=0) * sizes.stages / model["num_layers"] or 1.0
     once = uneven * flops / (sizes.world * gpu.flops * EFFICIENCY)
     compute = once * (1 + again(spec, batch.tokens_per_rollout, trainer)) if trainer else once

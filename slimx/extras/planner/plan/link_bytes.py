@@ -62,7 +62,7 @@ class DealtPlan(NamedTuple):
     receivers: list[int]
     """Number of receivers in each engine."""
     edges: list[int]
-    """Index of the first target of each receiver, followed by the number of targets."""
+    """Index of the first target rank of each receiver, followed by the total number of target ranks."""
 
 
 def direct_link_bytes(dealt: DealtPlan, places: RankMap, machine: Machine, *, on_gpus: bool) -> tuple[LinkBytes, ...]:

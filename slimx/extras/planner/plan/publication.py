@@ -188,8 +188,8 @@ class _PublicationMemory(NamedTuple):
 def _publication_memory(
     publish: Publish, compiled: CompiledPublication, sizes: Sizes, groups: tuple[PlannedGroup, ...], received: int
 ) -> _PublicationMemory:
-    """Returns the memory that a publication without adapters needs. `received`: bytes that the engine rank which
-    receives most receives."""
+    """Returns the memory that a publication without adapters needs. `received`: maximum bytes that an engine rank
+    receives."""
     plan = compiled.published.plan
     buckets, staged = _bucket_memory(publish, plan, sizes.world, received)
     if compiled.dealt is not None:  # the buckets are at each engine instead of at trainer rank 0

@@ -68,8 +68,8 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
     """Computes the layout, the memory and the compiled publication of one policy from the model's config.json.
 
     `policies`: policies of the whole run if `config` is that of a further policy; None: those of `config`. `first`:
-    index of the policy's first GPU. Every reason for which the run would be refused is in the report's `violations`.
-    Raises SlimxError only if the model cannot be read, because nothing can be computed without it."""
+    index of the policy's first GPU. Every reason why the run would be refused is in the report's `violations`. Raises
+    SlimxError only if the model cannot be read, because nothing can be computed without it."""
     spec = configured_model(config)
     machine = machine_of(config.cluster)
     # The plan is for the machine of the run, not for this one.

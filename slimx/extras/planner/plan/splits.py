@@ -1,5 +1,5 @@
-"""Splits: sizes of tensor, pipeline, context, expert and data parallelism for a number of trainer ranks that the model
-allows."""
+"""Splits: combinations of tensor, pipeline, context, expert and data parallel sizes that the model allows for a given
+number of trainer ranks."""
 
 from __future__ import annotations
 
