@@ -19,7 +19,9 @@ SHORT: Table = {
     "rollout.max_tokens": "rollout.sampling.max_new_tokens",
     "rollout.sampling.n": "rollout.group_size",
     "rollout.sampling.max_tokens": "rollout.sampling.max_new_tokens",
-    "rollout.sampling.stop": Meaning("rollout.sampling.stop_token_ids", note="token ids; stop texts have no key"),
+    "rollout.sampling.stop": Meaning(
+        "rollout.sampling.stop_token_ids", note="token ids; stop strings are not supported"
+    ),
     "trainer.steps": "schedule.steps",
     "trainer.gpus": "trainer.world_size",
     "algorithm.beta": "algorithm.kl_coef",
@@ -77,8 +79,8 @@ def of_flag(name: str, value: str) -> Meaning | None:
 
 
 def of_word(key: str, word: str) -> str | Meaning | None:
-    """Returns the valid value of slimx's `key`, or its meaning, that users write as `word`, in lower case; None if the
-    word is unknown."""
+    """Returns the valid value of slimx's `key` that users write as `word`, which is in lower case, or a meaning that
+    explains why there is none; None if the word is unknown."""
     return VALUES.get(key, {}).get(word)
 
 

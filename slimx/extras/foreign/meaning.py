@@ -83,8 +83,8 @@ RANKS = computed("trainer.world_size", "nodes * GPUs per node")
 EPOCHS = computed("schedule.steps", "prompts * epochs / rollout.prompts_per_step")
 PACKED = not_needed("sequences are packed and balanced up to trainer.max_tokens_per_microbatch tokens")
 OF_MODEL = not_needed("the model's shapes and options come from config.json in model.path")
-OF_ENGINES = not_needed("engines are SGLang's, with options in rollout.engines[].sglang")
-REFERENCE_LAYOUT = not_needed("the reference has the trainer's layout, with its weights in host memory")
+OF_ENGINES = not_needed("engines run SGLang, whose options are set in rollout.engines[].sglang")
+REFERENCE_LAYOUT = not_needed("the reference uses the trainer's layout, and its weights are kept in host memory")
 KL_ON = not_needed("algorithm.kl_coef above 0 with algorithm.reference: true turns the term on")
 OFFLOADED = not_needed("with schedule.colocate trainers are always offloaded (trainer.offload)")
 MEMORY = Meaning("rollout.engines.*.sglang.mem_fraction_static")
@@ -97,5 +97,5 @@ ALGORITHMS: dict[str, str | Meaning] = {
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
     "reinforce_baseline": "reinforce_pp_baseline",
     "group_norm": "grpo",
-    "grpo_passk": unsupported("write advantages over pass@k as a hook (algorithm.advantages)"),
+    "grpo_passk": unsupported("advantages over pass@k need a hook (algorithm.advantages)"),
 }

@@ -15,8 +15,8 @@ from slimx.extras.foreign.meaning import (
     unsupported,
 )
 
-_BETAS = computed("trainer.optimizer.betas", "a list of both")
-_STAGES = computed("trainer.layers_per_stage", "a list of every stage's layers")
+_BETAS = computed("trainer.optimizer.betas", "a list of beta1 and beta2")
+_STAGES = computed("trainer.layers_per_stage", "a list with the number of layers of every stage")
 _NO_DROPOUT = not_needed("dropout is always 0")
 _FUSED = not_needed("fused kernels are used if they are installed")
 _PRECISION = computed("numerics.dtype", "bfloat16 or float32")
@@ -37,13 +37,15 @@ MEGATRON: Table = {
     "tensor_model_parallel_size": "trainer.tensor",
     "pipeline_model_parallel_size": "trainer.pipeline",
     "virtual_pipeline_model_parallel_size": "trainer.virtual_pipeline",
-    "num_layers_per_virtual_pipeline_stage": computed("trainer.virtual_pipeline", "chunks of each pipeline rank"),
+    "num_layers_per_virtual_pipeline_stage": computed(
+        "trainer.virtual_pipeline", "the number of chunks per pipeline rank"
+    ),
     "decoder_first_pipeline_num_layers": _STAGES,
     "decoder_last_pipeline_num_layers": _STAGES,
     "context_parallel_size": "trainer.context",
     "expert_model_parallel_size": "trainer.expert",
     "expert_tensor_parallel_size": "trainer.expert_tensor",
-    "sequence_parallel": not_needed("it follows trainer.tensor"),
+    "sequence_parallel": not_needed("it is on if trainer.tensor is above 1"),
     "use_distributed_optimizer": "trainer.distributed_optimizer",
     "micro_batch_size": PACKED,
     "seq_length": PACKED,
@@ -57,7 +59,7 @@ MEGATRON: Table = {
     "use_flash_attn": flag("trainer.attention", "flash"),
     "attention_dropout": _NO_DROPOUT,
     "hidden_dropout": _NO_DROPOUT,
-    "attention_softmax_in_fp32": not_needed("this is megatron-core's default"),
+    "attention_softmax_in_fp32": not_needed("it is on by default in megatron-core"),
     "no_rope_fusion": _FUSED,
     "no_masked_softmax_fusion": _FUSED,
     "no_bias_swiglu_fusion": _FUSED,
@@ -75,7 +77,7 @@ MEGATRON: Table = {
         {
             "alltoall": "alltoall",
             "flex": "flex",
-            "allgather": unsupported("trainer.moe.dispatcher is alltoall or flex"),
+            "allgather": unsupported("trainer.moe.dispatcher must be alltoall or flex"),
         },
     ),
     "moe_enable_deepep": flag("trainer.moe.dispatcher", "flex"),
@@ -95,7 +97,7 @@ MEGATRON: Table = {
         {
             **{name: "adam" for name in ("adam", "adamw")},
             **{name: "muon" for name in ("muon", "dist_muon")},
-            "sgd": unsupported("trainer.optimizer.kind is adam or muon"),
+            "sgd": unsupported("trainer.optimizer.kind must be adam or muon"),
         },
     ),
     "optimizer_cpu_offload": flag("trainer.optimizer.offload_fraction", "1.0"),
@@ -109,14 +111,14 @@ MEGATRON: Table = {
         "trainer.optimizer.decay",
         {
             **{name: name for name in ("constant", "linear", "cosine")},
-            "wsd": unsupported("trainer.optimizer.decay is constant, linear or cosine"),
-            "inverse_square_root": unsupported("trainer.optimizer.decay is constant, linear or cosine"),
-            "inverse-square-root": unsupported("trainer.optimizer.decay is constant, linear or cosine"),
+            "wsd": unsupported("trainer.optimizer.decay must be constant, linear or cosine"),
+            "inverse_square_root": unsupported("trainer.optimizer.decay must be constant, linear or cosine"),
+            "inverse-square-root": unsupported("trainer.optimizer.decay must be constant, linear or cosine"),
         },
     ),
     "lr_decay_iters": unsupported("the decay always ends with the run"),
     "lr_warmup_iters": "trainer.optimizer.warmup_steps",
-    "lr_warmup_fraction": computed("trainer.optimizer.warmup_steps", "updates"),
+    "lr_warmup_fraction": computed("trainer.optimizer.warmup_steps", "a number of updates instead of a fraction"),
     "adam_beta1": _BETAS,
     "adam_beta2": _BETAS,
     "adam_eps": "trainer.optimizer.eps",
@@ -126,8 +128,8 @@ MEGATRON: Table = {
     "muon_coefficient_type": choice(
         "",
         {
-            "quintic": not_needed("Muon's coefficients are quintic"),
-            "simple": unsupported("Muon's coefficients are quintic"),
+            "quintic": not_needed("Muon always uses the quintic coefficients"),
+            "simple": unsupported("Muon always uses the quintic coefficients"),
         },
     ),
     "train_iters": "schedule.steps",

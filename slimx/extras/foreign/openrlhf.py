@@ -23,7 +23,7 @@ from slimx.extras.foreign.meaning import (
     unsupported,
 )
 
-_ZERO = not_needed("trainers are megatron-core's: trainer.tensor, pipeline, expert, distributed_optimizer")
+_ZERO = not_needed("trainers use megatron-core; set trainer.tensor, pipeline, expert and distributed_optimizer")
 _CORRECTION = settings(algorithm__old_logprobs="recompute", algorithm__correction="{kind: truncate}")
 _MEANINGS: Table = {
     "actor.model_name_or_path pretrain": "model.path",
@@ -31,10 +31,10 @@ _MEANINGS: Table = {
     "data.prompt_dataset prompt_data": "rollout.prompts",
     "data.input_key": "rollout.fields.prompt",
     "data.label_key": "rollout.fields.answer",
-    "data.apply_chat_template": not_needed("messages are always rendered in the chat template"),
+    "data.apply_chat_template": not_needed("the chat template is always applied to messages"),
     "data.max_samples": unsupported("all prompts of the file are used"),
     "data.max_len": computed(
-        "rollout.sampling.max_new_tokens", "together with rollout.max_prompt_tokens: this is their sum"
+        "rollout.sampling.max_new_tokens", "the difference between this limit and rollout.max_prompt_tokens"
     ),
     "prompt_max_len": "rollout.max_prompt_tokens",
     "rollout.max_new_tokens generate_max_len": "rollout.sampling.max_new_tokens",
@@ -60,10 +60,12 @@ _MEANINGS: Table = {
     "vllm.tensor_parallel_size": "rollout.engines.*.tensor",
     "vllm.gpu_memory_utilization": MEMORY,
     "vllm.enable_sleep ds.enable_sleep deepspeed_enable_sleep": OFFLOADED,
-    "vllm.sync_backend vllm_sync_backend": computed("publish.transport", "auto selects a suitable one"),
+    "vllm.sync_backend vllm_sync_backend": computed("publish.transport", "auto selects a suitable transport"),
     "vllm.enforce_eager": flag("rollout.engines.*.sglang.disable_cuda_graph", "true"),
     "vllm.*": OF_ENGINES,
-    "algo.kl.init_coef init_kl_coef": computed("algorithm.kl_coef", "or algorithm.kl_reward_coef without use_kl_loss"),
+    "algo.kl.init_coef init_kl_coef": computed(
+        "algorithm.kl_coef", "set algorithm.kl_reward_coef instead if use_kl_loss is not set"
+    ),
     "algo.kl.use_loss": KL_ON,
     "algo.kl.estimator kl_estimator": Meaning("algorithm.kl_estimator", KL_KINDS),
     "algo.advantage.estimator": Meaning("algorithm.name", ALGORITHMS),
@@ -75,7 +77,7 @@ _MEANINGS: Table = {
         "rollout.engines", "a frozen group with the reward model, which a reward hook calls by name"
     ),
     "reward.remote_url remote_rm_url": computed(
-        "reward.options", "for the reward `remote`: {url: VALUE}; reward.function for a Python file"
+        "reward.options", "for the reward `remote`: {url: VALUE}; set reward.function for a Python file"
     ),
     "reward.normalize_enable normalize_reward": "algorithm.advantages.whiten",
     "ckpt.output_dir save_path ckpt.path ckpt_path": "run.dir",

@@ -20,7 +20,7 @@ from slimx.extras.foreign.meaning import (
     unsupported,
 )
 
-_HOOK = "hooks of slime have no adapter for this one"
+_HOOK = "slimx has no adapter for this hook of slime"
 _NO_DEBUG = unsupported("slimx saves rollouts (track.rollouts), and rollout.replay trains on them again")
 _RAY = not_needed("slimx starts Ray; for a running cluster set cluster.ray_address")
 
@@ -38,7 +38,7 @@ SLIME: Table = {
         "checkpoints include the optimizer's state; checkpoint.load_optimizer: false ignores it"
     ),
     "no_load_optim": flag("checkpoint.load_optimizer", "false"),
-    "reset_optimizer_states": unsupported("moments are kept for the whole run"),
+    "reset_optimizer_states": unsupported("optimizer states are kept for the whole run"),
     "critic_load": "critic.load",
     "critic_lr": "critic.optimizer.lr",
     "critic_lr_warmup_iters": "critic.optimizer.warmup_steps",
@@ -50,15 +50,15 @@ SLIME: Table = {
     "only_train_params_name_list": unsupported("trainer.freeze lists the parameters that are not trained"),
     "freeze_params_name_list": computed("trainer.freeze", "a list of globs instead of regular expressions"),
     "megatron_to_hf_mode": not_needed("slimx converts with built-in tables"),
-    "train_backend": not_needed("trainers are megatron-core's"),
+    "train_backend": not_needed("trainers use megatron-core"),
     # Prompts.
     "prompt_data": "rollout.prompts",
     "input_key": "rollout.fields.prompt",
     "label_key": "rollout.fields.answer",
     "metadata_key": computed("rollout.fields.metadata", "a list of columns"),
-    "multimodal_keys": computed("rollout.fields.images", "the column; hooks find images in the metadata"),
+    "multimodal_keys": computed("rollout.fields.images", "the column; hooks find the images in the prompt's metadata"),
     "tool_key": "rollout.fields.tools",
-    "apply_chat_template": not_needed("messages are always rendered in the chat template, token_ids never"),
+    "apply_chat_template": not_needed("the chat template is always applied to messages, and never to token_ids"),
     "apply_chat_template_kwargs": "rollout.template",
     "chat_template_kwargs": "rollout.template",
     "system_prompt": "rollout.system",
@@ -76,12 +76,12 @@ SLIME: Table = {
     "rollout_max_response_len": "rollout.sampling.max_new_tokens",
     "rollout_max_prompt_len": "rollout.max_prompt_tokens",
     "rollout_max_context_len": unsupported(
-        "rollout.max_prompt_tokens and rollout.sampling.max_new_tokens bound prompt and turn"
+        "rollout.max_prompt_tokens limits prompts and rollout.sampling.max_new_tokens turns"
     ),
     "rollout_temperature": "rollout.sampling.temperature",
     "rollout_top_p": "rollout.sampling.top_p",
     "rollout_top_k": "rollout.sampling.top_k",
-    "rollout_stop": computed("rollout.sampling.stop_token_ids", "token ids; stop texts have no key"),
+    "rollout_stop": computed("rollout.sampling.stop_token_ids", "token ids; stop strings are not supported"),
     "rollout_stop_token_ids": computed("rollout.sampling.stop_token_ids", "a list, such as [1, 2]"),
     "rollout_skip_special_tokens": not_needed(
         "token ids are trained as sampled; texts for rewards have no special tokens"
@@ -93,10 +93,12 @@ SLIME: Table = {
     "mask_offpolicy_in_partial_rollout": "algorithm.mask_stale_tokens",
     "dynamic_sampling_filter_path": Meaning("rollout.filter", prefix="slime:"),
     "custom_generate_function_path": Meaning("rollout.generate", prefix="slime:"),
-    "rollout_function_path": unsupported("rollout.generate creates one rollout; its loop is part of slimx"),
+    "rollout_function_path": unsupported(
+        "rollout.generate creates single rollouts; the loop that calls it is part of slimx"
+    ),
     "eval_function_path": unsupported("evaluation uses rollout.generate"),
     "rollout_sample_hook_path": unsupported(_HOOK),
-    "rollout_sample_filter_path": unsupported(f"rollout.filter judges a group; {_HOOK}"),
+    "rollout_sample_filter_path": unsupported(f"rollout.filter keeps or drops whole groups; {_HOOK}"),
     "rollout_all_samples_process_path": unsupported(_HOOK),
     "rollout_data_postprocess_path": unsupported(_HOOK),
     "custom_convert_samples_to_train_data_path": unsupported(_HOOK),
@@ -106,7 +108,7 @@ SLIME: Table = {
     "rollout_health_check_timeout": "rollout.health.timeout",
     "rollout_external_engine_addrs": computed("rollout.engines.*.urls", "a list of URLs"),
     # Engines.
-    "rollout_num_gpus": computed("rollout.engines.*.count", "number of engines, with `tensor` GPUs each"),
+    "rollout_num_gpus": computed("rollout.engines.*.count", "the number of engines, each with `tensor` GPUs"),
     "rollout_num_gpus_per_engine": "rollout.engines.*.tensor",
     "sglang_server_concurrency": "rollout.concurrency",
     "sglang_ep_size": "rollout.engines.*.expert",
@@ -118,8 +120,8 @@ SLIME: Table = {
     # Rewards.
     "rm_type": settings(reward__function="slime:slime.rollout.rm_hub.async_rm", reward__options="{rm_type: VALUE}"),
     "rm_url": computed("reward.options", "for the reward `remote`: {url: VALUE}"),
-    "reward_key": unsupported("if a reward is a dict, its entries are summed and logged separately"),
-    "eval_reward_key": unsupported("if a reward is a dict, its entries are summed and logged separately"),
+    "reward_key": unsupported("if a reward is a dict, the sum of its entries is used, and each entry is logged"),
+    "eval_reward_key": unsupported("if a reward is a dict, the sum of its entries is used, and each entry is logged"),
     "group_rm": flag("reward.scope", "group"),
     "custom_rm_path": Meaning("reward.function", prefix="slime:"),
     "custom_reward_post_process_path": computed("algorithm.advantages", f"advantages(groups); {_HOOK}"),
@@ -129,7 +131,7 @@ SLIME: Table = {
         "algorithm.name",
         {
             "sft_loss": "sft",
-            "policy_loss": not_needed("algorithm.name sets the loss of policies"),
+            "policy_loss": not_needed("algorithm.name selects the loss of a policy"),
             "custom_loss": computed("algorithm.loss", "the dotted path of loss(inputs)"),
         },
     ),
@@ -151,7 +153,7 @@ SLIME: Table = {
     "lambd": "algorithm.advantages.lam",
     "normalize_advantages": "algorithm.advantages.whiten",
     "disable_grpo_std_normalization": flag("algorithm.advantages.normalize_std", "false"),
-    "disable_rewards_normalization": computed("algorithm.advantages", "reinforce, which compares no rewards"),
+    "disable_rewards_normalization": computed("algorithm.advantages", "reinforce, which does not compare rewards"),
     "num_critic_only_steps": "critic.warmup_steps",
     "use_rollout_logprobs": flag("algorithm.old_logprobs", "rollout"),
     "use_tis": settings(algorithm__old_logprobs="recompute", algorithm__correction="{kind: truncate, high: 2.0}"),
@@ -159,11 +161,11 @@ SLIME: Table = {
     "tis_clip_low": "algorithm.correction.low",
     "use_opsm": flag("algorithm.opsm_delta", "1e-4"),
     "use_opd": not_needed("algorithm.teacher_coef above 0 turns distillation on"),
-    "opd_type": computed("algorithm.teacher", "for megatron; algorithm.teacher_engine for sglang"),
+    "opd_type": computed("algorithm.teacher", "if opd_type is megatron; set algorithm.teacher_engine if it is sglang"),
     "opd_kl_coef": "algorithm.teacher_coef",
     "opd_teacher_load": "algorithm.teacher",
-    "use_rollout_entropy": not_needed("policy/entropy is always measured"),
-    "get_mismatch_metrics": not_needed("mismatch/... is always measured"),
+    "use_rollout_entropy": not_needed("the metric policy/entropy is always computed"),
+    "get_mismatch_metrics": not_needed("the metrics mismatch/... are always computed"),
     "use_rollout_routing_replay": flag("trainer.moe.routing_replay", "R3"),
     "use_routing_replay": flag("trainer.moe.routing_replay", "R2"),
     "enable_mtp_training": computed("trainer.megatron", "{mtp_num_layers: 1}"),
@@ -183,7 +185,7 @@ SLIME: Table = {
     "balance_by_flops": flag("trainer.balance", "flops"),
     "update_weight_buffer_size": computed("publish.bucket_mib", "in MiB instead of bytes"),
     "update_weights_interval": unsupported("every step publishes weights"),
-    "update_weight_mode": unsupported("publish.delta sends changed elements"),
+    "update_weight_mode": unsupported("publish.delta sends only changed elements"),
     "update_weight_transport": choice("publish.transport", {"nccl": "nixl", "disk": "disk"}),
     "update_weight_disk_dir": "publish.directory",
     "check_weight_update_equal": not_needed("every publication is compared tensor by tensor"),
@@ -196,18 +198,18 @@ SLIME: Table = {
     "eval_tool_key": "eval.fields.tools",
     "eval_temperature": "eval.temperature",
     "eval_top_p": "eval.top_p",
-    "eval_top_k": unsupported("evaluation has eval.top_p only"),
+    "eval_top_k": unsupported("evaluation supports only eval.top_p"),
     "eval_max_response_len": computed(
         "rollout.sampling.max_new_tokens", "the limit is the same for training and evaluation"
     ),
     "eval_max_prompt_len": "rollout.max_prompt_tokens",
     "n_samples_per_eval_prompt": "eval.samples",
     "skip_eval_before_train": unsupported("a run with eval.prompts always evaluates before the first step"),
-    "log_passrate": not_needed("eval/pass@k is always measured"),
+    "log_passrate": not_needed("the metric eval/pass@k is always computed"),
     # Trackers and debugging.
     "use_wandb": "track.wandb",
     "wandb_project": "track.project",
-    "wandb_group": unsupported("runs in Weights & Biases have the name run.name, and no group"),
+    "wandb_group": unsupported("runs in Weights & Biases are named run.name and have no group"),
     "wandb_mode": not_needed("set WANDB_MODE=offline in the environment"),
     "wandb_key": not_needed("set WANDB_API_KEY in the environment"),
     "wandb_host": not_needed("set WANDB_BASE_URL in the environment"),
@@ -219,7 +221,7 @@ SLIME: Table = {
     "tb_project_name": not_needed("the files are in run.dir"),
     "tb_experiment_name": "run.name",
     "debug_rollout_only": unsupported("`slimx generate FILE` generates without training"),
-    "debug_train_only": computed("rollout.replay", "the directory of a run, whose rollouts are trained on again"),
+    "debug_train_only": computed("rollout.replay", "the directory of the run whose saved rollouts to train on"),
     "save_debug_rollout_data": _NO_DEBUG,
     "save_debug_train_data": _NO_DEBUG,
     "load_debug_rollout_data": computed("rollout.replay", "the directory of a slimx run"),

@@ -36,7 +36,7 @@ TRL: Table = {
             **{name: name for name in ("constant", "linear", "cosine")},
             "constant_with_warmup": "constant",
             "cosine_with_min_lr": "cosine",
-            "polynomial": unsupported("trainer.optimizer.decay is constant, linear or cosine"),
+            "polynomial": unsupported("trainer.optimizer.decay must be constant, linear or cosine"),
         },
     ),
     "optim": computed("trainer.optimizer.kind", "adam (with decoupled decay) or muon"),
@@ -45,19 +45,19 @@ TRL: Table = {
     "max_completion_length": "rollout.sampling.max_new_tokens",
     "max_prompt_length": "rollout.max_prompt_tokens",
     "max_length": computed(
-        "rollout.sampling.max_new_tokens", "together with rollout.max_prompt_tokens: this is their sum"
+        "rollout.sampling.max_new_tokens", "the difference between this limit and rollout.max_prompt_tokens"
     ),
     "max_seq_length": computed(
-        "rollout.sampling.max_new_tokens", "together with rollout.max_prompt_tokens: this is their sum"
+        "rollout.sampling.max_new_tokens", "the difference between this limit and rollout.max_prompt_tokens"
     ),
     "temperature": "rollout.sampling.temperature",
     "top_p": "rollout.sampling.top_p",
     "top_k": "rollout.sampling.top_k",
-    "min_p": unsupported("the trainer supports top_p and top_k only"),
+    "min_p": unsupported("the trainer supports only top_p and top_k"),
     "repetition_penalty": unsupported("the trainer does not support it"),
     "generation_kwargs": unsupported("rollout.sampling has everything that the trainer supports"),
     "reward_funcs": computed("reward.function", "the dotted path of the function; reward.parts for several"),
-    "reward_weights": computed("reward.parts.*.weight", "one for each entry"),
+    "reward_weights": computed("reward.parts.*.weight", "a weight in each entry of reward.parts"),
     "scale_rewards": choice(
         "algorithm.advantages.normalize_std",
         {
@@ -71,13 +71,13 @@ TRL: Table = {
     "epsilon": "algorithm.loss.low",
     "epsilon_high": "algorithm.loss.high",
     "num_iterations": "schedule.updates_per_step",
-    "steps_per_generation": computed("schedule.updates_per_step", "this divided by gradient_accumulation_steps"),
-    "generation_batch_size": computed("rollout.prompts_per_step", "this divided by rollout.group_size"),
+    "steps_per_generation": computed("schedule.updates_per_step", "this value divided by gradient_accumulation_steps"),
+    "generation_batch_size": computed("rollout.prompts_per_step", "this value divided by rollout.group_size"),
     "per_device_train_batch_size": computed(
-        "rollout.prompts_per_step", "devices * this * gradient_accumulation_steps / rollout.group_size"
+        "rollout.prompts_per_step", "devices * this value * gradient_accumulation_steps / rollout.group_size"
     ),
     "per_device_eval_batch_size": not_needed("evaluation sends all prompts at once (rollout.concurrency)"),
-    "gradient_accumulation_steps": not_needed("the number of micro-batches follows from the tokens"),
+    "gradient_accumulation_steps": not_needed("the number of micro-batches follows from the number of tokens"),
     "loss_type": choice(
         "algorithm.aggregation",
         {
@@ -148,8 +148,10 @@ TRL: Table = {
     ),
     "logging_steps": _LOGGED,
     "log_completions": not_needed("rollouts are saved (track.rollouts), and `slimx rollouts RUN` shows them"),
-    "deepspeed": not_needed("trainers are megatron-core's: trainer.tensor, pipeline, expert, distributed_optimizer"),
-    "fsdp": not_needed("trainers are megatron-core's: trainer.tensor, pipeline, expert, distributed_optimizer"),
+    "deepspeed": not_needed(
+        "trainers use megatron-core; set trainer.tensor, pipeline, expert and distributed_optimizer"
+    ),
+    "fsdp": not_needed("trainers use megatron-core; set trainer.tensor, pipeline, expert and distributed_optimizer"),
     "num_processes": RANKS,
     "num_machines": RANKS,
 }

@@ -17,7 +17,10 @@ _DTYPES: Mapping[str, str | Meaning] = {
 _OTHER_GPU = unsupported("plans support h100, h200 and gb300; for another GPU set cluster.gpu_memory_gib")
 VALUES: Mapping[str, Mapping[str, str | Meaning]] = {
     "cluster.device": dict.fromkeys(("gpu", "nvidia", "cuda:0", "h100", "h200", "gb300"), "cuda")
-    | {"tpu": unsupported("slimx runs on cuda, and for trials on cpu"), "rocm": unsupported("slimx runs on cuda only")},
+    | {
+        "tpu": unsupported("slimx supports cuda and, for trials, cpu"),
+        "rocm": unsupported("slimx supports only CUDA GPUs"),
+    },
     "cluster.gpu": dict.fromkeys(("a100", "a800", "h20", "h800", "b200", "b300", "l40s", "v100", "gh200"), _OTHER_GPU)
     | dict.fromkeys(("h100-80gb", "h100_80gb", "h100-sxm"), "h100"),
     "numerics.dtype": _DTYPES,
@@ -34,12 +37,14 @@ VALUES: Mapping[str, Mapping[str, str | Meaning]] = {
     "trainer.moe.dispatcher": {"deepep": "flex", "deep_ep": "flex", "hybridep": "flex"},
     "trainer.fp8": {
         "e4m3": "blockwise",
-        "hybrid": unsupported("trainer.fp8 is blockwise or mxfp8"),
+        "hybrid": unsupported("trainer.fp8 must be blockwise or mxfp8"),
         "true": "blockwise",
     },
     "trainer.recompute.granularity": {"true": "full", "false": "none"},
     "publish.transport": {"ipc": "cuda_ipc", "cuda": "cuda_ipc", "rdma": "nixl", "file": "disk", "shm": "memory"},
-    "publish.quantize": {"fp8": unsupported("fp8 of engines is ieee, triton, te or ue8m0 (docs/publication.md)")},
+    "publish.quantize": {
+        "fp8": unsupported("set one of the fp8 rules ieee, triton, te and ue8m0 (docs/numerics.md)")
+    },
     "algorithm.name": ALGORITHMS
     | {"reinforce": "reinforce_pp", "policy_gradient": "reinforce_pp", "opd": "distillation"}
     | dict.fromkeys(("rm", "reward_model"), "bradley_terry"),

@@ -24,7 +24,7 @@ from slimx.extras.foreign.meaning import (
 )
 from slimx.extras.foreign.megatron import MEGATRON
 
-_FSDP = not_needed("trainers are megatron-core's: trainer.tensor, pipeline, expert, distributed_optimizer")
+_FSDP = not_needed("trainers use megatron-core; set trainer.tensor, pipeline, expert and distributed_optimizer")
 _CHECKPOINTS = not_needed("slimx reads Hugging Face and Megatron-LM directories with built-in tables")
 _OVERLONG = computed("reward.parts", "a part with the function `overlong` and its options limit and buffer")
 _REWARD_MODEL = computed("rollout.engines", "a frozen group with the reward model, which a reward hook calls by name")
@@ -56,9 +56,9 @@ VERL: Table = {
     "data.val_batch_size": not_needed("evaluation sends all prompts at once (rollout.concurrency)"),
     "data.max_prompt_length": "rollout.max_prompt_tokens",
     "data.max_response_length": "rollout.sampling.max_new_tokens",
-    "data.truncation": not_needed("longer prompts than rollout.max_prompt_tokens are refused before the run starts"),
+    "data.truncation": not_needed("prompts longer than rollout.max_prompt_tokens are refused before the run starts"),
     "data.filter_overlong_prompts": unsupported(
-        "longer prompts than rollout.max_prompt_tokens are refused before the run starts"
+        "prompts longer than rollout.max_prompt_tokens are refused before the run starts"
     ),
     "data.return_raw_chat": not_needed("hooks get the prompt's messages"),
     "data.shuffle": not_needed("prompts are always shuffled with run.seed; rollout.source sets another order"),
@@ -66,7 +66,7 @@ VERL: Table = {
     "data.trust_remote_code": not_needed("slimx never runs code of a checkpoint"),
     "data.custom_cls.path": computed("rollout.map", "the dotted path of to_prompt(row)"),
     # Model and actor.
-    "actor_rollout_ref.hybrid_engine": not_needed("schedule.colocate shares the devices"),
+    "actor_rollout_ref.hybrid_engine": not_needed("schedule.colocate lets trainers and engines share devices"),
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.model.use_remove_padding": PACKED,
     "actor_rollout_ref.model.use_fused_kernels": not_needed("log-probs are computed in chunks"),
@@ -82,7 +82,7 @@ VERL: Table = {
     **_below(
         "actor_rollout_ref.actor",
         {
-            "strategy": not_needed("trainers are megatron-core's"),
+            "strategy": not_needed("trainers use megatron-core"),
             "optim.lr": "trainer.optimizer.lr",
             "optim.min_lr": "trainer.optimizer.min_lr",
             "optim.weight_decay": "trainer.optimizer.weight_decay",
@@ -104,12 +104,14 @@ VERL: Table = {
             "ppo_micro_batch_size*": PACKED,
             "use_dynamic_bsz": PACKED,
             "ppo_max_token_len_per_gpu": "trainer.max_tokens_per_microbatch",
-            "use_torch_compile": not_needed("layers are megatron-core's, with fused kernels if installed"),
+            "use_torch_compile": not_needed(
+                "layers are those of megatron-core, with fused kernels if they are installed"
+            ),
             "use_kl_loss": KL_ON,
             "kl_loss_coef": "algorithm.kl_coef",
             "kl_loss_type": Meaning("algorithm.kl_estimator", KL_KINDS),
             "entropy_coeff": "algorithm.entropy_coef",
-            "clip_ratio": computed("algorithm.loss.low", "and algorithm.loss.high, which may be different"),
+            "clip_ratio": computed("algorithm.loss.low", "set algorithm.loss.high too; the two bounds may differ"),
             "clip_ratio_low": "algorithm.loss.low",
             "clip_ratio_high": "algorithm.loss.high",
             "clip_ratio_c": "algorithm.loss.dual",
@@ -153,7 +155,7 @@ VERL: Table = {
     **_below(
         "actor_rollout_ref.rollout",
         {
-            "name": not_needed("engines are SGLang's"),
+            "name": not_needed("engines run SGLang"),
             "mode": not_needed(
                 "rollouts are always asynchronous; schedule.max_staleness bounds how far ahead they run"
             ),
@@ -164,7 +166,7 @@ VERL: Table = {
             "prompt_length": "rollout.max_prompt_tokens",
             "response_length": "rollout.sampling.max_new_tokens",
             "dtype": not_needed("engines compute in numerics.dtype"),
-            "ignore_eos": not_needed("an end token always ends a turn"),
+            "ignore_eos": not_needed("an end-of-sequence token always ends a turn"),
             "tensor_model_parallel_size": "rollout.engines.*.tensor",
             "expert_parallel_size": "rollout.engines.*.expert",
             "pipeline_model_parallel_size": "rollout.engines.*.pipeline",
@@ -178,15 +180,17 @@ VERL: Table = {
             "free_cache_engine": not_needed("with schedule.colocate engines always release their memory"),
             "load_format": not_needed("engines receive the weights from the trainers"),
             "layered_summon": _FSDP,
-            "calculate_log_probs": not_needed("engines always return log-probs, and every step measures the gap"),
+            "calculate_log_probs": not_needed(
+                "engines always return log-probs, and every step measures their gap to the trainers"
+            ),
             "log_prob_*": PACKED,
             "engine_kwargs.sglang.*": Meaning("rollout.engines.*.sglang.{}"),
             "engine_kwargs.*": OF_ENGINES,
             "val_kwargs.n": "eval.samples",
             "val_kwargs.temperature": "eval.temperature",
             "val_kwargs.top_p": "eval.top_p",
-            "val_kwargs.top_k": unsupported("evaluation has eval.top_p only"),
-            "val_kwargs.do_sample": not_needed("eval.temperature above 0 samples"),
+            "val_kwargs.top_k": unsupported("evaluation supports only eval.top_p"),
+            "val_kwargs.do_sample": not_needed("eval.temperature above 0 turns on sampling"),
             "multi_turn.*": computed("rollout.generate", "tools, or your own hook"),
             "agent.*": computed("rollout.generate", "a hook with your own loop"),
             "layer_name_map.*": not_needed("slimx maps names of weights with built-in tables"),
@@ -202,11 +206,11 @@ VERL: Table = {
         "the critic has the architecture of model.path and the trainer's packing and recomputation"
     ),
     "critic.ppo_*": PACKED,
-    "critic.strategy": not_needed("trainers are megatron-core's"),
+    "critic.strategy": not_needed("trainers use megatron-core"),
     "reward_model.enable": _REWARD_MODEL,
     "reward_model.model.*": _REWARD_MODEL,
     "reward_model.rollout.*": _REWARD_MODEL,
-    "reward_model.reward_manager": computed("reward.function", "such as math"),
+    "reward_model.reward_manager": computed("reward.function", "the name of a reward hook, such as math"),
     "reward_model.reward_kwargs.*": _OVERLONG,
     "reward_model.overlong_buffer.*": _OVERLONG,
     "reward_model.num_workers": "reward.workers",
@@ -221,10 +225,10 @@ VERL: Table = {
     "algorithm.use_kl_in_reward": not_needed("algorithm.kl_reward_coef above 0 turns it on"),
     "algorithm.kl_penalty": Meaning("algorithm.kl_reward_estimator", KL_KINDS),
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl_reward_coef",
-    "algorithm.kl_ctrl.type": not_needed("algorithm.kl_reward_coef is fixed"),
+    "algorithm.kl_ctrl.type": not_needed("algorithm.kl_reward_coef is constant"),
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.advantages.normalize_std",
     "algorithm.filter_groups.enable": flag("rollout.filter", "examples.varied.keep"),
-    "algorithm.filter_groups.*": not_needed("rollout.filter drops groups, and slimx replaces them"),
+    "algorithm.filter_groups.*": not_needed("slimx generates new groups in place of those that rollout.filter drops"),
     "algorithm.rollout_is": settings(algorithm__old_logprobs="recompute", algorithm__correction="{kind: truncate}"),
     "algorithm.rollout_is_threshold": "algorithm.correction.high",
     # Trainer.
@@ -240,7 +244,7 @@ VERL: Table = {
     "trainer.val_only": unsupported("`slimx eval FILE` evaluates without training"),
     "trainer.log_val_generations": "track.samples",
     "trainer.rollout_data_dir": not_needed("rollouts are saved in run.dir (track.rollouts)"),
-    "trainer.validation_data_dir": not_needed("held-out samples are in run.dir/samples.jsonl"),
+    "trainer.validation_data_dir": not_needed("samples of evaluations are in run.dir/samples.jsonl"),
     "trainer.project_name": "track.project",
     "trainer.experiment_name": "run.name",
     "trainer.default_local_dir": "run.dir",

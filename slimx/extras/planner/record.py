@@ -226,7 +226,7 @@ class Searched(Record):
 
 
 class EngineSuggestion(Record):
-    """Sizes of a group's servers with which most rollouts fit at the same time on the same number of GPUs."""
+    """Sizes of a group's servers with which the most rollouts fit at the same time on the same number of GPUs."""
 
     group: str
     tensor: int
