@@ -129,7 +129,7 @@ def _import_hint(error: ImportError, path: str) -> str:
     near = difflib.get_close_matches(last, modules, n=1)
     if near:
         return f"did you mean {'.'.join(filter(None, [parent, near[0]]))}?"
-    return "is the folder that contains it on PYTHONPATH?"
+    return "add the directory that contains it to PYTHONPATH"
 
 
 def load_function(

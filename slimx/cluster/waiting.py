@@ -171,7 +171,7 @@ async def ask_ray[T, *Ts](
 async def kill(actors: Iterable[Actor]) -> None:
     """Kills `actors` and never raises. If the GCS does not respond, they are left to end with Ray."""
     with suppress(DeadlineError, PartLost):
-        await ask_ray("the end of actors", "Ray's GCS", KILL_S, _kill, list(actors))
+        await ask_ray("the exit of actors", "Ray's GCS", KILL_S, _kill, list(actors))
 
 
 def _kill(actors: list[Actor]) -> None:

@@ -75,7 +75,7 @@ def has_ended(processes: Mapping[str, psutil.Process]) -> PartLost | None:
 async def _silent(name: str, probe: Probe, deadline_s: float) -> PartLost:
     while True:
         try:
-            await ask_ray("an answer", f"Ray's {name}", deadline_s, probe)
+            await ask_ray("a response", f"Ray's {name}", deadline_s, probe)
         except DeadlineError:
             return _lost(name, f"no response within {deadline_s:g} s")
         except Exception as error:

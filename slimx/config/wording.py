@@ -111,7 +111,7 @@ def no_interpolation(error: Exception, keys: Sequence[str]) -> str:
     if unknown is None:
         return message
     near = difflib.get_close_matches(unknown[1], keys, n=1)
-    hint = f"did you mean ${{{near[0]}}}?" if near else "set that key, or replace the interpolation by a value"
+    hint = f"did you mean ${{{near[0]}}}?" if near else "set that key, or replace the interpolation with a value"
     return f"${{{unknown[1]}}} refers to a key that is not set; {hint}"
 
 

@@ -51,7 +51,9 @@ def choose_transport(config: Config, device: str) -> ChosenTransport:
         return ChosenTransport("memory", "everything is on one machine")
     if config.publish.staging == "bucket":
         return ChosenTransport("cuda_ipc", "everything is on one machine, with GPUs")
-    why = "everything is on one machine; with publish.staging=bucket it would be cuda_ipc"
+    why = (
+        "everything is on one machine; with publish.staging=bucket, whose buckets fit on the GPUs, it would be cuda_ipc"
+    )
     return ChosenTransport("memory", why)
 
 

@@ -138,7 +138,7 @@ class SupervisedProcess:
             guard.wait(KILL_WAIT_S)
         except subprocess.TimeoutExpired:
             guard.kill()
-            raise DeadlineError(f"the end of {self.name} after SIGKILL", KILL_WAIT_S, f"process {guard.pid}") from None
+            raise DeadlineError(f"the exit of {self.name} after SIGKILL", KILL_WAIT_S, f"process {guard.pid}") from None
 
     def _clear(self) -> None:
         if self._temporary is not None:
@@ -183,7 +183,7 @@ def kill_descendants(pid: int) -> None:
             except psutil.NoSuchProcess:
                 continue
         time.sleep(POLL_S / 4)  # psutil.wait_procs would reap the guard's children
-    raise DeadlineError(f"the end of all descendants of process {pid}", KILL_WAIT_S, ", ".join(map(str, alive)))
+    raise DeadlineError(f"the exit of all descendants of process {pid}", KILL_WAIT_S, ", ".join(map(str, alive)))
 
 
 def guard(owner: int, argv: list[str], temporary: str | None = None) -> int:

@@ -287,7 +287,7 @@ class Health(Section):
     restarts: Count = 5
     """Number of consecutive restarts allowed for each engine and each router; 0: none, so the first loss is final."""
     stable_after: Seconds = 600
-    """Seconds for which an engine or router must have served until its earlier restarts no longer count towards
+    """Seconds of uninterrupted service after which the earlier restarts of an engine or router no longer count towards
     `restarts`."""
     outage_deadline: Seconds = 3600
     """Seconds for which the run waits while no engine is available; after that it stops with an error. Rollouts wait

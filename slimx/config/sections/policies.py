@@ -92,15 +92,15 @@ def name_faults(policies: Mapping[str, Policy]) -> Faults:
             yield (
                 "policies.name",
                 name,
-                f"policies: {name!r} cannot be the name of a policy; use letters, digits, _ and -, a letter first, and "
-                f"none of {', '.join(sorted(RESERVED))}",
+                f"policies: {name!r} cannot be the name of a policy; use a name of letters, digits, _ and - that "
+                f"starts with a letter and is none of {', '.join(sorted(RESERVED))}",
             )
         if policy.shares is not None and policy.shares not in with_weights:
             yield (
                 "policies.shares",
                 f"policies.{name}.shares",
-                f"policies.{name}.shares is {policy.shares!r}, which is not a policy with weights; set one of "
-                f"{', '.join(sorted(with_weights))}",
+                f"policies.{name}.shares is {policy.shares!r}, which is not a policy with separate weights; set one "
+                f"of {', '.join(sorted(with_weights))}",
             )
         if policy.engines_of not in (None, ACTOR):
             yield (
@@ -124,7 +124,7 @@ def engine_faults(engines: Mapping[str, Sequence[Engines]]) -> Faults:
                 yield (
                     "policies.engine_name",
                     group.name,
-                    f"policies.{policy} has an engine group {group.name}, and so has the policy {other}; "
+                    f"policies.{policy} and the policy {other} both have an engine group named {group.name}; "
                     "rename one of them",
                 )
 

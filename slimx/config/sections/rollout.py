@@ -115,7 +115,8 @@ class Sampling(Section):
     temperature: Weight = 1.0
     """Softmax temperature; 0: greedy sampling."""
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=1.0, description=f"Nucleus mass to sample from, of at most {MAX_SUPPORT} candidates; 1: all tokens."
+        default=1.0,
+        description=f"Probability mass for nucleus sampling, from at most {MAX_SUPPORT} candidates; 1: all tokens.",
     )
     top_k: int = Field(
         default=-1,

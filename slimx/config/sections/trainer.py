@@ -160,7 +160,8 @@ class Lora(Section):
 
 _FP8 = "set trainer.fp8, for which layers and blocks are checked against publications"
 _PRECISION = "its log-probs and publications were never compared with an engine's; set trainer.fp8, or remove it"
-_SHARDS = "memory plans do not include these shards; set trainer.tensor or trainer.distributed_optimizer instead"
+_SHARDS = "memory plans do not include these shards; set trainer.tensor to shard weights, and "
+_SHARDS += "trainer.distributed_optimizer to shard the state of the optimizer"
 _OTHER_WEIGHTS = "it builds layers whose weights checkpoints and publications do not support; remove it"
 _INTERLEAVED = "it interleaves the rows of gate and up, which checkpoints and engines store in two blocks; remove it"
 _DROPPED = "it drops tokens that engines process, so log-probs differ; lower trainer.max_tokens_per_microbatch instead"

@@ -57,7 +57,7 @@ class DiskDelivery(Delivery):
         await self._call("begin", "the begin of a version", directory=str(self.directory), manifest=manifest)
 
     async def take(self, packed: PackedBucket, bucket: int) -> PackedBucket:
-        written = await self._call("write", f"the writing of bucket {bucket}", bucket=bucket, packed=packed)
+        written = await self._call("write", f"the write of bucket {bucket}", bucket=bucket, packed=packed)
         self._unwritten -= 1
         self.wire = (self.wire or 0) + (written.chain[-1].nbytes if written.chain else written.size)
         return written
@@ -65,7 +65,7 @@ class DiskDelivery(Delivery):
     async def end(self) -> None:
         if self._unwritten == 0:
             self._unwritten = -1
-            await self._call("complete", "the end of a version")
+            await self._call("complete", "the completion of a version")
 
     def kept(self, version: int) -> StoredVersion | None:
         from slimx.extras.disk.versions import newest

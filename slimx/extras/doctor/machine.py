@@ -343,8 +343,8 @@ def _gpus() -> Iterator[Finding]:
             yield Finding(f"GPU {index}", f"{name}, {size}, {uuid}")
         if count and not _cuda():
             problem = (
-                "torch sees none of these GPUs: is it a CPU build, is CUDA_VISIBLE_DEVICES empty, or is the driver "
-                "too old?"
+                "torch sees none of these GPUs; check that it is a CUDA build, that CUDA_VISIBLE_DEVICES is not empty, "
+                "and that the driver is recent enough"
             )
             yield Finding("GPUs", "not usable by torch", problem, needed=False)
     finally:

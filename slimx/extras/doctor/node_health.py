@@ -102,7 +102,7 @@ def all_gpus() -> list[NvmlGpu]:
         uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
     except pynvml.NVMLError as error:
         raise SlimxError(
-            f"NVML does not answer ({error}); check the NVIDIA driver",
+            f"NVML does not respond ({error}); check the NVIDIA driver",
         ) from error
     gpus = []
     for uuid in uuids:
@@ -130,7 +130,7 @@ def _space(required: NodeRequirements, places: Places) -> Iterator[str]:
         try:
             free = shutil.disk_usage(path).free / GIB
         except OSError as error:
-            yield f"{path.absolute()} cannot be examined ({error.strerror}); is its file system mounted?"
+            yield f"{path.absolute()} cannot be examined ({error.strerror}); check that its file system is mounted"
             continue
         if free < need:
             yield (
@@ -138,14 +138,14 @@ def _space(required: NodeRequirements, places: Places) -> Iterator[str]:
                 "needed"
             )
         elif not os.access(path, os.W_OK):
-            yield f"{path.absolute()} cannot be written; is it mounted read-only?"
+            yield f"{path.absolute()} cannot be written; check whether it is mounted read-only"
 
 
 def _hcas(required: NodeRequirements, places: Places) -> Iterator[str]:
     for name in required.hcas:
         ports = sorted((places.infiniband / name / "ports").glob("*/state"))
         if not ports:
-            yield f"{places.infiniband / name} does not exist; is the adapter's driver loaded?"
+            yield f"{places.infiniband / name} does not exist; check that the adapter's driver is loaded"
         elif not any("ACTIVE" in state.read_text() for state in ports):
             states = ", ".join(state.read_text().strip() for state in ports)
             yield f"no port of {name} is active ({states}); check ibstat, the cable and the switch"

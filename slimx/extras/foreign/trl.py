@@ -56,7 +56,9 @@ TRL: Table = {
     "min_p": unsupported("the trainer supports only top_p and top_k"),
     "repetition_penalty": unsupported("the trainer does not support it"),
     "generation_kwargs": unsupported("rollout.sampling has everything that the trainer supports"),
-    "reward_funcs": computed("reward.function", "the dotted path of the function; reward.parts for several"),
+    "reward_funcs": computed(
+        "reward.function", "the dotted path of the function; set reward.parts for several functions"
+    ),
     "reward_weights": computed("reward.parts.*.weight", "a weight in each entry of reward.parts"),
     "scale_rewards": choice(
         "algorithm.advantages.normalize_std",

@@ -42,9 +42,7 @@ VALUES: Mapping[str, Mapping[str, str | Meaning]] = {
     },
     "trainer.recompute.granularity": {"true": "full", "false": "none"},
     "publish.transport": {"ipc": "cuda_ipc", "cuda": "cuda_ipc", "rdma": "nixl", "file": "disk", "shm": "memory"},
-    "publish.quantize": {
-        "fp8": unsupported("set one of the fp8 rules ieee, triton, te and ue8m0 (docs/numerics.md)")
-    },
+    "publish.quantize": {"fp8": unsupported("set one of the fp8 rules ieee, triton, te and ue8m0 (docs/numerics.md)")},
     "algorithm.name": ALGORITHMS
     | {"reinforce": "reinforce_pp", "policy_gradient": "reinforce_pp", "opd": "distillation"}
     | dict.fromkeys(("rm", "reward_model"), "bradley_terry"),

@@ -19,7 +19,7 @@ MICROBATCHES = 2
 
 @dataclass(frozen=True, slots=True)
 class RouterSizes:
-    """Sizes of a model's routers on which the terms depend."""
+    """Sizes of a model's routers and their score function, on which the load-balancing terms depend."""
 
     experts: int
     topk: int

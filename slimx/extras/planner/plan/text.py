@@ -295,7 +295,8 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
 
 
 def describe_predictions(predicted: Predicted) -> list[str]:
-    """Returns the lines about the predictions, if the link model is accurate for this machine."""
+    """Returns the lines about the predictions, or a line with the reason why they are not shown: the link model is
+    inaccurate for this machine."""
     off = f"the prediction deviates by {predicted.model_off_here:+.0%} on this machine"
     if not predicted.shown:
         return [f"predicted   not shown: {off}"]
