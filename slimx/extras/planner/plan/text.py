@@ -269,19 +269,19 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
         )
     if figures.transport == "nixl" and not figures.on_gpus:
         yield (
-            f"  memory    {_size(figures.publisher_bytes)} of host memory for a trainer rank's buckets, "
+            f"  memory    at most {_size(figures.publisher_bytes)} of host memory for a trainer rank's buckets, "
             f"{_size(figures.landing_bytes)} per engine on each of its machines (publish.transport nixl)"
         )
         if figures.kept_bytes:
             yield (
-                f"  changes   {_size(figures.kept_bytes)} more host memory for the weights that a trainer rank sent "
-                f"last, {_size(figures.received_bytes)} more per engine (publish.delta)"
+                f"  changes   at most {_size(figures.kept_bytes)} more host memory for the weights that a trainer rank "
+                f"sent last, {_size(figures.received_bytes)} more per engine (publish.delta)"
             )
     else:
         memory = "of each trainer rank's GPU" if figures.on_gpus else "of trainer rank 0's host"
         yield (
             f"  memory    {_size(figures.publisher_bytes)} {memory} for buckets, "
-            f"{_size(figures.staged_bytes)} of an engine rank's GPU (publish.transport {figures.transport})"
+            f"at most {_size(figures.staged_bytes)} of an engine rank's GPU (publish.transport {figures.transport})"
         )
         if figures.kept_bytes:
             yield (
@@ -305,7 +305,7 @@ def describe_predictions(predicted: Predicted) -> list[str]:
         lines.append(f"  {prediction.links}: {_stages(prediction.stages) if prediction.stages else prediction.refusal}")
     return [
         *lines,
-        "  if every trainer rank sends directly to every engine rank, with the bytes divided as in the run",
+        "  if every trainer rank sends to every engine rank, device to device, with the bytes divided as in the run",
     ]
 
 
