@@ -281,7 +281,7 @@ class Health(Section):
     interval: Seconds = 5
     """Seconds between health checks of each engine (/health_generate) and of the router."""
     timeout: Seconds = 30
-    """Seconds to wait for the response to a health check; after that it counts as failed."""
+    """Seconds to wait for the response to a health check; after that the check counts as failed."""
     threshold: Amount = 3
     """Number of consecutive failed health checks after which an engine or a router is restarted."""
     restarts: Count = 5

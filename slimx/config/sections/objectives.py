@@ -56,7 +56,7 @@ class Correction(Section):
 
     @property
     def active(self) -> bool:
-        """True if tokens can have weights other than 1."""
+        """True if tokens can have importance weights other than 1."""
         return self.kind != "none"
 
 
@@ -137,7 +137,7 @@ class Grpo(Objective):
     normalize_std: bool = True
     """Divide advantages by the group's standard deviation."""
     eps: Positive = 1e-6
-    """Epsilon added to the standard deviation, so that the division is finite."""
+    """Number added to the standard deviation by which advantages are divided, so that the quotient is finite."""
 
 
 class Gigpo(Grpo):
@@ -152,7 +152,7 @@ class Gdpo(Objective):
     """Weight of each reward part's normalized advantage, by the part's name; parts that are not listed have weight
     1."""
     eps: Positive = 1e-6
-    """Epsilon added to the standard deviation, so that the division is finite."""
+    """Number added to the standard deviation by which advantages are divided, so that the quotient is finite."""
     whiten: bool = False
     """Normalize advantages to mean 0 and standard deviation 1 over the rollouts of a step."""
 
