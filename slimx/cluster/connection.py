@@ -21,7 +21,7 @@ from slimx.errors import PartLost, SlimxError
 SHUTDOWN_S = 20.0
 """Seconds for which the shutdown of Ray is awaited."""
 STARTS = 3
-"""Maximum number of attempts to start a local Ray cluster, which can time out on a busy machine."""
+"""Maximum number of attempts to start a local Ray cluster; an attempt can time out on a busy machine."""
 SLOW = "timed out during startup"
 """Text in the error of Ray 2.60 for a node that did not start in time."""
 

@@ -33,7 +33,7 @@ class GpuSpec:
     nvlink: float
     """Rate of a GPU's NVLink connection, in bytes per second and direction."""
     network: float
-    """Rate of a GPU's network adapter (InfiniBand); each GPU has one."""
+    """Rate of a GPU's network adapter (InfiniBand), in bytes per second and direction; each GPU has one adapter."""
     host: float
     """Rate of transfers between a GPU and host memory, in bytes per second and direction."""
     host_memory: int

@@ -34,11 +34,11 @@ class Correction(Section):
     engine's log-probs."""
 
     kind: Literal["none", "truncate", "icepop"] = "none"
-    """Factor that a token's objective is multiplied by. truncate: w clamped to [low, high]; icepop: w if it is in [low,
-    high], otherwise 0; none: 1."""
+    """Factor by which a token's objective is multiplied. truncate: the importance weight w clamped to [low, high];
+    icepop: w if it is in [low, high], otherwise 0; none: 1."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """Tokens over which w is computed. token: each token alone; sequence: the product over the sequence; geometric: the
-    geometric mean over the sequence."""
+    """Tokens over which the importance weight w is computed. token: each token alone; sequence: the product over the
+    sequence; geometric: the geometric mean over the sequence."""
     low: Weight = 0.0
     """Lower bound of the importance weight w; 0: no lower bound."""
     high: Positive = 2.0
@@ -66,14 +66,15 @@ class Rejection(Section):
     The objective of a rejected token is 0. The loss is still divided by the number of all trained tokens."""
 
     level: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Tokens over which the w that must be in [low, high] is computed. token: each token alone; sequence: the product
-    over the sequence; geometric: the geometric mean over the sequence; none: no bounds are applied."""
+    """Tokens over which the importance weight w, which must be in [low, high], is computed. token: each token alone;
+    sequence: the product over the sequence; geometric: the geometric mean over the sequence; none: no bounds are
+    applied."""
     low: Weight = 0.0
     """Lower bound of the importance weight w; 0: no lower bound."""
     high: Positive = 2.0
     """Upper bound of the importance weight w."""
     veto: float = Field(default=0.0, ge=0, lt=1)
-    """Reject a whole sequence if w of any of its tokens is below this threshold; 0: never."""
+    """Reject a whole sequence if the importance weight of any of its tokens is below this threshold; 0: never."""
 
     def _faults(self) -> Faults:
         if self.level == "none" and (self.low, self.high) != (0.0, 2.0):

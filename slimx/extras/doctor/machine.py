@@ -1,8 +1,7 @@
 """`slimx doctor`: shows what this machine has for a run, what is missing, and how to install it.
 
 Every check may fail, and the doctor must not depend on the packages that it examines. So only Python's standard library
-is imported at the top, and `python -m slimx.extras.doctor.machine` works even without the packages that the command
-line needs."""
+is imported at the top, and `python -m slimx.extras.doctor.machine` works even without the command line's packages."""
 
 from __future__ import annotations
 
@@ -27,12 +26,11 @@ ROOT = Path(slimx.__file__).parents[1]
 MAIN = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "numpy", "pydantic")
 """Packages that are always shown; others are shown only if they have a problem."""
 STAND_INS = ("sgl_kernel", "torchvision")
-"""Packages that slimx replaces with stand-ins on CPUs. Repeats `slimx.extras.cpu.adapters.absent.PACKAGES`, which this
-package may not import; a test compares the two."""
+"""Repeats `slimx.extras.cpu.adapters.absent.PACKAGES`, packages with stand-ins on CPUs, which this package may not
+import; a test compares the two."""
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "slimx.adapters.sglang.plugin:register"
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
-"""Distributions of flash-attn. Repeats `slimx.trainer.device.backends.FLASH`, whose module needs pydantic; a test
-compares the two."""
+"""Packages as in `slimx.trainer.device.backends.FLASH`, whose module needs pydantic; a test compares the two."""
 IMPORT_S = 120
 """Seconds within which the import of a package must finish."""
 MEMORY_GIB = 4.0
@@ -185,8 +183,7 @@ def packages() -> Iterator[Finding]:
 
 
 def adapters() -> Iterator[Finding]:
-    """Yields findings about adaptations that replace missing upstream features: which are in force on this machine, and
-    why."""
+    """Yields findings about adaptations for missing upstream features: which are in force on this machine, and why."""
     cuda = _cuda()
     if cuda:
         yield Finding("megatron_cpu", "not in force: torch sees a GPU")

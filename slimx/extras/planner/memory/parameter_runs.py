@@ -105,7 +105,7 @@ class ParameterRun:
     adapted: bool = False
     """True if each parameter of this run has a low-rank adapter."""
     orthogonalised: bool = False
-    """True if Muon updates it, which applies to all matrices except embedding and output layer."""
+    """True if Muon updates the parameters of this run, as it does all matrices except embedding and output layer."""
 
 
 class Holdings:

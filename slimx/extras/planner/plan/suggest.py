@@ -143,14 +143,13 @@ class Search:
 
     @property
     def searched(self) -> Searched:
-        """Extent of the search so far."""
+        """Number of layouts that the search has considered so far, and whether it was complete."""
         layouts = sum(map(len, self._splits.values()))
         return Searched(layouts=layouts, tried=self._tried, complete=self._tried < TRIALS)
 
     def fitting(self, promise: Callable[[Split], float]) -> Iterator[tuple[float, Sizes, Suggestion | None]]:
-        """Tries splits in ascending order of `promise`. Yields for each split the value of `promise`, its sizes, and a
-        suggestion (None: the split does not fit). Stops after the smallest world size at which a split fits, or after
-        `TRIALS` splits."""
+        """Tries splits in ascending order of `promise`, and yields for each this value, the sizes and a suggestion
+        (None: it does not fit). Stops after the smallest world size at which a split fits, or after `TRIALS` splits."""
         for world in self._worlds:
             any_fits = False
             ordered = [(promise(split), split) for split in self._possible(world)]
@@ -246,8 +245,7 @@ class Search:
         return None if best is None else self._suggested(best)
 
     def _smallest(self, split: Split) -> Config | None:
-        """Returns the configuration with the allowed strategy that leaves the least on the GPU; None if none is
-        allowed."""
+        """Returns the configuration whose strategy leaves the least on the GPU; None if no strategy is allowed."""
         for strategy in reversed(STRATEGIES):
             config = self._configured(split, strategy)
             if config is not None:
@@ -291,8 +289,7 @@ class Search:
         return config
 
     def _weigh(self, split: Split, config: Config, states: tuple[tuple[StageState, ...], ...]) -> Candidate:
-        """Returns the candidate for `config` with memory and cost. `states`: states of the policy's and of the critic's
-        ranks."""
+        """Returns the candidate for `config` with memory and cost. `states`: those of policy ranks and critic ranks."""
         merging = most_merging(config, max(stage.state.adapted for stage in states[0]))
         records = trainer_memory(config, self.spec, split.sizes, self.device, merging=merging, states=states[0])
         fullest = max(records, key=lambda record: record.peak)
