@@ -26,7 +26,7 @@ ROOT = Path(slimx.__file__).parents[1]
 MAIN = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "numpy", "pydantic")
 """Packages that are always shown; others are shown only if they have a problem."""
 STAND_INS = ("sgl_kernel", "torchvision")
-"""Repeats `slimx.extras.cpu.adapters.absent.PACKAGES`, packages with stand-ins on CPUs, which this package may not
+"""Copy of `slimx.extras.cpu.adapters.absent.PACKAGES`, packages with stand-ins on CPUs, which this package may not
 import; a test compares the two."""
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "slimx.adapters.sglang.plugin:register"
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
