@@ -227,9 +227,9 @@ class Rollout(Section):
     request_deadline: Seconds = 600
     """Seconds within which an engine must complete one request."""
     request_retries: Count = 2
-    """Number of times that a request is sent again because its engine was lost."""
+    """Maximum number of times that a request is sent again because its engine was lost."""
     rollout_deadline: Seconds = 1800
-    """Seconds within which a rollout must finish, without its waits for `concurrency` and for paused engines."""
+    """Seconds within which a rollout must finish, not counting its waits for `concurrency` and for paused engines."""
     interrupt_deadline: Seconds = 30
     """Seconds within which interrupted requests must return their tokens: between steps if `partial` is true, and
     before a run is saved on a signal. Slower requests are sent again, without the tokens of the interrupted attempt."""
