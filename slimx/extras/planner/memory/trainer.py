@@ -26,8 +26,9 @@ from slimx.preflight.hardware import OVERHEAD
 
 INT32 = 4
 MOMENT_PIECE = 512 * 2**20
-"""Repeats `slimx.extras.optimizer_offload.moments.PIECE_BYTES`, which a process without torch cannot import; a test
-compares them."""
+"""Bytes of offloaded moments that are on the GPU at a time. Copy of
+`slimx.extras.optimizer_offload.moments.PIECE_BYTES`, which a process without torch cannot import; a test compares the
+two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
