@@ -257,4 +257,4 @@ def test_the_page_on_planning_names_every_key_of_the_record():
     keys = [field.serialization_alias or name for name, field in PlanReport.model_fields.items()]
     assert [key for key in keys if f"`{key}`" not in text] == []
     described = PlanReport.model_json_schema()["$defs"]["TrainerMemory"]["properties"]
-    assert described["optimizer"]["description"].startswith("Bytes of optimizer state on the device")
+    assert "`host_optimizer`" in described["optimizer"]["description"]
