@@ -42,8 +42,7 @@ def no_sections(path: Path, tree: object, sections: Collection[str]) -> str | No
     if path.suffix not in (".yaml", ".yml") and not tree.keys() & set(sections):
         return (
             f"the file has none of a run's sections, and its name ends in {path.suffix or path.name}; give the YAML "
-            "file of "
-            "a run"
+            "file of a run"
         )
     return None
 

@@ -26,8 +26,7 @@ def has_engines(algorithm: Algorithm, rollout: Rollout) -> Problems:
     if not _demonstrated(algorithm) and not rollout.sampled and not rollout.replay:
         yield (
             f"rollout.engines has no group of the policy, but algorithm.name={algorithm.name} trains on rollouts; "
-            "add a "
-            "group, or set algorithm.name=sft"
+            "add a group, or set algorithm.name=sft"
         )
 
 

@@ -38,8 +38,7 @@ def has_known_devices(rollout: Rollout, schedule: Schedule) -> Problems:
         if group.urls and schedule.colocate:
             yield (
                 f"schedule.colocate is true, but {group.where} has urls of external servers, whose GPUs slimx cannot "
-                "share; "
-                "remove urls, or set schedule.colocate=false"
+                "share; remove urls, or set schedule.colocate=false"
             )
 
 
@@ -57,8 +56,7 @@ def has_one_version(rollout: Rollout, schedule: Schedule) -> Problems:
     if rollout.disaggregated and schedule.max_staleness:
         yield (
             f"schedule.max_staleness is {schedule.max_staleness}, but with prefill and decode servers the KV cache "
-            "of a "
-            "prompt and the tokens sampled from it could come from different weight versions; set "
+            "of a prompt and the tokens sampled from it could come from different weight versions; set "
             "schedule.max_staleness=0"
         )
 
@@ -69,8 +67,7 @@ def has_trusted_network(rollout: Rollout, cluster: Cluster) -> Problems:
         if group.nodes > 1 and group.dp_attention > 1 and not group.urls and not cluster.trusted_network:
             yield (
                 f"{group.where} has dp_attention {group.dp_attention} on {group.nodes} nodes, where SGLang unpickles "
-                "what "
-                "its sockets receive, so any host that can reach these machines can execute code on them; set "
+                "what its sockets receive, so any host that can reach these machines can execute code on them; set "
                 "cluster.trusted_network to the CIDR of a network that only this run's users can reach, or to true"
             )
 
@@ -81,8 +78,7 @@ def can_transfer_kv(rollout: Rollout, device: str) -> Problems:
         if group.role != "regular" and device == "cpu":
             yield (
                 f"{group.where} has the role {group.role}, but SGLang transfers the KV cache only between GPUs; on "
-                "CPUs "
-                "set role=regular"
+                "CPUs set role=regular"
             )
 
 
@@ -120,6 +116,5 @@ def has_transfer(rollout: Rollout, local_device: str) -> Problems:
         if group.role != "regular" and package is not None and importlib.util.find_spec(package) is None:
             yield (
                 f"{group.where} has the role {group.role} and transfers the KV cache with {backend}, but the package "
-                f"{package} "
-                "is not installed; install it, or set another backend"
+                f"{package} is not installed; install it, or set another backend"
             )

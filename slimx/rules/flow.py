@@ -42,9 +42,8 @@ def requests_outlast_detection(rollout: Rollout) -> Problems:
     if rollout.served and rollout.request_deadline <= detection:
         yield (
             f"rollout.request_deadline is {rollout.request_deadline:g} s, but an engine or router that does not "
-            "respond "
-            f"is detected only after {detection:g} s (threshold x (interval + timeout) of rollout.health), when its "
-            f"requests have failed; raise rollout.request_deadline above {detection:g}, or lower one of these"
+            f"respond is detected only after {detection:g} s (threshold x (interval + timeout) of rollout.health), "
+            f"when its requests have failed; raise rollout.request_deadline above {detection:g}, or lower one of these"
         )
 
 
@@ -75,8 +74,7 @@ def partial(rollout: Rollout, schedule: Schedule) -> Problems:
     if rollout.partial and not schedule.max_staleness:
         yield (
             "rollout.partial continues rollouts with newer weights, which needs a schedule.max_staleness of at least "
-            "1; "
-            "raise schedule.max_staleness, or set rollout.partial=false"
+            "1; raise schedule.max_staleness, or set rollout.partial=false"
         )
 
 
@@ -164,8 +162,7 @@ def has_positions(rollout: Rollout, spec: ModelSpec) -> Problems:
     if rollout.longest > positions:
         yield (
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and rollout.sampling.max_new_tokens={answer} "
-            "together "
-            f"exceed the model's {positions} positions; lower one of them"
+            f"together exceed the model's {positions} positions; lower one of them"
         )
 
 

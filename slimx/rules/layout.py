@@ -92,8 +92,7 @@ def has_trainer_kernels(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Prob
     if lack:
         yield (
             f"trainer.moe.dispatcher=flex with flex_backend=deepep {lack}; set trainer.moe.dispatcher=alltoall, or "
-            "change "
-            "the sizes (trainer.expert x trainer.expert_tensor)"
+            "change the sizes (trainer.expert x trainer.expert_tensor)"
         )
 
 

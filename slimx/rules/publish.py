@@ -43,8 +43,7 @@ def reaches_servers(rollout: Rollout, publish: Publish, cluster: Cluster, device
         if not is_local(host):
             yield (
                 f"publish.transport={publish.transport} works on one machine, but engine {name} runs at {host}, "
-                "which is "
-                "not an address of the trainers' machine; set publish.transport=disk"
+                "which is not an address of the trainers' machine; set publish.transport=disk"
             )
 
 

@@ -42,8 +42,7 @@ def whole_matrices(trainer: Trainer) -> Problems:
     if trainer.optimizer.kind == "muon" and trainer.distributed_optimizer:
         yield (
             "trainer.distributed_optimizer shards matrices, but trainer.optimizer.kind=muon has to orthogonalize "
-            "them as "
-            "a whole; set trainer.distributed_optimizer=false"
+            "them as a whole; set trainer.distributed_optimizer=false"
         )
 
 
@@ -52,8 +51,7 @@ def has_muon(trainer: Trainer, local_device: str) -> Problems:
     if trainer.optimizer.kind == "muon" and importlib.util.find_spec("emerging_optimizers") is None:
         yield (
             "trainer.optimizer.kind is muon, but the package emerging-optimizers, which megatron-core's Muon needs, "
-            "is not "
-            "installed; run `pip install slimx[muon]`, or set trainer.optimizer.kind=adam"
+            "is not installed; run `pip install slimx[muon]`, or set trainer.optimizer.kind=adam"
         )
 
 
@@ -64,15 +62,13 @@ def gathered_during_a_pass(trainer: Trainer, schedule: Schedule, algorithm: Algo
     if not trainer.distributed_optimizer:
         yield (
             "trainer.overlap_param_gather has no effect with trainer.distributed_optimizer=false, where every rank "
-            "updates "
-            "all weights; remove it"
+            "updates all weights; remove it"
         )
     if schedule.updates_per_step == 1 or algorithm.scores:
         consumer = "evaluation of a reward model" if algorithm.scores else "publication (schedule.updates_per_step=1)"
         yield (
             f"trainer.overlap_param_gather has no effect, because the {consumer} after every update needs all "
-            "weights at "
-            "once; remove it"
+            "weights at once; remove it"
         )
 
 
@@ -81,8 +77,7 @@ def has_short_gradients(trainer: Trainer, numerics: Numerics) -> Problems:
     if not trainer.grad_reduce_in_fp32 and numerics.dtype == "float32":
         yield (
             "trainer.grad_reduce_in_fp32=false has no effect, because gradients are float32 with "
-            "numerics.dtype=float32; "
-            "remove it"
+            "numerics.dtype=float32; remove it"
         )
 
 
@@ -100,8 +95,7 @@ def moves_the_output_with_the_attention(trainer: Trainer) -> Problems:
     if "attn_proj" in trainer.offload_activations and "core_attn" not in trainer.offload_activations:
         yield (
             "trainer.offload_activations contains attn_proj, which frees no memory without core_attn, because that "
-            "keeps "
-            "the same tensor on the GPU; list both"
+            "keeps the same tensor on the GPU; list both"
         )
 
 

@@ -140,8 +140,7 @@ class Algorithm(Section):
                 "unused",
                 "advantages.eps",
                 "algorithm.advantages.eps has no effect, because normalize_std is false and advantages are not "
-                "divided by the "
-                "standard deviation; remove it",
+                "divided by the standard deviation; remove it",
             )
         for key in ("kl_coef", "kl_reward_coef"):
             if getattr(self, key) > 0 and not self.reference:
@@ -155,8 +154,7 @@ class Algorithm(Section):
                 "sft_advantages",
                 "advantages",
                 f"algorithm.advantages is {estimator.kind}, but algorithm.loss={self.loss} does not use advantages; "
-                "set "
-                f"algorithm.name={self.loss}",
+                f"set algorithm.name={self.loss}",
             )
         learns = estimator.kind != "none" or self.teacher_coef or self.teacher_kl_coef
         if _policy_gradient(self) and not learns:

@@ -138,8 +138,7 @@ class Engines(Section):
                 "engines.frozen_model",
                 "rollout.engines",
                 f"{where} is frozen but has neither a model nor urls; set `model` to the directory of the model to "
-                "serve, which "
-                "may be model.path",
+                "serve, which may be model.path",
             )
         yield from self._rank_faults(where)
         for key, kind in _READ.items():
@@ -169,8 +168,7 @@ class Engines(Section):
                 "engines.fake_transfer",
                 "rollout.engines",
                 f"{where}: sglang.disaggregation_transfer_backend=fake does not transfer the KV cache that decode "
-                "servers need; use "
-                "mooncake or nixl",
+                "servers need; use mooncake or nixl",
             )
 
     def _rank_faults(self, where: str) -> Faults:

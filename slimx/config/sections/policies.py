@@ -61,8 +61,7 @@ class Policy(Section):
                 "policies.shares",
                 f"policies.{changed[0]}",
                 f"policies: a role with shares={self.shares} uses the weights of that policy and cannot set "
-                f"{changed[0]}; remove "
-                "`shares` or the other keys",
+                f"{changed[0]}; remove `shares` or the other keys",
             )
         if self.engines is not None and self.engines_of is not None:
             yield (

@@ -78,8 +78,7 @@ def publishes_to_plain_layouts(
             yield (
                 f"rollout.engines.sglang.{field}",
                 f"rollout.engines.sglang.{field} is {group.sglang.get(field, 'auto')} in {group.where}, for which "
-                "SGLang keeps "
-                f"weights in a layout that cannot be published on cluster.gpu=gb300; set it to {plain}",
+                f"SGLang keeps weights in a layout that cannot be published on cluster.gpu=gb300; set it to {plain}",
             )
 
 
@@ -155,11 +154,9 @@ def idle_warnings(schedule: Schedule, trainer: Trainer, rollout: Rollout) -> Ite
             )
     elif schedule.max_staleness == 0:
         yield (
-            f"schedule.max_staleness is 0: the {trainer.world_size} GPUs of trainers are idle while engines "
-            "generate, and "
-            f"the {generating} GPUs of engines while trainers train; set schedule.max_staleness=1 to let both work "
-            "at the "
-            "same time, one version apart, or schedule.colocate=true to let them share GPUs"
+            f"schedule.max_staleness is 0: the {trainer.world_size} GPUs of trainers are idle while engines generate, "
+            f"and the {generating} GPUs of engines while trainers train; set schedule.max_staleness=1 to let both "
+            "work at the same time, one version apart, or schedule.colocate=true to let them share GPUs"
         )
 
 
@@ -176,10 +173,8 @@ def crowded_warnings(rollout: Rollout, engines: Iterable[EngineMemory], requests
     if 0 < fitting < requests / CROWDED:
         yield (
             f"rollout.engines: the KV caches of all servers have space for {fitting} rollouts of the maximum length, "
-            "but "
-            f"{requests} are in flight; give servers more GPUs (tensor, expert, nodes), so that weights take less of "
-            "each, "
-            "raise sglang.mem_fraction_static, or lower rollout.concurrency"
+            f"but {requests} are in flight; give servers more GPUs (tensor, expert, nodes), so that weights take less "
+            "of each, raise sglang.mem_fraction_static, or lower rollout.concurrency"
         )
 
 

@@ -36,8 +36,7 @@ def trains(
             yield (
                 f"{models} rank {record.rank} (stage {record.stage}) would need {_gib(peak)} GiB plus "
                 f"trainer.memory_margin_mib={margin // MIB}, but a GPU has {_gib(machine.memory)} GiB: "
-                f"{_kinds(record)}; "
-                "use more ranks, more recomputation or trainer.optimizer.offload_fraction"
+                f"{_kinds(record)}; use more ranks, more recomputation or trainer.optimizer.offload_fraction"
             )
 
 
@@ -59,8 +58,7 @@ def serves(rollout: Rollout, machine: Machine, engine_memory: tuple[EngineMemory
             yield (
                 f"engine {engine.group} has memory for the KV cache of {engine.kv_tokens} tokens{states}, but a "
                 f"rollout may have {rollout.longest} tokens; raise rollout.engines.tensor or max_total_tokens, or "
-                "lower "
-                "rollout.sampling.max_new_tokens"
+                "lower rollout.sampling.max_new_tokens"
             )
 
 
@@ -88,8 +86,7 @@ def holds_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhaseP
 def serves_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhasePeak, ...]) -> Problems:
     for group, excess in _too_full(machine, trainer, phases, "engine"):
         yield (
-            f"a rank of engine {group} does not fit on {excess}; lower mem_fraction_static of rollout.engines, "
-            "or set "
+            f"a rank of engine {group} does not fit on {excess}; lower mem_fraction_static of rollout.engines, or set "
             "publish.staging=bucket"
         )
 
