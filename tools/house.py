@@ -44,7 +44,7 @@ FILE_LINES, ROOM_FILES, PARAMETERS = 400, 12, 12
 """Lines of a file, files of a folder and parameters of a constructor beyond which they are listed."""
 LARGE_ROOMS = ("slimx.extras.families",)
 BOUNDS = {
-    "core tokens": 254_600,
+    "core tokens": 255_100,
     "core files": 330,
     "closure": 313,
     "edges from core to extras": 0,
