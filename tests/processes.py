@@ -10,7 +10,7 @@ import psutil
 
 
 def lives(process: psutil.Process | int) -> bool:
-    """Return False for a process, or its id, that has ended, also while nobody has asked for its status yet."""
+    """Return False for a process, or its id, that has ended, also before its parent has collected its status."""
     try:
         found = psutil.Process(process) if isinstance(process, int) else process
         return found.status() != psutil.STATUS_ZOMBIE

@@ -43,25 +43,25 @@ def told(pids: Iterable[int] | None = None) -> str:
     folder = Path(os.environ[FOLDER])
     if pids is None:
         pids = sorted(int(file.name) for file in folder.iterdir())
-    asked: dict[Path, tuple[int, str]] = {}  # the bytes of earlier answers, and who it is
+    requests: dict[Path, tuple[int, str]] = {}  # the bytes of earlier answers, and who it is
     for pid in pids:
         file = folder / str(pid)
         try:
             process = psutil.Process(pid)
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            asked[file] = _size(file), f"--- process {pid}: {' '.join(process.cmdline())[-200:]}"
+            requests[file] = _size(file), f"--- process {pid}: {' '.join(process.cmdline())[-200:]}"
             if file.exists():  # else the signal would end it
                 process.send_signal(ASK)
         except psutil.NoSuchProcess:
             continue
     end, sizes = time.monotonic() + ANSWER_S, {}
     while time.monotonic() < end:
-        before, sizes = sizes, {file: _size(file) for file in asked}
-        if sizes == before and all(size > asked[file][0] for file, size in sizes.items() if file.exists()):
+        before, sizes = sizes, {file: _size(file) for file in requests}
+        if sizes == before and all(size > requests[file][0] for file, size in sizes.items() if file.exists()):
             break
         time.sleep(SETTLED_S)
-    return "\n".join(f"{who}\n{_answer(file, begin)}" for file, (begin, who) in asked.items())
+    return "\n".join(f"{who}\n{_answer(file, begin)}" for file, (begin, who) in requests.items())
 
 
 def _size(file: Path) -> int:

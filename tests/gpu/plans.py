@@ -142,9 +142,9 @@ def _source(
         gap = 16 * int(rng.integers(0, 2)) if tidy else item * int(rng.integers(0, 3))
         lines, line = elements.reshape(rows, cols * item), cols * item + gap
         steps = (line, item)
-    held = rng.integers(0, 256, (len(lines), line), dtype=np.uint8)
-    held[:, : lines.shape[1]] = lines
-    return memory.add(held.reshape(-1), alignment), *steps
+    stored = rng.integers(0, 256, (len(lines), line), dtype=np.uint8)
+    stored[:, : lines.shape[1]] = lines
+    return memory.add(stored.reshape(-1), alignment), *steps
 
 
 def _elements(rng: np.random.Generator, op: int, item: int, count: int) -> np.ndarray:

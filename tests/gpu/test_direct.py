@@ -20,26 +20,27 @@ from tests.unit.reshard.gather_stand import ENGINE, MODEL, SIZES, dressed  # noq
 @pytest.mark.parametrize("on_gpus", [True, False], ids=["GPU to GPU", "host to host"])
 def test_every_engine_rank_gets_what_trainer_ranks_hold_on_their_gpus(device: torch.device, on_gpus: bool) -> None:
     trainers = [
-        {name: tensor.to(device) for name, tensor in dressed(held).items()} for held in held_by_trainers(MODEL, SIZES)
+        {name: tensor.to(device) for name, tensor in dressed(tensors).items()}
+        for tensors in held_by_trainers(MODEL, SIZES)
     ]
-    held: list[Tensors] = [{} for _ in range(ENGINES * RANKS)]
+    received: list[Tensors] = [{} for _ in range(ENGINES * RANKS)]
     with ExitStack() as stack:
         stand = Stand(stack, trainers=trainers, on_gpus=on_gpus)
-        each = len(stand.receivers) // ENGINES
+        per_engine = len(stand.receivers) // ENGINES
         for transfer in (stand.next(), stand.next()):
             for bucket in range(stand.plan.count):
                 sent = stand.send(bucket, transfer)
                 for number in range(ENGINES):
-                    own = stand.receivers[number * each : (number + 1) * each]
+                    receivers = stand.receivers[number * per_engine : (number + 1) * per_engine]
                     with ExitStack() as arriving:
-                        shares = zip(own, shares_of(sent, each), strict=True)
+                        shares = zip(receivers, shares_of(sent, per_engine), strict=True)
                         landed = [arriving.enter_context(receiver.landed(share)) for receiver, share in shares]
                         packed = together(sent, landed)
                         assert packed.on_device == on_gpus
                         for rank in range(RANKS):
-                            held[number * RANKS + rank] |= take(packed, rank, device)
+                            received[number * RANKS + rank] |= take(packed, rank, device)
     whole = checkpoint(MODEL)
-    for number, found in enumerate(held):
-        wanted = dressed(engine_rank(SERVED["qwen"], whole, ENGINE, number % RANKS))
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], tensor.to(found[name].dtype)) for name, tensor in wanted.items())
+    for number, found in enumerate(received):
+        expected = dressed(engine_rank(SERVED["qwen"], whole, ENGINE, number % RANKS))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor.to(found[name].dtype)) for name, tensor in expected.items())

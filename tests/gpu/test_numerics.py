@@ -44,8 +44,8 @@ def test_row_operations_have_the_bits_of_the_cpu(device: torch.device, dtype: to
     assert_same_bits(kernel_cuda.rms_norm(on, weight.to(device), 1e-6).cpu(), reference.rms_norm(x, weight, 1e-6))
     assert_same_bits(kernel_cuda.silu_and_mul(on).cpu(), reference.silu_and_mul(x))
     found = kernel_cuda.log_normalizer(on, temperature.to(device))
-    for own, expected in zip(found, reference.log_normalizer(x, temperature), strict=True):
-        assert_same_bits(own.cpu(), expected)
+    for value, expected in zip(found, reference.log_normalizer(x, temperature), strict=True):
+        assert_same_bits(value.cpu(), expected)
 
 
 @both_dtypes
@@ -84,12 +84,12 @@ def test_attention_has_the_same_bits_in_packs_chunks_and_caches(device: torch.de
 
 @both_dtypes
 def test_a_decoder_has_the_same_bits_in_every_packing_and_on_the_cpu(device: torch.device, dtype: torch.dtype) -> None:
-    model, own = Decoder(dtype, device), sequences([40, 1, 130, 17])
-    together, bounds = packed(own)
+    model, inputs = Decoder(dtype, device), sequences([40, 1, 130, 17])
+    together, bounds = packed(inputs)
     whole = model.logprobs(together.to(device), bounds)
-    for first, last, tokens in zip(bounds, bounds[1:], own, strict=False):
+    for first, last, tokens in zip(bounds, bounds[1:], inputs, strict=False):
         assert_same_bits(model.logprobs(tokens.to(device), [0, len(tokens)]), whole[first:last], len(tokens))
-    back, _ = packed(own[::-1])
+    back, _ = packed(inputs[::-1])
     turned = model.logprobs(back.to(device), [0, 17, 147, 148, 188])
     assert_same_bits(turned[-40:], whole[:40], "the first sequence behind the others")
     assert_same_bits(whole.cpu(), Decoder(dtype).logprobs(together, bounds), "the CPU's")

@@ -63,11 +63,11 @@ def test_a_triton_kernel_gives_the_same_scales_and_codes(device: torch.device) -
     codes, scales = quantize(x)
 
     bucket = on_gpu(plan, device).bucket
-    own_codes = bucket[MARGIN : MARGIN + AMAX * BLOCK].reshape(AMAX, BLOCK)
+    packed_codes = bucket[MARGIN : MARGIN + AMAX * BLOCK].reshape(AMAX, BLOCK)
     at = int(plan.pieces["scale"][0])
-    own_scales = bucket[at : at + 4 * AMAX].view(np.uint32)
+    packed_scales = bucket[at : at + 4 * AMAX].view(np.uint32)
     theirs = scales.cpu().numpy().view(np.uint32)
-    wrong = np.flatnonzero(own_scales != theirs)
+    wrong = np.flatnonzero(packed_scales != theirs)
     assert not len(wrong), f"{len(wrong)} scales differ, first at amax {wrong[0]:#06x}"
-    wrong = np.argwhere(own_codes != codes.view(torch.uint8).cpu().numpy())
+    wrong = np.argwhere(packed_codes != codes.view(torch.uint8).cpu().numpy())
     assert not len(wrong), f"{len(wrong)} codes differ, first at amax {wrong[0][0]:#06x}"

@@ -60,7 +60,7 @@ def write_config(directory: Path, model: Path, prompts: Path, **sections: dict[s
 
 
 OF_TESTS = "slimx-test-"
-"""Prefix of directories in /dev/shm that a unit test makes, which may run beside a run."""
+"""Prefix of directories in /dev/shm that a unit test makes, which may run at the same time as a run."""
 
 
 class TrainProcess:
@@ -130,7 +130,7 @@ class TrainProcess:
         self.process.send_signal(signum)
 
     def processes(self) -> list[psutil.Process]:
-        """Everything of this run that is alive, wherever its parent went."""
+        """Return every living process of this run, also those whose parent has ended."""
         found: dict[int, psutil.Process] = {}
         for child in psutil.Process().children():
             # Orphans of the run came here; those that have ended wait to be collected.

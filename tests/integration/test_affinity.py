@@ -79,8 +79,8 @@ async def routed(log: Path, *, by_key: bool) -> AsyncIterator[tuple[Router, list
 
 async def ask(router: Router, workers: list[Worker], *, keyed: bool) -> None:
     """8 groups of 4 rollouts of 2 turns; prompts begin with the same 200 tokens and differ in the last 4. A group's
-    first turns have reached a worker before the next group comes, and no turn ends before all groups have come: what
-    the router sees of a worker's load depends on nobody's speed."""
+    first turns have reached a worker before the next group comes, and no turn ends before all groups have come: the
+    load that the router sees of a worker does not depend on timing."""
     for worker in workers:
         worker.open.clear()
     key = router.keys.api_key

@@ -90,9 +90,9 @@ def test_trainer_ranks_with_a_cut_link_cost_no_engine(stand: Stand) -> None:
     assert asyncio.run(stand.publish(2)).lost == []
     stand.hosts[0].cut()
     for version in (3, 4):  # first no bytes come, then nobody meets
-        with refused("direct.sender", kind=TransportLost) as told:
+        with refused("direct.sender", kind=TransportLost) as caught:
             asyncio.run(stand.publish(version))
-        assert {"trainer", "rank"} <= set(told.value.about.split())
-    with refused("direct.mute", about=told.value.about, kind=PartLost):
+        assert {"trainer", "rank"} <= set(caught.value.about.split())
+    with refused("direct.mute", about=caught.value.about, kind=PartLost):
         asyncio.run(stand.publish(5))
     assert stand.members.lost == {}

@@ -33,10 +33,10 @@ LONG = 40
 
 def config_of(directory: Path, model: Path, task: Path, **sections: dict[str, Any]) -> Path:
     """A run of one trainer rank that saves every other step."""
-    wanted = {"trainer": {"world_size": 1, "expert": 1}, "schedule": {"steps": 400}, "checkpoint": {"every": 2}}
+    values = {"trainer": {"world_size": 1, "expert": 1}, "schedule": {"steps": 400}, "checkpoint": {"every": 2}}
     for name, section in sections.items():
-        wanted[name] = wanted.get(name, {}) | section
-    return write_config(directory, model, task / "train.jsonl", **wanted)
+        values[name] = values.get(name, {}) | section
+    return write_config(directory, model, task / "train.jsonl", **values)
 
 
 @pytest.fixture
@@ -55,10 +55,10 @@ def test_a_run_with_a_full_disk_ends_and_continues_when_space_is_freed(
     newest = max((disk / "run" / "checkpoints").glob("iter_*"))
     fill(disk, left_kib)
     status = run.wait()
-    told = run.text()
-    print(f"ended with status {status}: {told[-2000:]}")
+    output = run.text()
+    print(f"ended with status {status}: {output[-2000:]}")
     run.assert_nothing_left()
-    assert status == 2 and "Traceback" not in told
+    assert status == 2 and "Traceback" not in output
     assert newest in (disk / "run" / "checkpoints").glob("iter_*"), "the one before stays"
     assert not left_kib or completed_steps(disk / "run") % 2 == 0, "a step that saves was the last one"
     (disk / "filler").unlink()
@@ -89,10 +89,12 @@ def test_a_process_without_file_descriptors_ends_the_run_or_continues(
     process = run.driver
     if victim != "driver":
         process = next(
-            each for each in run.processes() if victim in (said := command_of(each)) and "runtime.process" not in said
+            process
+            for process in run.processes()
+            if victim in (command := command_of(process)) and "runtime.process" not in command
         )
-    held = process.num_fds()
-    process.rlimit(resource.RLIMIT_NOFILE, (held, held))
+    descriptors = process.num_fds()
+    process.rlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     seen, began = completed_steps(directory), time.monotonic()
     while run.process.poll() is None and completed_steps(directory) < seen + LONG and time.monotonic() < began + 600:
         time.sleep(0.2)
@@ -131,8 +133,8 @@ def test_a_clock_that_is_set_two_hours_ahead_and_back_changes_nothing(
     run.kill(signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM, run.text()
     run.assert_nothing_left()
-    told = [row["time"] for row in written(directory / "metrics.jsonl")]
-    assert max(told) - min(told) > HOURS, "the clock of the run was set"
+    times = [row["time"] for row in written(directory / "metrics.jsonl")]
+    assert max(times) - min(times) > HOURS, "the clock of the run was set"
     phases = written(directory / "timeline.jsonl")
     assert not [line for line in phases if "restart" in line["name"]]
     assert all(0 <= line["seconds"] < HOURS / 2 for line in phases)

@@ -39,7 +39,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "ppo": {"critic": {"optimizer": {"lr": 1e-3}}, "algorithm": {"advantages": {"lam": 0.95}}},
     "distillation": {"algorithm": {"teacher": str(PLACE / "teacher" / "hf")}},
 }
-"""What a run needs beside the name of its algorithm. All others: the quickstart's configuration as it is."""
+"""Sections that a run needs besides the name of its algorithm. All others: the quickstart's configuration as it is."""
 NEXT = {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
@@ -123,7 +123,7 @@ def test_a_model_with_gated_delta_nets_learns_it_by_grpo(warm_start):
 
 def test_ppo_learns_it_from_a_reward_model_alone(warm_start):
     """Pairs of answers to a reward model, and its score to PPO, whose critic begins as that model; right answers, which
-    the policy is not told of, become most."""
+    the policy does not know, become most."""
     task, weights = PLACE / "task", PLACE / "rm" / "hf"
     held_out = {"prompts": str(task / "heldout-pairs.jsonl"), "every": 50}
     begun = {"trainer": {"load": str(warm_start)}, "eval": held_out}

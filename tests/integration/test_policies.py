@@ -117,12 +117,12 @@ def test_each_policy_learns_from_what_credit_gives_it_alone(
     credit: str, learns: tuple[bool, bool], train: Train, tmp_path: Path
 ) -> None:
     """One policy earns what the other loses: shared, that is the same for every rollout."""
-    given = f"{HOOKS}.to_the_judge" if credit == "hook" else credit
-    directory = train(tmp_path, f"reward.function={HOOKS}.taking_sides", algorithm={"credit": given}, policies=JUDGE)
+    value = f"{HOOKS}.to_the_judge" if credit == "hook" else credit
+    directory = train(tmp_path, f"reward.function={HOOKS}.taking_sides", algorithm={"credit": value}, policies=JUDGE)
     for norms in measured(directory, "optim/grad_norm", "policy/judge/optim/grad_norm"):
         assert tuple(norm > 0 for norm in norms) == learns
     for file in step_files(directory / DIRECTORY).values():
-        earned = [each.reward for group in read_step(file)[1] for each in group.trajectories]
+        earned = [trajectory.reward for group in read_step(file)[1] for trajectory in group.trajectories]
         assert {*earned} == {0.0, 1.0}, "as it was earned, whatever counts"
 
 

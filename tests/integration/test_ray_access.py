@@ -1,4 +1,4 @@
-"""A Ray of the run's own: clients without its token are refused, and what asks nobody listens for this machine only."""
+"""The run's private Ray: clients without its token are refused, and what asks for none listens on this machine only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A machine that is lost with its trainer rank and does not come back: the run goes on with fewer ranks.
 
-Two nodes of Ray stand for machines of one rank each, beside that of the engine.
+Two nodes of Ray stand for machines of one rank each, next to that of the engine.
 """
 
 from __future__ import annotations

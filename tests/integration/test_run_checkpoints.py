@@ -25,7 +25,7 @@ PROMPTS = 16
 
 @pytest.fixture(scope="module")
 def run(tiny_model: Path, tiny_weights: Weights, task_of_sums: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of a finished run of three steps on one rank; its directory is beside it."""
+    """The configuration of a finished run of three steps on one rank; its directory is next to it."""
     directory = tmp_path_factory.mktemp("run")
     prompts = directory / "prompts.jsonl"
     with prompts.open("w") as file:
@@ -99,9 +99,9 @@ def test_weights_without_optimizer_load_and_learn_preferences(run, tmp_path):
         schedule={"steps": 3 + 6},
         checkpoint={"load_optimizer": False},
     )
-    with refused("resume.layout", about="trainer.expert") as told:
+    with refused("resume.layout", about="trainer.expert") as caught:
         run_session(load_config(config, ["checkpoint.load_optimizer=true"]), Console(quiet=True), None)
-    assert "TP1 PP1 VPP1 CP1 DP1 EP1 ETP1" in str(told.value) and "DP2 EP2" in str(told.value)
+    assert "TP1 PP1 VPP1 CP1 DP1 EP1 ETP1" in str(caught.value) and "DP2 EP2" in str(caught.value)
     process = TrainProcess(config)
     assert process.wait() == 0, process.text()
     assert "checkpoint.load_optimizer" in process.text() and f"resumed at step 3 from {checkpoint}" in process.text()

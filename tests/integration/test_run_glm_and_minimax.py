@@ -22,7 +22,7 @@ PARTS = {
     "qwen3_next": (*DELTA_NET, "in_proj_qkvz", "in_proj_ba"),
     "qwen3_5_moe": (*DELTA_NET, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
 }
-"""Parts of the names of tensors that training moves, beside those that all have."""
+"""Parts of the names of tensors that training moves, besides those that all have."""
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ def scores(model: Path, trajectory: Trajectory) -> np.ndarray:
 
 def reverse_kl(policy: np.ndarray, teacher: np.ndarray, top: np.ndarray) -> np.ndarray:
     """KL(policy || teacher) [n] over the tokens `top` [n, k] and all others as one; log-probs [n, V]."""
-    p, q = (np.take_along_axis(np.exp(each.astype(np.float64)), top, 1) for each in (policy, teacher))
-    p, q = (np.concatenate([each, 1 - each.sum(1, keepdims=True)], 1) for each in (p, q))
+    p, q = (np.take_along_axis(np.exp(logprobs.astype(np.float64)), top, 1) for logprobs in (policy, teacher))
+    p, q = (np.concatenate([probs, 1 - probs.sum(1, keepdims=True)], 1) for probs in (p, q))
     return (p * np.log(p / q)).sum(1)
 
 

@@ -36,7 +36,10 @@ def program(python: str, script: str, log: Path) -> Iterator[str]:
 
 
 def listens(pid: int, port: int) -> bool:
-    return any(each.status == "LISTEN" and each.laddr.port == port for each in psutil.Process(pid).net_connections())
+    return any(
+        connection.status == "LISTEN" and connection.laddr.port == port
+        for connection in psutil.Process(pid).net_connections()
+    )
 
 
 @asynccontextmanager

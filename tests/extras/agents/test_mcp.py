@@ -50,14 +50,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def servers_left() -> list[int]:
-    own = psutil.Process().children(recursive=True)
-    return [each.pid for each in own if each.status() != "zombie" and each.cmdline()[-1:] == [SERVER]]
+    children = psutil.Process().children(recursive=True)
+    return [child.pid for child in children if child.status() != "zombie" and child.cmdline()[-1:] == [SERVER]]
 
 
 async def play(server: dict[str, Any], *says: str, **options: Any) -> tuple[Trajectory, RolloutContext, Script]:
     ctx, script = context(*says)
-    given = {"servers": {"test": server}} | options.pop("toolbox_options", {})
-    trajectory = await tools.generate(ctx, PROMPT, toolbox=BOX, toolbox_options=given, **options)
+    arguments = {"servers": {"test": server}} | options.pop("toolbox_options", {})
+    trajectory = await tools.generate(ctx, PROMPT, toolbox=BOX, toolbox_options=arguments, **options)
     return trajectory, ctx, script
 
 
@@ -70,12 +70,12 @@ async def test_tools_are_shown_called_and_their_results_read(kind, url):
         "46",
     )
     shown = json.loads(script.received[0][0].partition("[tools ")[2].partition("]<user>")[0])
-    add = next(each["function"] for each in shown if each["function"]["name"] == "add")
+    add = next(tool["function"] for tool in shown if tool["function"]["name"] == "add")
     assert add["description"] == "Add two numbers." and set(add["parameters"]["properties"]) == {"a", "b"}
     first, second = (after.rpartition("<end>\n<assistant>")[0] for after, _, _ in script.received[1:])
     assert first.endswith("<user>tool: 46")
-    said = second.partition("fail")[2]
-    assert "<user>tool: Error executing tool fail" in said and "<user>tool: A dot:\n(image of image/png" in said
+    result = second.partition("fail")[2]
+    assert "<user>tool: Error executing tool fail" in result and "<user>tool: A dot:\n(image of image/png" in result
     assert trajectory.metadata == {
         "ended": "done",
         "turns": 3,
@@ -84,7 +84,7 @@ async def test_tools_are_shown_called_and_their_results_read(kind, url):
         "judged": {},
     }
     assert ctx.metrics == {"tool_calls": 3.0, "tool_errors": 1.0, "unreadable_calls": 0.0, "left_out": 1.0}
-    sampled = [token for each in script.completions for token in each.token_ids.tolist()]
+    sampled = [token for completion in script.completions for token in completion.token_ids.tolist()]
     assert trajectory.token_ids[trajectory.loss_mask == 1].tolist() == sampled and trajectory.spans[-1].turn == 2
     assert not servers_left()
 
@@ -99,8 +99,8 @@ async def test_a_started_server_belongs_to_its_rollout_alone(url):
 
 
 async def test_tools_of_several_servers_and_a_choice_of_them(url):
-    given = {"servers": {"one": STDIO, "two": {"url": url}}}
-    box = McpTools(**given)
+    arguments = {"servers": {"one": STDIO, "two": {"url": url}}}
+    box = McpTools(**arguments)
     try:
         with pytest.raises(SlimxError) as caught:
             await box.open(PROMPT, 0)
@@ -109,7 +109,7 @@ async def test_tools_of_several_servers_and_a_choice_of_them(url):
         await box.close()
     box = McpTools(servers={"two": {"url": url}}, tools=["add"])
     try:
-        assert [each["function"]["name"] for each in await box.open(PROMPT, 0)] == ["add"]
+        assert [tool["function"]["name"] for tool in await box.open(PROMPT, 0)] == ["add"]
     finally:
         await box.close()
     box = McpTools(servers={"two": {"url": url}}, tools=["add", "subtract"])
@@ -158,8 +158,8 @@ async def test_calls_that_cannot_be_made_are_told_and_counted(url):
     ],
 )
 async def test_an_agent_that_never_ends_is_ended(url, ended, options, turns):
-    said = {"unreadable": "<tool_call>{", "context": calling("write", characters=4000)}
-    says = [said.get(ended, calling("keep", name="again"))] * 40
+    answers = {"unreadable": "<tool_call>{", "context": calling("write", characters=4000)}
+    says = [answers.get(ended, calling("keep", name="again"))] * 40
     trajectory, _, script = await play({"url": url}, *says, **options)
     assert trajectory.metadata["ended"] == ended
     assert trajectory.metadata["turns"] == len(script.received) == turns
@@ -168,15 +168,15 @@ async def test_an_agent_that_never_ends_is_ended(url, ended, options, turns):
 
 async def test_a_cut_off_turn_ends_the_rollout(url):
     ctx, _ = context("x" * 100, max_new_tokens=20)
-    given = {"servers": {"test": {"url": url}}}
-    trajectory = await tools.generate(ctx, PROMPT, toolbox=BOX, toolbox_options=given)
+    arguments = {"servers": {"test": {"url": url}}}
+    trajectory = await tools.generate(ctx, PROMPT, toolbox=BOX, toolbox_options=arguments)
     assert (trajectory.metadata["ended"], trajectory.status) == ("length", "truncated")
 
 
 async def test_a_long_result_is_cut_and_says_so(url):
     _, _, script = await play({"url": url}, calling("write", characters=5000), "ok", max_result=100)
-    said = script.received[1][0].rpartition("tool: ")[2]
-    assert said.startswith("x" * 100 + "\n(4900 characters left out)")
+    result = script.received[1][0].rpartition("tool: ")[2]
+    assert result.startswith("x" * 100 + "\n(4900 characters left out)")
 
 
 @pytest.mark.parametrize("kind", [pytest.param("stdio", marks=pytest.mark.slow("both kinds of servers")), "http"])
@@ -219,8 +219,8 @@ async def test_a_started_server_that_answers_too_much_is_lost_at_once():
 async def test_of_a_servers_standard_error_only_the_end_is_kept():
     with pytest.raises(GivenUp) as caught:
         await play(STDIO, calling("complain", characters=5 * 2**20), calling("die"), "2")
-    told = str(caught.value)
-    assert "out of paper" in told and MAX_STDERR // 2 < len(told) < 2 * MAX_STDERR and not servers_left()
+    message = str(caught.value)
+    assert "out of paper" in message and MAX_STDERR // 2 < len(message) < 2 * MAX_STDERR and not servers_left()
 
 
 async def test_a_server_over_http_that_dies_is_lost(tmp_path):
@@ -246,7 +246,9 @@ async def test_a_server_that_does_not_come_is_named_in_time(server, deadline, re
     assert caught.value.reason == reason and time.monotonic() - began < 200
     left = psutil.Process().children(recursive=True)
     assert not [
-        each for each in left if each.status() != "zombie" and each.cmdline()[-1:] == server.get("command", [0])[-1:]
+        process
+        for process in left
+        if process.status() != "zombie" and process.cmdline()[-1:] == server.get("command", [0])[-1:]
     ]
 
 

@@ -55,8 +55,12 @@ async def play(url: str, *says: str, prompt: Prompt = PROMPT, **options: Any) ->
 async def test_a_session_is_played_to_its_end(server):
     wrong = 9 if NUMBER < 9 else 0
     ctx, trajectory = await play(server, f"<answer>{wrong}</answer>", "perhaps", str(NUMBER), str(NUMBER))
-    told = [text for source, _, text in spans(trajectory) if source == "inserted"]
-    assert "From 0 to 9." in told[0] and ("Less." if wrong else "More.") in told[1] and "no action" in told[2]
+    observations = [text for source, _, text in spans(trajectory) if source == "inserted"]
+    assert (
+        "From 0 to 9." in observations[0]
+        and ("Less." if wrong else "More.") in observations[1]
+        and "no action" in observations[2]
+    )
     assert trajectory.metadata["rewards"] == [0.0, 0.0, 1.0] and trajectory.metadata["ended"] == "done"
     assert ctx.metrics == {"tool_calls": 0.0, "invalid_actions": 1.0}
     keys = [turn.state_key for turn in trajectory.turns]
@@ -186,7 +190,7 @@ async def test_actions_may_be_whole_objects_and_observations_too():
     text = {"text_options": {"fixed": {"kind": "move"}, "ask": "JSON."}}
     async with stand_in(speak) as url:
         _, trajectory = await play(url, '{"to": [1]}', "[1]", "x", environment_options=text)
-    assert [each["type"] for each in heard] == ["reset", "step", "close"]
+    assert [message["type"] for message in heard] == ["reset", "step", "close"]
     assert heard[0]["data"] == {"seed": 5} and heard[1]["data"] == {"to": [1], "kind": "move"}
     assert '{"hint": "Go."}\nJSON.' in spans(trajectory)[1][2] and trajectory.metadata["info"]["invalid"] == 2
 

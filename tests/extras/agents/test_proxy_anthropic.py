@@ -148,7 +148,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a tool without a schema": ({"tools": [{"name": "add"}]}, "invalid_value", "tools[0].input_schema"),
     "a tool of the service": ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "unsupported_value", "type"),
     "a choice": ({"tools": [ADD], "tool_choice": {"type": "novel"}}, "unsupported_value", "tool_choice"),
-    "a forced tool of nobody": ({"tool_choice": {"type": "tool", "name": "add"}}, "invalid_value", "tool_choice"),
+    "a forced tool that is not offered": (
+        {"tool_choice": {"type": "tool", "name": "add"}},
+        "invalid_value",
+        "tool_choice",
+    ),
     "a schema": ({"output_config": {"format": {"type": "json_schema"}}}, "unsupported_value", "output_config"),
     "clearing": (
         {"extra_body": {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}},
@@ -170,8 +174,8 @@ async def test_what_cannot_be_carried_out_is_refused_in_the_words_of_the_api():
             with pytest.raises(anthropic.BadRequestError) as refused:
                 await ask(client, USER, **options)
             body: Any = refused.value.body
-            told = (body["type"], body["error"]["type"], body["error"]["code"])
-            assert told == ("error", "invalid_request_error", code), case
+            reported = (body["type"], body["error"]["type"], body["error"]["code"])
+            assert reported == ("error", "invalid_request_error", code), case
             assert param in body["error"]["param"], case
         await ask(client, USER)
 

@@ -76,8 +76,8 @@ class Thread:
         blocks = []
         if results := step.get("results"):
             calls = [block["id"] for block in self.messages[-1]["content"] if block["type"] == "tool_use"]
-            told = zip(calls, results, strict=True)
-            blocks = [{"type": "tool_result", "tool_use_id": call, "content": text} for call, text in told]
+            pairs = zip(calls, results, strict=True)
+            blocks = [{"type": "tool_result", "tool_use_id": call, "content": text} for call, text in pairs]
         if text := step.get("text"):
             blocks.append({"type": "text", "text": text.replace("{summary}", summary)})
         self.messages.append({"role": "user", "content": blocks})
@@ -149,13 +149,17 @@ async def test_a_coding_agents_session_has_a_trajectory_per_history():
     # Trajectories come in the order of their last answers.
     order = [TITLE, EXPLORER, MAIN, COMPACTED, REWOUND, CLEARED]
     assert [text_of(trajectory) for trajectory in found] == [threads[name].text() for name in order]
-    own = {name: [step["answer"] for step in steps if step["thread"] == name] for name in order}
+    answers = {name: [step["answer"] for step in steps if step["thread"] == name] for name in order}
     # A branch trains what is its own; what it shares with the one before is context.
-    assert [trained(trajectory) for trajectory in found] == ["".join(a + "<end>" for a in own[name]) for name in order]
-    assert {trajectory.rollout_id for trajectory in found} == {"g/0"} and len({each.id for each in found}) == len(order)
-    # Each sampled token has the log-prob that the engine told, wherever it stands, and is trained exactly once.
-    said_ones = [each for each in engine.completions if each.finish_reason]
-    assert sum(int(each.loss_mask.sum()) for each in found) == sum(len(each.token_ids) for each in said_ones)
+    assert [trained(trajectory) for trajectory in found] == [
+        "".join(a + "<end>" for a in answers[name]) for name in order
+    ]
+    assert {trajectory.rollout_id for trajectory in found} == {"g/0"}
+    assert len({trajectory.id for trajectory in found}) == len(order)
+    # Each sampled token has the log-prob that the engine returned, in every trajectory, and is trained exactly once.
+    finished = [completion for completion in engine.completions if completion.finish_reason]
+    trained_tokens = sum(int(trajectory.loss_mask.sum()) for trajectory in found)
+    assert trained_tokens == sum(len(completion.token_ids) for completion in finished)
     for trajectory in found:
         spans = [span for span in trajectory.spans if span.source == "sampled"]
         assert np.isfinite(np.concatenate([trajectory.logprobs[s.start : s.stop] for s in spans])).all()
@@ -163,9 +167,9 @@ async def test_a_coding_agents_session_has_a_trajectory_per_history():
     rewound, cleared = found[4], found[5]
     assert rewound.loss_mask.sum() < sum(s.stop - s.start for s in rewound.spans if s.source == "sampled")
     assert "[cleared]" in text_of(cleared)
-    told = found[0].metadata
-    assert told["requests"] == len(steps) + 1 and told["errors"] == {"engine_failed": 1}
-    assert told["overridden"] == ["output_config.effort", "thinking"] and told["result"] == "done"
+    metadata = found[0].metadata
+    assert metadata["requests"] == len(steps) + 1 and metadata["errors"] == {"engine_failed": 1}
+    assert metadata["overridden"] == ["output_config.effort", "thinking"] and metadata["result"] == "done"
     calls = sum(step["answer"].count("<tool_call>") for step in steps)
     assert ctx.metrics == {"tool_calls": calls, "unreadable_calls": 0.0}
 
@@ -227,26 +231,26 @@ def forced_asks() -> Iterator[tuple[str, Any, tuple[str, ...], bool]]:
     add, sub = TOOLS[0]["function"], {"name": "sub", "parameters": {"type": "object"}}
 
     def chat(choice: Any, **options: Any) -> Any:
-        tools = [{"type": "function", "function": each} for each in (add, sub)]
+        tools = [{"type": "function", "function": function} for function in (add, sub)]
         return lambda client: ask(client, USER, tools=tools, tool_choice=choice, **options)
 
     def responses(choice: Any) -> Any:
-        tools = [{"type": "function", **each} for each in (add, sub)]
+        tools = [{"type": "function", **function} for function in (add, sub)]
         return lambda client: client.responses.create(model="m", input=USER, tools=tools, tool_choice=choice)
 
     def messages(choice: Any, *, stream: bool = False) -> Any:
-        tools = [{"name": each["name"], "input_schema": each["parameters"]} for each in (add, sub)]
+        tools = [{"name": function["name"], "input_schema": function["parameters"]} for function in (add, sub)]
 
         async def asks(client: Any) -> None:
             import anthropic
 
             base = str(client.base_url).rstrip("/").removesuffix("/v1")
-            async with anthropic.AsyncAnthropic(base_url=base, api_key="any", max_retries=0) as own:
+            async with anthropic.AsyncAnthropic(base_url=base, api_key="any", max_retries=0) as anthropic_client:
                 params = {"model": "m", "max_tokens": 100, "messages": USER, "tools": tools, "tool_choice": choice}
                 if not stream:
-                    answer = await own.messages.create(**params)
+                    answer = await anthropic_client.messages.create(**params)
                 else:
-                    async with own.messages.stream(**params) as events:
+                    async with anthropic_client.messages.stream(**params) as events:
                         answer = await events.get_final_message()
                 assert [block.type for block in answer.content] == ["tool_use"] and answer.stop_reason == "tool_use"
 
@@ -345,9 +349,9 @@ async def test_an_agent_that_forces_every_answer_is_dropped():
     async def forces(client: Any, prompt: Any) -> None:
         await ask(client, USER, tools=TOOLS, tool_choice="required")
 
-    with pytest.raises(GivenUp) as given_up:
+    with pytest.raises(GivenUp) as caught:
         await rollout(Script(CALL), forces)
-    assert given_up.value.reason == "agent without trained answers"
+    assert caught.value.reason == "agent without trained answers"
 
 
 async def test_unreadable_calls_and_abandoned_requests_are_counted():

@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a tool of the service": ({"tools": [{"type": "file_search"}]}, "unsupported_value", "tools[0].type"),
     "a tool without a name": ({"tools": [{"type": "function"}]}, "invalid_value", "tools[0].name"),
     "a choice": ({"tools": [ADD], "tool_choice": {"type": "mcp"}}, "unsupported_value", "tool_choice"),
-    "a forced tool of nobody": ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
+    "a forced tool without tools": ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
     "a stored response": ({"previous_response_id": "resp_0"}, "unsupported_parameter", "previous_response_id"),
     "an inclusion": ({"include": ["message.output_text.logprobs"]}, "unsupported_value", "include"),
     "a schema": ({"text": {"format": {"type": "json_object"}}}, "unsupported_value", "text"),

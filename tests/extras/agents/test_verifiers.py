@@ -128,7 +128,7 @@ async def test_the_verdict_is_the_reward_of_what_was_sampled():
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "told"),
+    ("status", "body", "message"),
     [
         (200, {"error": "ToolsetError: gone"}, "ToolsetError: gone"),
         (200, {"rewards": {}}, "answered 200"),
@@ -142,11 +142,11 @@ async def test_the_verdict_is_the_reward_of_what_was_sampled():
         (200, "x" * (MAX_RESPONSE + 1), "more than"),
     ],
 )
-async def test_an_episode_without_a_verdict_is_counted_and_named(status, body, told):
+async def test_an_episode_without_a_verdict_is_counted_and_named(status, body, message):
     async with stand_in(answering(status, body, asks=1)) as url:
         with pytest.raises(GivenUp) as caught:
             await play(url, "It is 2.")
-    assert caught.value.reason == "agent failed" and told in str(caught.value)
+    assert caught.value.reason == "agent failed" and message in str(caught.value)
 
 
 async def test_a_server_that_is_not_there_is_counted():
@@ -206,22 +206,22 @@ def hub_server(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [(["--host", "0.0.0.0"], "give --token-env"), (["--host", "0.0.0.0", "--token-env", "HUB_TOKEN"], "is not set")],
 )
-def test_a_server_that_others_reach_does_not_start_without_a_token(hub_server, monkeypatch, capsys, words, told):
+def test_a_server_that_others_reach_does_not_start_without_a_token(hub_server, monkeypatch, capsys, words, message):
     monkeypatch.setenv("HUB_TOKEN", "")
     monkeypatch.setattr(sys, "argv", ["verifiers_server.py", "{}", *words])
     with pytest.raises(SystemExit):
         hub_server.main()
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("given", "status"), [("", 401), ("Bearer wrong", 401), ("Bearer secret", 400)])
-async def test_a_request_without_the_token_is_refused(hub_server, given, status):
+@pytest.mark.parametrize(("authorization", "status"), [("", 401), ("Bearer wrong", 401), ("Bearer secret", 400)])
+async def test_a_request_without_the_token_is_refused(hub_server, authorization, status):
     tasks = type("Tasks", (), {"task_type": MagicMock()})
     server = hub_server.EpisodeServer(SimpleNamespace(taskset=tasks()), 1, "secret")
-    request = MagicMock(headers={"Authorization": given}, json=AsyncMock(return_value={}))
+    request = MagicMock(headers={"Authorization": authorization}, json=AsyncMock(return_value={}))
     assert (await server.episode(request)).status == status
 
 

@@ -1,4 +1,4 @@
-"""Requests that no client of ours sends to the server of boxes are refused, and hold nobody up."""
+"""Requests that no client of ours sends to the server of boxes are refused, and delay no other request."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_invalid_requests_are_refused_and_none_is_a_server_error(tmp_path)
 
 
 async def test_a_body_is_unicode_whatever_its_header_names(tmp_path):
-    """Python's punycode takes seconds for this one, in which the server would answer nobody."""
+    """Python's punycode takes seconds for this one, in which the server would answer no other request."""
     slow = b"a" * 1_000_000 + b"-" + b"b" * 200_000
     async with client(tmp_path) as http, asyncio.timeout(60):
         for charset in ("punycode", "no-such", "idna", "utf-16"):

@@ -53,7 +53,7 @@ async def test_a_box_keeps_its_place_until_it_has_ended_and_is_ended_once(boxes,
     await boxes.begin("a", "hangs", None)
     ends = [asyncio.create_task(boxes.end("a")) for _ in range(2)]
     await until(lambda: made[0].ended)
-    assert len(boxes.leases) == 1 and not any(each.done() for each in ends)
+    assert len(boxes.leases) == 1 and not any(end.done() for end in ends)
     with refused("box.lost", about="a"):
         await boxes.begin("a", "hangs", None)
     made[0].may_end.set()

@@ -70,7 +70,7 @@ def test_an_endless_program_is_killed_with_all_its_processes(program, ended):
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "error"),
     [
         ("bytearray(10 * 10**9)", "MemoryError"),
         ("import os\nfor _ in range(50): os.fork() or __import__('time').sleep(60)", "BlockingIOError"),
@@ -91,7 +91,7 @@ def test_an_endless_program_is_killed_with_all_its_processes(program, ended):
         ("import ctypes; assert ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0", "AssertionError"),
     ],
 )
-def test_an_attempt_to_break_out_fails(program, said):
+def test_an_attempt_to_break_out_fails(program, error):
     class Answer(BaseHTTPRequestHandler):
         pass
 
@@ -100,7 +100,7 @@ def test_an_attempt_to_break_out_fails(program, said):
         ran = run(program.replace("PID", str(os.getpid())).replace("PORT", str(server.server_port)))
         server.socket.close()
     assert ran.ended == "exit" and ran.status != 0
-    assert said in ran.stderr
+    assert error in ran.stderr
 
 
 def test_sandboxes_at_the_same_time_have_their_own_limits():
@@ -166,7 +166,7 @@ def without(*words: str) -> type[Sandbox]:
 
 
 @pytest.mark.parametrize(
-    ("missing", "said"),
+    ("missing", "message"),
     [
         (("--nproc",), "the number of processes is limited"),
         (("net",), "there is no network"),
@@ -175,10 +175,10 @@ def without(*words: str) -> type[Sandbox]:
         (("etc",), "files outside cannot be read"),
     ],
 )
-def test_a_guarantee_that_is_missing_is_named(missing, said):
+def test_a_guarantee_that_is_missing_is_named(missing, message):
     with pytest.raises(SlimxError) as refused:
         without(*missing)(Limits(memory_mib=256, seconds=60.0)).check()
-    assert refused.value.code == "sandbox.promise" and said in str(refused.value)
+    assert refused.value.code == "sandbox.promise" and message in str(refused.value)
 
 
 def test_a_trial_has_a_minute_and_not_that_of_a_program():

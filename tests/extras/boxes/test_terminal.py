@@ -198,7 +198,7 @@ def test_a_row_that_is_no_task_is_refused_and_its_line_named(tmp_path, row, abou
     with refused("task.row", about=about):
         tasks.to_prompt(row)
     path = tmp_path / "bad.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in ({"prompt": "p", "tests": TESTS}, row)))
+    path.write_text("".join(json.dumps(line) + "\n" for line in ({"prompt": "p", "tests": TESTS}, row)))
     with refused("prompts.map", about=f"{path}, line 2"):
         read_prompts(path, make_mapping(None, f"{tasks.__name__}.to_prompt", None))
 

@@ -51,7 +51,7 @@ def instead(name: str, make: Callable[[Path], None]) -> Callable[[Path], None]:
 
 SHARD = "model-00001.safetensors"
 # What is done to a copy of the checkpoint in `source`, and how the command goes on ({}: the directory of the test).
-GIVEN: dict[str, tuple[Callable[[Path], object] | None, str]] = {
+CASES: dict[str, tuple[Callable[[Path], object] | None, str]] = {
     "no source": (None, "hf-to-megatron {}/none {}/out"),
     "a file as source": (None, "hf-to-megatron {}/source/config.json {}/out"),
     "a source with a name that no file can have": (None, f"hf-to-fp8 {{}}/{LONG} {{}}/out"),
@@ -87,20 +87,20 @@ def typed(
     capsys.readouterr()
     with pytest.raises(SystemExit) as left:
         cli.main()
-    said = capsys.readouterr()
-    return left.value.code, said.out + said.err
+    captured = capsys.readouterr()
+    return left.value.code, captured.out + captured.err
 
 
-@pytest.mark.parametrize("what", GIVEN)
+@pytest.mark.parametrize("what", CASES)
 def test_whatever_it_is_given_is_refused_in_one_sentence(qwen, tmp_path, monkeypatch, capsys, what):
-    prepare, line = GIVEN[what]
+    prepare, line = CASES[what]
     source = shutil.copytree(qwen, tmp_path / "source")
     if prepare is not None:
         prepare(source)
     before = content(tmp_path)
-    code, said = typed(monkeypatch, capsys, line.replace("{}", str(tmp_path)).split())
+    code, output = typed(monkeypatch, capsys, line.replace("{}", str(tmp_path)).split())
     assert code == 2
-    assert said.startswith("slimx: ") and len(said.splitlines()) == 1
+    assert output.startswith("slimx: ") and len(output.splitlines()) == 1
     assert content(tmp_path) == before
 
 
@@ -108,8 +108,8 @@ def test_whatever_it_is_given_is_refused_in_one_sentence(qwen, tmp_path, monkeyp
     "option", [["--file-size", "inf"], ["--file-size", "1e300"], ["--threads", "0"], ["--threads", "9" * 30]]
 )
 def test_an_option_out_of_its_range_is_refused_by_name(qwen, tmp_path, monkeypatch, capsys, option):
-    code, said = typed(monkeypatch, capsys, ["hf-to-megatron", str(qwen), str(tmp_path / "out"), *option])
-    assert (code, option[0] in said, "Traceback" in said) == (2, True, False)
+    code, output = typed(monkeypatch, capsys, ["hf-to-megatron", str(qwen), str(tmp_path / "out"), *option])
+    assert (code, option[0] in output, "Traceback" in output) == (2, True, False)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -125,8 +125,8 @@ def test_any_value_of_any_field_is_converted_or_refused_in_one_sentence(qwen, tm
     for number, value in enumerate(VALUES):
         (source / "config.json").write_text(json.dumps(config | {field: value}))
         out = tmp_path / f"{number}"
-        code, said = typed(monkeypatch, capsys, ["hf-to-megatron", str(source), str(out)])
-        assert code in (0, 2) and len(said.splitlines()) == 1, (value, said)
+        code, output = typed(monkeypatch, capsys, ["hf-to-megatron", str(source), str(out)])
+        assert code in (0, 2) and len(output.splitlines()) == 1, (value, output)
         assert out.exists() == (code == 0), value
 
 
@@ -138,7 +138,7 @@ def test_a_damaged_megatron_directory_is_refused_in_one_sentence(qwen, megatron,
         source, out = shutil.copytree(megatron, tmp_path / f"m{number}"), tmp_path / f"out{number}"
         file = source / "release" / name
         file.write_bytes(damage(file.read_bytes()))
-        code, said = typed(monkeypatch, capsys, ["megatron-to-hf", str(source), str(out), "--original", str(qwen)])
-        assert len(said.splitlines()) == 1
-        assert code == (0 if name == "common.pt" else 2), said
+        code, output = typed(monkeypatch, capsys, ["megatron-to-hf", str(source), str(out), "--original", str(qwen)])
+        assert len(output.splitlines()) == 1
+        assert code == (0 if name == "common.pt" else 2), output
         assert code == 2 or same(tensors_of(out), tensors_of(qwen)) == []

@@ -187,8 +187,8 @@ INDICES: dict[str, tuple[Any, str, str]] = {
 @pytest.mark.parametrize("how", INDICES)
 def test_a_damaged_index_is_refused_by_name(qwen, tmp_path, how):
     source = shutil.copytree(qwen, tmp_path / "source")
-    said, code, about = INDICES[how]
-    (source / INDEX).write_bytes(said if isinstance(said, bytes) else json.dumps(said).encode())
+    index, code, about = INDICES[how]
+    (source / INDEX).write_bytes(index if isinstance(index, bytes) else json.dumps(index).encode())
     for read in (run.hf_to_megatron, run.hf_to_fp8, CheckpointReader):
         with pytest.raises(SlimxError) as error:
             read(source)
@@ -300,8 +300,8 @@ def test_rows_of_a_vocabulary_that_padding_does_not_explain_are_refused(qwen, st
     """slimx's directories say how many tokens there are; others' have what Megatron-LM's rule gives for a usual
     multiple, or less."""
     smaller = fields(shutil.copytree(qwen, tmp_path / "smaller"), vocab_size=vocabulary)
-    own = go(run.hf_to_megatron(qwen), tmp_path / "own")
-    check_refused(own, smaller, "megatron.shape", "embedding.word_embeddings.weight")
+    converted = go(run.hf_to_megatron(qwen), tmp_path / "own")
+    check_refused(converted, smaller, "megatron.shape", "embedding.word_embeddings.weight")
     cut = {key: value[:120] if value.shape[0] == 192 else value for key, value in stood_in.items()}
     megatron = write_megatron(tmp_path / "m", cut, tmp_path / "witness")
     if vocabulary == 119:  # the next multiple of eight

@@ -40,7 +40,7 @@ KEY = "decoder.layers.2.mlp.experts.experts.linear_fc2.weight"
 
 @pytest.fixture(scope="module")
 def megatron(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`qwen` in many pieces; nobody writes into it."""
+    """`qwen` in many pieces; no test writes into it."""
     return go(run.hf_to_megatron(qwen, layout=LAYOUT), tmp_path_factory.mktemp("peft") / "megatron")
 
 
@@ -57,8 +57,10 @@ def test_a_model_whose_export_was_never_compared_is_refused(megatron, tmp_path):
 
 
 def test_the_command_refuses_a_checkpoint_that_no_run_wrote(megatron, qwen, tmp_path):
-    told = CliRunner().invoke(app, ["adapters-to-peft", str(megatron), str(tmp_path / "out"), "--original", str(qwen)])
-    assert isinstance(told.exception, SlimxError) and not (tmp_path / "out").exists()
+    result = CliRunner().invoke(
+        app, ["adapters-to-peft", str(megatron), str(tmp_path / "out"), "--original", str(qwen)]
+    )
+    assert isinstance(result.exception, SlimxError) and not (tmp_path / "out").exists()
 
 
 def test_a_tensor_is_read_whole_from_its_pieces_or_named(megatron, qwen, tmp_path):

@@ -20,7 +20,7 @@ def some(name: str, count: int) -> list[Prompt]:
 
 
 def mixed(*sets: PromptSet, seed: int = 1, per_step: int = 10) -> MixedSource:
-    return MixedSource(sets, {each.name: some(each.name, 7) for each in sets}, seed, per_step)
+    return MixedSource(sets, {prompt_set.name: some(prompt_set.name, 7) for prompt_set in sets}, seed, per_step)
 
 
 def take(source: Any, count: int) -> list[str]:
@@ -30,15 +30,15 @@ def take(source: Any, count: int) -> list[str]:
 def test_sources_are_drawn_by_weight_and_each_in_its_own_order():
     sets = PromptSet(path="a", name="a", weight=3), PromptSet(path="b", name="b")
     taken = take(mixed(*sets), 2000)
-    assert 1400 < Counter(each[0] for each in taken)["a"] < 1600
-    assert [each for each in taken if each[0] == "a"][:14] == take(PromptSource(some("a", 7), 1), 14)
+    assert 1400 < Counter(name[0] for name in taken)["a"] < 1600
+    assert [name for name in taken if name[0] == "a"][:14] == take(PromptSource(some("a", 7), 1), 14)
     assert taken != take(mixed(*sets, seed=2), 2000)
 
 
 def test_weights_change_at_their_steps():
     sets = PromptSet(path="a", name="a", weight={0: 1, 3: 0}), PromptSet(path="b", name="b", weight={3: 2})
     taken = take(mixed(*sets), 60)
-    assert {each[0] for each in taken[:30]} == {"a"} and {each[0] for each in taken[30:]} == {"b"}
+    assert {name[0] for name in taken[:30]} == {"a"} and {name[0] for name in taken[30:]} == {"b"}
 
 
 @pytest.mark.parametrize("served", [0, 3, 17, 64])
@@ -53,7 +53,7 @@ def test_a_mixture_goes_on_where_it_was_saved_with_other_weights_if_asked(served
     assert restored.state() == state and take(restored, 50) == take(source, 50)
     changed = mixed(PromptSet(path="a", name="a"), PromptSet(path="b", name="b", weight=0))
     changed.restore(state)
-    assert {each[0] for each in take(changed, 30)} == {"a"}
+    assert {name[0] for name in take(changed, 30)} == {"a"}
 
 
 def test_a_mixture_refuses_the_state_of_other_sources():

@@ -84,21 +84,26 @@ class Stand:
         """`item`: of the elements whose changes travel, 0 for whole runs; `trainers`: by rank what it holds.
         `on_gpus`: whether bytes travel from GPU to GPU, to a receiver for each engine rank."""
         self.item, self.on_gpus = item, on_gpus
-        self.each = 1 if on_gpus else RANKS
+        self.receiver_ranks = 1 if on_gpus else RANKS
         """Ranks of a receiver."""
-        edges = range(0, ENGINES * RANKS + 1, self.each)
+        edges = range(0, ENGINES * RANKS + 1, self.receiver_ranks)
         self.wire = 0
         """Bytes sent to all engines."""
         self.plan, self._transfers = plan(), count(1)
         self.dealt = deal(self.plan, engines=ENGINES, grain=1)
         self.form = PlannedBuckets(self.plan, apart=True).form
-        held = trainers or [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
+        parameters = trainers or [dressed(tensors) for tensors in held_by_trainers(MODEL, SIZES)]
         mark = time.monotonic_ns()
         self.senders = [
             DirectSender(
-                Packer(self.dealt, rank, own), f"trainer-{rank}-{mark}", HOST, edges=edges, item=item, on_gpu=on_gpus
+                Packer(self.dealt, rank, tensors),
+                f"trainer-{rank}-{mark}",
+                HOST,
+                edges=edges,
+                item=item,
+                on_gpu=on_gpus,
             )
-            for rank, own in enumerate(held)
+            for rank, tensors in enumerate(parameters)
         ]
         self.receivers = [self.receiver(number, f"engine-{number}-{mark}") for number in range(len(edges) - 1)]
         stack.callback(self.close)
@@ -106,15 +111,15 @@ class Stand:
             self.connect(number)
 
     def close(self) -> None:
-        for each in (*self.senders, *self.receivers):
-            each.close()
+        for end in (*self.senders, *self.receivers):
+            end.close()
 
     def next(self) -> int:
         """The number of another publication."""
         return next(self._transfers)
 
     def receiver(self, number: int, name: str) -> DirectReceiver:
-        parts = tuple(only(self.dealt, number * self.each + rank).to_bytes() for rank in range(self.each))
+        parts = tuple(only(self.dealt, number * self.ranks + rank).to_bytes() for rank in range(self.ranks))
         gpu = 0 if self.on_gpus else None
         return DirectReceiver(Invitation(name, parts, DEADLINE_S, self.item, gpu), HOST)
 
@@ -135,9 +140,9 @@ class Stand:
         by default, which hold none."""
         bases = dict.fromkeys(range(len(self.receivers)), 0) if bases is None else bases
         sent = [self.senders[rank].send(bucket, transfer, bases if rank in ranks else {}) for rank in range(WORLD)]
-        assert not any(own.failed for own in sent)
-        self.wire += sum(own.nbytes for own in sent)
-        shares = [own.contribution for own in sent]
+        assert not any(result.failed for result in sent)
+        self.wire += sum(result.nbytes for result in sent)
+        shares = [result.contribution for result in sent]
         return describe_copies(self.form(bucket), shares, engines=ENGINES, transfer=transfer, bucket=bucket)
 
 

@@ -35,7 +35,7 @@ def stand() -> Iterator[Stand]:
 
 
 def test_engine_ranks_get_their_bytes_from_ranks_that_share_the_work(stand: Stand) -> None:
-    held: list[list[Tensors]] = [[{} for _ in range(RANKS)] for _ in range(ENGINES)]
+    received: list[list[Tensors]] = [[{} for _ in range(RANKS)] for _ in range(ENGINES)]
     # A bucket is sent before the one before it is taken, twice over: slots are used again.
     for transfer in (stand.next(), stand.next()):
         coming = [stand.send(0, transfer)]
@@ -45,16 +45,16 @@ def test_engine_ranks_get_their_bytes_from_ranks_that_share_the_work(stand: Stan
             for number, receiver in enumerate(stand.receivers):
                 with receiver.landed(coming[bucket]) as landed:
                     for rank in range(RANKS):
-                        held[number][rank] |= take(landed, rank)
+                        received[number][rank] |= take(landed, rank)
     assert stand.plan.count > 2
     whole = checkpoint(MODEL)
     for number in range(ENGINES):
         for rank in range(RANKS):
-            wanted = engine_rank(SERVED["qwen"], whole, ENGINE, rank)
-            assert held[number][rank].keys() == wanted.keys()
-            for name, tensor in wanted.items():
-                expected = dressed({name: tensor})[name].to(held[number][rank][name].dtype)
-                assert torch.equal(held[number][rank][name], expected), name
+            tensors = engine_rank(SERVED["qwen"], whole, ENGINE, rank)
+            assert received[number][rank].keys() == tensors.keys()
+            for name, tensor in tensors.items():
+                expected = dressed({name: tensor})[name].to(received[number][rank][name].dtype)
+                assert torch.equal(received[number][rank][name], expected), name
     sent = {int(source) for source in np.unique(stand.dealt.moved["source"])}
     assert sent == set(range(WORLD))
 
@@ -63,7 +63,7 @@ def test_a_plan_knows_the_memory_that_both_ends_register(stand: Stand) -> None:
     planned = direct_memory(deal(stand.plan, engines=ENGINES), ranks=WORLD, edges=EDGES)
     ring = max(sum(map(len, sender._ring)) for sender in stand.senders)
     landing = sum(slot.nbytes for slot in stand.receivers[0].offer().slots)
-    # The stand deals in smaller parts than a run; what differs beside is padding to 16 bytes.
+    # The stand deals in smaller parts than a run; what else differs is padding to 16 bytes.
     assert planned.ring == pytest.approx(ring, rel=0.15)
     assert planned.landing == pytest.approx(landing, rel=0.05)
     assert planned.landing > planned.ring > 0
@@ -95,9 +95,11 @@ def test_an_older_publications_write_that_ends_late_is_found_by_the_proof(stand:
     """Its bytes come into the slot after this publication's: the checksums are this one's, and nothing of it serves."""
     late, packed = stand.next(), stand.send(0, stand.next())
     sender, receiver = stand.senders[0], stand.receivers[0]
-    for each in stand.senders:
-        writes = [write for engine in each.engines.values() for write in engine.writes.values()]
-        ended(each, lambda writes=writes: all(write.transfer is not None and write.transfer.done for write in writes))
+    for trainer in stand.senders:
+        writes = [write for engine in trainer.engines.values() for write in engine.writes.values()]
+        ended(
+            trainer, lambda writes=writes: all(write.transfer is not None and write.transfer.done for write in writes)
+        )
     engine = sender.engines[0]
     run, place = engine.runs[0][0], engine.offer.slots[0]
     with sender._lock:
@@ -109,7 +111,7 @@ def test_an_older_publications_write_that_ends_late_is_found_by_the_proof(stand:
     with receiver.landed(packed) as landed:
         with refused("peer.checksum"):
             take(landed, run.rank)
-        assert (late, 0) not in receiver._arrived, "its notice counts for nobody"
+        assert (late, 0) not in receiver._arrived, "its notice is not counted"
     again = stand.send(0, stand.next())
     with receiver.landed(again) as landed:
         assert take(landed, run.rank)
@@ -180,13 +182,13 @@ def test_an_offer_of_memory_that_is_not_there_is_refused(run: PackedRun | None, 
 
 
 def test_ranks_whose_copies_have_come_apart_are_found_out(stand: Stand) -> None:
-    held = stand.senders[0].packer.parameters
-    before = {name: tensor.clone() for name, tensor in held.items()}
-    for tensor in held.values():
+    parameters = stand.senders[0].packer.parameters
+    before = {name: tensor.clone() for name, tensor in parameters.items()}
+    for tensor in parameters.values():
         tensor.add_(1.0)
     with refused("direct.copies"):
         stand.send(0, stand.next())
-    for name, tensor in held.items():
+    for name, tensor in parameters.items():
         tensor.copy_(before[name])
 
 

@@ -26,14 +26,14 @@ class Both:
     """The same trainers with engines that get whole runs, and engines that get what has changed."""
 
     def __init__(self, stack: ExitStack):
-        self.trainers = [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
+        self.trainers = [dressed(tensors) for tensors in held_by_trainers(MODEL, SIZES)]
         self.whole = Stand(stack, trainers=self.trainers)
         self.changes = Stand(stack, trainers=self.trainers, item=2)
 
     def update(self, seed: int, share: float) -> None:
-        """An optimizer step: `share` of the elements of every tensor change, alike wherever they are held."""
-        for held in self.trainers:
-            for number, tensor in enumerate(held.values()):
+        """An optimizer step: `share` of the elements of every tensor change, alike in all copies."""
+        for tensors in self.trainers:
+            for number, tensor in enumerate(tensors.values()):
                 draw = torch.Generator().manual_seed(1000 * seed + number)
                 moved = torch.rand(tensor.shape, generator=draw) < share
                 tensor.add_(moved * torch.randn(tensor.shape, generator=draw))
@@ -56,7 +56,7 @@ def publish(stand: Stand, engines: range = range(ENGINES), *, missing: frozenset
     came."""
     transfer = stand.next()
     attested = {number: stand.receivers[number].bases() or [0] * stand.plan.count for number in engines}
-    held: list[Tensors] = [{} for _ in range(ENGINES * RANKS)]
+    received: list[Tensors] = [{} for _ in range(ENGINES * RANKS)]
     for bucket in range(stand.plan.count):
         packed = stand.send(bucket, transfer, bases={number: bases[bucket] for number, bases in attested.items()})
         for number in engines:
@@ -64,8 +64,8 @@ def publish(stand: Stand, engines: range = range(ENGINES), *, missing: frozenset
                 continue
             with stand.receivers[number].landed(packed) as landed:
                 for rank in range(RANKS):
-                    held[number * RANKS + rank] |= take(landed, rank)
-    return held
+                    received[number * RANKS + rank] |= take(landed, rank)
+    return received
 
 
 @pytest.mark.parametrize("steps", [25, pytest.param(100, marks=pytest.mark.slow("100 publications"))])
@@ -100,13 +100,13 @@ def test_step_after_step_changes_bring_what_whole_runs_bring(both: Both, steps: 
 def test_changes_travel_over_nixl() -> None:
     pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cpu.txt pins it)")
     with ExitStack() as stack:
-        trainers = [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
+        trainers = [dressed(tensors) for tensors in held_by_trainers(MODEL, SIZES)]
         stand = Stand(stack, trainers=trainers, item=2)
         whole = publish(stand)
         sent, stand.wire = stand.wire, 0
         trainers[0]["decoder.final_layernorm.weight"].mul_(2.0)
-        for held in trainers[1:]:
-            held["decoder.final_layernorm.weight"].copy_(trainers[0]["decoder.final_layernorm.weight"])
+        for tensors in trainers[1:]:
+            tensors["decoder.final_layernorm.weight"].copy_(trainers[0]["decoder.final_layernorm.weight"])
         came = publish(stand)
         assert 0 < stand.wire < 0.2 * sent
         for before, after in zip(whole, came, strict=True):
@@ -120,8 +120,8 @@ def test_a_plan_knows_the_memory_of_both_ends(both: Both) -> None:
     planned = direct_memory(dealt, ranks=WORLD, edges=EDGES, delta=True)
     kept = (sum(len(run) for _, run in rank._sent._runs.values()) + len(rank._packed) for rank in both.changes.senders)
     assert planned.kept == pytest.approx(max(kept), rel=0.2)
-    held = sum(run.nbytes for run in both.changes.receivers[0].offer().runs)
-    assert planned.received == pytest.approx(held, rel=0.05)
+    received = sum(run.nbytes for run in both.changes.receivers[0].offer().runs)
+    assert planned.received == pytest.approx(received, rel=0.05)
     assert direct_memory(dealt, ranks=WORLD, edges=EDGES)[2:] == (0, 0)
 
 

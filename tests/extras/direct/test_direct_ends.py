@@ -43,20 +43,22 @@ class Trainers:
     """All trainer ranks, each with its sender."""
 
     def __init__(self, published: Plan):
-        self.published, self.held = published, [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
-        self.actors = list(range(len(self.held)))
+        self.published, self.shards = published, [dressed(tensors) for tensors in held_by_trainers(MODEL, SIZES)]
+        self.actors = list(range(len(self.shards)))
 
     async def prepare(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
         data = dealt.to_bytes()
-        packers = [Packer(Plan.from_bytes(data), rank, held) for rank, held in enumerate(self.held)]
-        self.senders = [DirectSender(each, f"trainer {each.rank}", HOST, edges=edges, item=item) for each in packers]
+        packers = [Packer(Plan.from_bytes(data), rank, tensors) for rank, tensors in enumerate(self.shards)]
+        self.senders = [
+            DirectSender(packer, f"trainer {packer.rank}", HOST, edges=edges, item=item) for packer in packers
+        ]
 
     async def connect(self, number: int, offer: Offer) -> None:
-        for rank, each in enumerate(self.senders):
-            each.connect(number, Offer.from_bytes(offer.of(rank).to_bytes()))
+        for rank, rank_sender in enumerate(self.senders):
+            rank_sender.connect(number, Offer.from_bytes(offer.of(rank).to_bytes()))
 
     async def send(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
-        return [each.send(bucket, transfer, engines) for each in self.senders]
+        return [rank_sender.send(bucket, transfer, engines) for rank_sender in self.senders]
 
 
 class Nodes:
@@ -76,7 +78,7 @@ class Engine(LocalRecipient):
 
     def __init__(self, name: str):
         self.name, self.ends = name, [DirectEnd() for _ in range(MACHINES[name])]
-        self.held: dict[int, Tensors] = {}
+        self.received: dict[int, Tensors] = {}
 
     async def prepare(self) -> None:
         first, *others = self.ends
@@ -96,7 +98,7 @@ class Engine(LocalRecipient):
                 check(landed, target, memory)
                 for t in landed.targets[target]:
                     found = memory[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape)
-                    self.held.setdefault(number, {})[t.name] = found.clone()
+                    self.received.setdefault(number, {})[t.name] = found.clone()
 
 
 @pytest.fixture(autouse=True)
@@ -117,18 +119,18 @@ async def published(plan: Plan, ranks: int | None = None) -> list[Engine]:
         packed = await source.gather(bucket)
         for engine in engines:
             await delivery.bring(engine, 1, packed, bucket)
-    for each in trainers.senders:
-        each.close()
+    for rank_sender in trainers.senders:
+        rank_sender.close()
     return engines
 
 
 async def test_machines_of_an_engine_take_their_own_ranks_bytes() -> None:
     for engine in await published(plan()):
-        assert engine.held.keys() == set(range(ENGINE.world))
-        for rank, found in engine.held.items():
-            wanted = dressed(engine_rank(SERVED["qwen"], checkpoint(MODEL), ENGINE, rank))
-            assert found.keys() == wanted.keys()
-            assert all(torch.equal(found[name], tensor.to(found[name].dtype)) for name, tensor in wanted.items())
+        assert engine.received.keys() == set(range(ENGINE.world))
+        for rank, found in engine.received.items():
+            expected = dressed(engine_rank(SERVED["qwen"], checkpoint(MODEL), ENGINE, rank))
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], tensor.to(found[name].dtype)) for name, tensor in expected.items())
 
 
 async def test_each_machine_of_an_engine_takes_all_hugging_face_tensors() -> None:
@@ -138,12 +140,12 @@ async def test_each_machine_of_an_engine_takes_all_hugging_face_tensors() -> Non
         precision=Precision("float32", "bfloat16"),
         bucket_bytes=8000,
     )
-    wanted = dressed(checkpoint(MODEL))
+    expected = dressed(checkpoint(MODEL))
     for engine in await published(by_name):
-        assert engine.held.keys() == set(range(MACHINES[engine.name]))
-        for found in engine.held.values():
-            assert found.keys() == wanted.keys()
-            assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in wanted.items())
+        assert engine.received.keys() == set(range(MACHINES[engine.name]))
+        for found in engine.received.values():
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in expected.items())
 
 
 async def test_an_end_of_several_receivers_leaves_all_when_one_lacks_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +178,7 @@ async def test_an_end_of_several_receivers_leaves_all_when_one_lacks_its_bytes(m
 async def test_whoever_is_cancelled_while_a_bucket_comes_leaves_with_its_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One receiver copies what has come, and its memory stays until it has; the other waits, and is told to stop."""
+    """One receiver copies what has come, and its memory stays until it has; the other waits, and is asked to stop."""
     plans = plan(10**6)
     engines = await published(plans)
     ends = [end for engine in engines for end in engine.ends]

@@ -1,4 +1,4 @@
-"""An unknown key is told the key that it was meant to be, in the form in which it can be written where it stood."""
+"""The refusal of an unknown key names the key that was meant, in the form in which it can be written in its place."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ def entries(found: str | Meaning) -> list[Meaning]:
     """The entry and those that its values lead to."""
     if isinstance(found, str):
         return [Meaning(found)]
-    return [found, *(each for value in found.values.values() if isinstance(value, Meaning) for each in entries(value))]
+    return [
+        found,
+        *(entry for value in found.values.values() if isinstance(value, Meaning) for entry in entries(value)),
+    ]
 
 
-NAMES = {name: each for table in [*FLAGS, *PATHS] for name, found in table.items() for each in entries(found)}
+NAMES = {name: entry for table in [*FLAGS, *PATHS] for name, found in table.items() for entry in entries(found)}
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
@@ -45,7 +48,7 @@ def test_every_foreign_name_leads_to_keys_or_to_a_reason_and_is_no_key(name):
             for key in named:
                 whole = key.removesuffix(".{}").removesuffix(".*")
                 inside = "sglang" in key or "megatron" in key or "options" in key
-                assert whole in keys or any(each.startswith(f"{whole}.") for each in keys) or inside, (name, key)
+                assert whole in keys or any(other.startswith(f"{whole}.") for other in keys) or inside, (name, key)
     assert name not in keys and name == name.lower() and "-" not in name.replace("{}", ""), name
 
 
@@ -62,7 +65,7 @@ def test_foreign_values_lead_to_values_that_their_keys_accept(tmp_path, key):
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "suggestion"),
     [
         ("trainer.lr=0.5", "trainer.optimizer.lr=0.5"),
         ("critic.lr=0.5", "critic.optimizer.lr=0.5"),
@@ -76,10 +79,12 @@ def test_foreign_values_lead_to_values_that_their_keys_accept(tmp_path, key):
         ("trainer.wrold_size=2", "trainer.world_size"),
     ],
 )
-def test_an_override_is_told_the_override_to_write(tmp_path, override, told):
+def test_an_override_is_told_the_override_to_write(tmp_path, override, suggestion):
     with refused("config.unknown_key", about=override.partition("=")[0]) as caught:
         load_config(written(tmp_path), [override])
-    assert told in str(caught.value) and repr(override) in str(caught.value) and "run.yaml" not in str(caught.value)
+    assert (
+        suggestion in str(caught.value) and repr(override) in str(caught.value) and "run.yaml" not in str(caught.value)
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,9 +112,9 @@ def test_a_foreign_key_in_a_file_is_answered_with_the_line_to_write(tmp_path):
     file = written(tmp_path, trainer={"lr": 0.5}, data={"train_batch_size": 64})
     with refused("config.unknown_key") as caught:
         load_config(file, ["run.seed=3"])
-    said = str(caught.value)
-    assert "`trainer: {optimizer: {lr: 0.5}}`" in said and "`rollout: {prompts_per_step: 64}`" in said
-    assert said.startswith(str(file)) and "run.seed" not in said
+    message = str(caught.value)
+    assert "`trainer: {optimizer: {lr: 0.5}}`" in message and "`rollout: {prompts_per_step: 64}`" in message
+    assert message.startswith(str(file)) and "run.seed" not in message
 
 
 def test_a_line_that_is_told_is_one_that_the_file_can_have(tmp_path):
@@ -124,12 +129,15 @@ def test_mistakes_in_file_and_overrides_are_each_blamed_on_their_place(tmp_path)
     file = written(tmp_path, run={"dir": "r", "sede": 1})
     with refused("config.unknown_key", about="run.sede") as caught:
         load_config(file, ["trainer.world_size=two"])
-    said = str(caught.value)
-    assert f"{file}: unknown key run.sede" in said and "override 'trainer.world_size=two': trainer.world_size" in said
+    message = str(caught.value)
+    assert (
+        f"{file}: unknown key run.sede" in message
+        and "override 'trainer.world_size=two': trainer.world_size" in message
+    )
 
 
 @pytest.mark.parametrize(
-    ("flag", "told"),
+    ("flag", "expected"),
     [
         ("--lr", "write trainer.optimizer.lr=7"),
         ("--seed", "write run.seed=7"),
@@ -139,8 +147,8 @@ def test_mistakes_in_file_and_overrides_are_each_blamed_on_their_place(tmp_path)
         ("--nothing-of-the-kind", None),
     ],
 )
-def test_flags_are_told_their_key(flag, told):
-    assert for_flag(Config, flag, "7") == told
+def test_flags_are_told_their_key(flag, expected):
+    assert for_flag(Config, flag, "7") == expected
 
 
 @pytest.mark.parametrize(

@@ -57,20 +57,22 @@ def test_a_group_that_is_no_pair_is_refused_by_name():
 def test_the_gradient_by_every_score_is_that_of_torch_and_so_is_the_loss():
     rows, margins = pair_rows(pairs()), [0.0, 0.7, -0.2]
     scores = torch.tensor([0.3, -1.2, 2.0, 2.5, 40.0, -60.0], dtype=torch.float64, requires_grad=True)
-    wanted = -torch.nn.functional.logsigmoid(scores[::2] - scores[1::2] - torch.tensor(margins).double()).mean()
-    (gradient,) = torch.autograd.grad(wanted, scores)
+    reference = -torch.nn.functional.logsigmoid(scores[::2] - scores[1::2] - torch.tensor(margins).double()).mean()
+    (gradient,) = torch.autograd.grad(reference, scores)
     values = [np.append(np.full(len(row) - 1, 7.0), score) for row, score in zip(rows, scores.tolist(), strict=True)]
     metrics = assign_slopes(rows, values, margins)
-    assert metrics["preference/loss"] == pytest.approx(wanted.item())
+    assert metrics["preference/loss"] == pytest.approx(reference.item())
     assert metrics["preference/accuracy"] == pytest.approx(2 / 3)
     assert metrics["preference/margin"] == pytest.approx((1.5 - 0.5 + 100) / 3)
     for row, value, expected in zip(rows, values, gradient.tolist(), strict=True):
-        given = torch.tensor(value, requires_grad=True)
+        predicted = torch.tensor(value, requires_grad=True)
         columns = {name: torch.from_numpy(getattr(row, name)) for name in ("weight", "advantages", "rollout_logprobs")}
-        inputs = ValueInputs(predicted=given, **columns)
-        loss, said = score_loss(inputs)
-        (found,) = torch.autograd.grad(loss, given)
-        assert found[-1].item() == pytest.approx(expected, rel=1e-6, abs=1e-12) and not found[:-1].any() and said == {}
+        inputs = ValueInputs(predicted=predicted, **columns)
+        loss, measured = score_loss(inputs)
+        (found,) = torch.autograd.grad(loss, predicted)
+        assert (
+            found[-1].item() == pytest.approx(expected, rel=1e-6, abs=1e-12) and not found[:-1].any() and measured == {}
+        )
 
 
 def test_a_score_that_is_not_trained_may_be_anything():

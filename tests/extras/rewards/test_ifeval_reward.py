@@ -20,7 +20,7 @@ LOGGED = ("prompt_strict", "prompt_loose", "kept_strict", "kept_loose", "instruc
 
 
 def metadata(*instructions: tuple[str, dict]) -> dict:
-    return {"instruction_id_list": [name for name, _ in instructions], "kwargs": [given for _, given in instructions]}
+    return {"instruction_id_list": [name for name, _ in instructions], "kwargs": [kwargs for _, kwargs in instructions]}
 
 
 def prompt(*instructions: tuple[str, dict], **more: object) -> Prompt:

@@ -49,16 +49,16 @@ def test_math_refuses_an_answer_without_a_value():
         judged(math.reward, "18", "as you like")
 
 
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="needs the GSM8K files beside the repository")
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="needs the GSM8K files next to the repository")
 @pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow("every answer of GSM8K"))])
 def test_math_agrees_with_the_graders_of_gsm8k_and_pays_every_gold_answer(every):
     agreed = seen = 0
     for line in (GSM8K / "example_model_solutions.jsonl").read_text().splitlines()[::every]:
         record = json.loads(line)
         answer = record["ground_truth"].rpartition("A: ")[2]
-        for said in (value for value in record.values() if isinstance(value, dict)):
+        for solution in (value for value in record.values() if isinstance(value, dict)):
             seen += 1
-            agreed += judged(math.reward, said["solution"], answer) == said["is_correct"]
+            agreed += judged(math.reward, solution["solution"], answer) == solution["is_correct"]
     assert seen > 5000 // every and agreed / seen >= 0.99
     solutions = [
         json.loads(line)["answer"]
@@ -191,8 +191,15 @@ async def test_a_remote_reward_is_asked_again_while_its_server_is_busy():
         assert await remote.reward(context("hi", "4", level=2), trajectory(), url=server.url) == 0.5
     assert len(server.received) == 3
     messages = [{"role": "user", "content": "Why?"}]
-    asked = {"id": "t", "prompt": messages, "text": "hi", "final_answer": "hi", "answer": "4", "metadata": {"level": 2}}
-    assert server.received[-1][1] == asked
+    request = {
+        "id": "t",
+        "prompt": messages,
+        "text": "hi",
+        "final_answer": "hi",
+        "answer": "4",
+        "metadata": {"level": 2},
+    }
+    assert server.received[-1][1] == request
 
 
 async def test_responses_of_a_reward_server_are_bounded_and_not_redirected():
@@ -213,7 +220,7 @@ async def test_a_remote_reward_may_have_parts():
 
 
 @pytest.mark.parametrize(
-    ("answer", "asked", "code", "said"),
+    ("answer", "requests", "code", "message"),
     [
         ((404, "who?"), 1, "reward.server", "404: who?"),
         ((500, "oh"), 3, "reward.server", "500: oh"),
@@ -223,11 +230,11 @@ async def test_a_remote_reward_may_have_parts():
         ((200, True), 1, "reward.verdict", "True"),
     ],
 )
-async def test_a_remote_reward_that_gives_none_is_named_with_what_it_said(answer, asked, code, said):
+async def test_a_remote_reward_that_gives_none_is_named_with_what_it_said(answer, requests, code, message):
     async with Server(answer) as server:
-        with refused(code, about=server.url) as told:
+        with refused(code, about=server.url) as caught:
             await remote.reward(context(), trajectory(), url=server.url, retries=2)
-    assert said in str(told.value) and server.url in str(told.value) and len(server.received) == asked
+    assert message in str(caught.value) and server.url in str(caught.value) and len(server.received) == requests
 
 
 async def test_a_server_that_is_not_there_is_named():
@@ -245,8 +252,8 @@ async def test_a_judge_reads_question_answer_and_response_and_scores_last():
     assert value == 0.75
     path, body = server.received[0]
     assert path == "/v1/chat/completions" and body["temperature"] == 0.0
-    said = body["messages"][0]["content"]
-    assert "Why?" in said and "Reference answer:\n4\n" in said and "judged:\n{answer} is {x}\n" in said
+    content = body["messages"][0]["content"]
+    assert "Why?" in content and "Reference answer:\n4\n" in content and "judged:\n{answer} is {x}\n" in content
 
 
 async def test_a_judge_without_a_score_is_an_error_and_not_a_zero():
@@ -334,9 +341,9 @@ async def test_a_hook_with_several_numbers_keeps_their_names_inside_its_part():
     ],
 )
 def test_a_reward_that_cannot_be_called_is_refused_before_the_run(reward, code, about, named):
-    with refused(code, about=about) as told:
+    with refused(code, about=about) as caught:
         hooks_of(**reward)
-    assert named in str(told.value)
+    assert named in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_more_likeliest_tokens_than_the_vocabulary_has_are_refused(policy, top, fits):
     algorithm = Algorithm(name="distillation", teacher_engine="wise", teacher_top_k=top, teacher_kl_coef=1.0)
     problems = broken(rules_in(rules), {"spec": read_model(str(policy)), "algorithm": algorithm})
-    assert [(each.code, each.about) for each in problems] == [("teacher.top_k", "algorithm.teacher_top_k")] * (not fits)
+    assert [(problem.code, problem.about) for problem in problems] == [("teacher.top_k", "algorithm.teacher_top_k")] * (
+        not fits
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,21 +75,21 @@ def test_a_teacher_that_cannot_score_the_samples_is_refused(changes, code, named
 @pytest.fixture(scope="module")
 def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Directories of the quickstart's tokenizer, and of one in which a token has another id."""
-    own, other = (tmp_path_factory.mktemp(name) for name in ("own", "other"))
-    the_tokenizer().save_pretrained(own)
-    shutil.copytree(own, other, dirs_exist_ok=True)
-    text = Tokenizer.from_file(str(own / "tokenizer.json")).to_str()
+    same, other = (tmp_path_factory.mktemp(name) for name in ("same", "other"))
+    the_tokenizer().save_pretrained(same)
+    shutil.copytree(same, other, dirs_exist_ok=True)
+    text = Tokenizer.from_file(str(same / "tokenizer.json")).to_str()
     swapped = text.replace('"7":', '"seven":')
     assert swapped != text
     (other / "tokenizer.json").write_text(swapped)
-    return own, other
+    return same, other
 
 
 def test_a_teacher_with_another_vocabulary_is_refused_by_token(vocabularies):
-    own, other = vocabularies
-    tokenizer = load_tokenizer(own)
+    same, other = vocabularies
+    tokenizer = load_tokenizer(same)
 
-    def asked(model: Path) -> list[SlimxError]:
+    def problems(model: Path) -> list[SlimxError]:
         facts = {
             "algorithm": Algorithm(name="distillation", teacher_engine="wise"),
             "rollout": Rollout(prompts="p", engines=(Engines(name="wise", frozen=True, model=str(model)),)),
@@ -95,7 +97,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_by_token(vocabularies):
         }
         return broken([rules.same_vocabulary], facts)
 
-    assert asked(own) == []
-    (problem,) = asked(other)
+    assert problems(same) == []
+    (problem,) = problems(other)
     assert (problem.code, problem.about) == ("teacher.vocabulary", "algorithm.teacher_engine")
     assert str(other) in str(problem) and "'7'" in str(problem) and "None" in str(problem)

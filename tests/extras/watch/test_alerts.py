@@ -92,8 +92,8 @@ def test_a_failing_server_gets_retries_and_lost_events_are_counted(server, alert
 def test_retries_wait_as_long_as_the_server_asks_up_to_a_limit(server, alerts, monkeypatch):
     pauses: list[float] = []
     monkeypatch.setattr(webhook, "time", SimpleNamespace(sleep=pauses.append))
-    for asked, pause in (("7", 7.0), ("900", webhook.MAX_PAUSE_S), ("Wed, 21 Oct 2026 07:28:00 GMT", 1.0)):
-        server.statuses, server.headers = [429], {"Retry-After": asked}
+    for retry_after, pause in (("7", 7.0), ("900", webhook.MAX_PAUSE_S), ("Wed, 21 Oct 2026 07:28:00 GMT", 1.0)):
+        server.statuses, server.headers = [429], {"Retry-After": retry_after}
         with alerting(alerts, server.url):
             alerts.tell("restarted", "it is back")
         assert pauses == [0.0, pause]
