@@ -59,7 +59,7 @@ def load_rank() -> None:
 
 
 def load_rank_with_engine() -> None:
-    """Imports what trainers need beside Transformer Engine's layers."""
+    """Imports what trainers need besides Transformer Engine's layers."""
     from tests.integration import transformer_engine_stand
 
     transformer_engine_stand.install()

@@ -46,7 +46,7 @@ def receiver(model: ServerModel) -> RankReceiver:
 
 
 class Sent:
-    """A bucket in a memory file, as one rank is told of it."""
+    """A bucket in a memory file, as it is announced to one rank."""
 
     def __init__(self, weights: Weights) -> None:
         self.fd, self.entries, end = os.memfd_create("slimx-bucket"), [], 0
@@ -305,8 +305,8 @@ def test_a_loader_that_fails_is_reported_and_ends_the_publication(model, receive
     receiver.begin(manifest=manifest())
     stage(receiver, **sent(weights).argument())
     model.load_weights = lambda named: next(iter(named)) and 1 / 0
-    told = outcome(model)
-    assert told["loaded"] == 0 and told["error"].startswith("ZeroDivisionError: ")
+    result = outcome(model)
+    assert result["loaded"] == 0 and result["error"].startswith("ZeroDivisionError: ")
     assert receiver.status()["open"] is None
     # Nothing vouches for what it holds now, not even an earlier publication.
     assert set(receiver.verify()["missing"]) == set(receiver.copied.layout.local)
@@ -394,11 +394,11 @@ def test_the_verbs_of_a_rank_are_the_public_methods_of_its_receiver(receiver, mo
         model=receiver.model,
         _weight_checker=SimpleNamespace(_parallelism_info=lambda role: SimpleNamespace(model_dump=dict)),
     )
-    told = sglang_plugin.check_weights(None, runner, f"slimx.{verb}", role="target")["checksums"]
+    answer = sglang_plugin.check_weights(None, runner, f"slimx.{verb}", role="target")["checksums"]
     code = None if verb == "status" else "plugin.action"
-    assert told.get("code") == code and told["pid"] == str(os.getpid())
+    assert answer.get("code") == code and answer["pid"] == str(os.getpid())
     if verb == "status":
-        assert json.loads(told["slimx"]) == receiver.status()
+        assert json.loads(answer["slimx"]) == receiver.status()
 
 
 def test_no_entry_point_replaces_a_verb_of_the_publication(receiver, monkeypatch) -> None:

@@ -36,14 +36,14 @@ def test_gpg_makes_up_for_groups_without_a_gradient():
     3 of 8 rollouts have no gradient: a group of two, one of a single rollout."""
     groups = [group("a", [1.0, 0.0]), group("b", [1.0, 1.0]), group("c", [5.0]), group("d", [0.0, 0.0, 3.0])]
     alpha = 8 / (8 - 3)
-    wanted = [alpha * x for x in (0.5, -0.5, 0.0, 0.0, 0.0, -1.0, -1.0, 2.0)]
-    assert all_advantages(Algorithm(name="gpg"), groups) == pytest.approx(wanted)
+    expected = [alpha * x for x in (0.5, -0.5, 0.0, 0.0, 0.0, -1.0, -1.0, 2.0)]
+    assert all_advantages(Algorithm(name="gpg"), groups) == pytest.approx(expected)
     deviation = all_advantages(Algorithm(name="gpg", advantages={"normalize_std": True, "eps": 1e-12}), groups)
     assert deviation[:2] == pytest.approx([alpha * math.sqrt(0.5), -alpha * math.sqrt(0.5)])
     # A second trajectory of a rollout is no further rollout; without any difference nothing is divided by 0.
     twin = trajectory("a", 0, 1.0, id="a/0b")
     groups[0].trajectories.append(twin)
-    assert all_advantages(Algorithm(name="gpg"), groups)[:3] == pytest.approx([*wanted[:2], wanted[0]])
+    assert all_advantages(Algorithm(name="gpg"), groups)[:3] == pytest.approx([*expected[:2], expected[0]])
     assert all_advantages(Algorithm(name="gpg"), groups[1:3]) == [0.0, 0.0, 0.0]
 
 

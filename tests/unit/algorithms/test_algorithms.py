@@ -159,9 +159,9 @@ def test_loss_and_gradient_are_those_of_the_naive_formula(seed, kl_coef):
     loss, metrics = make_loss(Algorithm(loss={"high": 0.3}, reference=True, kl_coef=kl_coef))(inputs)
     expected = naive(inputs, 0.2, 0.3, kl_coef)
     (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
-    (wanted,) = torch.autograd.grad(expected, inputs.logprobs)
+    (expected_gradient,) = torch.autograd.grad(expected, inputs.logprobs)
     assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
-    assert torch.allclose(gradient, wanted, rtol=0, atol=1e-12)
+    assert torch.allclose(gradient, expected_gradient, rtol=0, atol=1e-12)
     ratio = (inputs.logprobs - inputs.old_logprobs).exp()
     rises = (inputs.advantages > 0) & (ratio > 1.3)
     falls = (inputs.advantages < 0) & (ratio < 0.8)
@@ -205,9 +205,9 @@ def test_untrained_tokens_with_huge_differences_change_nothing(huge, dtype):
         return total, lp.grad, metrics
 
     total, gradient, metrics = run(slice(0, 4), huge, -huge)
-    expected, wanted, expected_metrics = run(slice(1, 3), 0.0, 0.0)
+    expected, expected_gradient, expected_metrics = run(slice(1, 3), 0.0, 0.0)
     assert total.item() == expected.item()
-    assert gradient.tolist() == [0.0, *wanted.tolist(), 0.0]
+    assert gradient.tolist() == [0.0, *expected_gradient.tolist(), 0.0]
     assert {n: v.item() for n, v in metrics.items()} == {n: v.item() for n, v in expected_metrics.items()}
 
 
@@ -307,7 +307,7 @@ def test_a_rollout_of_several_trajectories_counts_once():
     group = Group(id="g", prompt=Prompt(id="p", token_ids=[10]), trajectories=trajectories)
     values = group_advantages(Algorithm(advantages={"eps": 1e-9}), group)
     assert values == pytest.approx([-1.0, 1.0, -1.0, 0.0], abs=1e-6)
-    # eps 0.5 belongs beside the standard deviation: 0.5 / (0.5 + 0.5).
+    # eps 0.5 is added to the standard deviation: 0.5 / (0.5 + 0.5).
     assert group_advantages(ALGORITHM, group) == pytest.approx([-0.5, 0.5, -0.5, 0.0], abs=1e-7)
 
 
@@ -319,7 +319,7 @@ def test_supervised_trajectories_need_no_reward():
 
 
 def test_measurements_change_no_gradient():
-    """The ratio is that to the old log-probs, whoever they are of; the KL to the rollout is that to the engine."""
+    """The ratio is that to the old log-probs, of any model; the KL to the rollout is that to the engine."""
     inputs = random_inputs(3)
     n = len(inputs.weight)
     engine, teacher, entropy = (torch.randn(n, dtype=inputs.weight.dtype) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Ray that does not start: what refuses it keeps its code, what fails in Ray is told as a part that was lost."""
+"""Ray that does not start: what refuses it keeps its code, what fails in Ray is reported as a lost part."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def test_ray_prints_nothing_into_the_output_of_a_run(monkeypatch, capsys):
 @pytest.mark.parametrize(("late", "starts"), [(1, 2), (2, 3), (3, 3)])
 def test_a_node_that_was_not_there_in_time_is_started_again(monkeypatch, late, starts):
     """Ray 2.60 gives its node 30 s, which a busy machine may not keep; nothing can make it late on demand."""
-    asked = []
+    calls = []
 
     def init(**options: object) -> None:
-        asked.append(options)
-        if len(asked) <= late:
+        calls.append(options)
+        if len(calls) <= late:
             raise Exception("The current node timed out during startup. This could happen because ...")
 
     monkeypatch.setattr(cluster, "local_options", dict)
@@ -87,7 +87,7 @@ def test_a_node_that_was_not_there_in_time_is_started_again(monkeypatch, late, s
     monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 64.0})
     with pytest.raises(PartLost) if late == starts else nullcontext():
         cluster.start_ray(config(), "cpu")
-    assert len(asked) == starts and all(options["address"] == "local" for options in asked), "not whatever runs here"
+    assert len(calls) == starts and all(options["address"] == "local" for options in calls), "not whatever runs here"
 
 
 async def test_nothing_to_wait_for_is_no_result():
@@ -142,8 +142,8 @@ def test_logs_of_an_earlier_start_do_not_explain_a_death(tmp_path):
     assert "yesterday" not in str(explain(death, "the start", "trainer rank 0", log))
     with log.open("a") as words:
         words.write("a fault of today\n")
-    said = str(explain(death, "the start", "trainer rank 0", log))
-    assert "today" in said and "yesterday" not in said
+    message = str(explain(death, "the start", "trainer rank 0", log))
+    assert "today" in message and "yesterday" not in message
 
 
 @pytest.mark.parametrize(

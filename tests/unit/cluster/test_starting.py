@@ -24,7 +24,7 @@ def config_of(model: Path, **sections: Any) -> Config:
 
 
 def sized(file: Path, gb: float) -> Path:
-    """A file of so many GB, none of them on disk; its directory."""
+    """Returns the directory of a file of `gb` GB, none of them on disk."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("wb") as empty:
         empty.truncate(int(gb * 1e9))

@@ -1,4 +1,4 @@
-"""New users are told of their mistakes as tests/golden/mistakes.txt shows, before anything is started."""
+"""Mistakes of new users are answered as tests/golden/mistakes.txt shows, before anything is started."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ def test_a_refusal_is_one_sentence():
     assert len(names) == len({*names}) >= LEAST
     page = mistakes.PAGE.read_text()
     assert re.findall("^# (.*)$", page, re.MULTILINE) == names
-    for command, said, status in re.findall(r"^\$ slimx (\w+)[^\n]*\n(.*?)^\[(\d)\]$", page, re.MULTILINE | re.DOTALL):
+    for command, output, status in re.findall(
+        r"^\$ slimx (\w+)[^\n]*\n(.*?)^\[(\d)\]$", page, re.MULTILINE | re.DOTALL
+    ):
         if command != "doctor":  # what it tells of hooks is a list
             assert status == "2"
-            said = re.sub("^checking .*\n", "", said)
-            assert said.startswith("slimx: ") and said.count("\n") == 1, said
+            output = re.sub("^checking .*\n", "", output)
+            assert output.startswith("slimx: ") and output.count("\n") == 1, output

@@ -40,7 +40,7 @@ class Command:
         """The sentence with which the run is refused, which holds what is `named`."""
         refusal, *_ = self.problems(file, *overrides)
         assert refusal.code == code and refusal.about == (about or refusal.about)
-        assert all(each in str(refusal) for each in named), refusal
+        assert all(text in str(refusal) for text in named), refusal
         return str(refusal)
 
     def problems(self, file: Path, *overrides: str) -> tuple[SlimxError, ...]:

@@ -76,11 +76,11 @@ def test_a_configuration_passes_the_plan(file: Path, monkeypatch: pytest.MonkeyP
     assert not report.violations
     assert report.trainer_memory
     served = bool(config.rollout.engines)
-    weighed = {each.phase for each in report.phases}
+    weighed = {demand.phase for demand in report.phases}
     assert {"load", "restore", "train", "save"} <= weighed and ({"start", "publish", "generate"} <= weighed) == served
     assert ({"sleep", "wake"} <= weighed) == config.schedule.colocate
-    for each in report.phases:
-        assert report.gpu_memory - each.nbytes >= max(MARGIN, config.trainer.memory_margin_mib * 2**20), each
+    for demand in report.phases:
+        assert report.gpu_memory - demand.nbytes >= max(MARGIN, config.trainer.memory_margin_mib * 2**20), demand
     assert report.host.nbytes <= report.host.memory, "judged by the kind of GPU"
     assert not [*crowded_warnings(config.rollout, report.engine_memory, report.batch.requests_in_flight)]
     assert (report.publication is not None) == served and bool(report.engine_memory) == served

@@ -124,20 +124,20 @@ LORA = {"rank": 4, "alpha": 8, "targets": ["attention"]}
 
 def sharing(judge: dict[str, Any], **sections: dict[str, Any]) -> Config:
     """A run whose engines generate for a judge, too."""
-    given: dict[str, dict[str, Any]] = {
+    defaults: dict[str, dict[str, Any]] = {
         "trainer": {"load": None, "lora": LORA},
         "publish": {"adapters": "alone", "transport": "memory"},
         "rollout": {"prompts": "p", "engines": [{}]},
     }
-    return config_of({"judge": {"engines_of": "actor", **judge}}, **{**given, **sections})
+    return config_of({"judge": {"engines_of": "actor", **judge}}, **{**defaults, **sections})
 
 
 def test_a_policy_whose_adapters_anothers_engines_have_starts_none() -> None:
     config = sharing({"trainer": {"lora": {"alpha": 4}}})
     judge = config.by_policy["judge"]
-    (theirs,), (own,) = judge.rollout.policy_engines, config.rollout.policy_engines
-    assert theirs.name == own.name and theirs.borrowed and not own.borrowed
-    assert (theirs.started, own.started) == (0, 1)
+    (theirs,), (ours,) = judge.rollout.policy_engines, config.rollout.policy_engines
+    assert theirs.name == ours.name and theirs.borrowed and not ours.borrowed
+    assert (theirs.started, ours.started) == (0, 1)
     assert form_of(config).served() == ServedLora({"actor": 8.0, "judge": 4.0}, 4, served_modules(("attention",)))
 
 

@@ -1,4 +1,4 @@
-"""Numbers that JSON writes as 3.0 are whole ones wherever whole ones are wanted; 3.5 is refused and never cut off."""
+"""Numbers that JSON writes as 3.0 are read as whole ones where these are expected; 3.5 is refused and never cut off."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ READERS = (as_ids, lambda ids: list(compact(ids)), lambda ids: draft_of(ids).tok
 
 @pytest.mark.parametrize("read", READERS)
 def test_token_ids_may_be_any_whole_numbers_and_nothing_else(read: Any) -> None:
-    for given in ([1, 2, 3], [1.0, 2, 3.0], np.array([1, 2, 3]), np.array([1.0, 2.0, 3.0]), (1, np.int64(2), 3)):
-        assert read(given) == [1, 2, 3]
-    for given in ("hello", b"123", [1, 2.5], ["1"], [None], np.array([0.5])):
+    for ids in ([1, 2, 3], [1.0, 2, 3.0], np.array([1, 2, 3]), np.array([1.0, 2.0, 3.0]), (1, np.int64(2), 3)):
+        assert read(ids) == [1, 2, 3]
+    for ids in ("hello", b"123", [1, 2.5], ["1"], [None], np.array([0.5])):
         with refused("tokens.ids", about="token_ids"):
-            read(given)
+            read(ids)
 
 
 def test_token_ids_of_prompts_may_be_floats_that_are_whole(tmp_path: Path) -> None:

@@ -51,13 +51,13 @@ def test_nulls_that_pad_a_table_are_absent_keys(tmp_path, ending):
     weather = tool("weather", city={"type": "string", "enum": ["Paris", None]})
     total = tool("total", x={"type": "number", "default": None}, y={"type": "number", "minimum": 0})
     call = {"type": "function", "function": {"name": "total", "arguments": "{}"}}
-    asked = [TURN, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "2"}]
+    messages = [TURN, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "2"}]
     rows = [
         {"messages": [TURN], "tools": [weather, total], "template": {"enable_thinking": False}, "id": None},
-        {"messages": asked, "tools": None, "template": {"mode": "fast"}, "id": "own"},
+        {"messages": messages, "tools": None, "template": {"mode": "fast"}, "id": "own"},
     ]
     first, second = read_prompts(as_table(tmp_path / f"rows{ending}", rows))
-    assert first.messages == [TURN] and second.messages == asked
+    assert first.messages == [TURN] and second.messages == messages
     assert first.tools == [weather, total] and second.tools is None
     assert (first.template, second.template) == ({"enable_thinking": False}, {"mode": "fast"})
     assert (first.id, second.id) == ("rows:1", "own")
@@ -178,16 +178,16 @@ def test_sharegpt_turns_are_read_and_the_last_one_is_the_answer(tmp_path):
 
 
 def test_messages_that_end_with_the_assistants_turn_hold_the_answer(tmp_path):
-    said = {"role": "assistant", "content": "2"}
-    path = as_lines(tmp_path / "chat.jsonl", {"messages": [TURN, said, TURN, said | {"name": None}]})
+    reply = {"role": "assistant", "content": "2"}
+    path = as_lines(tmp_path / "chat.jsonl", {"messages": [TURN, reply, TURN, reply | {"name": None}]})
     (read,) = read_prompts(path)
-    assert read.messages == [TURN, said, TURN] and read.answer == "2"
+    assert read.messages == [TURN, reply, TURN] and read.answer == "2"
     assert read_prompts(path, make_mapping(None, None, "brief"))[0].messages[0]["role"] == "system"
     for wrong in (
-        {"messages": [TURN, said], "answer": "2"},
-        {"messages": [TURN, said | {"tool_calls": [{"type": "function"}]}]},
-        {"messages": [TURN, said | {"reasoning_content": "1 and 1"}]},
-        {"messages": [TURN, said | {"content": None}]},
+        {"messages": [TURN, reply], "answer": "2"},
+        {"messages": [TURN, reply | {"tool_calls": [{"type": "function"}]}]},
+        {"messages": [TURN, reply | {"reasoning_content": "1 and 1"}]},
+        {"messages": [TURN, reply | {"content": None}]},
     ):
         as_lines(path, wrong)
         with refused("prompts.last_turn", about=f"{path}, line 1"):

@@ -58,15 +58,15 @@ def two_turns() -> Trajectory:
     return out.finish()
 
 
-def held(support: Support) -> list[list[int]]:
+def split_support(support: Support) -> list[list[int]]:
     return [part.tolist() for part in np.split(support.ids, np.cumsum(support.counts)[:-1])]
 
 
 def test_a_trajectorys_support_survives_a_checkpoint():
     trajectory = two_turns()
-    assert held(trajectory.support) == [[], [], [4, 1], [2, 5, 3], [], []]
+    assert split_support(trajectory.support) == [[], [], [4, 1], [2, 5, 3], [], []]
     back = decode(Trajectory, encode(trajectory)).support
-    assert held(back) == held(trajectory.support) and back.ids.dtype == back.counts.dtype == np.int32
+    assert split_support(back) == split_support(trajectory.support) and back.ids.dtype == back.counts.dtype == np.int32
     whole = draft()
     whole.add_sampled(completion([4], None))
     assert whole.finish().support is None
@@ -75,9 +75,9 @@ def test_a_trajectorys_support_survives_a_checkpoint():
 def test_a_token_outside_its_support_is_an_error_that_names_it():
     wrong = draft("g/7")
     wrong.add_sampled(completion([4, 5], [[4, 1], [2, 3]]))
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as caught:
         wrong.finish()
-    assert all(named in str(told.value) for named in ("g/7", "token 3", "id 5", "support"))
+    assert all(named in str(caught.value) for named in ("g/7", "token 3", "id 5", "support"))
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -90,13 +90,13 @@ def test_packed_and_cut_micro_batches_keep_every_labels_own_support(size):
     packed = pack(rows, data_size=1, max_tokens=64, multiple_of=8, sequence_multiple=4)
     (whole,) = packed.shards[0]
     assert len(whole.support) == len(whole.labels) == 16
-    wanted = {4: [4, 1], 5: [2, 5, 3]}
+    expected = {4: [4, 1], 5: [2, 5, 3]}
     seen = []
     for rank in range(size):
         part = ContextShard(size, rank, None).take(whole)
         assert len(part.support) == len(part.labels) == 16 // size
-        for label, tokens in zip(part.labels.tolist(), held(part.support), strict=True):
-            assert tokens == wanted.get(label, []), label
+        for label, tokens in zip(part.labels.tolist(), split_support(part.support), strict=True):
+            assert tokens == expected.get(label, []), label
             seen.append(label)
     assert sorted(seen) == sorted(whole.labels.tolist())
 

@@ -44,20 +44,20 @@ def test_arguments_reach_the_first_turn_and_the_next(note):
 
 def test_a_prompts_own_arguments_go_before_the_runs():
     model = thinking(enable_thinking=False)
-    own = Prompt(id="p", messages=PROMPT.messages, template={"enable_thinking": True})
-    assert rendered_text(model, own) == rendered_text(thinking(), PROMPT) != rendered_text(model, PROMPT)
+    prompt = Prompt(id="p", messages=PROMPT.messages, template={"enable_thinking": True})
+    assert rendered_text(model, prompt) == rendered_text(thinking(), PROMPT) != rendered_text(model, PROMPT)
     assert model.chat_template == thinking(enable_thinking=False).chat_template, "the run's tokenizer is as it was"
 
 
 def test_tools_of_a_prompt_are_rendered_and_counted():
     tools = [{"type": "function", "function": {"name": "add"}}]
-    own = Prompt(id="p", messages=PROMPT.messages, tools=tools)
-    text = rendered_text(thinking(), own)
+    prompt = Prompt(id="p", messages=PROMPT.messages, tools=tools)
+    text = rendered_text(thinking(), prompt)
     assert text.startswith("[tools ") and '"add"' in text
-    length = len(encode_prompt(thinking(), own))
-    check_prompts(thinking(), [PROMPT, own, PROMPT], "f.jsonl", length, 10**6)
+    length = len(encode_prompt(thinking(), prompt))
+    check_prompts(thinking(), [PROMPT, prompt, PROMPT], "f.jsonl", length, 10**6)
     with refused("prompts.length", about="p"):
-        check_prompts(thinking(), [PROMPT, own, PROMPT], "f.jsonl", length - 1, 10**6)
+        check_prompts(thinking(), [PROMPT, prompt, PROMPT], "f.jsonl", length - 1, 10**6)
 
 
 def test_an_argument_that_the_template_never_reads_is_refused():

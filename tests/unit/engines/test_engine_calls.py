@@ -1,4 +1,4 @@
-"""Late steps and late answers reach nobody; a server that is gone is told from one that refuses."""
+"""Late steps and late answers are dropped; a server that is gone is distinguished from one that refuses."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def test_an_engine_does_every_verb_of_a_publication_as_the_protocol_has_it() -> 
     verbs = {name: verb for name, verb in vars(Receiver).items() if inspect.iscoroutinefunction(verb)}
     assert set(BEFORE_BEGIN) < verbs.keys()
     for name, verb in verbs.items():
-        wanted, found = (list(inspect.signature(one).parameters.values()) for one in (verb, getattr(Engine, name)))
-        assert [one.name for one in found][: len(wanted)] == [one.name for one in wanted], name
-        assert all(one.default is not one.empty for one in found[len(wanted) :]), name
+        required, found = (list(inspect.signature(one).parameters.values()) for one in (verb, getattr(Engine, name)))
+        assert [one.name for one in found][: len(required)] == [one.name for one in required], name
+        assert all(one.default is not one.empty for one in found[len(required) :]), name
 
 
 async def test_steps_of_other_publications_do_not_reach_the_server(engine):
@@ -174,9 +174,9 @@ async def test_a_refusal_is_told_from_a_server_that_is_gone(engine, monkeypatch,
     monkeypatch.setattr(engine_server, "ENDING_S", 0.2)
     engine.wire.fails = SlimxError("wrong checksum", code="bucket.checksum", about="w")
     engine.wire.silent, engine.process.ended = silent, lambda: ended
-    with refused(code, about=about) as told:
+    with refused(code, about=about) as caught:
         await engine.perform("stage", None, 5, BUCKET, 0)
-    assert type(told.value) is kind
+    assert type(caught.value) is kind
 
 
 async def test_a_server_that_exits_right_after_a_broken_connection_has_ended(engine):
@@ -196,9 +196,9 @@ async def test_what_does_not_land_is_no_fault_of_the_server(engine):
             yield packed
 
     engine.end, engine.wire.silent = End(), True
-    with refused("direct.missing", about="trainer rank 1") as told:
+    with refused("direct.missing", about="trainer rank 1") as caught:
         await engine.perform("receive", None, 5, BUCKET, 0)
-    assert type(told.value) is SlimxError
+    assert type(caught.value) is SlimxError
 
 
 async def test_a_server_that_accepts_connections_is_alive(engine, listener, monkeypatch):
@@ -211,8 +211,8 @@ async def test_a_server_that_accepts_connections_is_alive(engine, listener, monk
     assert await engine.ended() == "killed by SIGKILL"
     engine.process.ended = lambda: None
     monkeypatch.setattr(engine_server, "ENDING_S", 0.2)
-    told = await engine.ended()
-    assert told.startswith("engine e0, ") and engine.spec.url in told
+    message = await engine.ended()
+    assert message.startswith("engine e0, ") and engine.spec.url in message
 
 
 class FakeActor:
@@ -254,14 +254,14 @@ async def test_calls_to_a_lost_engine_fail_and_late_responses_are_dropped():
         await asyncio.sleep(0)
     reason = "it does not generate"
     handle.lose(SlimxError(reason))
-    with refused("engine.lost", about="e0", kind=ReceiverLost) as told:
+    with refused("engine.lost", about="e0", kind=ReceiverLost) as caught:
         await asyncio.wait_for(waiting, 60)
-    assert str(told.value) == reason
+    assert str(caught.value) == reason
     if not actor.answers["perform"].done():
         actor.answers["perform"].set_result("late")
-    with refused("engine.lost", about="e0", kind=ReceiverLost) as told:
+    with refused("engine.lost", about="e0", kind=ReceiverLost) as caught:
         await handle.perform("verify", 3)
-    assert str(told.value) == reason
+    assert str(caught.value) == reason
 
 
 @pytest.mark.parametrize("error", [ActorDied("its actor died"), DeadlineError("load", 5, "engine e0")])
@@ -271,9 +271,9 @@ async def test_a_dead_actor_and_a_missed_deadline_are_losses(error):
     while "perform" not in actor.answers:
         await asyncio.sleep(0)
     actor.answers["perform"].set_exception(_Failed(error))
-    with refused("engine.silent", about="e0", kind=ReceiverLost) as told:
+    with refused("engine.silent", about="e0", kind=ReceiverLost) as caught:
         await waiting
-    assert str(told.value) == str(error)
+    assert str(caught.value) == str(error)
 
 
 def test_a_silent_actor_is_killed_without_waiting_for_its_stop(monkeypatch):
@@ -308,9 +308,9 @@ async def test_an_engine_whose_actor_is_gone_is_lost_to_later_calls():
         with refused("engine.not_running", about="e0", kind=ReceiverLost):
             await handle.perform(verb, 1)
     handle.lose(SlimxError("it hung"))
-    with refused("engine.lost", about="e0", kind=ReceiverLost) as told:
+    with refused("engine.lost", about="e0", kind=ReceiverLost) as caught:
         await handle.perform("load", 1)
-    assert await handle.ended() == str(told.value) == "it hung"
+    assert await handle.ended() == str(caught.value) == "it hung"
 
 
 async def test_a_server_whose_port_is_taken_while_it_starts_gets_another(tmp_path):
@@ -344,7 +344,7 @@ def sockets() -> set[str]:
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the one of listdir itself, and those that other threads close
             found.add(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return {each for each in found if each.startswith("socket:")}
+    return {target for target in found if target.startswith("socket:")}
 
 
 @pytest.mark.parametrize(("role", "ports"), [("regular", 1), ("prefill", 2)])

@@ -50,7 +50,7 @@ def config_of(**keys: Any) -> Config:
     return Config.model_validate(values)
 
 
-def asked(config: Config, device: str, **facts: Any) -> list[str]:
+def broken_rules(config: Config, device: str, **facts: Any) -> list[str]:
     """Codes of the rules about engines and devices that the configuration breaks."""
     return [
         problem.code for problem in broken(rules_in(engines, publish), config.sections | {"device": device} | facts)
@@ -114,13 +114,13 @@ def test_groups_that_serve_together_are_told_apart() -> None:
 
 
 def test_groups_are_refused_on_devices_that_cannot_serve_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asked(config_of(**SPLIT), "cuda") == []
-    assert asked(config_of(**SPLIT), "cpu") == ["engines.role_device"] * 2
+    assert broken_rules(config_of(**SPLIT), "cuda") == []
+    assert broken_rules(config_of(**SPLIT), "cpu") == ["engines.role_device"] * 2
     many = config_of(**{"rollout.engines": [{"tensor": 4, "count": 3}], "schedule.colocate": True})
-    assert asked(many, "cpu") == []
-    assert asked(many, "cuda") == ["engines.colocated_ranks"]
+    assert broken_rules(many, "cpu") == []
+    assert broken_rules(many, "cuda") == ["engines.colocated_ranks"]
     monkeypatch.setattr(engines, "TRANSFER_PACKAGES", {"mooncake": "no_such_package"})
-    assert asked(config_of(**SPLIT), "cuda", local_device="cuda") == ["engines.transfer_package"] * 2
+    assert broken_rules(config_of(**SPLIT), "cuda", local_device="cuda") == ["engines.transfer_package"] * 2
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,11 @@ def test_groups_are_refused_on_devices_that_cannot_serve_them(monkeypatch: pytes
 def test_nodes_that_one_machines_transport_would_leave_idle_are_refused(changes: dict[str, Any], codes: list[str]):
     keys = {"publish.transport": "cuda_ipc", "schedule.colocate": True, "cluster.gpu": "h100", "cluster.nodes": 4}
     engines = {"rollout.engines": [{"tensor": 4, "count": 2}]}
-    assert asked(config_of(**keys | engines | changes), "cuda") == codes
+    assert broken_rules(config_of(**keys | engines | changes), "cuda") == codes
 
 
 def test_remote_servers_are_refused_by_single_machine_transports() -> None:
-    """192.0.2.1 is nobody's (RFC 5737). With a Ray cluster only the publisher's machine knows whether it is its own."""
+    """192.0.2.1 has no machine (RFC 5737). With a Ray cluster only the publisher's machine knows if it is its own."""
     assert (
         is_local("127.0.0.1")
         and is_local("localhost")
@@ -150,11 +150,11 @@ def test_remote_servers_are_refused_by_single_machine_transports() -> None:
         and not is_local("no.such.invalid")
     )
     memory = {"publish.transport": "memory"}
-    assert asked(config_of(**{"rollout.engines": [{"urls": ["http://127.0.0.1:8000"]}]}, **memory), "cpu") == []
+    assert broken_rules(config_of(**{"rollout.engines": [{"urls": ["http://127.0.0.1:8000"]}]}, **memory), "cpu") == []
     far: dict[str, Any] = {"rollout.engines": [{"urls": ["http://127.0.0.1:8000", "http://192.0.2.1:8000"]}]} | memory
-    assert asked(config_of(**far), "cpu") == ["engines.urls_elsewhere"]
-    assert asked(config_of(**far | {"publish.transport": "disk"}), "cpu") == []
-    assert asked(config_of(**far, **{"cluster.ray_address": "auto"}), "cpu") == []
+    assert broken_rules(config_of(**far), "cpu") == ["engines.urls_elsewhere"]
+    assert broken_rules(config_of(**far | {"publish.transport": "disk"}), "cpu") == []
+    assert broken_rules(config_of(**far, **{"cluster.ray_address": "auto"}), "cpu") == []
     assert config_of(**far).rollout.external_hosts == {"actor-0": "127.0.0.1", "actor-1": "192.0.2.1"}
     refuse_elsewhere("memory", "10.0.0.1", {})
     with refused("publish.reach", about="actor-1"):
@@ -239,11 +239,11 @@ def test_variables_of_servers_are_those_that_sglang_reads() -> None:
 def test_each_rank_is_told_where_its_own_machine_has_the_bucket() -> None:
     tensor = PackedTensor("w", "float32", (1,), 0, 4, 7)
     bucket = PackedBucket("here", 64, ((tensor,),), others=("there",))
-    told = bucket.parts("hf", 4)
-    assert [told[str(rank)]["fd_path"] for rank in range(4)] == ["here", "here", "there", "there"]
-    assert all(part["tensors"] == [tensor.to_json()] for part in told.values())
-    own = replace(bucket, targets=((tensor,), ())).parts("local", 2)
-    assert own["0"]["fd_path"] == "here" and own["1"] == {"fd_path": "there", "size": 64, "tensors": []}
+    parts = bucket.parts("hf", 4)
+    assert [parts[str(rank)]["fd_path"] for rank in range(4)] == ["here", "here", "there", "there"]
+    assert all(part["tensors"] == [tensor.to_json()] for part in parts.values())
+    local = replace(bucket, targets=((tensor,), ())).parts("local", 2)
+    assert local["0"]["fd_path"] == "here" and local["1"] == {"fd_path": "there", "size": 64, "tensors": []}
     assert replace(bucket, others=()).parts("hf", 4).keys() == {"all"}
 
 
@@ -322,9 +322,9 @@ def test_scores_are_those_of_the_tokens_asked_for() -> None:
         [-2.0, 6, None],
     ]  # 0: the vocabulary's last token
     assert input_logprobs({"input_token_logprobs": scored}, [5, 127, 6], "e") == [-1.0, -2.0]
-    for asked in ([5, 127, 7], [5, 127], [5, 127, 6, 1]):
+    for tokens in ([5, 127, 7], [5, 127], [5, 127, 6, 1]):
         with refused("answer.scores", about="e"):
-            input_logprobs({"input_token_logprobs": scored}, asked, "e")
+            input_logprobs({"input_token_logprobs": scored}, tokens, "e")
 
 
 async def test_a_judge_is_one_of_the_runs_own_engines() -> None:
@@ -357,9 +357,9 @@ async def test_hooks_ask_a_frozen_model_from_any_event_loop() -> None:
         async with breaking:
             url = f"http://127.0.0.1:{breaking.sockets[0].getsockname()[1]}"
             gone = FrozenEngine("judge", url, deadline_s=300, retries=1, look=look)
-            with pytest.raises(AnswerError) as told:
+            with pytest.raises(AnswerError) as caught:
                 await asyncio.to_thread(asyncio.run, gone.chat(messages))
-        assert told.value.status == 0
+        assert caught.value.status == 0
         assert looks == ["look"], "a lost server is looked for before a request is sent again"
         outage = Outage()
         outage.begin()

@@ -197,9 +197,9 @@ def test_unknown_and_ill_typed_arguments_are_refused_with_the_nearest_name() -> 
         ({"mem_fraction_static": True}, "sglang.type", "Optional[float]"),
         ({"sleep_on_idle": 1}, "sglang.type", "bool"),
     ):
-        with refused(code, about=f"rollout.engines.sglang.{next(iter(args))}") as told:
+        with refused(code, about=f"rollout.engines.sglang.{next(iter(args))}") as caught:
             check_server_args(args)
-        assert named in re.split(r"[\s?]+", str(told.value)), "the nearest name, or the type"
+        assert named in re.split(r"[\s?]+", str(caught.value)), "the nearest name, or the type"
 
 
 def test_arguments_are_read_without_importing_sglang() -> None:

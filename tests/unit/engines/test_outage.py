@@ -58,11 +58,11 @@ async def test_a_deadline_pauses_during_an_outage():
 @virtually
 async def test_a_straggler_is_not_given_up_because_no_engine_serves():
     engine = Away()
-    asked: list[int] = []
+    seeds: list[int] = []
 
     async def generate(request: GenerationRequest) -> Any:
-        asked.append(request.seed)
-        if len(asked) == 8:
+        seeds.append(request.seed)
+        if len(seeds) == 8:
             await engine.there.wait()
         return await FakeEngine.generate(engine, request)
 

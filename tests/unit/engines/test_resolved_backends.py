@@ -1,4 +1,4 @@
-"""The table of kernels in docs/engines.md is what SGLang resolves, told the facts of GPUs that are not here."""
+"""The table of kernels in docs/engines.md is what SGLang resolves from the facts of GPUs that are not here."""
 
 from __future__ import annotations
 
@@ -39,5 +39,7 @@ def test_so_are_all_others() -> None:
 def test_every_configuration_is_accepted_on_its_gpu(file: Path) -> None:
     gpu = "sm103" if load_config(file, []).cluster.gpu == "gb300" else "sm90"
     rows = [[*map(str.strip, line.split("|"))] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
-    own = [row for row in rows if row[1].startswith(f"`{file.stem}`") and row[2] == gpu]
-    assert own and {row[4] for row in own} <= {"bf16", "bfloat16"} and {row[10] for row in own} == {"yes"}
+    matching = [row for row in rows if row[1].startswith(f"`{file.stem}`") and row[2] == gpu]
+    assert (
+        matching and {row[4] for row in matching} <= {"bf16", "bfloat16"} and {row[10] for row in matching} == {"yes"}
+    )

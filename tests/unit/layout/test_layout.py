@@ -85,7 +85,7 @@ class Unproven(Table):
 
 @dataclass(frozen=True)
 class Wrong:
-    """A map that returns the given rectangles, whoever asks."""
+    """A map that returns the given rectangles for every request."""
 
     rects: tuple[Rect, ...]
 
@@ -142,9 +142,9 @@ def test_a_split_tensor_that_two_ranks_hold_whole_is_refused():
 
 def test_copies_do_not_count_and_cannot_stand_in_for_what_they_repeat():
     name, shape = "a.weight", (4, 3)
-    own = Part("local", shape, (0,), (name,), (Rect(0, 0, 0, 4, 3, 0, 0),))
-    copy = own._replace(ranks=(1,), copy=True)
-    check_coverage({name: shape}, [own, copy])
+    original = Part("local", shape, (0,), (name,), (Rect(0, 0, 0, 4, 3, 0, 0),))
+    copy = original._replace(ranks=(1,), copy=True)
+    check_coverage({name: shape}, [original, copy])
     with refused("table.coverage", about="weight table: a.weight"):
         check_coverage({name: shape}, [copy])
 
@@ -158,7 +158,7 @@ HIDDEN = {
         70,
         0,
     ),
-    # Columns 0-5 down to row 139; beside them columns 6-11 of rows 0-8 and 10-139, and row 12 of the left half again.
+    # Columns 0-5 down to row 139; next to them columns 6-11 of rows 0-8 and 10-139, and row 12 of the left half again.
     "an overlap of rectangles that are not neighbours": (
         (
             Rect(0, 0, 0, 140, 6, 0, 0),

@@ -229,9 +229,9 @@ def test_experts_that_claim_one_checkpoint_tensor_are_refused():
     ],
 )
 def test_a_share_that_does_not_divide_is_refused_with_the_numbers(map, shapes, axis, size, about, length, ranks):
-    with refused("maps.share", about=about) as told:
+    with refused("maps.share", about=about) as caught:
         map.local(shapes, axis, 0, size)
-    assert numbers(told.value) == [length, ranks, length], "the last is what a size has to divide"
+    assert numbers(caught.value) == [length, ranks, length], "the last is what a size has to divide"
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_rows_that_are_reordered_are_not_split_over_columns(map, shapes, about):
 
 @dataclass(frozen=True)
 class Wrong:
-    """A map that returns the given rectangles, whoever asks."""
+    """A map that returns the given rectangles for every request."""
 
     shape: Shape
     rects: tuple[Rect, ...]
@@ -259,7 +259,7 @@ class Wrong:
 
 
 WHOLE = Rect(0, 0, 0, 8, 6, 0, 0)
-HELD, STORED = "weight table: local.weight", "weight table: model.weight"
+LOCAL, STORED = "weight table: local.weight", "weight table: model.weight"
 WRONG: dict[str, tuple[Shape, tuple[Rect, ...], str, str, list[int]]] = {
     "a row of the checkpoint left out": ((7, 6), (WHOLE._replace(rows=7),), "table.coverage", STORED, [7, 0]),
     "a column left out": ((8, 5), (WHOLE._replace(cols=5),), "table.coverage", STORED, [0, 5]),
@@ -267,14 +267,14 @@ WRONG: dict[str, tuple[Shape, tuple[Rect, ...], str, str, list[int]]] = {
         (9, 6),
         (WHOLE._replace(rows=4), WHOLE._replace(row=4, rows=4, local_row=5)),
         "table.coverage",
-        HELD,
+        LOCAL,
         [4, 0],
     ),
     "an overlap in the local tensor": (
         (7, 6),
         (WHOLE._replace(rows=4), WHOLE._replace(row=4, rows=4, local_row=3)),
         "table.overlap",
-        HELD,
+        LOCAL,
         [3, 0],
     ),
     "an element read twice": (
@@ -293,7 +293,7 @@ WRONG: dict[str, tuple[Shape, tuple[Rect, ...], str, str, list[int]]] = {
     ),
     "beyond the last row": ((8, 6), (WHOLE._replace(row=1),), "table.beyond", STORED, [8, 6]),
     "before the first column": ((8, 6), (WHOLE._replace(col=-1),), "table.beyond", STORED, [8, 6]),
-    "beyond the local tensor": ((7, 6), (WHOLE,), "table.beyond", HELD, [7, 6]),
+    "beyond the local tensor": ((7, 6), (WHOLE,), "table.beyond", LOCAL, [7, 6]),
     "every second row twice": (
         (8, 6),
         (WHOLE._replace(rows=4, step=2), WHOLE._replace(rows=4, local_row=4, step=2)),
@@ -308,7 +308,7 @@ WRONG: dict[str, tuple[Shape, tuple[Rect, ...], str, str, list[int]]] = {
         STORED,
         [8, 6],
     ),
-    "no rectangle at all": ((8, 6), (), "table.coverage", HELD, [0, 0]),
+    "no rectangle at all": ((8, 6), (), "table.coverage", LOCAL, [0, 0]),
 }
 """A tensor's shape, what a map says of it, and the refusal: code, tensor, and the place or the size."""
 
@@ -316,9 +316,9 @@ WRONG: dict[str, tuple[Shape, tuple[Rect, ...], str, str, list[int]]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_map_that_cannot_be_inverted_is_refused_by_name_and_place(case: str):
     shape, rects, code, about, place = WRONG[case]
-    with refused(code, about=about) as told:
+    with refused(code, about=about) as caught:
         Table((Row("local.weight", (("model.weight", (8, 6)),), Wrong(shape, rects)),), layers=1, experts=0)
-    assert numbers(told.value) == place
+    assert numbers(caught.value) == place
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((8, 6), "float32"), ((8,), None)])

@@ -1,4 +1,4 @@
-"""Numerics on lesser processors than this one, as far as libraries can be told to do without its instructions."""
+"""Numerics on lesser processors than this one, as far as libraries can be configured to do without its instructions."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def trained(config: Config, sizes: Sizes = LAYOUT) -> dict[str, SimpleNamespace]
 
 
 class Trainers:
-    """Two ranks that write when they are told to."""
+    """Two ranks that write on request."""
 
     name, sizes = "trainer", LAYOUT
 

@@ -22,7 +22,7 @@ CRITIC = Sizes(pipeline=2)
 
 
 class Critics(Trainers):
-    """Two ranks of a critic's own that write when they are told to."""
+    """Two ranks of a critic that write on request."""
 
     name, sizes = "critic", CRITIC
 

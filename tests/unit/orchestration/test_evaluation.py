@@ -26,7 +26,7 @@ def test_pass_at_k_is_the_fraction_of_choices_with_a_right_answer():
     found = score({"": rewards}, 1.0, (2, 4, 8))
     for k in (2, 4):
         chosen = [[max(some) >= 1.0 for some in combinations(prompt, k)] for prompt in rewards]
-        assert found[f"eval/pass@{k}"] == pytest.approx(np.mean([np.mean(each) for each in chosen]))
+        assert found[f"eval/pass@{k}"] == pytest.approx(np.mean([np.mean(values) for values in chosen]))
     assert found["eval/accuracy"] == pytest.approx(np.mean(rewards))
     assert found.keys() == {"eval/accuracy", "eval/pass@2", "eval/pass@4"}
     assert score({"": rewards}, 0.5, (4,))["eval/pass@4"] == 1.0
@@ -44,15 +44,15 @@ def test_named_sets_have_separate_figures():
 
 def test_a_rollout_of_several_trajectories_is_one_answer():
     several = [trajectory() for _ in range(3)]
-    for each, rollout, reward in zip(several, ("a", "a", "b"), (1.0, 0.0, 1.0), strict=True):
-        each.rollout_id, each.reward = rollout, reward
+    for answer, rollout, reward in zip(several, ("a", "a", "b"), (1.0, 0.0, 1.0), strict=True):
+        answer.rollout_id, answer.reward = rollout, reward
     assert answers(Group(id="g", prompt=prompts()[0], trajectories=several)) == [0.5, 1.0]
 
 
 def test_a_failed_prompt_is_wrong_in_every_k():
     group = Group(id="g", prompt=prompts()[0], trajectories=[trajectory() for _ in range(3)])
-    for number, each in enumerate(group.trajectories):
-        each.rollout_id, each.reward = str(number), float(number == 0)
+    for number, answer in enumerate(group.trajectories):
+        answer.rollout_id, answer.reward = str(number), float(number == 0)
     outcomes = [GroupOutcome(group), GroupOutcome(None, "generate failed", "detail")]
     options = Eval(samples=3, temperature=1.0, pass_at=(1, 3))
     found = judge(options, {"aime": prompts()[:1], "gpqa": prompts()[:1]}, outcomes)
@@ -69,9 +69,9 @@ def test_prompts_take_the_name_of_their_file_by_default(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = SimpleNamespace(vocab_size=100)
     named = heldout_prompts(config_of(), "gpqa", str(path), the_tokenizer(), spec)
-    assert [each.metadata.get("dataset") for each in named] == ["gpqa", "mine"]
+    assert [prompt.metadata.get("dataset") for prompt in named] == ["gpqa", "mine"]
     alone = heldout_prompts(config_of(), "", str(path), the_tokenizer(), spec)
-    assert [each.metadata.get("dataset") for each in alone] == [None, "mine"]
+    assert [prompt.metadata.get("dataset") for prompt in alone] == [None, "mine"]
 
 
 def to_prompt(row):
@@ -106,9 +106,9 @@ def test_an_evaluation_that_would_say_nothing_is_refused(options, code, about):
 
 def test_k_is_doubled_up_to_the_number_of_answers_unless_it_is_given():
     assert Eval().ks == () and Eval(samples=12, temperature=1.0).ks == (2, 4, 8)
-    given = Eval(samples=12, temperature=1.0, pass_at=(5, 1, 5))
-    assert given.ks == (1, 5)
-    assert score({"": [[1.0, 0.0, 0.0, 0.0, 0.0]]}, 1.0, given.ks)["eval/pass@1"] == pytest.approx(0.2)
+    options = Eval(samples=12, temperature=1.0, pass_at=(5, 1, 5))
+    assert options.ks == (1, 5)
+    assert score({"": [[1.0, 0.0, 0.0, 0.0, 0.0]]}, 1.0, options.ks)["eval/pass@1"] == pytest.approx(0.2)
 
 
 def test_files_have_names():
@@ -124,5 +124,5 @@ def test_the_table_tells_what_hooks_logged():
         "eval_hook/ifeval/kept/mean": 1.25,
         "eval_hook/ifeval/kept/max": 2,
     }
-    told = [line for line in table(found | {"metrics": metrics}) if "ifeval/kept" in line]
-    assert len(told) == 1 and told[0].split()[1].startswith("1.250")
+    rows = [line for line in table(found | {"metrics": metrics}) if "ifeval/kept" in line]
+    assert len(rows) == 1 and rows[0].split()[1].startswith("1.250")

@@ -63,10 +63,10 @@ def driver(work: str, *, grace: float | None = None) -> subprocess.Popen[str]:
 def ended(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, list[str]]:
     """Exit status and the sentences said; a driver that hangs is killed."""
     try:
-        _, said = process.communicate(timeout=seconds)
+        _, output = process.communicate(timeout=seconds)
     finally:
         process.kill()
-    return process.returncode, [line for line in said.splitlines() if line.startswith("slimx: ")]
+    return process.returncode, [line for line in output.splitlines() if line.startswith("slimx: ")]
 
 
 @pytest.mark.parametrize(
@@ -82,24 +82,24 @@ def test_sigterm_ends_a_hanging_driver_with_its_code(work):
     process = driver(work)
     assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
-    status, said = ended(process)
-    assert status == 128 + signal.SIGTERM and len(said) == 1 and "SIGTERM" in said[0]
+    status, sentences = ended(process)
+    assert status == 128 + signal.SIGTERM and len(sentences) == 1 and "SIGTERM" in sentences[0]
 
 
 def test_a_failure_with_a_hanging_clean_up_keeps_its_code():
-    status, said = ended(
+    status, sentences = ended(
         driver(
             "async with lifetime.EndingStack(alarm) as stack:\n"
             "    stack.push_async_callback(asyncio.to_thread, time.sleep, 600)\n"
             "    raise PartLost('trainer rank 1 is gone', code='x')"
         )
     )
-    assert status == LOST and len(said) == 1 and "trainer rank 1" in said[0]
+    assert status == LOST and len(sentences) == 1 and "trainer rank 1" in sentences[0]
 
 
 def test_endless_threads_and_tasks_do_not_keep_a_finished_run():
     began = time.monotonic()
-    status, said = ended(
+    status, sentences = ended(
         driver(
             "for _ in range(64):\n"
             "    asyncio.ensure_future(asyncio.to_thread(time.sleep, 600))\n"
@@ -110,7 +110,7 @@ def test_endless_threads_and_tasks_do_not_keep_a_finished_run():
         seconds=100,
     )
     assert status == 0 and time.monotonic() - began < 90
-    assert said == []
+    assert sentences == []
 
 
 async def test_slimx_own_work_runs_while_hooks_fill_every_thread_of_the_executor():
@@ -149,7 +149,7 @@ def test_every_way_to_end_has_its_exit_code(error, status):
 
 
 def test_the_alarm_ends_the_run_with_its_error_after_the_clean_up():
-    done, told = [], []
+    done, errors = [], []
 
     async def work(alarm: Alarm) -> None:
         async with EndingStack(alarm) as stack:
@@ -158,8 +158,8 @@ def test_the_alarm_ends_the_run_with_its_error_after_the_clean_up():
             await asyncio.sleep(600)
 
     with Signals() as signals, pytest.raises(PartLost) as error:
-        run_loop(interruptible(work, signals, told.append))
-    assert error.value.about == "rank 1" and done == ["closed"] and told == [error.value]
+        run_loop(interruptible(work, signals, errors.append))
+    assert error.value.about == "rank 1" and done == ["closed"] and errors == [error.value]
 
 
 async def _lost() -> SlimxError:
@@ -251,8 +251,8 @@ def test_a_save_that_hangs_is_ended_when_grace_and_stop_deadline_are_over():
     process = driver("print('up', flush=True)\nblocked()", grace=1.0)
     assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
-    status, said = ended(process)
-    assert status == 128 + signal.SIGTERM and len(said) == 1
+    status, sentences = ended(process)
+    assert status == 128 + signal.SIGTERM and len(sentences) == 1
 
 
 @pytest.fixture

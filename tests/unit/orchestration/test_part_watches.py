@@ -1,4 +1,4 @@
-"""Trainers and processes of Ray's that die or stand still are found soon, and named alone."""
+"""Trainers and processes of Ray's that die or hang are found soon, and named alone."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ class Group:
         self.sizes, self.calling = SimpleNamespace(world=3), None
         self.started = [{"pid": 0, "machine": "another"} for _ in range(3)]
         self.logs = [Path(f"trainer-{rank}.log") for rank in range(3)]
-        self.asked = [0, 0, 0]
+        self.calls = [0, 0, 0]
         self.actors = [self._actor(rank, pings.get(f"rank{rank}", answer)) for rank in range(3)]
 
     def _actor(self, rank: int, ping: Callable[[], Awaitable[Any]]) -> SimpleNamespace:
-        def asked() -> Awaitable[Any]:
-            self.asked[rank] += 1
+        def call() -> Awaitable[Any]:
+            self.calls[rank] += 1
             return ping()
 
-        return SimpleNamespace(ping=SimpleNamespace(remote=asked))
+        return SimpleNamespace(ping=SimpleNamespace(remote=call))
 
     def holder(self, rank: int) -> str:
         return f"trainer rank {rank}"
@@ -94,7 +94,7 @@ async def test_a_rank_that_is_busy_with_a_call_is_not_taken_for_silent():
     group.calling = "step 3 of training"
     watch = asyncio.ensure_future(watch_ranks(group, 0.1))
     await asyncio.sleep(0.5)
-    assert not watch.done() and group.asked[0] == 1 and group.asked[1] > 1
+    assert not watch.done() and group.calls[0] == 1 and group.calls[1] > 1
     group.calling = None
     assert (await asyncio.wait_for(watch, HANG_S)).about == "trainer rank 0"
 
@@ -124,10 +124,10 @@ async def test_a_process_that_is_stopped_for_a_moment_is_not_named(process):
 
 @virtually
 async def test_what_a_save_could_not_report_is_told_by_its_rank():
-    told = SlimxError("no room", code="checkpoint.write", about="d")
+    error = SlimxError("no room", code="checkpoint.write", about="d")
 
     async def fails() -> None:
-        raise ray.exceptions.RayTaskError("ping", "", told)
+        raise ray.exceptions.RayTaskError("ping", "", error)
 
     assert (await found(Group(rank0=fails))).code == "checkpoint.write"
 

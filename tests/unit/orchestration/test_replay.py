@@ -90,11 +90,11 @@ def test_a_fork_starts_at_another_runs_checkpoint(tmp_path):
         saves = Saves(directory, keep=9)
         return saves.commit(saves.begin(step), RunState(step, step, policies={}, rollouts={}).files(), {})
 
-    there, own = checkpoint(tmp_path / "there", 4), Saves(tmp_path / "own", keep=9)
+    there, saves = checkpoint(tmp_path / "there", 4), Saves(tmp_path / "own", keep=9)
 
     def point(resume: str, fork: Path | None) -> Path | None:
         config = config_of(run__dir=str(tmp_path / "run"), run__resume=resume, run__fork=fork and str(fork))
-        return resume_point(config, tmp_path / "run", own)
+        return resume_point(config, tmp_path / "run", saves)
 
     assert point("auto", None) is None
     assert point("auto", there) == point("must", there) == point("never", there) == there

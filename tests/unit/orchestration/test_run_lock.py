@@ -1,4 +1,4 @@
-"""One process trains in a run directory, whoever looks at it meanwhile and whatever becomes of the lock file."""
+"""One process trains in a run directory, also while others read it and whatever becomes of the lock file."""
 
 from __future__ import annotations
 

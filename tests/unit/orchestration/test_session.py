@@ -85,9 +85,9 @@ def test_a_damaged_newest_checkpoint_is_set_aside(tmp_path, monkeypatch, capsys)
     _, second, third, fourth = saved(tmp_path, 1, 2, 3, 4)
     (fourth / "slimx/tickets.bin").write_bytes(b"torn")  # found before anything starts
     started.damaged = [third]  # found when the ranks read it
-    said = run(config_of(tmp_path), capsys)
-    assert started.at == [third.name, second.name] and said.count("starting 1 trainer\n") == 2
-    assert str(fourth / "slimx/tickets.bin") in said and str(third / "__0_0.distcp") in said
+    output = run(config_of(tmp_path), capsys)
+    assert started.at == [third.name, second.name] and output.count("starting 1 trainer\n") == 2
+    assert str(fourth / "slimx/tickets.bin") in output and str(third / "__0_0.distcp") in output
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*.damaged")) == [
         "iter_0000003.damaged",
         "iter_0000004.damaged",

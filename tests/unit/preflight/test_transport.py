@@ -60,7 +60,7 @@ def test_auto_is_a_transport_that_reaches_every_engine(keys: dict[str, Any], cpu
 
 
 def test_what_is_chosen_breaks_no_rule() -> None:
-    rules = [each for each in all_rules() if each.about == "publish.transport"]
+    rules = [rule for rule in all_rules() if rule.about == "publish.transport"]
     assert len(rules) >= 7
     cases = product(
         ({}, {"cluster.nodes": 4}, {"cluster.gpu": "h100"}, {"cluster.ray_address": "auto"}),

@@ -38,9 +38,13 @@ def test_the_picture_of_the_architecture_is_that_of_the_import_contracts():
 def test_every_key_of_the_schema_has_a_description():
     def bare(model, prefix=""):
         for name, field in model.model_fields.items():
-            inner = [each for each in (field.annotation, *get_args(field.annotation)) if hasattr(each, "model_fields")]
-            for each in inner:
-                yield from bare(each, f"{prefix}{name}.")
+            inner = [
+                annotation
+                for annotation in (field.annotation, *get_args(field.annotation))
+                if hasattr(annotation, "model_fields")
+            ]
+            for nested in inner:
+                yield from bare(nested, f"{prefix}{name}.")
             if not inner and not field.description:
                 yield prefix + name
 

@@ -67,7 +67,7 @@ async def test_solver_and_judge_are_rewarded_apart(answer, verdict, rewards):
     other = replace(other, policy="judge", engine=replace(other.engine, policy="judge"))
     made = await solver_judge.generate(replace(actor, policies={"actor": actor, "judge": other}), PROMPT)
     assert spans(made[1])[0] == ("prompt", 0, f"<user>12+34={answer}=<assistant>")
-    texts = [spans(each)[1][2].removesuffix("<end>") for each in made]
+    texts = [spans(trajectory)[1][2].removesuffix("<end>") for trajectory in made]
     contexts = [RewardContext(PROMPT, solver.tokenizer, text, False) for text in texts]
     assert [await solver_judge.reward(*pair) for pair in zip(contexts, made, strict=True)] == rewards
 
@@ -103,6 +103,6 @@ def test_the_next_turn_follows_any_chat_template(template, expected):
 )
 def test_a_group_whose_answers_differ_in_length_alone_is_not_kept(parts, kept):
     trajectories = [reward_stand.trajectory() for _ in parts]
-    for each, values in zip(trajectories, parts, strict=True):
-        each.reward_parts, each.reward = values, sum(values.values())
+    for trajectory, values in zip(trajectories, parts, strict=True):
+        trajectory.reward_parts, trajectory.reward = values, sum(values.values())
     assert varied.keep(Group(id="g", prompt=PROMPT, trajectories=trajectories)) == kept

@@ -18,12 +18,12 @@ from tools.smoke.check import Smoke, parse
 from tools.steps import ROOT, Failed, LeftOut
 
 
-def options(**given: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"device": "cuda", "model": Path("models/Qwen3-30B-A3B"), "ranks": 8, **given})
+def options(**changes: object) -> argparse.Namespace:
+    return argparse.Namespace(**{"device": "cuda", "model": Path("models/Qwen3-30B-A3B"), "ranks": 8, **changes})
 
 
-def step(program: str, name: str = "one", seconds: float = 60, **given: bool) -> Step:
-    return Step(name, "all is well", (sys.executable, "-c", program), seconds, **given)
+def step(program: str, name: str = "one", seconds: float = 60, **needs: bool) -> Step:
+    return Step(name, "all is well", (sys.executable, "-c", program), seconds, **needs)
 
 
 def test_what_a_step_says_last_is_what_was_found(tmp_path: Path) -> None:
@@ -46,16 +46,16 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("needs", "given"),
+    ("needs", "changes"),
     [({"gpu": True}, {"device": "cpu"}), ({"model": True}, {"model": None}), ({"model": True}, {"ranks": 4})],
 )
-def test_what_a_machine_lacks_is_left_out_and_said(tmp_path: Path, needs: dict, given: dict) -> None:
+def test_what_a_machine_lacks_is_left_out_and_said(tmp_path: Path, needs: dict, changes: dict) -> None:
     with pytest.raises(LeftOut):
-        work(step("raise SystemExit(1)", **needs), options(**given), tmp_path)
+        work(step("raise SystemExit(1)", **needs), options(**changes), tmp_path)
 
 
 def test_every_probe_is_a_step(tmp_path: Path) -> None:
-    probes = [each.command[-1] for each in steps(options(), tmp_path) if "tools.first_hour.probes" in each.command]
+    probes = [item.command[-1] for item in steps(options(), tmp_path) if "tools.first_hour.probes" in item.command]
     assert sorted(probes) == sorted(PROBES)
 
 

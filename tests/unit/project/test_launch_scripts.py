@@ -265,9 +265,9 @@ def slurm_job(tmp_path: Path, start: int, status: int, saved: int | None) -> tup
     saved step `saved`."""
     programs, calls = tmp_path / f"bin{start}", tmp_path / f"calls{start}"
     programs.mkdir()
-    told = "" if saved is None else f'echo {saved} > "$JOB_DIR/saved"; '
+    saving = "" if saved is None else f'echo {saved} > "$JOB_DIR/saved"; '
     for name, does in (
-        ("srun", f'{told}echo {status} > "$JOB_DIR/over"; exit {status}'),
+        ("srun", f'{saving}echo {status} > "$JOB_DIR/over"; exit {status}'),
         ("scontrol", f'echo "$@" >> {calls}'),
     ):
         (programs / name).write_text(f"#!/bin/bash\n{does}\n")

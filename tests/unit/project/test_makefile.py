@@ -113,15 +113,17 @@ def test_torch_is_the_cpu_build_where_an_index_has_it_and_else_pips_own(
 ):
     """Both builds count as the lock's version: what is installed first stays."""
     lock, venv = tmp_path / "lock.txt", tmp_path / "venv"
-    (own,) = (tmp_path / "indices/own/torch").iterdir()
-    lock.write_text(f"torch=={TORCH} --hash=sha256:{hashlib.sha256(own.read_bytes()).hexdigest()}\n")
+    (wheel,) = (tmp_path / "indices/own/torch").iterdir()
+    lock.write_text(f"torch=={TORCH} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n")
     index = f"{indices}/cpu" if reachable else "http://127.0.0.1:1/whl/cpu"
-    given = [f"REQUIREMENTS={lock}", f"VENV={venv}", f"TORCH_CPU_INDEX={index}", f"PYTHON={sys.executable}"]
+    variables = [f"REQUIREMENTS={lock}", f"VENV={venv}", f"TORCH_CPU_INDEX={index}", f"PYTHON={sys.executable}"]
     path = os.environ["PATH"]
-    done = make("venv", *given, "CPU_WHEEL=yes", path=path, PIP_INDEX_URL=f"{indices}/own", PIP_CONFIG_FILE="/dev/null")
+    done = make(
+        "venv", *variables, "CPU_WHEEL=yes", path=path, PIP_INDEX_URL=f"{indices}/own", PIP_CONFIG_FILE="/dev/null"
+    )
     assert done.returncode == 0, done.stderr
-    asked = subprocess.run([venv / "bin/python", "-c", "import torch; print(torch.__version__)"], capture_output=True)
-    assert asked.stdout.decode().strip() == version
+    result = subprocess.run([venv / "bin/python", "-c", "import torch; print(torch.__version__)"], capture_output=True)
+    assert result.stdout.decode().strip() == version
     assert (index in done.stdout) is not reachable, "said where it was not"
 
 
@@ -130,9 +132,9 @@ def test_torch_is_the_cpu_build_where_an_index_has_it_and_else_pips_own(
 def test_nothing_is_installed_that_is_not_the_file_of_the_lock(tmp_path: Path, indices: str, hashes: str):
     lock, venv = tmp_path / "lock.txt", tmp_path / "venv"
     lock.write_text(f"torch=={TORCH}{hashes}\n")
-    given = [f"REQUIREMENTS={lock}", f"VENV={venv}", f"PYTHON={sys.executable}"]
+    variables = [f"REQUIREMENTS={lock}", f"VENV={venv}", f"PYTHON={sys.executable}"]
     done = make(
-        *("venv", *given, "CPU_WHEEL="),
+        *("venv", *variables, "CPU_WHEEL="),
         path=os.environ["PATH"],
         PIP_INDEX_URL=f"{indices}/own",
         PIP_CONFIG_FILE="/dev/null",

@@ -52,19 +52,19 @@ def sections() -> dict[str, list[str]]:
     """Level-2 sections of each page."""
     pages = {str(path.relative_to(ROOT)): path for path in PAGES if path != PAGE}
     found = {page: list(headings(path.read_text())) for page, path in pages.items()}
-    return {page: [f"{page}#{anchor}" for tag, anchor in each if tag == "h2"] for page, each in found.items()}
+    return {page: [f"{page}#{anchor}" for tag, anchor in titles if tag == "h2"] for page, titles in found.items()}
 
 
 def test_every_section_has_a_promise_or_stands_in_the_list() -> None:
-    wanted = {each for page, below in sections().items() for each in below or [page]}
-    promised, listed = {each for row in ROWS for each in targets(row[0])}, {*targets(LISTED)}
-    assert sorted(wanted - promised - listed) == [], "give each a row with its test in docs/promises.md"
+    required = {target for page, below in sections().items() for target in below or [page]}
+    promised, listed = {target for row in ROWS for target in targets(row[0])}, {*targets(LISTED)}
+    assert sorted(required - promised - listed) == [], "give each a row with its test in docs/promises.md"
     assert sorted(promised & listed) == []
 
 
 def test_no_row_is_about_a_section_that_does_not_exist() -> None:
-    there = {each for page, below in sections().items() for each in (page, *below)}
-    assert sorted({*(each for row in ROWS for each in targets(row[0])), *targets(LISTED)} - there) == []
+    there = {target for page, below in sections().items() for target in (page, *below)}
+    assert sorted({*(target for row in ROWS for target in targets(row[0])), *targets(LISTED)} - there) == []
 
 
 def test_each_row_has_a_promise_and_one_to_three_tests() -> None:
@@ -107,8 +107,10 @@ class Module:
         cases = self._meant(node.args[1])
         if not isinstance(cases, ast.List | ast.Tuple) or not cases.elts:
             return False
-        given = [case.keywords if isinstance(case, ast.Call) else [] for case in cases.elts]
-        return all(any(each.arg == "marks" and self._marks(each.value) for each in keywords) for keywords in given)
+        arguments = [case.keywords if isinstance(case, ast.Call) else [] for case in cases.elts]
+        return all(
+            any(keyword.arg == "marks" and self._marks(keyword.value) for keyword in keywords) for keywords in arguments
+        )
 
 
 @functools.cache

@@ -107,9 +107,7 @@ def test_a_whole_ring_two_is_a_result_of_each_part(tmp_path: Path) -> None:
     path = tmp_path / "suite.jsonl"
     execute(lambda: [outcome], 7, "make test-all", path)
     expected = Counter(map(parts.part_of, files))
-    assert {each.run: (each.passed, each.seconds) for each in read(path)} == {
-        k: (n, 2 * n) for k, n in expected.items()
-    }
+    assert {row.run: (row.passed, row.seconds) for row in read(path)} == {k: (n, 2 * n) for k, n in expected.items()}
 
 
 @pytest.mark.usefixtures("instant")
@@ -123,7 +121,7 @@ def test_a_result_is_that_of_the_commit_at_its_begin(tmp_path: Path, monkeypatch
         return [Outcome("unit", 0, 1.0, {"a.py": Counter(passed=1)})]
 
     execute(run, 7, "make test", tmp_path / "suite.jsonl", by_part=False)
-    assert [each.commit for each in read(tmp_path / "suite.jsonl")] == ["first"]
+    assert [row.commit for row in read(tmp_path / "suite.jsonl")] == ["first"]
 
 
 @pytest.mark.usefixtures("instant")

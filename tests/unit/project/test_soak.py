@@ -67,12 +67,12 @@ def test_the_slope_that_several_processes_share_is_within_its_interval() -> None
     assert hits >= 34  # 38 of 40 on average, if the interval is right
 
 
-def sample(step: int, held: float, pid: int = 1) -> Sample:
-    return Sample(step, "driver", pid, 0.0, held, held, fds=9, threads=3, sockets=0, ports=0, shm=0.0)
+def sample(step: int, size: float, pid: int = 1) -> Sample:
+    return Sample(step, "driver", pid, 0.0, size, size, fds=9, threads=3, sockets=0, ports=0, shm=0.0)
 
 
 @pytest.mark.parametrize(
-    ("held", "verdict"),
+    ("size", "verdict"),
     [
         (lambda step: 0.01 * step, "grows"),
         (lambda step: 0.0001 * step, "flat"),
@@ -80,9 +80,9 @@ def sample(step: int, held: float, pid: int = 1) -> Sample:
         (lambda step: 30.0 * (step % 700 > 350), "open"),
     ],
 )
-def test_what_grows_is_told_from_what_only_moves(held: Callable[[int], float], verdict: str) -> None:
-    found = growths([sample(step, held(step)) for step in range(0, 2000, 20)], warm=100)
-    by_measure = {each.measure: each.verdict for each in found}
+def test_what_grows_is_told_from_what_only_moves(size: Callable[[int], float], verdict: str) -> None:
+    found = growths([sample(step, size(step)) for step in range(0, 2000, 20)], warm=100)
+    by_measure = {growth.measure: growth.verdict for growth in found}
     assert by_measure == {"anonymous": verdict, "pss": verdict} | dict.fromkeys(
         ("fds", "threads", "sockets", "ports", "shm"), "flat"
     )
@@ -127,4 +127,4 @@ def test_a_strike_is_recovered_from_after_three_steps(tmp_path: Path) -> None:
         assert strikes.pending is not None
     strikes.look(23)
     assert strikes.pending is None
-    assert [(each.kind, each.step) for each in Strikes(1, 1, file).done] == [("router", 20)]
+    assert [(strike.kind, strike.step) for strike in Strikes(1, 1, file).done] == [("router", 20)]

@@ -32,9 +32,9 @@ def emulator(emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.
 
 
 def assert_equal_to_the_cpu(plan: Plan, blocks: int) -> None:
-    held = OnDevice(plan, DEVICE, blocks)
-    held.pack()
-    held.outcome().must_equal(on_cpu(plan), plan.pieces)
+    on_device = OnDevice(plan, DEVICE, blocks)
+    on_device.pack()
+    on_device.outcome().must_equal(on_cpu(plan), plan.pieces)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{OP(form[0]).name}-{RULE(form[1]).name}-{form[2]}-{form[3]}")
@@ -68,11 +68,11 @@ def test_thousands_of_pieces_find_their_tiles(emulator: ctypes.CDLL) -> None:
 def test_emulated_checksum_equals_the_cpu_kernel(emulator: ctypes.CDLL, seed: int) -> None:
     plan = random_plan(seed, forms=[(OP.COPY, RULE.NONE, size, size) for size in (1, 2, 3, 4, 8)])
     pieces, names = plan.at(plan.memory.ctypes.data), ["weight"] * plan.tensors
-    held = DevicePlan(pieces, bucket_bytes=0, names=names, bucket="0", device=0, checksum=True)
+    device_plan = DevicePlan(pieces, bucket_bytes=0, names=names, bucket="0", device=0, checksum=True)
     sums, right = torch.zeros(plan.tensors, dtype=torch.int64), np.zeros(plan.tensors, dtype=np.uint64)
-    kernel_cuda.checksum_rects(held, sums)
+    kernel_cuda.checksum_rects(device_plan, sums)
     kernel.checksum_rects(pieces, right)
-    assert np.array_equal(kernel_cuda.results(held, sums), right)
+    assert np.array_equal(kernel_cuda.results(device_plan, sums), right)
 
 
 def test_the_table_of_the_rule_triton_has_every_amax(emulator: ctypes.CDLL) -> None:
@@ -85,7 +85,7 @@ def test_the_table_of_the_rule_triton_has_every_amax(emulator: ctypes.CDLL) -> N
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
-def held_plan(value: float = 1.0) -> OnDevice:
+def plan_on_device(value: float = 1.0) -> OnDevice:
     """One checked copy of a matrix of fp32, of which one element is `value`."""
     plan = random_plan(0, forms=[(OP.COPY_CHECKED, RULE.NONE, 4, 4)], tensors=1, side=1)
     plan.memory[:] = 0
@@ -95,18 +95,18 @@ def held_plan(value: float = 1.0) -> OnDevice:
 
 
 def test_a_launch_that_fails_names_its_bucket(emulator: ctypes.CDLL) -> None:
-    held = held_plan()
+    on_device = plan_on_device()
     emulator.emulator_fail(719)
     with refused("kernel.cuda", about="random"):
-        held.pack()
+        on_device.pack()
     emulator.emulator_fail(0)
 
 
 def test_a_value_that_is_not_finite_names_its_tensor(emulator: ctypes.CDLL) -> None:
-    held = held_plan(float("inf"))
-    held.pack()
+    on_device = plan_on_device(float("inf"))
+    on_device.pack()
     with refused("kernel.nonfinite", about="tensor 0"):
-        kernel_cuda.results(held.plan, held.sums, held.flags)
+        kernel_cuda.results(on_device.plan, on_device.sums, on_device.flags)
 
 
 def test_a_source_that_the_device_cannot_read_is_named(emulator: ctypes.CDLL) -> None:
@@ -124,10 +124,10 @@ def test_pieces_that_a_kernel_cannot_count_are_refused(emulator: ctypes.CDLL) ->
 
 @pytest.mark.parametrize(("which", "about"), [("bucket", "the bucket"), ("sums", "sums"), ("flags", "flags")])
 def test_memory_of_another_kind_is_refused(emulator: ctypes.CDLL, which: str, about: str) -> None:
-    held = held_plan()
-    setattr(held, which, getattr(held, which)[:0])
+    on_device = plan_on_device()
+    setattr(on_device, which, getattr(on_device, which)[:0])
     with refused("kernel.argument", about=about):
-        held.pack()
+        on_device.pack()
 
 
 def test_without_library_or_device_one_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,8 +81,8 @@ def emulator(emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def others(tmp_path: Path, emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    for rank, held in enumerate(held_by_trainers(MODEL, SIZES)):
-        torch.save(dressed(held), tmp_path / f"{rank}.pt")
+    for rank, tensors in enumerate(held_by_trainers(MODEL, SIZES)):
+        torch.save(dressed(tensors), tmp_path / f"{rank}.pt")
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path), str(emulator_library)])
     yield process
     process.kill()
@@ -99,9 +99,9 @@ def test_ranks_with_and_without_peer_access_fill_the_same_buckets(tmp_path, emul
         memory = fetch(packed.path, 0, packed.size, DEVICE)
         for target, tensors in enumerate(packed.targets):
             for t in tensors:
-                held = memory[t.offset : t.offset + t.nbytes].view(torch.bfloat16).view(t.shape)
-                assert t.checksum == reference.checksum(held), t.name
-                found[target][t.name] = held
+                stored = memory[t.offset : t.offset + t.nbytes].view(torch.bfloat16).view(t.shape)
+                assert t.checksum == reference.checksum(stored), t.name
+                found[target][t.name] = stored
     torch.set_num_threads(threads)
     assert len(paths) == 1, "a bucket that is released before the next is packed leaves it its memory"
     sent = bytes_read(plan()).sum(axis=1)
@@ -114,8 +114,8 @@ def test_ranks_with_and_without_peer_access_fill_the_same_buckets(tmp_path, emul
 
 
 def test_a_bucket_keeps_its_memory_until_it_is_released_and_there_are_two(emulator):
-    (held,) = [held for rank, held in enumerate(held_by_trainers(MODEL, SIZES)) if rank == PUBLISHER]
-    gatherer = DeviceGatherer(Packer(plan(), PUBLISHER, dressed(held)), remote=(), group=None)
+    (tensors,) = [shard for rank, shard in enumerate(held_by_trainers(MODEL, SIZES)) if rank == PUBLISHER]
+    gatherer = DeviceGatherer(Packer(plan(), PUBLISHER, dressed(tensors)), remote=(), group=None)
     first, second = (gatherer.open(bucket)[0] for bucket in range(SLOTS))
     assert first != second and gatherer.open(0)[0] == first
     with refused("pack.no_memory", about="bucket 2"):
@@ -130,19 +130,19 @@ def test_a_bucket_keeps_its_memory_until_it_is_released_and_there_are_two(emulat
 
 
 def test_a_weight_that_is_not_finite_ends_it_by_name(emulator):
-    held = dressed(held_by_trainers(MODEL, SIZES)[PUBLISHER])
-    held["embedding.word_embeddings.weight"][0, 0] = float("nan")
-    gatherer = DeviceGatherer(Packer(plan(bucket_bytes=10**6), PUBLISHER, held), remote=(), group=None)
+    parameters = dressed(held_by_trainers(MODEL, SIZES)[PUBLISHER])
+    parameters["embedding.word_embeddings.weight"][0, 0] = float("nan")
+    gatherer = DeviceGatherer(Packer(plan(bucket_bytes=10**6), PUBLISHER, parameters), remote=(), group=None)
     with refused("kernel.nonfinite", about="model.embed_tokens.weight"):
         gatherer.fill(0, [gatherer.open(0)[0]])
     gatherer.close()
 
 
 def test_a_worker_finds_peers_and_releases_memory_when_offloaded(emulator):
-    held = dressed(held_by_trainers(MODEL, SIZES)[PUBLISHER])
+    parameters = dressed(held_by_trainers(MODEL, SIZES)[PUBLISHER])
     model = SimpleNamespace(
         parallel=SimpleNamespace(rank=PUBLISHER, device=DEVICE, host_group=None),
-        weights=SimpleNamespace(parameters=held, attached=AttachedForm()),
+        weights=SimpleNamespace(parameters=parameters, attached=AttachedForm()),
         on_moved=[],
         reload=lambda training: None,
     )

@@ -74,7 +74,7 @@ DTYPE_PAIRS = [("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("bfloat16", "
     ],
 )
 def test_buckets_hold_what_torch_makes_of_the_trainers_tensors(served, engine, dtypes, number):
-    trainer, wanted = (DTYPES[dtype] for dtype in dtypes)
+    trainer, engine_dtype = (DTYPES[dtype] for dtype in dtypes)
     model, sizes = SERVED[served].model, LAYOUTS[number % len(LAYOUTS)]
     whole = checkpoint(model)
     if engine is None:
@@ -91,7 +91,7 @@ def test_buckets_hold_what_torch_makes_of_the_trainers_tensors(served, engine, d
     )
     trainers = [VALUES.dress(tensors, trainer) for tensors in held_by_trainers(model, sizes)]
     expected = [
-        {n: (t if is_bias(n) else t.to(wanted)) for n, t in VALUES.dress(tensors, trainer).items()}
+        {n: (t if is_bias(n) else t.to(engine_dtype)) for n, t in VALUES.dress(tensors, trainer).items()}
         for tensors in numbered
     ]
     assert_packed(plan, trainers, expected)
@@ -110,7 +110,7 @@ def test_buckets_hold_what_torch_makes_of_the_trainers_tensors(served, engine, d
     ids=str,
 )
 def test_reordered_tensors_are_packed_in_both_directions(source: IndexMap, target: IndexMap, dtypes):
-    trainer, wanted = (DTYPES[dtype] for dtype in dtypes)
+    trainer, engine_dtype = (DTYPES[dtype] for dtype in dtypes)
     values = torch.randn(24, 10, generator=torch.Generator().manual_seed(2)).to(trainer)
 
     def cut(map: IndexMap, size: int) -> tuple[list[Part], list[torch.Tensor]]:
@@ -129,10 +129,10 @@ def test_reordered_tensors_are_packed_in_both_directions(source: IndexMap, targe
         return torch.cat([before, pairs[:, ::2], pairs[:, 1::2], after], 1).reshape(24, 10)
 
     for here, there in ((1, 2), (2, 1), (2, 2)):
-        (held, tensors), (parts, expected) = cut(source, here), cut(target, there)
-        plan = compile_plan(held, parts, precision=Precision(*dtypes), bucket_bytes=HUGE, ranks=there)
+        (source_parts, tensors), (parts, expected) = cut(source, here), cut(target, there)
+        plan = compile_plan(source_parts, parts, precision=Precision(*dtypes), bucket_bytes=HUGE, ranks=there)
         trainers = [{"local": tensor} for tensor in tensors]
-        assert_packed(plan, trainers, [{"local": tensor.to(wanted)} for tensor in expected])
+        assert_packed(plan, trainers, [{"local": tensor.to(engine_dtype)} for tensor in expected])
         assert_runs_give_the_same(plan, trainers)
 
 
@@ -190,7 +190,7 @@ def qwen_plan(precision: Precision) -> Plan:
     return compile_plan(parts, checkpoint_parts(table), precision=precision, bucket_bytes=HUGE)
 
 
-def held(dtype: torch.dtype = torch.bfloat16) -> Tensors:
+def parameters(dtype: torch.dtype = torch.bfloat16) -> Tensors:
     return VALUES.dress(held_by_trainers(MODELS["qwen"], Sizes())[0], dtype)
 
 
@@ -208,14 +208,14 @@ def held(dtype: torch.dtype = torch.bfloat16) -> Tensors:
     ids=str,
 )
 def test_a_weight_that_is_not_finite_is_refused_by_name(precision: Precision, value: float):
-    tensors = held(DTYPES[precision.trainer])
+    tensors = parameters(DTYPES[precision.trainer])
     tensors["decoder.layers.1.mlp.experts.linear_fc1.weight2"][27, 3] = value
     with refused("kernel.nonfinite", about=NAME):
         list(pack_all(qwen_plan(precision), [tensors]))
 
 
 def test_a_weight_too_large_for_bf16_is_refused_by_name():
-    tensors = held(torch.float32)
+    tensors = parameters(torch.float32)
     tensors["decoder.layers.1.mlp.experts.linear_fc1.weight2"][27, 3] = 3.4e38
     with refused("kernel.nonfinite", about=NAME):
         list(pack_all(qwen_plan(Precision("float32", "bfloat16")), [tensors]))
@@ -237,7 +237,7 @@ FC1 = "decoder.layers.0.mlp.experts.linear_fc1.weight0"
     ids=["missing", "dtype", "shape", "flat", "strides"],
 )
 def test_a_parameter_that_differs_from_the_plan_is_refused(change: Callable, code: str):
-    tensors = held()
+    tensors = parameters()
     if (changed := change(tensors.pop(FC1))) is not None:
         tensors[FC1] = changed
     with refused(code, about=FC1):
@@ -245,7 +245,7 @@ def test_a_parameter_that_differs_from_the_plan_is_refused(change: Callable, cod
 
 
 def test_parameters_are_read_anew_at_every_publication():
-    plan, tensors = qwen_plan(Precision("bfloat16", "bfloat16")), held()
+    plan, tensors = qwen_plan(Precision("bfloat16", "bfloat16")), parameters()
     packer = Packer(plan, 0, tensors)
     first, second = (torch.zeros(packer.form(0).size, dtype=torch.uint8) for _ in range(2))
     before = packer.pack(0, first)
@@ -257,7 +257,7 @@ def test_parameters_are_read_anew_at_every_publication():
 
 
 def test_a_parameter_that_moves_between_publications_is_refused():
-    plan, tensors = qwen_plan(Precision("bfloat16", "bfloat16")), held()
+    plan, tensors = qwen_plan(Precision("bfloat16", "bfloat16")), parameters()
     packer = Packer(plan, 0, tensors)
     memory = torch.zeros(packer.form(0).size, dtype=torch.uint8)
     packer.pack(0, memory)

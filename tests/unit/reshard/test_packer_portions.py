@@ -40,7 +40,7 @@ def single_threaded():
         yield
 
 
-def plan_and_held(rule: str) -> tuple[Plan, Tensors]:
+def plan_and_parameters(rule: str) -> tuple[Plan, Tensors]:
     """One bucket of everything, and the parameters of the first of two ranks."""
     model = Model(WIDE, deepseek_v3.weight_table(WIDE))
     sizes, table = Sizes(tensor=2, data=1), int4.FORMAT.chosen(model.table) if rule == "int4" else model.table
@@ -55,8 +55,8 @@ def plan_and_held(rule: str) -> tuple[Plan, Tensors]:
 @pytest.mark.parametrize("limit", [1000, 2**14 + 8, 2**17, HUGE])
 @pytest.mark.parametrize("rule", RULES)
 def test_portions_are_bounded_and_cover_every_byte_of_a_run_once(rule, limit):
-    plan, held = plan_and_held(rule)
-    pieces = Packer(plan, 0, held)._records(0, 0)
+    plan, parameters = plan_and_parameters(rule)
+    pieces = Packer(plan, 0, parameters)._records(0, 0)
     packed, size = compact(pieces)
     filled, rows = np.zeros(size, np.int64), 0
     for portion in portions(pieces, limit):
@@ -83,8 +83,8 @@ def test_a_run_in_portions_is_the_run_of_the_cpu_kernel(
 ):
     library: ctypes.CDLL = use_emulator(emulator_library, monkeypatch)
     library.emulator_seed(limit)
-    plan, held = plan_and_held(rule)
-    on_cpu, on_gpu = Packer(plan, 0, held), Packer(plan, 0, held, portion=limit)
+    plan, parameters = plan_and_parameters(rule)
+    on_cpu, on_gpu = Packer(plan, 0, parameters), Packer(plan, 0, parameters, portion=limit)
     on_gpu._device = DEVICE
     form, pieces = on_cpu.form(0), on_cpu._records(0, 0)
     assert compact(pieces)[1] > 2 * limit
@@ -100,7 +100,7 @@ def test_a_run_in_portions_is_the_run_of_the_cpu_kernel(
 
 
 def test_a_plan_counts_one_portion_of_the_gpus_memory():
-    plan, _ = plan_and_held("bf16")
+    plan, _ = plan_and_parameters("bf16")
     whole = packed_on_gpu(plan, ranks=2)
     assert 0 < whole < PORTION == 256 * 2**20
     assert packed_on_gpu(plan, ranks=2, portion=1000) == 1000

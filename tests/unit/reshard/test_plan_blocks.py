@@ -138,7 +138,7 @@ def test_a_tensor_that_is_reordered_is_refused_by_name(side: str):
         row = Row("local", (("a.weight", (256, 256)),), map, quantized=True)
         return list(MegatronLayout(Table((row,), layers=1, experts=0), Sizes()).parts())
 
-    source, target = (parts(RotateHalf(128, 64) if side in (own, "both") else Copy()) for own in ("source", "target"))
+    source, target = (parts(RotateHalf(128, 64) if side in (end, "both") else Copy()) for end in ("source", "target"))
     with refused("plan.reordered", about="a.weight"):
         compile_plan(source, target, precision=precision((128, 128)), bucket_bytes=1)
 

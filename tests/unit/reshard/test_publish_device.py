@@ -41,15 +41,17 @@ class Trainers:
     """All ranks, each with its gatherer."""
 
     def __init__(self) -> None:
-        self.held = [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
-        packers = [Packer(plan(bucket_bytes=6_000), rank, held, apart=True) for rank, held in enumerate(self.held)]
+        self.shards = [dressed(tensors) for tensors in held_by_trainers(MODEL, SIZES)]
+        packers = [
+            Packer(plan(bucket_bytes=6_000), rank, tensors, apart=True) for rank, tensors in enumerate(self.shards)
+        ]
         self.ranks = [DeviceGatherer(packer, remote=(), group=None, holders=len(packers)) for packer in packers]
         self.most = 0
         """Buckets that were held at once."""
 
     def scale(self, factor: float) -> None:
-        for held in self.held:
-            for tensor in held.values():
+        for tensors in self.shards:
+            for tensor in tensors.values():
                 tensor.mul_(factor)
 
     async def begin(self, manifest: Manifest) -> None: ...
@@ -81,7 +83,7 @@ class Engine(LocalRecipient):
     def __init__(self, name: str, trainers: Trainers):
         self.name, self.trainers, self.spoil, self.hang = name, trainers, -1, -1
         self.staged: list[Tensors] = []
-        self.held: list[Tensors] = [{} for _ in range(ENGINE.world)]
+        self.loaded: list[Tensors] = [{} for _ in range(ENGINE.world)]
 
     async def inventory(self, encoding: str) -> list[dict[str, str]]:
         return [{}] * ENGINE.world
@@ -104,12 +106,12 @@ class Engine(LocalRecipient):
             self.staged[rank] |= views
 
     async def load(self) -> None:
-        for held, staged in zip(self.held, self.staged, strict=True):
-            held |= {name: view.clone() for name, view in staged.items()}
+        for loaded, staged in zip(self.loaded, self.staged, strict=True):
+            loaded |= {name: view.clone() for name, view in staged.items()}
         self.staged = [{} for _ in range(ENGINE.world)]
 
     async def verify(self) -> dict[str, int]:
-        return {"checked": sum(len(held) for held in self.held)}
+        return {"checked": sum(len(loaded) for loaded in self.loaded)}
 
     async def abort(self) -> None: ...
 
@@ -143,9 +145,9 @@ class Members:
 def assert_holds(engine: Engine, factor: float) -> None:
     for rank in range(ENGINE.world):
         expected = dressed(engine_rank(SERVED["qwen"], checkpoint(MODEL), ENGINE, rank))
-        assert engine.held[rank].keys() == expected.keys()
+        assert engine.loaded[rank].keys() == expected.keys()
         for name, tensor in expected.items():
-            assert engine.held[rank][name].equal((tensor * factor).bfloat16()), name
+            assert engine.loaded[rank][name].equal((tensor * factor).bfloat16()), name
 
 
 @pytest.mark.parametrize("staging", ["model", "bucket"])

@@ -21,8 +21,8 @@ CONTEXT.set_forkserver_preload([__name__])
 def check(packed: PackedBucket, target: int, memory: torch.Tensor) -> int:
     """Counts the tensors of a target, which must be as announced. Raises SlimxError for the first that is not."""
     for tensor in packed.targets[target]:
-        held = memory[tensor.offset : tensor.offset + tensor.nbytes].clone().view(getattr(torch, tensor.dtype))
-        if checksum_tensor(held.view(tensor.shape)) != tensor.checksum:
+        stored = memory[tensor.offset : tensor.offset + tensor.nbytes].clone().view(getattr(torch, tensor.dtype))
+        if checksum_tensor(stored.view(tensor.shape)) != tensor.checksum:
             raise SlimxError(f"tensor {tensor.name} has another checksum", code="peer.checksum", about=tensor.name)
     return len(packed.targets[target])
 

@@ -87,7 +87,7 @@ async def test_a_rollouts_deadline_ends_it_whatever_its_request_does(stubborn):
 
 
 async def test_an_endless_stream_is_abandoned(stubborn):
-    closed, told, pieces = Gate(), [], []
+    closed, counts, pieces = Gate(), [], []
 
     async def read() -> None:
         async with behind(stubborn, closed, Clock(600)).stream(GenerationRequest([1], SAMPLING, 0)) as stream:
@@ -95,7 +95,7 @@ async def test_an_endless_stream_is_abandoned(stubborn):
                 pieces.append(piece.token_ids.tolist())
 
     async def counted() -> None:
-        told.append(closed.out)
+        counts.append(closed.out)
 
     reading = asyncio.create_task(read())
     async with asyncio.timeout(300):
@@ -103,26 +103,26 @@ async def test_an_endless_stream_is_abandoned(stubborn):
         await closed.close(counted, deadline_s=0.05)
         with refused("request.given_up", about="rollout.interrupt_deadline"):
             await reading
-    assert pieces == [[5]] and closed.out == 0 and set(told) == {1}
+    assert pieces == [[5]] and closed.out == 0 and set(counts) == {1}
 
 
 async def test_an_unread_stream_is_asked_to_end_now_and_then():
-    closed, told, left = Gate(), [], asyncio.Event()
+    closed, counts, left = Gate(), [], asyncio.Event()
 
     async def hold() -> None:
         async with closed.tracked(asyncio.get_running_loop().create_future()):
             await left.wait()
 
     async def counted() -> None:
-        told.append(closed.out)
+        counts.append(closed.out)
 
     holding = asyncio.create_task(hold())
     await asyncio.sleep(0)
     await closed.close(counted, deadline_s=0.05)
-    assert 1 <= len(told) <= 3
-    told.clear()
+    assert 1 <= len(counts) <= 3
+    counts.clear()
     await closed.close(counted, deadline_s=0.05)
-    assert not told and closed.out == 1
+    assert not counts and closed.out == 1
     left.set()
     await holding
     assert closed.out == 0

@@ -23,7 +23,7 @@ SIZE = 4
 PROMPTS = [Prompt(id=f"p{n}", token_ids=[5, 6, 7], metadata={"level": n % 3}) for n in range(60)]
 
 
-class Told(PromptSource):
+class LearningSource(PromptSource):
     """Shuffled epochs, and all that was learnt."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
@@ -57,9 +57,9 @@ def flow(source: Any) -> Flow:
 
 
 def test_a_source_learns_every_end_once_in_the_order_of_its_prompts() -> None:
-    source = Told(PROMPTS)
+    source = LearningSource(PROMPTS)
     order = PromptSource(PROMPTS, 1)
-    given = [order.next().id for _ in range(60)]
+    ids = [order.next().id for _ in range(60)]
 
     async def steps() -> list[list[str]]:
         run, trained = flow(source), []
@@ -72,7 +72,7 @@ def test_a_source_learns_every_end_once_in_the_order_of_its_prompts() -> None:
 
     trained = run_virtually(steps())
     learnt = [outcome for step in source.steps for outcome in step]
-    assert [outcome.prompt for outcome in learnt] == given[: len(learnt)]
+    assert [outcome.prompt for outcome in learnt] == ids[: len(learnt)]
     assert [[one.prompt for one in step if one.dropped is None] for step in source.steps] == trained
     for number, outcome in enumerate(learnt):
         assert (outcome.dropped is None) == kept(config(), number), "by hand: who fails, and who is filtered out"
@@ -82,7 +82,7 @@ def test_a_source_learns_every_end_once_in_the_order_of_its_prompts() -> None:
 
 
 def test_a_group_that_is_generated_again_has_not_ended() -> None:
-    source = Told(PROMPTS)
+    source = LearningSource(PROMPTS)
 
     async def step() -> None:
         run = flow(source)
@@ -96,7 +96,7 @@ def test_a_group_that_is_generated_again_has_not_ended() -> None:
 
 
 def test_a_source_that_fails_to_learn_is_named() -> None:
-    class Broken(Told):
+    class Broken(LearningSource):
         def learn(self, outcomes: list[Outcome]) -> None:
             raise KeyError("level")
 

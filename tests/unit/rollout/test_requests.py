@@ -83,9 +83,9 @@ async def test_a_lost_request_is_repeated_with_the_same_seed(retries):
                     await client.generate(GenerationRequest([1, 2], {"max_new_tokens": 3}, seed=9))
                 ).token_ids.tolist() == [4]
             else:
-                with pytest.raises(AnswerError) as told:
+                with pytest.raises(AnswerError) as caught:
                     await client.generate(GenerationRequest([1, 2], {"max_new_tokens": 3}, seed=9))
-                assert (told.value.status, told.value.message) == (500, "error sending request")
+                assert (caught.value.status, caught.value.message) == (500, "error sending request")
             assert len(bodies) == 1 + min(lost, retries) and all(body == bodies[0] for body in bodies)
             assert bodies[0]["sampling_params"]["sampling_seed"] == 9
             assert client.retried == len(looks) == min(lost, retries)
@@ -96,9 +96,9 @@ async def test_a_request_that_finds_no_engine_waits_for_one_and_that_is_no_retry
         await client.generate(GenerationRequest([1], {}, seed=1))
         assert (len(bodies), client.retried) == (5, 1)
     async with client_of(NO_ENGINE, retry_s=0.2) as (client, bodies):
-        with pytest.raises(AnswerError) as told:
+        with pytest.raises(AnswerError) as caught:
             await client.generate(GenerationRequest([1], {}, seed=1))
-        assert (told.value.status, told.value.message) == (503, "no available workers")
+        assert (caught.value.status, caught.value.message) == (503, "no available workers")
         assert client.retried == 0
 
 
@@ -111,9 +111,9 @@ async def test_a_refused_request_is_final_a_failed_one_is_repeated():
             looks.append(1)
 
         async with client_of(answer, on_lost=look) as (client, bodies):
-            with pytest.raises(AnswerError) as told:
+            with pytest.raises(AnswerError) as caught:
                 await client.generate(GenerationRequest([1], {}, seed=1))
-            assert (told.value.status, told.value.code) == (answer[0], "request.refused")
+            assert (caught.value.status, caught.value.code) == (answer[0], "request.refused")
             assert len(bodies) == sent and len(looks) == sent - 1
 
 

@@ -208,11 +208,11 @@ async def test_each_reward_has_its_own_deadline_however_late_it_begins(released)
     pool = RewardPool(reward, workers=1, deadline_s=0.05)
     try:
         async with asyncio.timeout(60):
-            said = await asyncio.gather(
+            errors = await asyncio.gather(
                 *(pool.judge(None, SimpleNamespace(id=name)) for name in "abc"), return_exceptions=True
             )
-            assert [type(each) for each in said] == [DeadlineError] * 3
-            assert all(f"trajectory {name}" in str(error) for name, error in zip("abc", said, strict=True))
+            assert [type(error) for error in errors] == [DeadlineError] * 3
+            assert all(f"trajectory {name}" in str(error) for name, error in zip("abc", errors, strict=True))
             pool.deadline_s = 20
             assert await pool.judge(None, SimpleNamespace(id="right")) == (1.0, {})
         assert pool.abandoned == 3

@@ -13,12 +13,12 @@ from tests.refusals import refused
 
 
 def test_numbers_of_numpy_are_sent_as_numbers():
-    given = {"temperature": np.float64(0.5), "top_p": np.float32(0.25), "max_new_tokens": np.int64(3)}
-    given |= {"stop_token_ids": np.array([4, 5]), "stop": ("a", "b")}
-    asked = GenerationRequest([1], given, 0).sampling
+    sampling = {"temperature": np.float64(0.5), "top_p": np.float32(0.25), "max_new_tokens": np.int64(3)}
+    sampling |= {"stop_token_ids": np.array([4, 5]), "stop": ("a", "b")}
+    sent = GenerationRequest([1], sampling, 0).sampling
     assert (
-        json.loads(json.dumps(asked))
-        == asked
+        json.loads(json.dumps(sent))
+        == sent
         == {
             "temperature": 0.5,
             "top_p": 0.25,
@@ -27,11 +27,11 @@ def test_numbers_of_numpy_are_sent_as_numbers():
             "stop": ["a", "b"],
         }
     )
-    assert {type(asked[name]) for name in ("temperature", "top_p")} == {float}
+    assert {type(sent[name]) for name in ("temperature", "top_p")} == {float}
 
 
 @pytest.mark.parametrize(
-    "given, code",
+    "sampling, code",
     [
         ({"temperature": float("nan")}, "request.not_finite"),
         ({"top_p": np.float64("inf")}, "request.not_finite"),
@@ -39,12 +39,12 @@ def test_numbers_of_numpy_are_sent_as_numbers():
         ({"min_p": 0.1}, "request.sampling"),
     ],
 )
-async def test_what_cannot_be_carried_out_is_refused_where_a_hook_asks_for_it(given, code):
+async def test_what_cannot_be_carried_out_is_refused_where_a_hook_asks_for_it(sampling, code):
     class Client:
         async def generate(self, *_):
             raise AssertionError("asked")
 
     engine = RolloutEngine(Client(), {"temperature": 1.0}, seed=1, routed_experts=False)
-    (name,) = given
+    (name,) = sampling
     with refused(code, about=name):
-        await engine.generate([1], given)
+        await engine.generate([1], sampling)

@@ -148,9 +148,9 @@ async def test_a_broken_stream_continues_with_the_versions_of_both(incremental):
     assert whole.support.counts.tolist() == [2] * 6 and whole.logprobs.tolist() == [-0.5] * 6
     assert len(whole.routed_experts) == 2 + 6 - 1
     assert client.retried == len(looks) == 2
-    asked = [(body["input_ids"], body["sampling_params"]) for body in server.bodies]
-    assert [ids for ids, _ in asked] == [[1, 2], [1, 2, 50, 51], [1, 2, 50, 51, 52]]
-    assert [(s["max_new_tokens"], s["min_new_tokens"], s["sampling_seed"]) for _, s in asked] == [
+    sent = [(body["input_ids"], body["sampling_params"]) for body in server.bodies]
+    assert [ids for ids, _ in sent] == [[1, 2], [1, 2, 50, 51], [1, 2, 50, 51, 52]]
+    assert [(s["max_new_tokens"], s["min_new_tokens"], s["sampling_seed"]) for _, s in sent] == [
         (10, 3, 9),
         (8, 1, 9),
         (7, 0, 9),
@@ -225,8 +225,8 @@ async def test_what_a_server_refuses_is_told_as_it_says_it():
     refusal = "the prompt is too long"
     server.events = [{"error": {"message": refusal, "code": 400}}]
     async with client_of(server) as client, client.stream(GenerationRequest([1, 2], SAMPLING, 9)) as stream:
-        with refused("request.refused", kind=AnswerError) as told:
+        with refused("request.refused", kind=AnswerError) as caught:
             await anext(aiter(stream))
-        assert (told.value.status, told.value.message) == (400, refusal)
+        assert (caught.value.status, caught.value.message) == (400, refusal)
         with refused("request.no_token"):
             _ = stream.completion

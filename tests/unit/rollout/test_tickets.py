@@ -34,9 +34,9 @@ CASES = {
     "it reaches window x size numbers": (".-+.+", [0, 0, 0, 0, 0], 0, 4, 2, [2, 4]),
     "not one that is due now": (".+++", [0, 0, 1, 1], 1, 1, 1, None),
     "one that is due later may wait": (".+++", [1, 0, 1, 1], 1, 1, 1, [1, 2]),
-    "nor so many that one of them would be late": ("...++", [0, 0, 0, 1, 1], 0, 1, 2, None),
+    "nor if one of them would be late": ("...++", [0, 0, 0, 1, 1], 0, 1, 2, None),
     "of these as many as the next batch holds": ("..-++", [0, 0, 0, 1, 1], 0, 1, 2, [3, 4]),
-    "surplus that is late in any order holds nobody up": ("+++", [0, 0, 0], 0, 0, 0, [0, 1]),
+    "surplus that is late in any order delays nothing": ("+++", [0, 0, 0], 0, 0, 0, [0, 1]),
     "too few": ("+...", [0, 0, 0, 0], 0, 3, 3, None),
 }
 

@@ -116,12 +116,12 @@ async def test_a_rollout_that_waits_holds_little_more_than_its_tokens():
             batch = asyncio.create_task(stand.next_batch())
             await until(lambda: waiting.waiting == count)
             gc.collect()
-            held = tracemalloc.get_traced_memory()[0] / count / 1000
+            kilobytes = tracemalloc.get_traced_memory()[0] / count / 1000
         finally:
             tracemalloc.stop()
         batch.cancel()
         await asyncio.wait({batch})
-    assert held < BOUND_KB, f"{held:.0f} kB for each rollout"
+    assert kilobytes < BOUND_KB, f"{kilobytes:.0f} kB for each rollout"
     assert waiting.waiting == 0
 
 
@@ -137,16 +137,16 @@ async def test_a_waiting_request_stores_its_tokens_once_in_four_bytes_each():
     gc.collect()
     tracemalloc.start()
     try:
-        asked = [asyncio.create_task(engine.generate(list(range(1000, 1000 + tokens)))) for _ in range(10)]
+        requests = [asyncio.create_task(engine.generate(list(range(1000, 1000 + tokens)))) for _ in range(10)]
         await asyncio.sleep(0)
         # Of what threads of earlier tests allocate meanwhile nothing counts.
         places = [tracemalloc.Filter(True, pattern) for pattern in ("*/slimx/rollout/*", __file__)]
         traces = tracemalloc.take_snapshot().filter_traces(places)
-        held = sum(trace.size for trace in traces.statistics("filename")) / len(asked) / tokens
+        size = sum(trace.size for trace in traces.statistics("filename")) / len(requests) / tokens
     finally:
         tracemalloc.stop()
-        await cancelled(*asked)
-    assert held < 5, f"{held:.1f} bytes a token"
+        await cancelled(*requests)
+    assert size < 5, f"{size:.1f} bytes a token"
 
 
 @pytest.mark.parametrize(
@@ -154,11 +154,11 @@ async def test_a_waiting_request_stores_its_tokens_once_in_four_bytes_each():
 )
 def test_requests_are_equal_for_any_sequence_type(make):
     ids = [7, 1000, 31999]
-    asked = GenerationRequest(make(ids), {"max_new_tokens": 8}, 1)
-    assert asked == GenerationRequest(ids, {"max_new_tokens": 8}, 1) and list(asked.token_ids) == ids
+    request = GenerationRequest(make(ids), {"max_new_tokens": 8}, 1)
+    assert request == GenerationRequest(ids, {"max_new_tokens": 8}, 1) and list(request.token_ids) == ids
     journal = Journal()
-    journal.record(asked, Completion(np.array([5], np.int32), np.zeros(1, np.float32), [], "stop", None, 0, 0.0))
-    assert [(each.key, each.token_ids.tolist()) for each in journal.entries()] == [(KEY_OF_THREE, ids)]
+    journal.record(request, Completion(np.array([5], np.int32), np.zeros(1, np.float32), [], "stop", None, 0, 0.0))
+    assert [(entry.key, entry.token_ids.tolist()) for entry in journal.entries()] == [(KEY_OF_THREE, ids)]
 
 
 @pytest.mark.parametrize("wrong", [2**31, -(2**31) - 1, 2**70])
@@ -228,6 +228,6 @@ def test_a_journal_restores_requests_and_stores_turns_once():
 
 
 def assert_recorded(entries: list[Recorded], expected: list[tuple[list[int], np.ndarray]]) -> None:
-    assert [(each.token_ids.tolist(), each.completion.token_ids.tolist()) for each in entries] == [
-        (asked, came.tolist()) for asked, came in expected
+    assert [(entry.token_ids.tolist(), entry.completion.token_ids.tolist()) for entry in entries] == [
+        (tokens, came.tolist()) for tokens, came in expected
     ]

@@ -24,33 +24,33 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def asked(other: Path, policy: Path) -> list[SlimxError]:
-    """Refusals of the teacher in `other` beside the policy."""
+def refusals(other: Path, policy: Path) -> list[SlimxError]:
+    """Returns the refusals of the teacher in `other` for the policy."""
     return broken(rules_in(algorithm_rules), {"spec": read_model(str(policy)), "teacher_weights": other})
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"rms_norm_eps": 1e-3}, "layernorm_epsilon is 0.001, not 1e-06"),
         ({"num_experts_per_tok": 1}, "moe_router_topk is 1, not 2"),
         ({"vocab_size": 130}, "vocab_size is 130, not 128"),
     ],
 )
-def test_another_number_in_its_configuration_is_named(policy, tmp_path, change, told):
+def test_another_number_in_its_configuration_is_named(policy, tmp_path, change, message):
     other = shutil.copytree(policy, tmp_path / "teacher")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | change))
-    (problem,) = asked(other, policy)
+    (problem,) = refusals(other, policy)
     assert (problem.code, problem.about) == ("teacher.architecture", "algorithm.teacher")
-    assert told in str(problem) and str(other) in str(problem)
+    assert message in str(problem) and str(other) in str(problem)
 
 
 def test_the_same_architecture_is_taken_and_a_lost_file_is_not(policy, tmp_path):
     other = shutil.copytree(policy, tmp_path / "teacher")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 77}))
-    assert asked(other, policy) == []
+    assert refusals(other, policy) == []
     (other / "model.safetensors").unlink()
-    (problem,) = asked(other, policy)
+    (problem,) = refusals(other, policy)
     assert str(other) in str(problem)

@@ -54,7 +54,7 @@ def test_clients_of_others_reach_this_machine_without_the_proxy(monkeypatch: pyt
     bypass_proxies(os.environ)
     with httpx.Client() as client:
         chosen = {host: client._transport_for_url(httpx.URL(f"http://{host}:1/")) for host in ("127.0.0.1", "[::1]")}
-        assert all(each is client._transport for each in chosen.values())
+        assert all(transport is client._transport for transport in chosen.values())
         assert client._transport_for_url(httpx.URL("http://example.com/")) is not client._transport
 
 

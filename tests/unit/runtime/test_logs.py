@@ -69,5 +69,5 @@ def test_a_run_whose_rank_died_ends_in_a_sentence_and_lines(tmp_path: Path, monk
     assert end.value.code == death.status and str(log) in sentence and lines == ["  one", "  two"]
     log.unlink()
     silent = ray.exceptions.RayActorError(error_msg="Worker unexpectedly exits with a connection error code 2. End ...")
-    told = str(explain(silent, "the training step", "trainer rank 1", log))
-    assert "SIGKILL" in told and "\n" not in told and "connection error" not in told
+    message = str(explain(silent, "the training step", "trainer rank 1", log))
+    assert "SIGKILL" in message and "\n" not in message and "connection error" not in message

@@ -9,10 +9,10 @@ import torch
 from slimx.layout.parts import Part
 
 
-def bare_module(held: Iterable[Part]) -> torch.nn.Module:
+def bare_module(parts: Iterable[Part]) -> torch.nn.Module:
     """A tree of bare modules with these parameters; the router's selection bias is a buffer, as in megatron-core."""
     root = torch.nn.Module()
-    for part in held:
+    for part in parts:
         *path, name = part.name.split(".")
         place = root
         for step in path:

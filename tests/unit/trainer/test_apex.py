@@ -41,14 +41,17 @@ def test_a_layers_gradient_is_added_where_it_is_summed(reduced, shape, monkeypat
     weight = torch.nn.Parameter(torch.randn(4, 8, dtype=torch.bfloat16))
     weight.main_grad = torch.ones(4, 8, dtype=reduced)
     weight.grad_added_to_main_grad = False
-    inputs, wanted = torch.randn(shape, dtype=torch.bfloat16), torch.randn(*shape[:-1], 4, dtype=torch.bfloat16)
+    inputs, output_gradient = (
+        torch.randn(shape, dtype=torch.bfloat16),
+        torch.randn(*shape[:-1], 4, dtype=torch.bfloat16),
+    )
     inputs.requires_grad_()
     out = layers.linear_with_grad_accumulation_and_async_allreduce(
         inputs, weight, None, True, False, False, tp_group=SimpleNamespace(size=lambda: 1)
     )
     # The gradient of an output is often an expanded or a transposed tensor.
-    (out.transpose(0, -1).contiguous() * wanted.transpose(0, -1)).sum().backward()
-    expected = wanted.flatten(0, -2).T.float() @ inputs.detach().flatten(0, -2).float()
+    (out.transpose(0, -1).contiguous() * output_gradient.transpose(0, -1)).sum().backward()
+    expected = output_gradient.flatten(0, -2).T.float() @ inputs.detach().flatten(0, -2).float()
     assert called == ["wgrad_gemm_accum_fp32" if reduced == torch.float32 else "wgrad_gemm_accum_fp16"]
     assert weight.grad_added_to_main_grad
     assert torch.equal(weight.main_grad, torch.ones(4, 8, dtype=reduced) + expected.to(reduced))

@@ -11,7 +11,7 @@ import torch
 from slimx.trainer.checkpoint.pieces import boxes
 
 
-def held(shape: tuple[int, ...], start: int, end: int) -> torch.Tensor:
+def elements(shape: tuple[int, ...], start: int, end: int) -> torch.Tensor:
     """Numbers of the elements in the boxes, one box after the other."""
     numbers = torch.arange(prod(shape)).view(shape)
     parts = [
@@ -26,7 +26,7 @@ def test_boxes_hold_a_range_of_any_tensor_once_and_in_order(shape):
     count = prod(shape)
     for start in range(count + 1):
         for end in range(start, count + 1):
-            assert held(shape, start, end).tolist() == list(range(start, end))
+            assert elements(shape, start, end).tolist() == list(range(start, end))
 
 
 def test_there_are_no_more_boxes_than_a_range_needs():

@@ -70,8 +70,8 @@ def test_values_and_gradients_are_those_of_whole_logits(chunk, restricted):
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     same, truth = ((hidden, weight), temperature, 1e-6), (exact, temperature.double(), 3e-6)
     for inputs, divisor, limit in (same, truth):
-        wanted = plain(*inputs, labels, divisor, support)
-        for found, expected in zip(values, wanted, strict=True):
+        outputs = plain(*inputs, labels, divisor, support)
+        for found, expected in zip(values, outputs, strict=True):
             assert relative(found, expected) <= limit
         # Each output alone, then both: a loss without an entropy bonus gives no gradient for the entropy at all.
         for loss in (
@@ -80,7 +80,7 @@ def test_values_and_gradients_are_those_of_whole_logits(chunk, restricted):
             lambda v: (up * v[0] - sideways * v[1]).sum(),
         ):
             found = torch.autograd.grad(loss(values), (hidden, weight), retain_graph=True)
-            expected = torch.autograd.grad(loss(wanted), inputs, retain_graph=True)
+            expected = torch.autograd.grad(loss(outputs), inputs, retain_graph=True)
             assert max(relative(f, e) for f, e in zip(found, expected, strict=True)) <= limit
 
 
@@ -98,7 +98,7 @@ def plain_top(hidden, weight, temperature, top):
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("chunk", (1, 7, 64))
 def test_top_and_tail_log_probs_equal_those_of_whole_logits(chunk, together):
-    """Alone, then beside the label's log-prob and the entropy, whose gradients come through the same logits."""
+    """Alone, then together with the label's log-prob and the entropy, whose gradients come through the same logits."""
     hidden, weight, labels, temperature, _, up, sideways = problem()
     top = top_of(5)
     targets = Targets(labels=labels, temperature=temperature, top=top)
@@ -110,8 +110,8 @@ def test_top_and_tail_log_probs_equal_those_of_whole_logits(chunk, together):
         assert relative(found, expected) <= 3e-6
     for chosen in ((0, 1, 2, 3),) if together else ((2,), (3,), (2, 3)):
         found, expected = (
-            torch.autograd.grad(sum((directions[i] * each[i]).sum() for i in chosen), leaves, retain_graph=True)
-            for each, leaves in ((values, (hidden, weight)), (truth, exact))
+            torch.autograd.grad(sum((directions[i] * outputs[i]).sum() for i in chosen), leaves, retain_graph=True)
+            for outputs, leaves in ((values, (hidden, weight)), (truth, exact))
         )
         assert max(relative(f, e) for f, e in zip(found, expected, strict=True)) <= 3e-6
 
@@ -132,8 +132,8 @@ def test_over_the_whole_vocabulary_the_kl_with_a_teacher_is_the_whole_kl(directi
     assert relative(found[VOCABULARY], expected) <= 1e-6
     weights = up.abs()
     gradients = torch.autograd.grad((weights * found[VOCABULARY]).sum(), (hidden, weight))
-    for each, wanted in zip(gradients, torch.autograd.grad((weights * expected).sum(), exact), strict=True):
-        assert relative(each, wanted) <= 1e-5
+    for gradient, reference in zip(gradients, torch.autograd.grad((weights * expected).sum(), exact), strict=True):
+        assert relative(gradient, reference) <= 1e-5
     assert (found[1] > 0).all() and (found[1] < found[8]).all() and (found[8] < expected).all()
 
 
