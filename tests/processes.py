@@ -10,7 +10,7 @@ import psutil
 
 
 def lives(process: psutil.Process | int) -> bool:
-    """Return False for a process, or its id, that has ended, also before its parent has collected its status."""
+    """Returns False for a process, or its id, that has ended, also before its parent has collected its status."""
     try:
         found = psutil.Process(process) if isinstance(process, int) else process
         return found.status() != psutil.STATUS_ZOMBIE
@@ -19,7 +19,7 @@ def lives(process: psutil.Process | int) -> bool:
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 120.0) -> None:
-    """Wait until `condition` holds."""
+    """Waits until `condition` holds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"

@@ -21,7 +21,7 @@ SETTLED_S = 0.1
 
 
 def install() -> None:
-    """From here on every Python process that this one starts can be asked where it is."""
+    """Lets every Python process that this one starts from here on be asked where it is."""
     os.environ[FOLDER] = tempfile.mkdtemp(prefix="slimx-test-stacks-")
     hook = str(Path(__file__).parent / "in_every_process")
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -29,14 +29,14 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Take the files of the answers away; processes that begin later open none."""
+    """Removes the files of the answers; processes that begin later open none."""
     shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True)
 
 
 def told(pids: Iterable[int] | None = None) -> str:
-    """Ask each process where it is: by default all that live of those which this session started.
+    """Asks each process where it is: by default all that live of those which this session started.
 
-    Each thread's innermost call comes first. What is not Python, or does not answer, is named without a stack.
+    Each thread's innermost call comes first. A process that is not Python, or silent, is named without a stack.
     """
     import psutil  # tests of a GPU run without it, as long as none hangs
 

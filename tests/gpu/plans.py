@@ -37,7 +37,7 @@ class Plan:
     tensors: int
 
     def at(self, address: int) -> np.ndarray:
-        """The pieces for a copy of `memory` that lies at `address`, a multiple of 16."""
+        """Returns the pieces for a copy of `memory` that lies at `address`, a multiple of 16."""
         placed = self.pieces.copy()
         placed["src"] += np.uint64(address)
         reads = np.isin(placed["op"], DEQUANTIZES)
@@ -52,7 +52,7 @@ class _Memory:
         self.rng, self.parts, self.end = rng, [], 0
 
     def add(self, data: np.ndarray, alignment: int) -> int:
-        """The offset of `data` [n] uint8."""
+        """Adds `data` [n] uint8; returns its offset."""
         start = -(-self.end // alignment) * alignment
         self.parts.append((start, data))
         self.end = start + len(data) + int(self.rng.integers(0, 3))
@@ -66,7 +66,7 @@ class _Memory:
 
 
 def random_plan(seed: int, forms: list[tuple[int, int, int, int]] = FORMS, tensors: int = 6, side: int = 300) -> Plan:
-    """A plan of `tensors` destination tensors of up to `side` rows and columns, in random forms and split at random."""
+    """Returns a plan of `tensors` destination tensors of up to `side` rows and columns, randomly formed and split."""
     rng = np.random.default_rng(seed)
     memory, records, end, sums = _Memory(rng), [], 0, 0
     for _ in range(tensors):
@@ -111,7 +111,7 @@ def random_plan(seed: int, forms: list[tuple[int, int, int, int]] = FORMS, tenso
 
 
 def _split(rng: np.random.Generator, rows: int, cols: int, cut: tuple[int, int]) -> list[tuple[int, int, int, int]]:
-    """Random rectangles that cover [rows, cols], whose inner edges are multiples of `cut`."""
+    """Returns random rectangles that cover [rows, cols], whose inner edges are multiples of `cut`."""
     done, todo = [], [(0, rows, 0, cols)]
     while todo:
         r0, r1, c0, c1 = todo.pop()
@@ -148,7 +148,7 @@ def _source(
 
 
 def _elements(rng: np.random.Generator, op: int, item: int, count: int) -> np.ndarray:
-    """Bytes [count, item]: numbers of many sizes where an op reads numbers, some of them not finite."""
+    """Returns bytes [count, item]: numbers of many sizes where an op reads numbers, some of them not finite."""
     if item == 1 or op == OP.COPY:
         codes = rng.integers(0, 256, (count, item), dtype=np.uint8)
         return np.where(codes & 0x7F == 0x7F, 0, codes) if rng.random() < 0.5 else codes

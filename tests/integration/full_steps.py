@@ -16,7 +16,7 @@ Case = dict[str, Any]
 
 
 def config(job: dict[str, Any], model: str, case: Case) -> Config:
-    """Of a case: `length` tokens a rollout, `dtype`, and fields of the trainer. Its micro-batches are full."""
+    """Returns a case's configuration: `length` tokens a rollout, `dtype`, fields of the trainer, full micro-batches."""
     rollouts = job["rollouts"]
     return Config.model_validate(
         {
@@ -42,8 +42,8 @@ def config(job: dict[str, Any], model: str, case: Case) -> Config:
 
 
 def micro_batches(settings: Config, sizes: Sizes, data: int) -> list[MicroBatch]:
-    """This data-parallel rank's part of a step in which every rollout has the greatest length and every expert gets as
-    many tokens: a plan reckons with even load, and random routers are far from it."""
+    """Returns this data-parallel rank's part of a step in which every rollout has the greatest length and every expert
+    gets as many tokens: a plan reckons with even load, and random routers are far from it."""
     from slimx.models.families import read_model
     from slimx.preflight.facts import route_shape
 

@@ -32,7 +32,7 @@ END_S = 180
 
 
 def write_config(directory: Path, model: Path, prompts: Path, **sections: dict[str, Any]) -> Path:
-    """A small GRPO run: 4 prompts x 2 rollouts a step, two trainer ranks, one engine. `sections` are merged in."""
+    """Writes a small GRPO run: 4 prompts x 2 rollouts a step, two trainer ranks, one engine. Merges `sections` in."""
     config: dict[str, dict[str, Any]] = {
         "run": {"name": "test", "dir": str(directory / "run")},
         "model": {"path": str(model)},
@@ -77,8 +77,8 @@ class TrainProcess:
         variables: Mapping[str, str] | None = None,
         cold: bool = False,
     ):
-        """`directory`: the working directory. `variables`: added to the environment. `cold`: whether its processes are
-        programs that import what they need, below the driver, instead of forks (tests.warm); so is `program`."""
+        """Starts a run in the working directory `directory`. `variables`: added to the environment. `cold`: processes
+        are programs that import what they need, below the driver, instead of forks (tests.warm); so is `program`."""
         program = program or (sys.executable if cold else interpreter(), "-m", "slimx.cli")
         # What a run leaves behind becomes a child of this process: the router, say, overwrites its environment.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -105,7 +105,7 @@ class TrainProcess:
         return driver
 
     def wait(self, seconds: float = DEADLINE_S) -> int:
-        """Wait for the run to end; returns its exit status."""
+        """Waits for the run to end; returns its exit status."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -119,7 +119,7 @@ class TrainProcess:
         return stacks.told(process.pid for process in self.processes())
 
     def until(self, condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
-        """Wait until `condition` holds while the process runs."""
+        """Waits until `condition` holds while the process runs."""
         end = time.monotonic() + deadline_s
         while not condition():
             assert self.process.poll() is None, self.text()
@@ -130,7 +130,7 @@ class TrainProcess:
         self.process.send_signal(signum)
 
     def processes(self) -> list[psutil.Process]:
-        """Return every living process of this run, also those whose parent has ended."""
+        """Returns every living process of this run, also those whose parent has ended."""
         found: dict[int, psutil.Process] = {}
         for child in psutil.Process().children():
             # Orphans of the run came here; those that have ended wait to be collected.
@@ -147,7 +147,7 @@ class TrainProcess:
         return [process for process in found.values() if lives(process) and not is_client(process)]
 
     def assert_nothing_left(self) -> None:
-        """No process (so no port that one of them listens on) and no shared-memory file of the run remains."""
+        """Asserts that no process (so no port that one listens on) and no shared-memory file of the run remains."""
         end = time.monotonic() + END_S
         while (left := self.processes()) and time.monotonic() < end:
             time.sleep(0.2)
@@ -183,23 +183,23 @@ def _collected(child: psutil.Process) -> bool:
 
 
 def written(file: Path) -> list[dict[str, Any]]:
-    """The rows of a file that a run may be writing: the last line is not there until its end is."""
+    """Returns the rows of a file that a run may be writing: the last line is not there until its end is."""
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]]
 
 
 def steps(directory: Path) -> dict[int, dict[str, float]]:
-    """metrics.jsonl of a run by step; a step that stands there twice is an error."""
+    """Returns metrics.jsonl of a run by step; a step that is in it twice is an error."""
     rows = written(directory / "metrics.jsonl")
     assert len({row["step"] for row in rows}) == len(rows)
     return {row["step"]: row["metrics"] for row in rows}
 
 
 def completed_steps(directory: Path) -> int:
-    """The newest step in metrics.jsonl; 0 before the first."""
+    """Returns the newest step in metrics.jsonl; 0 before the first."""
     file = directory / "metrics.jsonl"
     return max((row["step"] for row in written(file)), default=0) if file.exists() else 0
 
 
 def saved_tickets(checkpoint: Path) -> list[SavedTicket]:
-    """The tickets in a checkpoint."""
+    """Returns the tickets in a checkpoint."""
     return decode(list[SavedTicket], (checkpoint / "slimx" / "tickets.bin").read_bytes())

@@ -78,9 +78,9 @@ async def routed(log: Path, *, by_key: bool) -> AsyncIterator[tuple[Router, list
 
 
 async def ask(router: Router, workers: list[Worker], *, keyed: bool) -> None:
-    """8 groups of 4 rollouts of 2 turns; prompts begin with the same 200 tokens and differ in the last 4. A group's
-    first turns have reached a worker before the next group comes, and no turn ends before all groups have come: the
-    load that the router sees of a worker does not depend on timing."""
+    """Sends 8 groups of 4 rollouts of 2 turns; prompts begin with the same 200 tokens and differ in the last 4. A
+    group's first turns have reached a worker before the next group comes, and no turn ends before all groups have come:
+    the load that the router sees of a worker does not depend on timing."""
     for worker in workers:
         worker.open.clear()
     key = router.keys.api_key
@@ -102,7 +102,7 @@ async def ask(router: Router, workers: list[Worker], *, keyed: bool) -> None:
 
 
 def homes(workers: list[Worker]) -> dict[int, set[int]]:
-    """Workers that saw each group."""
+    """Returns the workers that saw each group."""
     seen: dict[int, set[int]] = defaultdict(set)
     for number, worker in enumerate(workers):
         for ids in worker.prompts:
@@ -117,7 +117,7 @@ async def test_keys_keep_groups_together_until_their_engine_is_lost(tmp_path: Pa
         assert sorted(len(worker.prompts) for worker in workers) == [32, 32], "4 groups each"
 
         async def look() -> None:
-            """What the owner of the engines does: the lost one leaves the router before the request is sent again."""
+            """Removes the lost engine from the router before the request is sent again, as the engines' owner does."""
             await router.remove(next(worker for worker in workers if worker.dropping).url)
 
         async with GenerationClient(router.url, ModelShape(1000), on_lost=look, api_key=router.keys.api_key) as client:
@@ -129,7 +129,7 @@ async def test_keys_keep_groups_together_until_their_engine_is_lost(tmp_path: Pa
 
 
 async def test_without_keys_a_common_prefix_gathers_all_groups_on_one_engine(tmp_path: Path) -> None:
-    """What `rollout.affinity: prefix` does to prompts with one long beginning: why there are keys."""
+    """Shows why there are keys: `rollout.affinity: prefix` sends prompts with one long beginning to one engine."""
     async with routed(tmp_path / "log", by_key=False) as (router, workers):
         await ask(router, workers, keyed=False)
         assert max(len(worker.prompts) for worker in workers) >= 56

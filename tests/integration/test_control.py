@@ -38,7 +38,7 @@ def action(name: str, argument: dict[str, Any]) -> dict[str, Any]:
 
 
 def attacks(directory: Path, bucket: Bucket) -> list[tuple[str, dict[str, Any]]]:
-    """Paths and bodies by which a process that reaches the server could replace its weights, end the run's
+    """Returns paths and bodies by which a process that reaches the server could replace its weights, end the run's
     publications, have files opened, or stop it; each is what the run itself would send."""
     part = {"fd_path": "/etc/passwd", "size": 64, "tensors": [bucket.tensors[0].to_json()]}
     stage = {"policy": "actor", "version": 1, "epoch": 10**6, "bucket": 0, "ranks": {"all": part}}

@@ -47,14 +47,14 @@ class Stand:
     oracle: PreTrainedModel
 
     def errors(self, weights: Weights, answer: Answer) -> np.ndarray:
-        """Differences of the log-probs from those that transformers gives with `weights`."""
+        """Returns the differences of the log-probs from those that transformers gives with `weights`."""
         return np.abs(answer.logprobs - logprobs_of(self.oracle, weights, answer.ids))
 
     def assert_right(self, answer: Answer) -> None:
         assert self.errors(self.weights, answer).max() <= BOUND
 
     async def answer(self, seed: int) -> Answer:
-        """The answer to a prompt whose length hangs on `seed`."""
+        """Returns the answer to a prompt whose length depends on `seed`."""
         prompt = torch.randint(4, 128, (3 + 5 * seed,), generator=torch.Generator().manual_seed(seed)).tolist()
         # Without ignore_eos, with which SGLang lets no more requests in than can end without a retraction.
         sampling = {"temperature": 1.0, "max_new_tokens": NEW, "sampling_seed": seed}

@@ -34,7 +34,7 @@ def stand() -> Iterator[Stand]:
 
 
 def lost_alone(stand: Stand, fail: Callable[[Stand], None], first: int = 0) -> None:
-    """The second engine fails in the middle of a publication. `first`: version of the one before."""
+    """Fails the second engine in the middle of a publication. `first`: version of the one before."""
     whole = asyncio.run(stand.publish(first))
     assert whole.lost == [] and whole.buckets > 1
 

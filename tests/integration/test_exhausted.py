@@ -32,7 +32,7 @@ LONG = 40
 
 
 def config_of(directory: Path, model: Path, task: Path, **sections: dict[str, Any]) -> Path:
-    """A run of one trainer rank that saves every other step."""
+    """Returns a run of one trainer rank that saves every other step."""
     values = {"trainer": {"world_size": 1, "expert": 1}, "schedule": {"steps": 400}, "checkpoint": {"every": 2}}
     for name, section in sections.items():
         values[name] = values.get(name, {}) | section

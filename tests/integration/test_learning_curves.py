@@ -2,7 +2,7 @@
 docs/algorithms.md has them: sampled reward from at most 0.4 to at least 0.7, where it still is after at least 40 steps
 and has come to within 200.
 
-An hour on two cores. What is done stays in runs/learning-curves: a run that was broken off goes on at its last
+An hour on two cores. Results stay in runs/learning-curves: a run that was broken off goes on at its last
 checkpoint, and one that has arrived is not repeated; remove the directory to begin anew. Each run writes its curve into
 curves.jsonl there.
 """
@@ -75,7 +75,7 @@ def write(name: str, *changes: dict[str, Any]) -> Path:
 
 
 def supervised(name: str, prompts: str, **changes: dict[str, Any]) -> None:
-    """A model trained on the answers of a file, unless it is there already."""
+    """Trains a model on the answers of a file, unless it is there already."""
     if (PLACE / name / "hf" / "config.json").exists():
         return
     places = {"run": {"dir": str(PLACE / name)}, "rollout": {"prompts": str(PLACE / "task" / prompts)}}
@@ -93,7 +93,7 @@ def warm_start() -> Path:
 
 
 def curve(directory: Path) -> list[float]:
-    """Sampled reward by step."""
+    """Returns the sampled reward by step."""
     if not (directory / "metrics.jsonl").exists():
         return []
     return [row["reward/mean"] for step, row in sorted(steps(directory).items()) if step]
@@ -174,7 +174,7 @@ def make_next(out: Path) -> None:
 
 
 def learn(name: str, *changes: dict[str, Any]) -> None:
-    """A run of the quickstart with `changes` learns its task and stays there."""
+    """Asserts that a run of the quickstart with `changes` learns its task and stays there."""
     directory, task = PLACE / name, PLACE / "task"
     ours = {
         "run": {"dir": str(directory)},

@@ -25,7 +25,7 @@ PROMPTS = 16
 
 @pytest.fixture(scope="module")
 def run(tiny_model: Path, tiny_weights: Weights, task_of_sums: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of a finished run of three steps on one rank; its directory is next to it."""
+    """Returns the configuration of a finished run of three steps on one rank; its directory is next to it."""
     directory = tmp_path_factory.mktemp("run")
     prompts = directory / "prompts.jsonl"
     with prompts.open("w") as file:
@@ -79,7 +79,7 @@ def test_what_was_asked_for_is_kept_and_exported(run, tiny_weights):
 @pytest.mark.slow("a second whole run")
 def test_weights_without_optimizer_load_and_learn_preferences(run, tmp_path):
     """The model is what the first run has exported, and its weights are those of that run's checkpoint, so the first
-    margin is 0 and its loss ln 2. Of each pair the chosen answer is the demonstrated one, the other is one more."""
+    margin is 0 and its loss ln 2. The chosen answer of each pair is the demonstrated one, the other is one more."""
     prompts = run.parent / "prompts.jsonl"
     checkpoint = run.parent / "run" / "checkpoints" / "iter_0000003"
     config = write_config(

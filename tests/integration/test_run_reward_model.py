@@ -19,7 +19,7 @@ HELD_OUT = 12
 
 @pytest.fixture(scope="module")
 def trained(tiny_model: Path, task_of_sums: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a finished run of 12 steps of two updates, on two data-parallel ranks that share the experts."""
+    """Returns the directory of a run of 12 steps of two updates, on two data-parallel ranks that share the experts."""
     directory = tmp_path_factory.mktemp("reward_model")
     held_out = directory / "held-out.jsonl"
     held_out.write_text("".join((task_of_sums / "heldout-pairs.jsonl").read_text().splitlines(True)[:HELD_OUT]))

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow("a whole run with two te
 
 
 def scores(model: Path, trajectory: Trajectory) -> np.ndarray:
-    """float32 [L-1, V]: log-probs of every token at every position by transformers."""
+    """Returns log-probs of every token at every position by transformers, float32 [L-1, V]."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         logits = loaded(torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]).logits[0, :-1]
@@ -29,7 +29,7 @@ def scores(model: Path, trajectory: Trajectory) -> np.ndarray:
 
 
 def reverse_kl(policy: np.ndarray, teacher: np.ndarray, top: np.ndarray) -> np.ndarray:
-    """KL(policy || teacher) [n] over the tokens `top` [n, k] and all others as one; log-probs [n, V]."""
+    """Returns KL(policy || teacher) [n] over the tokens `top` [n, k] and all others as one; log-probs [n, V]."""
     p, q = (np.take_along_axis(np.exp(logprobs.astype(np.float64)), top, 1) for logprobs in (policy, teacher))
     p, q = (np.concatenate([probs, 1 - probs.sum(1, keepdims=True)], 1) for probs in (p, q))
     return (p * np.log(p / q)).sum(1)

@@ -18,7 +18,7 @@ import_transformers()  # which saves a second of each process that collects test
 
 @pytest.fixture(scope="session")
 def emulator_library() -> Path:
-    """The kernels of csrc/ on emulated threads, behind the CUDA library's interface."""
+    """Returns the kernels of csrc/ on emulated threads, behind the CUDA library's interface."""
     return emulator()
 
 
@@ -37,13 +37,13 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
 
 @pytest.fixture(scope="session")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3-MoE checkpoint in several files; no test writes into it."""
+    """Returns a Qwen3-MoE checkpoint in several files; no test writes into it."""
     return write_checkpoint(tmp_path_factory.mktemp("models") / "qwen", QWEN3_MOE, file_bytes=100_000)
 
 
 @pytest.fixture(scope="session")
 def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A DeepSeek-V3 checkpoint with a layer of multi-token prediction; no test writes into it."""
+    """Returns a DeepSeek-V3 checkpoint with a layer of multi-token prediction; no test writes into it."""
     return write_checkpoint(tmp_path_factory.mktemp("models") / "deepseek", DEEPSEEK_V3, file_bytes=100_000)
 
 

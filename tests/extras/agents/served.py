@@ -19,7 +19,7 @@ START_S = 300.0
 
 @contextmanager
 def program(python: str, script: str, log: Path) -> Iterator[str]:
-    """URL of `script`, of this directory, which listens at the port that it is given."""
+    """Yields the URL of `script`, of this directory, which listens at its port argument."""
     port = free_port()
     command = [python, str(Path(__file__).with_name(script)), str(port)]
     with log.open("w") as written:
@@ -44,7 +44,7 @@ def listens(pid: int, port: int) -> bool:
 
 @asynccontextmanager
 async def stand_in(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
-    """URL of a server that answers every request with `answer`."""
+    """Yields the URL of a server that answers every request with `answer`."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)

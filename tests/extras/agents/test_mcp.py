@@ -43,7 +43,7 @@ def _package() -> None:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server over HTTP."""
+    """Yields the URL of a server over HTTP."""
     need_package("mcp")
     with program(sys.executable, "mcp_server.py", tmp_path_factory.mktemp("mcp") / "log") as url:
         yield f"{url}/mcp"

@@ -98,7 +98,7 @@ async def test_an_environment_that_raises_and_a_server_that_ends_are_named(serve
 
 
 def speaking(*answers: Any) -> Any:
-    """A server that answers a session's messages with these, one after the other, and then not at all."""
+    """Returns a server that answers a session's messages with these, in turn, and then not at all."""
 
     async def speak(request: web.Request) -> web.StreamResponse:
         socket = web.WebSocketResponse()

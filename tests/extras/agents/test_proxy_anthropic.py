@@ -34,7 +34,7 @@ ADD = {"name": "add", "input_schema": {"type": "object", "properties": {}}}
 
 
 async def messages(engine: Any, function: Any, *, tokens: int = 1000, retries: int = 0, **options: Any) -> Any:
-    """The trajectories of `async def function(client)`."""
+    """Returns the trajectories of `async def function(client)`."""
     import anthropic  # 3 s of a core, which a worker that only collects this file does without
 
     async def act(url: str, prompt: Any) -> Any:
@@ -56,7 +56,7 @@ async def ask(client: Any, turns: list[Any], **options: Any) -> Any:
 
 
 async def streamed(client: Any, turns: list[Any], **options: Any) -> Any:
-    """The message that the client builds from the events."""
+    """Returns the message that the client builds from the events."""
     async with client.messages.stream(model="m", max_tokens=100, messages=turns, **options) as stream:
         return await stream.get_final_message()
 
@@ -122,7 +122,7 @@ async def test_reasoning_is_a_block_of_its_own_and_may_be_sent_back(how: Any):
 
 
 def broken(text: str) -> Any:
-    """A tool parser whose calls have arguments that are no JSON object."""
+    """Returns a tool parser whose calls have arguments that are no JSON object."""
     return "", [ToolCall("add", "[1]")]
 
 

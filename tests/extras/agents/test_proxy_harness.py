@@ -50,7 +50,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def as_shown(answer: str) -> str:
-    """An answer without the space around its text."""
+    """Returns an answer without the space around its text."""
     text, begin, call = answer.partition("<tool_call>")
     return text.strip() + begin + call
 
@@ -72,7 +72,7 @@ class Thread:
         self.answers[first:] = map(as_shown, self.answers[first:])
 
     def asks(self, step: dict[str, Any], summary: str) -> list[dict[str, Any]]:
-        """The messages of the next request, of which the last is marked for the service's cache, as harnesses do."""
+        """Returns the messages of the next request; the last is marked for the service's cache, as harnesses do."""
         blocks = []
         if results := step.get("results"):
             calls = [block["id"] for block in self.messages[-1]["content"] if block["type"] == "tool_use"]
@@ -85,7 +85,7 @@ class Thread:
         return [*self.messages[:-1], {"role": "user", "content": [*blocks[:-1], marked]}]
 
     def text(self) -> str:
-        """All tokens as text: what was sampled stands as it was sampled."""
+        """Returns all tokens as text, in which what was sampled is unchanged."""
         out = "".join(self._prompt())
         return out.removesuffix("\n")
 
@@ -227,7 +227,7 @@ def matcher(grammar: str) -> Callable[[str], bool]:
 
 
 def forced_asks() -> Iterator[tuple[str, Any, tuple[str, ...], bool]]:
-    """Name, request by (url, client of its API), tools that may be called, once."""
+    """Yields name, request by (url, client of its API), and tools that may be called, once."""
     add, sub = TOOLS[0]["function"], {"name": "sub", "parameters": {"type": "object"}}
 
     def chat(choice: Any, **options: Any) -> Any:

@@ -34,7 +34,7 @@ async def ask(client: Any, input_items: Any, **options: Any) -> Any:
 
 
 async def streamed(client: Any, input_items: Any, **options: Any) -> Any:
-    """The response at the end of a stream, whose events say the same."""
+    """Returns the response at the end of a stream, whose events agree with it."""
     text, calls, items, last = "", "", [], None
     numbers = []
     async for event in await client.responses.create(model="m", input=input_items, stream=True, **options):

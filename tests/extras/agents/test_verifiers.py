@@ -96,7 +96,7 @@ def test_its_tasks_are_a_file_of_prompts(tmp_path):
 
 
 def answering(status: int, body: Any, *, asks: int = 0) -> Any:
-    """A server that samples `asks` times, as an environment would, and then gives its verdict."""
+    """Returns a server that samples `asks` times, as an environment would, and then gives its verdict."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         episode = await request.json()

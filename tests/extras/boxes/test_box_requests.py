@@ -41,7 +41,7 @@ class Stub:
 
 @asynccontextmanager
 async def client(tmp_path: Path) -> AsyncIterator[TestClient]:
-    """A client of a server, where one box has begun."""
+    """Yields a client of a server, where one box has begun."""
     boxes = Boxes(lambda source, limits: Stub(), most=2, lease_s=60.0)
     (tmp_path / "images").mkdir()
     (tmp_path / "images/base.tar").touch()

@@ -1,4 +1,4 @@
-"""What a model wrote cannot harm the machine: each way out is tried, and each missing guarantee is named."""
+"""Programs of a model cannot harm the machine: each way out is tried, and each missing guarantee is named."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_the_guarantees_hold_here():
 
 
 def without(*words: str) -> type[Sandbox]:
-    """A sandbox whose programs lack some words."""
+    """Returns a sandbox whose programs lack some words."""
 
     class Open(enclosure.Enclosure):
         def _limited(self) -> list[str]:

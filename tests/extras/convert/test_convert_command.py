@@ -82,7 +82,7 @@ CASES: dict[str, tuple[Callable[[Path], object] | None, str]] = {
 def typed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> tuple[object, str]:
-    """Exit code and all output of `slimx convert`."""
+    """Returns the exit code and all output of `slimx convert`."""
     monkeypatch.setattr("sys.argv", ["slimx", "convert", *command])
     capsys.readouterr()
     with pytest.raises(SystemExit) as left:

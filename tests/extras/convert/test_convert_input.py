@@ -246,13 +246,13 @@ MORE = {
 
 @pytest.fixture(scope="module")
 def stood_in(qwen: Path) -> dict[str, torch.Tensor]:
-    """The tensors of another system's checkpoint of `qwen`, by plain torch."""
+    """Returns the tensors of another system's checkpoint of `qwen`, by plain torch."""
     made = megatron_tensors(tensors_of(qwen), QWEN3_MOE, per_layer=True)
     return {key: value.to(torch.bfloat16) for key, value in made.items()}
 
 
 def check_refused(megatron: Path, config: Path, code: str, about: str) -> None:
-    """Check that a directory is refused by the conversion and by what trainers ask before they load."""
+    """Checks that a directory is refused by the conversion and by the check of trainers before they load."""
     for read in (
         lambda: run.megatron_to_hf(megatron, config),
         lambda: check_fit(megatron, (spec := read_model(config)).table, prediction=spec.prediction_layers),

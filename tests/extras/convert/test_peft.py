@@ -40,7 +40,7 @@ KEY = "decoder.layers.2.mlp.experts.experts.linear_fc2.weight"
 
 @pytest.fixture(scope="module")
 def megatron(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`qwen` in many pieces; no test writes into it."""
+    """Returns `qwen` in many pieces; no test writes into it."""
     return go(run.hf_to_megatron(qwen, layout=LAYOUT), tmp_path_factory.mktemp("peft") / "megatron")
 
 

@@ -59,7 +59,7 @@ class MemoryAgent:
     def part(self, peer: str) -> None: ...
 
     def write(self, peer: str, here: Sequence[Region], there: Sequence[Region], notice: bytes) -> MemoryAgent:
-        """Copy, and leave the notice; what is returned is as a transfer that is done."""
+        """Copies, and leaves the notice; returns itself as a transfer that is done."""
         for source, target in zip(here, there, strict=True):
             assert source.nbytes == target.nbytes
             ctypes.memmove(target.address, source.address, source.nbytes)
@@ -81,7 +81,7 @@ class Stand:
     def __init__(
         self, stack: ExitStack, *, item: int = 0, trainers: list[Tensors] | None = None, on_gpus: bool = False
     ):
-        """`item`: of the elements whose changes travel, 0 for whole runs; `trainers`: by rank what it holds.
+        """Builds the stand. `item`: of elements whose changes travel, 0 for whole runs; `trainers`: tensors by rank.
         `on_gpus`: whether bytes travel from GPU to GPU, to a receiver for each engine rank."""
         self.item, self.on_gpus = item, on_gpus
         self.receiver_ranks = 1 if on_gpus else RANKS
@@ -115,7 +115,7 @@ class Stand:
             end.close()
 
     def next(self) -> int:
-        """The number of another publication."""
+        """Returns the number of another publication."""
         return next(self._transfers)
 
     def receiver(self, number: int, name: str) -> DirectReceiver:
@@ -136,8 +136,8 @@ class Stand:
         ranks: Collection[int] = range(WORLD),
         bases: Mapping[int, int] | None = None,
     ) -> PackedBucket:
-        """Have trainer `ranks` send a bucket to the receivers of `bases`, each with the transfer that it holds; to all
-        by default, which hold none."""
+        """Sends a bucket from trainer `ranks` to the receivers of `bases`, each with the transfer that it has; to all
+        by default, which have none."""
         bases = dict.fromkeys(range(len(self.receivers)), 0) if bases is None else bases
         sent = [self.senders[rank].send(bucket, transfer, bases if rank in ranks else {}) for rank in range(WORLD)]
         assert not any(result.failed for result in sent)

@@ -29,7 +29,7 @@ pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cpu
 
 @pytest.fixture(scope="module")
 def stand() -> Iterator[Stand]:
-    """One for all tests, each of which leaves both engines connected."""
+    """Yields one stand for all tests; each leaves both engines connected."""
     with ExitStack() as stack:
         yield Stand(stack)
 
@@ -138,7 +138,7 @@ def test_a_write_gives_its_handle_back_when_its_slot_is_used_again(
 
 
 def ended(sender: DirectSender, done: Callable[[], bool]) -> None:
-    """Wait until writes of `sender` are `done`."""
+    """Waits until writes of `sender` are `done`."""
     ends = time.monotonic() + DEADLINE_S
     while True:
         with sender._lock:

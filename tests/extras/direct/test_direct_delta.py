@@ -31,7 +31,7 @@ class Both:
         self.changes = Stand(stack, trainers=self.trainers, item=2)
 
     def update(self, seed: int, share: float) -> None:
-        """An optimizer step: `share` of the elements of every tensor change, alike in all copies."""
+        """Makes an optimizer step: `share` of the elements of every tensor change, alike in all copies."""
         for tensors in self.trainers:
             for number, tensor in enumerate(tensors.values()):
                 draw = torch.Generator().manual_seed(1000 * seed + number)
@@ -52,8 +52,8 @@ def both() -> Iterator[Both]:
 
 
 def publish(stand: Stand, engines: range = range(ENGINES), *, missing: frozenset[int] = frozenset()) -> list[Tensors]:
-    """A publication to `engines`, of which those in `missing` do not look at the last bucket; by engine and rank what
-    came."""
+    """Publishes to `engines`, of which those in `missing` do not look at the last bucket; returns what came by engine
+    and rank."""
     transfer = stand.next()
     attested = {number: stand.receivers[number].bases() or [0] * stand.plan.count for number in engines}
     received: list[Tensors] = [{} for _ in range(ENGINES * RANKS)]

@@ -26,7 +26,7 @@ def written(directory: Path, **sections: object) -> Path:
 
 
 def entries(found: str | Meaning) -> list[Meaning]:
-    """The entry and those that its values lead to."""
+    """Returns the entry and those that its values lead to."""
     if isinstance(found, str):
         return [Meaning(found)]
     return [

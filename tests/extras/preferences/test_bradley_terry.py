@@ -32,7 +32,7 @@ def group(number: int, *trajectories: Trajectory) -> Group:
 
 
 def pairs() -> list[Group]:
-    """Three pairs; of the second the rejected answer comes first."""
+    """Returns three pairs; the rejected answer of the second comes first."""
     return [
         group(0, trajectory("a", 4, 1.0), trajectory("b", 6, 0.0)),
         group(1, trajectory("c", 3, 0.0), trajectory("d", 5, 1.0)),

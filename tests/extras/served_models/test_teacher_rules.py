@@ -74,7 +74,7 @@ def test_a_teacher_that_cannot_score_the_samples_is_refused(changes, code, named
 
 @pytest.fixture(scope="module")
 def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Directories of the quickstart's tokenizer, and of one in which a token has another id."""
+    """Returns directories of the quickstart's tokenizer, and of one in which a token has another id."""
     same, other = (tmp_path_factory.mktemp(name) for name in ("same", "other"))
     the_tokenizer().save_pretrained(same)
     shutil.copytree(same, other, dirs_exist_ok=True)

@@ -19,7 +19,7 @@ from tests.unit.rollout.rollout_stand import the_tokenizer
 
 
 def filled(engine_ids: list[list[int]], between: list[int], **changes: Any) -> tuple[Sample, list[Request]]:
-    """A sample of two answers with `between` inserted, and the requests that brought them."""
+    """Returns a sample of two answers with `between` inserted, and the requests that brought them."""
     prompt, calls, tokens = [10, 11], [], [10, 11]
     mask: list[int] = []
     for number, ids in enumerate(engine_ids):

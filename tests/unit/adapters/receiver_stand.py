@@ -31,12 +31,12 @@ def manifest(version: int = 1, epoch: int = 0, **change: Any) -> dict[str, Any]:
 
 
 def stage(receiver: RankReceiver, policy: str, version: int, epoch: int, bucket: int, **part: Any) -> dict[str, Any]:
-    """Have a rank open a bucket of which every rank takes the same part."""
+    """Lets a rank open a bucket of which every rank takes the same part."""
     return receiver.stage(policy=policy, version=version, epoch=epoch, bucket=bucket, ranks={"all": part})
 
 
 def publish(model: nn.Module, weights: Weights, version: int = 1, **change: Any) -> None:
-    """Bring `weights` in one bucket through the receiver of `model`, up to the proof; `change`: of the manifest."""
+    """Passes `weights` in one bucket through the receiver of `model`, up to the proof; `change`: of the manifest."""
     receiver, entries, end = receiver_of(model), [], 0
     receiver.begin(manifest=manifest(version, version, **change), staging="model")
     with os.fdopen(os.memfd_create("slimx-bucket"), "wb") as file:

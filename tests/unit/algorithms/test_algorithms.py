@@ -48,7 +48,7 @@ ALGORITHM = Algorithm(loss={"low": 0.2, "high": 0.3}, advantages={"eps": 0.5})
 
 
 def rollout(group: str, index: int, reward: float, sampled: int, **changes: Any) -> Trajectory:
-    """One prompt token and `sampled` sampled ones with the old log-prob ln 0.4."""
+    """Returns one prompt token and `sampled` sampled ones with the old log-prob ln 0.4."""
     length = 1 + sampled
     fields: dict[str, Any] = {
         "id": f"{group}/{index}",
@@ -126,7 +126,7 @@ def test_loss_of_the_batch_by_hand_however_it_is_packed(aggregation, loss, clipp
 
 
 def random_inputs(seed: int, n: int = 64) -> LossInputs:
-    """float64: ratios on both sides of the clip with advantages of both signs, a third of the tokens untrained."""
+    """Returns float64 ratios on both sides of the clip, advantages of both signs, a third of the tokens untrained."""
     g = torch.Generator().manual_seed(seed)
     old = -3 * torch.rand(n, generator=g, dtype=torch.float64)
     weight = torch.rand(n, generator=g, dtype=torch.float64) * (torch.rand(n, generator=g) > 0.3)
@@ -140,7 +140,7 @@ def random_inputs(seed: int, n: int = 64) -> LossInputs:
 
 
 def naive(inputs: LossInputs, low: float, high: float, kl_coef: float) -> torch.Tensor:
-    """Token by token as in the papers."""
+    """Computes the loss token by token, as in the papers."""
     total = torch.zeros((), dtype=torch.float64)
     for t in range(len(inputs.logprobs)):
         new, old, reference = inputs.logprobs[t], inputs.old_logprobs[t], inputs.reference_logprobs[t]
@@ -248,7 +248,7 @@ def test_k3_is_the_expected_kl_and_precise_near_zero():
 
 
 def metric_of(name: str, *, sampled_by: torch.Tensor, policy: torch.Tensor, **others: torch.Tensor) -> float:
-    """A metric in expectation over all tokens of a small vocabulary, each weighted by how often it is sampled."""
+    """Returns a metric in expectation over all tokens of a small vocabulary, weighted by how often each is sampled."""
     inputs = loss_inputs(logprobs=policy.log(), weight=sampled_by, advantages=torch.ones(4).double(), **others)
     return make_loss(Algorithm())(inputs)[1][name].item()
 

@@ -37,14 +37,14 @@ class Command:
     def refuses(
         self, file: Path, *overrides: str, code: str, about: str | None = None, named: Collection[str] = ()
     ) -> str:
-        """The sentence with which the run is refused, which holds what is `named`."""
+        """Returns the sentence with which the run is refused, which contains what is `named`."""
         refusal, *_ = self.problems(file, *overrides)
         assert refusal.code == code and refusal.about == (about or refusal.about)
         assert all(text in str(refusal) for text in named), refusal
         return str(refusal)
 
     def problems(self, file: Path, *overrides: str) -> tuple[SlimxError, ...]:
-        """The refusal, and those that it joins."""
+        """Returns the refusal, and those that it joins."""
         self.capsys.readouterr()
         with pytest.raises(SystemExit) as exit:
             self.run(file, *overrides)
@@ -58,5 +58,5 @@ class Command:
         return error, *getattr(error, "problems", ())
 
     def codes(self, file: Path, *overrides: str) -> list[tuple[str, str]]:
-        """Code of each problem, and what it is about."""
+        """Returns the code of each problem, and what it is about."""
         return [(problem.code, problem.about) for problem in self.problems(file, *overrides)]

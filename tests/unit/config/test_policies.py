@@ -123,7 +123,7 @@ LORA = {"rank": 4, "alpha": 8, "targets": ["attention"]}
 
 
 def sharing(judge: dict[str, Any], **sections: dict[str, Any]) -> Config:
-    """A run whose engines generate for a judge, too."""
+    """Returns a run whose engines generate for a judge, too."""
     defaults: dict[str, dict[str, Any]] = {
         "trainer": {"load": None, "lora": LORA},
         "publish": {"adapters": "alone", "transport": "memory"},

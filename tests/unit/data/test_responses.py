@@ -25,7 +25,7 @@ def tokenizer(*, special: bool):
 
 
 def trajectory(tokenizer, *parts: tuple[str, str]) -> Trajectory:
-    """A trajectory of parts (source, text)."""
+    """Returns a trajectory of parts (source, text)."""
     ids, spans = [], []
     for source, text in parts:
         start = len(ids)

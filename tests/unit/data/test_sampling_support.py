@@ -50,7 +50,7 @@ def draft(name: str = "a") -> Draft:
 
 
 def two_turns() -> Trajectory:
-    """Tokens 9 9 | 4 5 | 8 | 6, of which 4, 5 were sampled from two and three tokens and 6 from all."""
+    """Returns tokens 9 9 | 4 5 | 8 | 6, of which 4, 5 were sampled from two and three tokens and 6 from all."""
     out = draft()
     out.add_sampled(completion([4, 5], [[4, 1], [2, 5, 3]]))
     out.add_inserted([8])

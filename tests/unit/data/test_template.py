@@ -25,7 +25,7 @@ PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "1+1="}])
 
 
 def thinking(**arguments: object) -> Any:
-    """A tokenizer of Qwen's kind, whose template reads enable_thinking and note."""
+    """Returns a tokenizer of Qwen's kind, whose template reads enable_thinking and note."""
     out = copy.copy(tokenizer())
     out.chat_template = THINKING
     return with_template(out, arguments)

@@ -51,7 +51,7 @@ def config_of(**keys: Any) -> Config:
 
 
 def broken_rules(config: Config, device: str, **facts: Any) -> list[str]:
-    """Codes of the rules about engines and devices that the configuration breaks."""
+    """Returns the codes of the rules about engines and devices that the configuration breaks."""
     return [
         problem.code for problem in broken(rules_in(engines, publish), config.sections | {"device": device} | facts)
     ]
@@ -259,7 +259,7 @@ def test_a_server_shares_the_gpus_of_trainer_ranks_of_one_machine() -> None:
 
 @asynccontextmanager
 async def servers(count: int) -> AsyncIterator[tuple[list[str], list[tuple[int, dict[str, Any], str | None]]]]:
-    """Servers that answer as SGLang does, and the requests that they got: number of the server, body, key."""
+    """Yields servers that answer as SGLang does, and the requests that they got: number of the server, body, key."""
     requests: list[tuple[int, dict[str, Any], str | None]] = []
 
     def app(number: int) -> aiohttp.web.Application:

@@ -217,7 +217,7 @@ def test_lists_and_maps_become_arguments() -> None:
 
 
 def attested(**backends: str) -> dict:
-    """A rank's attestation of its kernels, on Blackwell, with experts in fp8."""
+    """Returns a rank's attestation of its kernels, on Blackwell, with experts in fp8."""
     return {"capability": 10, "experts": True, "fp8": True, "backends": {**PLAIN, **backends}}
 
 

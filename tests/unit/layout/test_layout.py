@@ -94,14 +94,14 @@ class Wrong:
 
 
 def with_output(rects: tuple[Rect, ...]) -> Table:
-    """The model with another map of its output layer, lm_head.weight of 140 x 12."""
+    """Returns the model with another map of its output layer, lm_head.weight of 140 x 12."""
     rows = tuple(replace(row, map=Wrong(rects)) if row.name == "output_layer.weight" else row for row in QWEN.rows)
     return Unproven(rows, layers=QWEN.layers, experts=QWEN.experts)
 
 
 @contextmanager
 def uncovered(code: str, *place: int) -> Iterator[None]:
-    """Assert a refusal of lm_head.weight; `place`: row and column, or the shape that is too small."""
+    """Asserts a refusal of lm_head.weight; `place`: row and column, or the shape that is too small."""
     with refused(code, about="weight table: lm_head.weight") as caught:
         yield
     assert numbers(caught.value) == list(place)

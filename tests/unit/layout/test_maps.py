@@ -29,11 +29,11 @@ from tests.refusals import numbers, refused
 from tests.unit.layout.layout_stand import fill
 
 Torch = Callable[[list[torch.Tensor], int, int], torch.Tensor]
-"""What a rank holds of the tensors: (tensors, rank, size) -> tensor."""
+"""A rank's part of the tensors: (tensors, rank, size) -> tensor."""
 
 
 def numbered(shapes: list[Shape]) -> list[torch.Tensor]:
-    """Matrices whose elements are numbered from 1, through all of them."""
+    """Returns matrices whose elements are numbered from 1, through all of them."""
     out, start = [], 1
     for rows, cols in shapes:
         out.append(torch.arange(start, start + rows * cols).view(rows, cols))
@@ -52,7 +52,7 @@ def names_of(count: int) -> tuple[str, ...]:
 
 
 def blocks(heads: tuple[int, ...]) -> Torch:
-    """Engine ranks take their share of the heads of each tensor, or one that they share with their neighbours."""
+    """Returns a cut by engine ranks: a share of each tensor's heads, or one head that neighbours share."""
 
     def cut(tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
         out = []
@@ -74,7 +74,7 @@ def interleave(groups: int, head: int) -> Torch:
 
 
 def interleave_gated(groups: int, head: int) -> Torch:
-    """The query's tensor holds a gate behind every head; a group has its heads, their gates, a key and a value."""
+    """Returns a cut of a query with a gate behind every head; a group has its heads, their gates, a key and a value."""
 
     def cut(tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
         both, key, value = (tensor.view(groups, -1, head, tensor.shape[1]) for tensor in tensors)
@@ -85,7 +85,7 @@ def interleave_gated(groups: int, head: int) -> Torch:
 
 
 def sections(tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
-    """Two tensors of four heads with (2, 3) and (1, 1) rows of two kinds each: kind by kind, of the rank's heads."""
+    """Orders two tensors of four heads with (2, 3) and (1, 1) rows of two kinds each: by kind, of the rank's heads."""
     kinds = []
     for tensor, rows in zip(tensors, ((2, 3), (1, 1)), strict=True):
         heads = tensor.view(4, sum(rows), tensor.shape[1]).chunk(size)[rank]

@@ -16,7 +16,7 @@ from tests.refusals import refused
 
 
 def described(directory: Path, **changes: Any) -> Path:
-    """A directory of nothing but a config.json; None leaves a field out."""
+    """Returns a directory of nothing but a config.json; None leaves a field out."""
     fields = {key: value for key, value in {**QWEN3_MOE, **changes}.items() if value is not None}
     (directory / "config.json").write_text(json.dumps(fields))
     return directory

@@ -15,7 +15,7 @@ LENGTHS = [8, 24, 16, 8]
 
 
 def plain_attention(query, key, value, lengths, scale):
-    """One sequence after the other, scores and softmax written out."""
+    """Computes attention for one sequence after the other, with scores and softmax written out."""
     out = []
     groups = query.shape[1] // key.shape[1]
     for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):

@@ -33,7 +33,7 @@ def config(tmp_path: Path, **options: Any) -> Config:
 
 
 def state(step: int, **fields: Any) -> RunState:
-    """`fields`: of the state, or of the actor's trainers."""
+    """Returns the state after `step`. `fields`: of the state, or of the actor's trainers."""
     actor = {
         "layout": layout_of(LAYOUT),
         "distributed_optimizer": True,
@@ -47,7 +47,7 @@ def state(step: int, **fields: Any) -> RunState:
 
 
 def trained(config: Config, sizes: Sizes = LAYOUT) -> dict[str, SimpleNamespace]:
-    """The only policy of a run, for `check_resume`."""
+    """Returns the only policy of a run, for `check_resume`."""
     return {"actor": SimpleNamespace(config=config, sizes=sizes)}
 
 
@@ -93,7 +93,7 @@ class Bench:
         self.checkpoints = Checkpointer({"actor": self.trainers}, self.saves, Timeline(tmp_path), self.notes.append)
 
     async def save(self, step: int) -> None:
-        """A whole save."""
+        """Makes a whole save."""
         await self.checkpoints.save(state(step))
         for rank in range(2):
             self.trainers.write(rank)

@@ -49,7 +49,7 @@ def run(work):
 
 
 def driver(work: str, *, grace: float | None = None) -> subprocess.Popen[str]:
-    """A process that runs `work`, the body of the run, as the command line does; Ray is left out."""
+    """Returns a process that runs `work`, the body of the run, as the command line does; Ray is left out."""
     body = (
         PRELUDE
         + f"config.checkpoint.grace = {grace}\n"
@@ -61,7 +61,7 @@ def driver(work: str, *, grace: float | None = None) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, list[str]]:
-    """Exit status and the sentences said; a driver that hangs is killed."""
+    """Returns the exit status and the sentences printed; a driver that hangs is killed."""
     try:
         _, output = process.communicate(timeout=seconds)
     finally:

@@ -172,7 +172,7 @@ class StartedParts:
 @pytest.mark.parametrize(("colocate", "device"), [(True, "cuda"), (True, "cpu"), (False, "cuda")])
 async def test_colocated_engines_start_on_devices_that_trainers_have_left(tmp_path, monkeypatch, colocate, device):
     async def reached(*_: Any) -> None:
-        """Every engine is reached."""
+        """Reaches every engine."""
 
     async def timed(name: str, work: Any) -> None:
         await work()

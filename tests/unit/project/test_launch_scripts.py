@@ -21,7 +21,7 @@ SCRIPTS = sorted((ROOT / "scripts/launch").glob("*.s*"))
 
 
 def bash(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What `script` prints after common.sh was sourced."""
+    """Returns what `script` prints after common.sh was sourced."""
     return subprocess.run(
         ["bash", "-c", f"source scripts/launch/common.sh\n{script}"],
         cwd=ROOT,
@@ -32,7 +32,7 @@ def bash(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def stub(directory: Path, name: str, prints: str) -> str:
-    """A folder for PATH in which the program `name` prints `prints`."""
+    """Returns a folder for PATH in which the program `name` prints `prints`."""
     program = directory / name
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{prints}\nEND\n")
     program.chmod(0o755)
@@ -171,7 +171,7 @@ def test_a_trapped_signal_does_not_hide_the_status_of_the_awaited_process():
 
 
 def launch(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A script as a user calls it."""
+    """Runs a script as a user calls it."""
     return subprocess.run(
         [ROOT / "scripts/launch" / name, *arguments],
         cwd=ROOT.parent,
@@ -261,8 +261,8 @@ run_job x.yaml
 
 
 def slurm_job(tmp_path: Path, start: int, status: int, saved: int | None) -> tuple[int, str]:
-    """Exit status and requests to Slurm of a job's start number `start`, whose run ends with `status` after it has
-    saved step `saved`."""
+    """Returns exit status and requests to Slurm of a job's start number `start`, whose run ends with `status` after it
+    has saved step `saved`."""
     programs, calls = tmp_path / f"bin{start}", tmp_path / f"calls{start}"
     programs.mkdir()
     saving = "" if saved is None else f'echo {saved} > "$JOB_DIR/saved"; '

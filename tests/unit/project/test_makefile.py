@@ -23,7 +23,7 @@ TORCH = re.search(r"^torch==(\S+)", (ROOT / "requirements/cpu.txt").read_text(),
 
 
 def make(*arguments: str, path: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`make` in the repository, with nothing of this process's environment but what is given."""
+    """Runs `make` in the repository, with nothing of this process's environment but the arguments."""
     env = {"PATH": path, "HOME": "/nonexistent"} | variables
     return subprocess.run(["make", "--file=Makefile", *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
 

@@ -41,7 +41,7 @@ def headings(text: str) -> Iterator[tuple[str, str]]:
 
 
 def targets(text: str) -> list[str]:
-    """Pages and sections to which links of docs/promises.md lead, relative to the repository."""
+    """Returns the pages and sections to which links of docs/promises.md lead, relative to the repository."""
     links = [link.partition("#") for link in re.findall(r"\]\(([^)]+)\)", text)]
     found = [(str((PAGE.parent / page).resolve().relative_to(ROOT)), anchor) for page, _, anchor in links if page]
     return [f"{page}#{anchor}" if anchor else page for page, anchor in found]
@@ -49,7 +49,7 @@ def targets(text: str) -> list[str]:
 
 @functools.cache
 def sections() -> dict[str, list[str]]:
-    """Level-2 sections of each page."""
+    """Returns the level-2 sections of each page."""
     pages = {str(path.relative_to(ROOT)): path for path in PAGES if path != PAGE}
     found = {page: list(headings(path.read_text())) for page, path in pages.items()}
     return {page: [f"{page}#{anchor}" for tag, anchor in titles if tag == "h2"] for page, titles in found.items()}
@@ -100,7 +100,7 @@ class Module:
         return isinstance(node, ast.Attribute) and node.attr == "slow"
 
     def _slow_cases(self, node: ast.AST | None) -> bool:
-        """Whether it parametrises a test by slow cases alone. What is made when the module runs counts as others."""
+        """Returns True if `node` parametrises by slow cases alone. Cases made when the module runs count as others."""
         node = self._meant(node)
         if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("parametrize") and len(node.args) > 1):
             return False

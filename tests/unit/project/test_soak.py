@@ -50,7 +50,7 @@ def test_what_is_nowhere_or_in_two_places_is_one_problem_each(wrong: dict) -> No
 
 
 def noise(seed: int, count: int) -> np.ndarray:
-    """Errors of which each depends on the one before."""
+    """Returns errors each of which depends on the one before."""
     random, out = np.random.default_rng(seed), np.zeros(count)
     for at in range(1, count):
         out[at] = 0.5 * out[at - 1] + random.normal()

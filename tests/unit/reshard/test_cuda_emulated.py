@@ -23,7 +23,7 @@ from tests.refusals import refused
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
 
 PATHS = 9
-"""Of slimx::Path in csrc/tiles.cuh."""
+"""Number of values of slimx::Path in csrc/tiles.cuh."""
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_the_table_of_the_rule_triton_has_every_amax(emulator: ctypes.CDLL) -> N
 
 
 def plan_on_device(value: float = 1.0) -> OnDevice:
-    """One checked copy of a matrix of fp32, of which one element is `value`."""
+    """Returns one checked copy of a matrix of fp32, of which one element is `value`."""
     plan = random_plan(0, forms=[(OP.COPY_CHECKED, RULE.NONE, 4, 4)], tensors=1, side=1)
     plan.memory[:] = 0
     start = int(plan.pieces["src"][0])

@@ -49,7 +49,7 @@ run_others(rank)
 
 
 def fill_all(rank: int, directory: Path) -> Iterator[tuple[PackedBucket, DeviceGatherer]]:
-    """What every rank of two publications does; the publisher yields each bucket while it is held."""
+    """Fills the buckets of two publications on a rank; the publisher yields each bucket while it is held."""
     torch.set_num_threads(1)
     deadline = timedelta(seconds=DEADLINE_S)
     dist.init_process_group(

@@ -41,7 +41,7 @@ def single_threaded():
 
 
 def plan_and_parameters(rule: str) -> tuple[Plan, Tensors]:
-    """One bucket of everything, and the parameters of the first of two ranks."""
+    """Returns one bucket of everything, and the parameters of the first of two ranks."""
     model = Model(WIDE, deepseek_v3.weight_table(WIDE))
     sizes, table = Sizes(tensor=2, data=1), int4.FORMAT.chosen(model.table) if rule == "int4" else model.table
     whole = checkpoint(model)

@@ -123,7 +123,7 @@ class Engine(LocalRecipient):
 
 
 def place_of(view: torch.Tensor) -> Destination:
-    """The place of a tensor that a rank holds as a whole."""
+    """Returns the place of a tensor that a rank holds as a whole."""
     shape = tuple(view.shape)
     return Destination(view.dtype, shape, [LocalPart("", shape, (Rect(0, 0, 0, *matrix(shape), 0, 0),))])
 

@@ -31,7 +31,7 @@ class Peer:
     """The parent's side: `ask` runs one of `Rank`'s methods in the process. A refusal answers its code and object."""
 
     def __init__(self, kind: type | None = None) -> None:
-        """`kind`: the class of what answers, `Rank` unless given."""
+        """Starts the peer. `kind`: the class of what answers, `Rank` by default."""
         self.pipe, other = CONTEXT.Pipe()
         self.process = CONTEXT.Process(target=_serve, args=(other, kind or Rank), daemon=True)
         self.process.start()

@@ -42,7 +42,7 @@ def config() -> Any:
 
 
 def flow(source: Any) -> Flow:
-    """A run whose rollouts are right in seven cases of eight."""
+    """Returns a run whose rollouts are right in seven cases of eight."""
     made = Flow(config(), np.random.default_rng(1), PROMPTS)
     made.manager.source, original = source, made.maker.make
 
@@ -112,7 +112,7 @@ def test_a_source_that_fails_to_learn_is_named() -> None:
 
 
 def outcomes_of(source: Levels, count: int, share: float) -> list[Outcome]:
-    """Groups of four of which this share is right."""
+    """Returns groups of four of which this share is right."""
     return [
         Outcome(source.next().id, tuple([1.0] * round(4 * share) + [0.0] * round(4 - 4 * share))) for _ in range(count)
     ]

@@ -46,7 +46,7 @@ async def _nothing() -> None: ...
 async def client_of(
     *answers: tuple[int, dict], on_lost: Callable[[], Awaitable[None]] = _nothing, **options: Any
 ) -> AsyncIterator[tuple[GenerationClient, list[dict]]]:
-    """A client of a fake router that gives `answers` in turn, and its last one for ever; and the bodies it got."""
+    """Yields a client of a fake router that gives `answers` in turn, and then its last one; and the bodies it got."""
     bodies: list[dict] = []
 
     async def generate(request: aiohttp.web.Request) -> aiohttp.web.Response:

@@ -26,7 +26,7 @@ from tests.waits import until
 
 
 def second_prompt() -> str:
-    """Id of the prompt that ticket 1 gets."""
+    """Returns the id of the prompt that ticket 1 gets."""
     source = PromptSource(prompts(), 1)
     return [source.next().id for _ in range(2)][1]
 
@@ -43,7 +43,7 @@ def released() -> Iterator[threading.Event]:
 
 
 def poisoned(prompt_id: str, index: int, what: Any, released: threading.Event) -> Reward:
-    """A reward of 0.5, except for one rollout of one prompt."""
+    """Returns a reward of 0.5, except for one rollout of one prompt."""
 
     async def reward(ctx: RewardContext, trajectory: Trajectory) -> Any:
         if (ctx.prompt.id, trajectory.index) != (prompt_id, index):
@@ -253,7 +253,7 @@ def test_a_reward_that_ends_after_the_run_raises_nothing_in_its_thread(released,
 
 
 def generating(prompt_id: str, what: Any) -> Generate:
-    """single_turn, except for rollout 1 of one prompt."""
+    """Returns single_turn, except for rollout 1 of one prompt."""
 
     async def generate(ctx: RolloutContext, prompt: Prompt) -> Any:
         trajectory = await single_turn.generate(ctx, prompt)
@@ -336,7 +336,7 @@ async def test_a_mistake_of_our_own_reaches_the_loop():
 
 
 def failing(*tickets: int) -> Generate:
-    """single_turn, except that the groups of some tickets raise."""
+    """Returns single_turn, except that the groups of some tickets raise."""
 
     async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
         if int(ctx.group_id[1:]) in tickets:

@@ -22,7 +22,7 @@ from tests.refusals import refused
 
 SHAPE = ModelShape(1000, layers=2, top_k=1, experts=4)
 TOKENS = [50, 51, 52, 53, 54, 3]
-"""What a seed samples after the prompt [1, 2]; position decides, as in the engines."""
+"""Tokens that a seed samples after the prompt [1, 2]; position decides, as in the engines."""
 
 
 class Server:

@@ -10,7 +10,7 @@ from slimx.rollout.flow.tickets import Rules, Ticket
 
 
 def queue_of(marks: str, born: list[int], started: bool = True) -> list[Ticket]:
-    """A ticket for each mark; `-` is a number that was trained or dropped."""
+    """Returns a ticket for each mark; `-` is a number that was trained or dropped."""
     out = []
     for number, (mark, version) in enumerate(zip(marks, born, strict=True)):
         if mark == "-":

@@ -37,7 +37,7 @@ KEY_OF_THREE = "8d3d99def069e58cd6083bd75524cdef"
 
 
 def places(count: int) -> dict[str, Any]:
-    """Settings with which `count` rollouts wait at once."""
+    """Returns the settings with which `count` rollouts wait at once."""
     return {"prompts_per_step": count // 2, "max_rollouts": count, "concurrency": count, "max_failed_share": 1.0}
 
 

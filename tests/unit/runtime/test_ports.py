@@ -40,5 +40,5 @@ def test_a_port_on_which_somebody_listens_is_not_given():
 
 
 def _taken(among: range) -> int:
-    """Ports of `among` on which other programs listen."""
+    """Returns the ports of `among` on which other programs listen."""
     return sum(not ports._is_free("127.0.0.1", port) for port in among)

@@ -10,7 +10,7 @@ from slimx.layout.parts import Part
 
 
 def bare_module(parts: Iterable[Part]) -> torch.nn.Module:
-    """A tree of bare modules with these parameters; the router's selection bias is a buffer, as in megatron-core."""
+    """Returns a tree of bare modules with these parameters; the router's bias is a buffer, as in megatron-core."""
     root = torch.nn.Module()
     for part in parts:
         *path, name = part.name.split(".")

@@ -12,8 +12,8 @@ FUNCTIONS = {"wgrad_gemm_accum_fp32": (torch.float32,), "wgrad_gemm_accum_fp16":
 
 
 def extension(called: list[str]) -> SimpleNamespace:
-    """The functions of the extension: three tensors by place (`fused_weight_gradient_dense.cpp` gives them no names),
-    read as rows one after the other, whatever their strides say."""
+    """Returns the functions of the extension: three tensors by place, which `fused_weight_gradient_dense.cpp` does not
+    name, read as rows one after the other, whatever their strides say."""
 
     def function(name: str, dtypes: tuple[torch.dtype, ...]):
         def add(inputs: torch.Tensor, outputs: torch.Tensor, gradient: torch.Tensor, /) -> None:

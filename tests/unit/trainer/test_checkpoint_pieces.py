@@ -12,7 +12,7 @@ from slimx.trainer.checkpoint.pieces import boxes
 
 
 def elements(shape: tuple[int, ...], start: int, end: int) -> torch.Tensor:
-    """Numbers of the elements in the boxes, one box after the other."""
+    """Returns the numbers of the elements in the boxes, one box after the other."""
     numbers = torch.arange(prod(shape)).view(shape)
     parts = [
         numbers[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].flatten()

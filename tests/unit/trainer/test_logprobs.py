@@ -17,7 +17,7 @@ CHUNKS = (1, 7, 53, 64)
 
 
 def problem(dtype: torch.dtype = torch.float32, *, restricted: bool = False):
-    """Hidden states, weight, targets (every third position without a restriction) and two directions of gradient."""
+    """Returns hidden states, weight, targets (every third position unrestricted) and two directions of gradient."""
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, WIDTH).to(dtype).requires_grad_()
     weight = (torch.randn(VOCABULARY, WIDTH) / 3).to(dtype).requires_grad_()
@@ -38,7 +38,7 @@ def problem(dtype: torch.dtype = torch.float32, *, restricted: bool = False):
 
 
 def plain(hidden, weight, labels, temperature, support):
-    """log_softmax and entropy of whole logits, in the dtype given."""
+    """Returns log_softmax and entropy of whole logits, in the dtype of the inputs."""
     logits = (hidden @ weight.t()).float() if hidden.dtype != torch.float64 else hidden @ weight.t()
     logits = logits / temperature[:, None]
     if support is not None:
@@ -85,7 +85,7 @@ def test_values_and_gradients_are_those_of_whole_logits(chunk, restricted):
 
 
 def top_of(top: int) -> torch.Tensor:
-    """int64 [T, top]: different tokens at each position."""
+    """Returns different tokens at each position, int64 [T, top]."""
     return torch.stack([torch.randperm(VOCABULARY)[:top] for _ in range(TOKENS)])
 
 
