@@ -72,25 +72,31 @@ def random_plan(seed: int, forms: list[tuple[int, int, int, int]] = FORMS, tenso
     for _ in range(tensors):
         op, rule, item, out = forms[rng.integers(len(forms))]
         mx, int4 = op in (OP.QUANTIZE_MXFP8, OP.DEQUANTIZE_MXFP8), op == OP.QUANTIZE_INT4
-        block = (1, 32) if mx or int4 else BLOCKS[rng.integers(len(BLOCKS))] if op >= OP.QUANTIZE_FP8 else (0, 0)
+        block = (0, 0)
+        if mx or int4:
+            block = (1, 32)
+        elif op >= OP.QUANTIZE_FP8:
+            block = BLOCKS[rng.integers(len(BLOCKS))]
         tidy = rng.random() < 0.6  # as real weights are: everything a multiple of 16 bytes
         rows, cols = (int(n) for n in rng.integers(0 if rng.random() < 0.1 else 1, side + 1, 2))
-        cols = -(-cols // 64) * 64 if tidy else -(-cols // 32) * 32 if int4 else cols
+        if tidy:
+            cols = -(-cols // 64) * 64
+        elif int4:
+            cols = -(-cols // 32) * 32
         per = 2 if int4 else 1  # columns in an element that is written
-        alignment = 16 if tidy else out if op != OP.COPY else 1
+        alignment = _alignment(op, out, tidy)
         end = -(-(end + MARGIN) // alignment) * alignment
         dst, ld = end, cols // per * out
         end += rows * ld
         quantizes = op in QUANTIZES
-        size = 1 if mx else 2 if int4 else 4
+        size = {OP.QUANTIZE_MXFP8: 1, OP.DEQUANTIZE_MXFP8: 1, OP.QUANTIZE_INT4: 2}.get(op, 4)  # bytes of a scale
         scale_dst, scale_ld = 0, 0
         if quantizes:
             scale_dst, scale_ld = -(-(end + MARGIN) // 4) * 4, -(-cols // block[1]) * size
             end = scale_dst + -(-rows // block[0]) * scale_ld
-        cut = (max(block[0], 1), max(block[1], 1) if block[1] else (8 if tidy else 1))
-        ahead = (
-            out * int(rng.integers(0, 5)) if rng.random() < 0.3 else 0
-        )  # bytes of the tensor that other buckets hold
+        cut = (max(block[0], 1), block[1] or (8 if tidy else 1))
+        # Bytes of the tensor that are in other buckets.
+        ahead = out * int(rng.integers(0, 5)) if rng.random() < 0.3 else 0
         for r0, r1, c0, c1 in _split(rng, rows, cols, cut):
             src, src_ld, src_step = _source(rng, memory, op, item, r1 - r0, c1 - c0, tidy)
             b = (r0 // block[0], c0 // block[1]) if block[0] else (0, 0)
@@ -128,12 +134,19 @@ def _split(rng: np.random.Generator, rows: int, cols: int, cut: tuple[int, int])
     return done
 
 
+def _alignment(op: int, item: int, tidy: bool) -> int:
+    """Returns the alignment of a tensor in bytes; a copy that is not tidy may lie anywhere."""
+    if tidy:
+        return 16
+    return 1 if op == OP.COPY else item
+
+
 def _source(
     rng: np.random.Generator, memory: _Memory, op: int, item: int, rows: int, cols: int, tidy: bool
 ) -> tuple[int, int, int]:
     """Places a random rectangle; its offset, bytes between rows and bytes between elements."""
     elements = _elements(rng, op, item, rows * cols).reshape(rows, cols, item)
-    alignment = 16 if tidy else item if op != OP.COPY else 1
+    alignment = _alignment(op, item, tidy)
     if rng.random() < 0.15:  # transposed: down its columns elements are neighbours
         between = rows * item + (0 if tidy else item * int(rng.integers(0, 3)))
         lines, line = elements.transpose(1, 0, 2).reshape(cols, rows * item), between

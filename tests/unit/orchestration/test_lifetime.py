@@ -243,7 +243,7 @@ def test_a_second_signal_or_the_end_of_the_grace_stops_the_run(grace, second):
     began, waited = time.monotonic(), []
     with Signals() as signals, pytest.raises(Interrupted) as error:
         run_loop(interruptible(work, signals, lambda error: None, grace=grace))
-    assert waited == [second] * (second is not None)
+    assert waited == ([] if second is None else [second])
     assert error.value.signum == signal.SIGTERM and 0 <= time.monotonic() - began < 50
 
 
