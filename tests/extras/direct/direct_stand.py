@@ -119,7 +119,9 @@ class Stand:
         return next(self._transfers)
 
     def receiver(self, number: int, name: str) -> DirectReceiver:
-        parts = tuple(only(self.dealt, number * self.ranks + rank).to_bytes() for rank in range(self.ranks))
+        parts = tuple(
+            only(self.dealt, number * self.receiver_ranks + rank).to_bytes() for rank in range(self.receiver_ranks)
+        )
         gpu = 0 if self.on_gpus else None
         return DirectReceiver(Invitation(name, parts, DEADLINE_S, self.item, gpu), HOST)
 
