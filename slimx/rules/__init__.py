@@ -2,7 +2,5 @@
 
 In: sections of a configuration and, if available, the model, a machine, weights and a tokenizer.
 Out: an error for each fault, with a code and the key to change.
-Read first: `flow.py`; `unproven.py` for combinations of features.
-
-Each file is registered as an entry point of `slimx.rules`. Rules import slow modules inside their functions.
+Read first: `flow.py`; `unproven.py` for combinations of features. Rules import slow modules inside their functions.
 """

@@ -113,7 +113,7 @@ def test_fp8_halves_the_bytes_and_counts_the_quantized_tensors(plan):
 
 def test_engines_that_start_from_bf16_weights_have_no_place_for_fp8_ones(plan):
     code, text = plan(SHALLOW, *RUN_30B, "publish.quantize=ieee")
-    assert code == 2 and "publish.quantize=ieee" in text and "rollout.engines group actor" in text
+    assert code == 2 and "publish.quantize" in text and "rollout.engines group actor" in text
     assert plan(SHALLOW, *RUN_30B, *IN_FP8)[0] == 0
 
 
@@ -171,13 +171,13 @@ def test_a_run_without_engines_publishes_nothing(plan):
             ("trainer={world_size: 4, tensor: 4}", *IN_FP8),
             "plan.blocks",
             "model.layers.0.mlp.experts.0.gate_proj.weight",
-            [192, 2048, 128, "set trainer.expert_tensor=2,"],
+            [192, 2048, 128, "set trainer.expert_tensor=2"],
         ),
         (
             (*IN_FP8, "rollout.engines.0.expert=1"),
             "plan.blocks",
             "model.layers.0.mlp.experts.0.up_proj.weight",
-            ["set rollout.engines.expert=2,"],
+            ["set rollout.engines.expert=2"],
         ),
         (("model.path=nowhere",), "model.directory", "nowhere", []),
         (("rollout.engines=[{pipeline: 2}]",), "engines.sizes", "rollout.engines", ["pipeline=2", "engine actor"]),

@@ -255,7 +255,7 @@ def test_what_is_missing_or_damaged_is_said(tmp_path):
     write_report([run], tmp_path / "report.html", "damaged")
     text = Page((tmp_path / "report.html").read_text()).text
     assert "run directory: timeline.jsonl." in text and "summary.json cannot be read" in text
-    assert "metrics.jsonl line 4" in text and "steps 0 to 2" in text
+    assert "line 4 of metrics.jsonl" in text and "steps 0 to 2" in text
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path):

@@ -173,7 +173,7 @@ async def test_a_run_says_what_each_part_does_and_waits_for_and_since_when(run, 
             assert trainers.endswith("wait for rollouts") and "generate" in engines and numbers(engines) == [0]
             assert numbers(rollouts) == [12, 1, 11], "groups: all, generated and done"
             about = oldest.partition(ticket.prompt.id)
-            assert "g1" in about[0] and numbers(about[2])[0] == 1 and numbers(about[2])[2:] == [1, 2, 0, 3]
+            assert "g1" in about[0] and numbers(about[2])[0] == 1 and numbers(about[2])[2:] == [0, 1, 2, 3]
             released.set()
             await waiting
             (run / "activity.json").write_text(json.dumps(activity_of(stand, "train", time.time()) | {"written": 0}))

@@ -65,7 +65,7 @@ def test_every_token_has_one_rank_and_all_ranks_the_same_causal_work(size):
 def test_a_sequence_that_does_not_divide_is_refused_with_its_length():
     with refused("layout.zigzag", about="trainer.context") as caught:
         zigzag([16, 12], 4, 0)
-    assert numbers(caught.value) == [12, 8, 4], "tokens, pieces and ranks"
+    assert numbers(caught.value) == [12, 8, 4, 8], "tokens, chunks, ranks and the multiple"
 
 
 @pytest.mark.parametrize(("layers", "stages", "split"), [(61, 4, [15, 16, 15, 15]), (5, 1, [5]), (3, 4, [1, 1, 1, 0])])
