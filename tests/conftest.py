@@ -94,7 +94,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Any:
     fail = signal.getsignal(signal.SIGALRM)
 
     def ask_and_fail(signum: int, frame: Any) -> None:
-        item.add_report_section("call", "processes", stacks.told())
+        item.add_report_section("call", "processes", stacks.collect())
         fail(signum, frame)
 
     signal.signal(signal.SIGALRM, ask_and_fail)

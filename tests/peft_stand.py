@@ -1,4 +1,4 @@
-"""Adapters that the package peft makes beside a model of transformers."""
+"""Adapters that the package peft makes for a model of transformers."""
 
 from __future__ import annotations
 

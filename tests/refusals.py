@@ -11,7 +11,7 @@ import pytest
 from slimx.errors import SlimxError
 
 
-def told(error: BaseException) -> list[str]:
+def refusal_fields(error: BaseException) -> list[str]:
     """Returns code, object and sentence of a refusal, for the test that started the process; else name and sentence."""
     named = [error.code, error.about] if isinstance(error, SlimxError) else [type(error).__name__, ""]
     return [*named, str(error)]

@@ -33,7 +33,7 @@ def remove() -> None:
     shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True)
 
 
-def told(pids: Iterable[int] | None = None) -> str:
+def collect(pids: Iterable[int] | None = None) -> str:
     """Asks each process where it is: by default all that live of those which this session started.
 
     Each thread's innermost call comes first. A process that is not Python, or silent, is named without a stack.

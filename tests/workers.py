@@ -1,4 +1,4 @@
-"""Things that take long to make and that nobody changes: made by one worker of the tests, used by all."""
+"""Things that take long to make and that no test changes: made by one worker of the tests, used by all."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from slimx.reshard.transports.device import DeviceMemory, fetch, opened
 from tests.gpu.plans import random_plan
 from tests.gpu.receiving import SIZE, proves_and_holds
 from tests.gpu.running import FILL, on_cpu
-from tests.refusals import numbers, told
+from tests.refusals import numbers, refusal_fields
 
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
@@ -112,7 +112,7 @@ def serve() -> None:
         try:
             out = getattr(device, method)(*arguments)
         except SlimxError as error:
-            out = told(error)
+            out = refusal_fields(error)
         print(json.dumps(out), flush=True)
 
 

@@ -90,7 +90,7 @@ class Attention(nn.Module):
         every = self.query_key_value(hidden).unflatten(1, (-1, self.head)).transpose(0, 1)  # [heads, L, head]
         query, key, value = every.split([self.heads, self.groups, self.groups])
         query, key = self.rotated(self.query_layernorm(query)), self.rotated(self.key_layernorm(key))
-        key, value = (each.repeat_interleave(self.heads // self.groups, 0) for each in (key, value))
+        key, value = (x.repeat_interleave(self.heads // self.groups, 0) for x in (key, value))
         scores = query @ key.transpose(1, 2) / self.head**0.5
         future = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
         out = scores.masked_fill(future, -torch.inf).softmax(-1) @ value

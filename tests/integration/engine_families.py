@@ -1,6 +1,6 @@
-"""Tiny checkpoints of the families that SGLang's CPU path serves beside Qwen3-MoE and DeepSeek-V3, as published ones
-look: every field of config.json that SGLang reads is there. And what their models say, by transformers where it knows
-them."""
+"""Tiny checkpoints of the families that SGLang's CPU path serves in addition to Qwen3-MoE and DeepSeek-V3, with every
+field of config.json that SGLang reads, as published ones have. And the logits of their models, by transformers where it
+knows them."""
 
 from __future__ import annotations
 

@@ -177,10 +177,10 @@ def stacked(sources: Weights) -> Weights:
             out[name] = tensor
         else:
             stacks.setdefault(place.name, {})[place.index] = tensor.T if place.transposed else tensor
-    return out | {name: torch.stack([each[k] for k in range(len(each))]) for name, each in stacks.items()}
+    return out | {name: torch.stack([parts[k] for k in range(len(parts))]) for name, parts in stacks.items()}
 
 
 def difference(found: Weights, expected: Weights) -> tuple[float, str]:
-    """The largest max|a - b| / max|b| over tensors, and whose it is."""
-    each = {n: ((found[n] - b).abs().max() / b.abs().max()).item() for n, b in expected.items()}
-    return max((value, name) for name, value in each.items())
+    """Returns the largest max|a - b| / max|b| over tensors, and the name of its tensor."""
+    errors = {n: ((found[n] - b).abs().max() / b.abs().max()).item() for n, b in expected.items()}
+    return max((value, name) for name, value in errors.items())

@@ -86,12 +86,12 @@ async def recording(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     return trajectory
 
 
-def own_advantages(groups: list[Group]) -> list[float]:
+def rewards_as_advantages(groups: list[Group]) -> list[float]:
     """Rewards as they are."""
     return [trajectory.reward for group in groups for trajectory in group.trajectories]
 
 
-def own_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def weighted_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Advantage-weighted log-probs."""
     loss = -(inputs.weight * inputs.advantages * torch.where(inputs.weight > 0, inputs.logprobs, 0.0)).sum()
     return loss, {"loss/own": loss.detach()}
@@ -150,7 +150,7 @@ echo ::= "echo " [1-9] [0-9] " > value"
 
 async def writing_numbers(ctx: RolloutContext, prompt: Prompt, **options: Any) -> Trajectory:
     """A terminal whose policy, which has learnt no words, chooses the digits of a command."""
-    return await _says(WRITES, ctx, prompt, **options)
+    return await _generate(WRITES, ctx, prompt, **options)
 
 
 IDLE = shell("true")
@@ -159,9 +159,9 @@ IDLE = shell("true")
 async def repairing_or_not(ctx: RolloutContext, prompt: Prompt, **options: Any) -> Trajectory:
     """A terminal whose policy chooses to repair what a task of `examples/repair` asks for, or to do nothing."""
     grammar = f"root ::= {json.dumps(IN_ONE_CALL[prompt.id])} | {json.dumps(IDLE)}"
-    return await _says(grammar, ctx, prompt, **options)
+    return await _generate(grammar, ctx, prompt, **options)
 
 
-async def _says(grammar: str, ctx: RolloutContext, prompt: Prompt, **options: Any) -> Trajectory:
+async def _generate(grammar: str, ctx: RolloutContext, prompt: Prompt, **options: Any) -> Trajectory:
     engine = replace(ctx.engine, sampling=dict(ctx.engine.sampling) | {"ebnf": grammar})
     return await tools.generate(replace(ctx, engine=engine), prompt, **options)

@@ -57,7 +57,7 @@ class KimiK25(deepseek_v3_oracle.Oracle):
 
 
 class MiMo(family_oracle.Oracle):
-    """A Qwen2 with a layer of multi-token prediction beside it."""
+    """A Qwen2 with an additional layer of multi-token prediction."""
 
     def __init__(self, path: Path, seed: int, fields: dict[str, Any]):
         super().__init__(path, family_oracle.stock_model(path, seed, "Qwen2Config", fields))

@@ -76,7 +76,7 @@ class Oracle(RoutedOracle):
             if kinds := getattr(deeper, key, None):
                 setattr(deeper, key, [*kinds, kind or kinds[-1]])
         self.mtp = MtpLayer(deeper, type(layers[-1]), type(self.model.model.norm), len(layers))
-        # Layers of some models bring the tokens that they saw beside their states.
+        # Layers of some models return the tokens that they saw in addition to their states.
         self.mtp.mtp_block.register_forward_hook(lambda _, __, out: out[0] if isinstance(out, tuple) else out)
         scatter(self.mtp)
         self.routers = [layer.mlp.gate for layer in layers if hasattr(layer.mlp, "gate")]

@@ -54,7 +54,7 @@ class LiveBytes:
     def __enter__(self) -> LiveBytes:
         # They are kept alive, so that nothing new takes their addresses.
         self._before = [x for x in gc.get_objects() if issubclass(type(x), Pretended)]
-        self._known = {x.held.untyped_storage().data_ptr() for x in self._before}
+        self._known = {x.host_tensor.untyped_storage().data_ptr() for x in self._before}
         _METERS.append(self)
         return self
 
@@ -62,7 +62,7 @@ class LiveBytes:
         _METERS.remove(self)
 
     def add(self, tensor: Pretended) -> None:
-        storage = tensor.held.untyped_storage()
+        storage = tensor.host_tensor.untyped_storage()
         place, nbytes = storage.data_ptr(), storage.nbytes()
         if place in self._known:
             return
@@ -80,18 +80,22 @@ _METERS: list[LiveBytes] = []
 
 
 class Pretended(torch.Tensor):
-    """A tensor that says it is on DEVICE; `held` has its numbers."""
+    """A tensor that says it is on DEVICE; `host_tensor` has its numbers."""
 
-    held: torch.Tensor
+    host_tensor: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
     is_cuda, is_cpu = True, False
 
     @staticmethod
-    def __new__(cls, held: torch.Tensor) -> Pretended:
+    def __new__(cls, host_tensor: torch.Tensor) -> Pretended:
         out = torch.Tensor._make_wrapper_subclass(
-            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype
+            cls,
+            host_tensor.shape,
+            strides=host_tensor.stride(),
+            storage_offset=host_tensor.storage_offset(),
+            dtype=host_tensor.dtype,
         )
-        out.held = held.detach()
+        out.host_tensor = host_tensor.detach()
         for meter in _METERS:
             meter.add(out)
         return out
@@ -112,7 +116,7 @@ class Pretended(torch.Tensor):
     def data(self, other: torch.Tensor) -> None:
         if not isinstance(other, Pretended):
             raise RuntimeError(f"{_place()}: the data of a tensor on the GPU becomes memory of the host")
-        self.held = other.held
+        self.host_tensor = other.host_tensor
         _data.__set__(self, other)
 
     def cpu(self) -> torch.Tensor:
@@ -120,16 +124,18 @@ class Pretended(torch.Tensor):
 
     def tolist(self) -> Any:
         WAITS[_place()] += 1
-        return self.held.tolist()
+        return self.host_tensor.tolist()
 
     def numpy(self, **_: Any) -> Any:
         raise TypeError(f"{_place()}: a tensor on the GPU cannot become a numpy array")
 
     def data_ptr(self) -> int:
-        return self.held.data_ptr()
+        return self.host_tensor.data_ptr()
 
     def type(self, *args: Any, **kwargs: Any) -> Any:
-        return super().type(*args, **kwargs) if args or kwargs else self.held.type().replace("torch.", "torch.cuda.")
+        if args or kwargs:
+            return super().type(*args, **kwargs)
+        return self.host_tensor.type().replace("torch.", "torch.cuda.")
 
 
 _data = torch.Tensor.data
@@ -142,25 +148,25 @@ class _ToDevice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return _held(grad)
+        return _host_tensor(grad)
 
 
 class _ToHost(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return _held(x).clone()
+        return _host_tensor(x).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return Pretended(grad)
 
 
-def _held(x: Any) -> Any:
-    return x.held if isinstance(x, Pretended) else x
+def _host_tensor(x: Any) -> Any:
+    return x.host_tensor if isinstance(x, Pretended) else x
 
 
 def _compute(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """One operator on the held tensors, after a look at where its arguments are."""
+    """One operator on the host tensors, after a look at where its arguments are."""
     name = function._schema.name
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     here = [x for x in tensors if isinstance(x, Pretended)]
@@ -176,14 +182,17 @@ def _compute(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     by_mask = name in _INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1])
     if name in _READING or by_mask:
         WAITS[_place()] += 1
-    settings = {**tree_map(_held, kwargs), **({"device": torch.device("cpu")} if "device" in kwargs else {})}
-    out = function(*tree_map(_held, args), **settings)
+    settings = {**tree_map(_host_tensor, kwargs), **({"device": torch.device("cpu")} if "device" in kwargs else {})}
+    out = function(*tree_map(_host_tensor, args), **settings)
     if name == "aten::copy_":
         return args[0]
-    given = {id(x.held): x for x in here} | {id(x): x for x in host}  # operators in place return their argument
+    # Operators in place return their argument.
+    arguments = {id(x.host_tensor): x for x in here} | {id(x): x for x in host}
 
     def dressed(x: Any) -> Any:
-        return given[id(x)] if id(x) in given else Pretended(x) if isinstance(x, torch.Tensor) else x
+        if id(x) in arguments:
+            return arguments[id(x)]
+        return Pretended(x) if isinstance(x, torch.Tensor) else x
 
     return tree_map(dressed, out)
 
@@ -248,11 +257,11 @@ def _making(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
             numbers = [x for x in tree_leaves(args) if isinstance(x, Pretended)]
             if numbers:
                 WAITS[_place()] += len(numbers)
-            args = tree_map(lambda x: x.held.item() if isinstance(x, Pretended) else x, args)
+            args = tree_map(lambda x: x.host_tensor.item() if isinstance(x, Pretended) else x, args)
         if megatron_cpu._is_cuda(device):
-            out = Pretended(function(*tree_map(_held, args), **{**kwargs, "device": "cpu"}))
+            out = Pretended(function(*tree_map(_host_tensor, args), **{**kwargs, "device": "cpu"}))
         else:
-            out = function(*(tree_map(_held, args) if device is not None else args), **kwargs)
+            out = function(*(tree_map(_host_tensor, args) if device is not None else args), **kwargs)
         return out.requires_grad_() if requires_grad else out
 
     return make
@@ -262,18 +271,18 @@ def _moving(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     """`Tensor.to` that knows the pretended device."""
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        wanted, waits = kwargs.pop("device", None), not kwargs.pop("non_blocking", False)
+        device, waits = kwargs.pop("device", None), not kwargs.pop("non_blocking", False)
         rest = []
         for arg in args:
             if isinstance(arg, torch.Tensor):
-                wanted = arg.device
+                device = arg.device
                 rest.append(arg.dtype)
             elif isinstance(arg, torch.device | str) or type(arg) is int:
-                wanted = arg
+                device = arg
             elif not isinstance(arg, bool):
                 rest.append(arg)
         out = self
-        if wanted is not None and megatron_cpu._is_cuda(wanted) is not isinstance(self, Pretended):
+        if device is not None and megatron_cpu._is_cuda(device) is not isinstance(self, Pretended):
             WAITS[_place()] += waits
             out = (_ToHost if isinstance(self, Pretended) else _ToDevice).apply(self)
         return function(out, *rest, **kwargs) if rest or kwargs else out

@@ -2,7 +2,7 @@
 
     python -m tests.integration.rank_main MODULE:FUNCTION JOB.json RANK
 
-RANK.json beside the job is what the function returns. The job's `out` is that directory."""
+RANK.json in the directory of the job is what the function returns. The job's `out` is that directory."""
 
 from __future__ import annotations
 

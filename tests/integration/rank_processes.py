@@ -81,7 +81,7 @@ def run_programs(
         while waiting:
             ended = wait(waiting, max(0.0, end - time.monotonic()))
             late = [rank.pid for rank in waiting]
-            assert ended, f"{commands[0]}: not done after {seconds} s\n{stacks.told(late)}"
+            assert ended, f"{commands[0]}: not done after {seconds} s\n{stacks.collect(late)}"
             for rank in ended:
                 waiting.remove(rank)
                 number, code = ranks.index(rank), rank.wait()

@@ -116,7 +116,7 @@ class TrainProcess:
 
     def stacks(self) -> str:
         """Stacks of the run's Python processes."""
-        return stacks.told(process.pid for process in self.processes())
+        return stacks.collect(process.pid for process in self.processes())
 
     def until(self, condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
         """Waits until `condition` holds while the process runs."""

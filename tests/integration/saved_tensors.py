@@ -18,7 +18,7 @@ def written_by_0_16(model: str) -> list[str]:
 
 def saved_tensors(path: Path) -> list[str]:
     """A line for each tensor of the model (name, type, shape, and the states of it that the optimizer saved in the same
-    type and shape), for each tensor beside them, and for each object (its name, without the part of a rank)."""
+    type and shape), for each other tensor, and for each object (its name, without the part of a rank)."""
     found = {
         name: _described(entry) for name, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items()
     }
@@ -28,7 +28,7 @@ def saved_tensors(path: Path) -> list[str]:
         for name, what in found.items()
         if what and not name.startswith(_STATE)
     }
-    described = {f"{_STATE}{state}.{name}" for name, beside in kept.items() for state in beside}
+    described = {f"{_STATE}{state}.{name}" for name, saved in kept.items() for state in saved}
     return sorted(
         {
             " ".join([name.partition("/shard_")[0], *what, *kept.get(name, [])])

@@ -56,7 +56,7 @@ def train(job: dict[str, Any], rank: int) -> list[dict[str, Any]]:
 
 
 def pretend_transformer_engine() -> None:
-    """Stand in for what megatron-core asks of it beside the layers, and for tensors on the pretended GPU."""
+    """Replaces what megatron-core asks of it other than the layers, also for tensors on the pretended GPU."""
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer.moe import experts
 
@@ -66,7 +66,7 @@ def pretend_transformer_engine() -> None:
     transformer_engine.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
     transformer_engine.set_save_original_input = experts.set_save_original_input = lambda module: None
     backends._check_offload = lambda *_: None
-    Pretended.untyped_storage = lambda self: self.held.untyped_storage()
+    Pretended.untyped_storage = lambda self: self.host_tensor.untyped_storage()
     move_rotation_of_latent_attention()
 
 
@@ -137,7 +137,7 @@ def check_plan(job: dict[str, Any], options: dict[str, Any], rank: int, result: 
     settings = config(job, job["model"], job["case"] | {"trainer": options})
     sizes, spec = sizes_of(settings.trainer), read_model(settings.model.path)
     stage = coordinates(rank, sizes).pipeline
-    (record,) = (each for each in trainer_memory(settings, spec, sizes, "cpu") if each.stage == stage)
+    (record,) = (x for x in trainer_memory(settings, spec, sizes, "cpu") if x.stage == stage)
     off = record.peak / (result["state"] + result["peak"]) - 1
     # Of latent attention the plan counts what Transformer Engine keeps, not what plain torch does (docs/trainer.md).
     moved = record.moved / result["moved"] - 1 if options and job["model"] != "deepseek" else 0.0

@@ -28,7 +28,7 @@ from tests.integration.rank_processes import run_ranks
 from tests.integration.saved_tensors import saved_tensors, written_by_0_16
 from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_rank import Rank, equal
-from tests.refusals import refused, told
+from tests.refusals import refusal_fields, refused
 
 pytestmark = pytest.mark.integration
 LAYOUTS = {
@@ -43,7 +43,7 @@ NAMES = [
 ]
 OTHERS = NAMES[2:]
 LOCKED_S = 300.0
-"""Seconds after which the thread of a save that nobody releases writes all the same."""
+"""Seconds after which the thread of a save that is not released writes all the same."""
 
 
 class CheckpointRank(Rank):
@@ -59,11 +59,11 @@ class CheckpointRank(Rank):
         return super().config(dtype=dtype, load=load)
 
     def keep(self, key: str, work: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        """Keep the result of `work`, or code and object of the refusal that it raises."""
+        """Keeps the result of `work`, or the fields of the refusal that it raises."""
         try:
             value = work(*arguments, **options)
         except Exception as error:
-            value = told(error)
+            value = refusal_fields(error)
         self.results[key] = value
 
     def save_while_training(self, trainer: Any, path: Path) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def ranks(
     deep_model: Path, config: dict[str, Any], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Ranks:
     """With CP2 if the chosen tests are about it."""
-    cut = any(each.get("layout") == "CP2" for each in chosen_cases(request))
+    cut = any(case.get("layout") == "CP2" for case in chosen_cases(request))
     layouts = {name: layout for name, layout in LAYOUTS.items() if name != "CP2" or cut}
     out = tmp_path_factory.mktemp("checkpoints")
     weights, witness = load_file(deep_model / "model.safetensors"), out / "witness"

@@ -114,8 +114,8 @@ def converted(
 ) -> tuple[Path, list[dict[str, Any]]]:
     """With the layouts and models of the chosen tests."""
     params = chosen_cases(request)
-    layouts = {name: layout for name, layout in LAYOUTS.items() if any(each["layout"] == name for each in params)}
-    chosen = {each["model"] for each in params}
+    layouts = {name: layout for name, layout in LAYOUTS.items() if any(case["layout"] == name for case in params)}
+    chosen = {case["model"] for case in params}
     out = tmp_path_factory.mktemp("convert")
     job: dict[str, Any] = {"layouts": layouts, "models": {}}
 

@@ -147,7 +147,7 @@ class CriticRank(Rank):
         self.results["pairs.scores"] = [float(scores[row][-1]) for row in range(len(rows))]
         self.results["pairs.step"] = metrics | model.train_step(shard(rows, self.parallel), step=0)
         self.write_tensors("pair_gradients", self.gradients(model))
-        self.results["pairs.head"] = [each.weight.main_grad.flatten().tolist() for each in model.heads]
+        self.results["pairs.head"] = [head.weight.main_grad.flatten().tolist() for head in model.heads]
 
     def write_gradients(self, critic: Any) -> None:
         """Without the distributed optimizer every rank has whole gradients."""
@@ -304,7 +304,7 @@ class Models:
         deepseek = DeepseekOracle(directory / "deepseek", 0, MODELS["V3"])
         self.paths = {QWEN: path, DEEPSEEK: deepseek.path}
         self.head = torch.randn(1, self.qwen.model.config.hidden_size, generator=torch.Generator().manual_seed(3)) / 4
-        # The head of an exported reward model beside a trunk.
+        # A trunk with the head of an exported reward model.
         scored = write_model(directory / "scored", tiny_model, {**weights, SCORE: self.head})
         self.paths["scored"] = scored
         self.oracles = {QWEN: ValueOracle(self.qwen.model), DEEPSEEK: ValueOracle(deepseek.model)}

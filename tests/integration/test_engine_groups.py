@@ -95,7 +95,7 @@ async def publishing_of(
 async def test_a_server_over_two_machines_is_lost_with_either(
     encoding: Encoding, tiny_model: Path, tiny_weights: Weights, tmp_path: Path
 ) -> None:
-    """Two server processes on the loopback interface, each with what brings its buckets beside it."""
+    """Two server processes on the loopback interface, each with the process that brings its buckets."""
     pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cpu.txt pins it)")
     engines = [{"name": "wide", "tensor": 2, "expert": 2, "nodes": 2, "max_total_tokens": 4096}]
     config = config_of(tiny_model, tmp_path, engines, "nixl")

@@ -139,7 +139,7 @@ class TrainerCase(Case):
         return facts
 
     def write_gradients(self) -> None:
-        """Of a step on these tokens, under Hugging Face names; beside them the keys of this rank's checkpoint."""
+        """Writes those of a step on these tokens, under Hugging Face names, and the keys of this rank's checkpoint."""
         from megatron.core.dist_checkpointing import ShardedTensor
         from megatron.core.dist_checkpointing.dict_utils import nested_values
 
@@ -241,10 +241,10 @@ def test_trainers_of_every_layout_agree_bit_for_bit(models: dict[str, Path], tmp
     # As engines hold them in fp8: two layouts, and a trainer that does not round.
     rounded = [TWO[0], TWO[2], {**ONE, "follows": True}, {**ONE, "quantize": None, "spoil": "none"}]
     groups.append(group("blocks", "bfloat16", rounded) | {"quantize": "ieee"})
-    # Weights merged with adapters in a checkpoint, and adapters that stand beside the weights in every layout.
+    # Weights merged with adapters in a checkpoint, and adapters that are separate from the weights in every layout.
     adapters, merged = make_adapters(models["moe"], tmp_path / "adapters", torch.bfloat16)
-    beside = {"distributed_optimizer": True, "lora": LORA | {"load": str(adapters)}}
-    cases = [{"trainer": case["trainer"] | beside} for case in TWO]
+    with_adapters = {"distributed_optimizer": True, "lora": LORA | {"load": str(adapters)}}
+    cases = [{"trainer": case["trainer"] | with_adapters} for case in TWO]
     bare = {**ONE, "leaves": 2, "spoil": "adapters left out"}
     groups.append(group("moe", "bfloat16", [*cases, bare]))
     groups[-1]["cases"][0]["model"] = str(merged)

@@ -276,11 +276,11 @@ def test_a_trainers_checkpoint_gives_every_weight_back_bit_for_bit(families, lay
 def test_a_trainers_checkpoint_has_the_layout_of_megatron_core_0_16(families, layout, model):
     """Latent attention, a layer of multi-token prediction, norms over all heads; without the distributed optimizer.
 
-    Each module of Transformer Engine keeps an object of its own for fp8 besides."""
+    Each module of Transformer Engine keeps in addition an object of its own for fp8."""
     found, written = saved_tensors(families(layout, model).checkpoint), written_by_0_16(model)
     if layout == ENGINE:
         assert set(found) > set(written)
-        found, written = ([line for line in each if not line.endswith("._extra_state")] for each in (found, written))
+        found, written = ([line for line in x if not line.endswith("._extra_state")] for x in (found, written))
     assert found == written
 
 
@@ -373,7 +373,7 @@ def test_the_prediction_layer_learns_as_in_transformers(families, layout, model)
             # Position t, which knows token t + 1, predicts token t + 2.
             loss = torch.nn.functional.cross_entropy(expected, torch.from_numpy(labels[1:]), reduction="none")
             (0.1 * torch.from_numpy(weight[1:]) * loss).sum().backward()
-    trained = {name: each.grad for name, each in oracle.mtp.named_parameters() if each.grad is not None}
+    trained = {name: x.grad for name, x in oracle.mtp.named_parameters() if x.grad is not None}
     expected = oracle.renamed(trained)  # without an indexer's
     gradients = ran.assembled("mtp")
     worst, name = difference(gradients, expected)

@@ -160,7 +160,7 @@ def train(job: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def restricted(trajectory: Trajectory, random: np.random.Generator) -> Support:
-    """1 to 7 kept tokens wherever one was sampled."""
+    """Returns 1 to 7 kept tokens at each position where one was sampled."""
     sampled = trajectory.versions() >= 0
     counts = np.where(sampled, random.integers(1, 8, len(sampled)), 0)
     rows = [
@@ -279,7 +279,7 @@ def test_a_step_with_recomputed_log_probs_is_the_formula_over_the_support(labora
 
 @every_layout
 def test_the_kl_of_a_teachers_top_tokens_is_that_of_whole_logits(laboratory, layout):
-    """Three tokens and all others as a fourth, whoever holds their logits."""
+    """Three tokens and all others as a fourth, on every rank that holds their logits."""
     policy = laboratory.oracles["policy"]
     policy.model.zero_grad()
     trajectories, total = laboratory.trajectories, 0.0

@@ -290,7 +290,7 @@ class Laboratory:
         """Results of the last rank, and all gradients."""
         out = self.directory / name_of(case)
         if out.name not in self.results:
-            models = [each for each in self.models if case == ONE or (out.name, each["name"]) in self.chosen]
+            models = [model for model in self.models if case == ONE or (out.name, model["name"]) in self.chosen]
             job = {"models": models, "trainer": fields(case)}
             self.results[out.name] = run_ranks(train, out, case["world_size"], job)[-1]
         return self.results[out.name][model], load_file(out / f"{model}.safetensors")
@@ -311,9 +311,9 @@ def assert_equal_to_one_rank(laboratory: Laboratory, case: Case, model: str) -> 
     assert gradients.keys() == single.keys()
     trained = {name for name, gradient in single.items() if gradient.any()}
     assert single.keys() - trained == {name for name in single if name.endswith("e_score_correction_bias")}
-    each = {n: ((gradients[n] - single[n]).abs().max() / single[n].abs().max()).item() for n in trained}
-    worst = max(each, key=each.__getitem__)
-    assert each[worst] <= BOUNDS.get(model, BOUND), f"{worst}: {each[worst]:.1e}"
+    errors = {n: ((gradients[n] - single[n]).abs().max() / single[n].abs().max()).item() for n in trained}
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= BOUNDS.get(model, BOUND), f"{worst}: {errors[worst]:.1e}"
 
 
 def test_the_layouts_cover_every_pair_of_settings_that_can_meet():
@@ -351,7 +351,7 @@ def test_loss_metrics_and_gradients_are_those_of_one_rank(laboratory, case, mode
 @pytest.mark.parametrize("case", COVERING[:1], ids=name_of)
 def test_packing_changes_the_number_of_microbatches(laboratory, case, model):
     """Else the invariance to packing above would say nothing."""
-    few, many = (laboratory(each, model)[0]["microbatches"] for each in (case, ONE))
+    few, many = (laboratory(x, model)[0]["microbatches"] for x in (case, ONE))
     assert 1 < few < many
 
 

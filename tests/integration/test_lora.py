@@ -129,9 +129,9 @@ class LoraRank(Rank):
             expected[name] = of_a, of_b
         self.steps(trainer, (STEPS,))
         self.results["errors"] = {
-            f"{name} {letter}": float((parameter.main_grad - each).abs().max() / each.abs().max())
+            f"{name} {letter}": float((parameter.main_grad - gradient).abs().max() / gradient.abs().max())
             for name, pair in expected.items()
-            for letter, parameter, each in zip("AB", adapters[name].parameters, pair, strict=True)
+            for letter, parameter, gradient in zip("AB", adapters[name].parameters, pair, strict=True)
         }
 
     def compare_reference(self, trainer: Any, first: list[Any]) -> None:
@@ -148,7 +148,7 @@ class LoraRank(Rank):
         base, again = trainer.logprobs(batches, under="reference"), trainer.logprobs(batches)
         if not self.parallel.last_stage:
             return
-        parts = [each["reference_logprobs"] for each in fields]
+        parts = [x["reference_logprobs"] for x in fields]
         whole = [trainer.context.gather(part, b.lengths).numpy() for part, b in zip(parts, batches, strict=True)]
         self.results["reference"] = {
             "is_base": same(base, first),
@@ -275,7 +275,7 @@ def kind_of(name: str) -> str:
     return MODELS.get(name.split("-")[0], "qwen3_moe")
 
 
-def each(*names: str) -> list[Any]:
+def layout_params(*names: str) -> list[Any]:
     return [
         pytest.param(name, marks=[pytest.mark.slow("full grid of layouts")] if name in SLOW else [])
         for name in names or LAYOUTS
@@ -301,7 +301,7 @@ def answer(model: Path, directory: Path) -> None:
     made.rename(directory / "merged")
 
 
-@pytest.mark.parametrize("layout", each())
+@pytest.mark.parametrize("layout", layout_params())
 def test_adapters_have_the_gradients_that_transformers_implies(trained, layout):
     for results in trained[layout][1]:
         assert max(results["errors"].values()) <= 1e-5, results["errors"]
@@ -311,7 +311,7 @@ def test_adapters_have_the_gradients_that_transformers_implies(trained, layout):
         assert any(kind in name for name in named), kind
 
 
-@pytest.mark.parametrize("layout", each())
+@pytest.mark.parametrize("layout", layout_params())
 def test_the_reference_is_the_base_bit_for_bit(trained, layout):
     last = [results for results in trained[layout][1] if "reference" in results]
     assert len(last) == LAYOUTS[layout]["world_size"] // LAYOUTS[layout].get("pipeline", 1), "of the last stage"
@@ -321,7 +321,7 @@ def test_the_reference_is_the_base_bit_for_bit(trained, layout):
         )
 
 
-@pytest.mark.parametrize("layout", each())
+@pytest.mark.parametrize("layout", layout_params())
 def test_a_restored_trainer_goes_on_to_the_last_bit(trained, layout):
     for results in trained[layout][1]:
         ahead, restored = results["restored"]
@@ -329,7 +329,7 @@ def test_a_restored_trainer_goes_on_to_the_last_bit(trained, layout):
         assert results["restored_equal"]
 
 
-@pytest.mark.parametrize("here", each(*TAKES_OVER))
+@pytest.mark.parametrize("here", layout_params(*TAKES_OVER))
 def test_another_layout_restores_the_same_merged_weights(trained, here):
     there = TAKES_OVER[here]
     saved = load_file(trained[there][0] / "saved.safetensors")
@@ -338,14 +338,14 @@ def test_another_layout_restores_the_same_merged_weights(trained, here):
     assert all(torch.equal(moved[name], value) for name, value in saved.items())
 
 
-@pytest.mark.parametrize("layout", each(*TAKES_OVER))
+@pytest.mark.parametrize("layout", layout_params(*TAKES_OVER))
 def test_exported_adapters_load_in_another_layout_bit_for_bit(trained, layout):
     for results in trained[layout][1]:
         assert results["imported"]
         assert 0 < results["moved_by"] <= 1.01 * LR, "Adam's first step is at most the learning rate"
 
 
-@pytest.mark.parametrize("layout", each(*TAKES_OVER.values()))
+@pytest.mark.parametrize("layout", layout_params(*TAKES_OVER.values()))
 def test_peft_computes_with_exported_adapters_what_merged_weights_do(trained, layout, tmp_path):
     """Logits before PEFT merges them, and the weights after; over a sequence in which experts are chosen by all."""
     directory, base = trained[layout][0], trained.model(layout)
@@ -370,9 +370,9 @@ def test_peft_computes_with_exported_adapters_what_merged_weights_do(trained, la
         assert torch.allclose(again[name], value, rtol=0, atol=1e-6), name
 
 
-@pytest.mark.parametrize("layout", each("dense", "dense-TP2"))
+@pytest.mark.parametrize("layout", layout_params("dense", "dense-TP2"))
 def test_pefts_adapters_load_into_a_trainer_and_are_exported_unchanged(trained, layout, tmp_path):
-    """Log-probs of the trainer, and of what its checkpoint is exported to, beside those of peft's own model."""
+    """Log-probs of the trainer, and of what its checkpoint is exported to, compared with those of peft's model."""
     import peft
     from transformers import AutoModelForCausalLM
 
@@ -391,7 +391,7 @@ def test_pefts_adapters_load_into_a_trainer_and_are_exported_unchanged(trained, 
     assert moved > 0.1
 
 
-@pytest.mark.parametrize("layout", each())
+@pytest.mark.parametrize("layout", layout_params())
 def test_the_plan_counts_gradients_and_state_of_adapters_only(trained, layout):
     for results in trained[layout][1]:
         assert results["planned"] == results["bytes"]

@@ -18,7 +18,7 @@ from tests.integration.chosen import chosen_cases
 from tests.integration.conftest import Weights
 from tests.integration.rank_processes import cached, run_ranks
 from tests.integration.trainer_rank import CLIPPED, Rank, demonstrations, equal, shard
-from tests.refusals import told
+from tests.refusals import refusal_fields
 
 pytestmark = pytest.mark.integration
 
@@ -109,7 +109,7 @@ class OptimizerRank(Rank):
         try:
             trainer.train_step(self.demonstrated(1), step=5, version=0)
         except SlimxError as error:
-            self.results["stopped"] = told(error)
+            self.results["stopped"] = refusal_fields(error)
 
     def train_without_signal(self) -> None:
         """A third step whose advantages are all 0: alone, and with each other term that a loss may have."""
@@ -199,7 +199,7 @@ def train(job: dict[str, Any], number: int) -> dict[str, Any]:
     return rank.finish()
 
 
-def each_layout(part: str, *, several: bool = False) -> pytest.MarkDecorator:
+def every_layout(part: str, *, several: bool = False) -> pytest.MarkDecorator:
     """Every layout with a part. `several`: without that of one rank."""
     return pytest.mark.parametrize(
         ("name", "part"),
@@ -253,7 +253,7 @@ def is_frozen(name: str) -> bool:
     return name.startswith(("model.embed_tokens.", "model.layers.0.", "model.layers.1."))
 
 
-@each_layout("frozen")
+@every_layout("frozen")
 def test_frozen_parameters_have_neither_gradient_nor_state(laboratory, name, part):
     seen = set()
     for results in laboratory[name]:
@@ -268,7 +268,7 @@ def test_frozen_parameters_have_neither_gradient_nor_state(laboratory, name, par
             assert results["state_elements"] == results["trainable_elements"]
 
 
-@each_layout("frozen")
+@every_layout("frozen")
 def test_freezing_changes_no_other_gradient_also_with_recomputation(laboratory, name, part):
     plain, frozen = (laboratory.tensors(name, file) for file in ("gradients", "frozen_gradients"))
     assert plain.keys() == frozen.keys()
@@ -279,14 +279,14 @@ def test_freezing_changes_no_other_gradient_also_with_recomputation(laboratory, 
             torch.testing.assert_close(frozen[parameter], gradient, rtol=1e-6, atol=1e-8, msg=parameter)
 
 
-@each_layout("frozen", several=True)
+@every_layout("frozen", several=True)
 def test_a_half_frozen_model_trains_alike_in_every_layout(laboratory, name, part):
-    single, several = (laboratory.tensors(each, "frozen_weights") for each in ("single", name))
+    single, several = (laboratory.tensors(x, "frozen_weights") for x in ("single", name))
     for parameter, weight in single.items():
         assert (several[parameter] - weight).abs().max() <= 1e-3 * weight.abs().max(), parameter
 
 
-@each_layout("frozen")
+@every_layout("frozen")
 def test_a_half_frozen_trainer_continues_from_its_checkpoint_bit_for_bit(laboratory, name, part):
     for results in laboratory[name]:
         ahead, restored = results["restored"]
@@ -296,21 +296,21 @@ def test_a_half_frozen_trainer_continues_from_its_checkpoint_bit_for_bit(laborat
 # Steps that are skipped -----------------------------------------------------------------------------------------------
 
 
-@each_layout("skipped")
+@every_layout("skipped")
 def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(laboratory, name, part):
     for rank, results in enumerate(laboratory[name]):
         assert results["skipped"] == 1.0 and results["skip_left_all"], rank
         assert results["after_skip"] == 0.0 and results["after_skip_moved"], rank
 
 
-@each_layout("skipped")
+@every_layout("skipped")
 def test_too_many_skips_stop_every_rank_with_the_first_bad_parameter(laboratory, name, part):
     ((code, about, sentence),) = {tuple(results["stopped"]) for results in laboratory[name]}
     assert (code, about) == ("trainer.max_skipped", "trainer.optimizer.max_skipped")
     assert "model.layers.2.mlp.experts.6.down_proj.weight" in sentence
 
 
-@each_layout("without_signal")
+@every_layout("without_signal")
 def test_an_update_without_gradient_changes_neither_weights_nor_moments(laboratory, name, part):
     for rank, results in enumerate(laboratory[name]):
         assert results["without_signal_alone"] == [1.0, True, True, 0.0], rank

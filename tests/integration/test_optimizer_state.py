@@ -82,7 +82,7 @@ class StateRank(Rank):
             self.steps(fresh, (0,))
             untouched = self.trainer(**options)
             self.steps(untouched, (0,))
-            self.results[f"unstepped_{kind}"] = [self.same(untouched, each) for each in (trainer, fresh)]
+            self.results[f"unstepped_{kind}"] = [self.same(untouched, x) for x in (trainer, fresh)]
 
     def restore_gathered(self) -> None:
         """A checkpoint whose optimizer state megatron-core gathered, as slimx wrote it until 2026-11."""
@@ -186,7 +186,7 @@ def train(job: dict[str, Any], number: int) -> dict[str, Any]:
     return rank.finish()
 
 
-def each_kind() -> pytest.MarkDecorator:
+def every_kind() -> pytest.MarkDecorator:
     """Every kind of optimizer in every layout."""
     return pytest.mark.parametrize(
         ("name", "kind"),
@@ -234,24 +234,24 @@ def laboratory(
     return Laboratory(tmp_path_factory.mktemp("optimizer_state"), deep_model, chosen)
 
 
-@each_kind()
+@every_kind()
 def test_moments_on_the_host_give_the_same_bits(laboratory, name, kind):
     for results in laboratory[name]:
         assert results[f"host_moments_{kind}_0.5"] and results[f"host_moments_{kind}_1.0"]
 
 
-@each_kind()
+@every_kind()
 def test_host_moments_continue_with_another_fraction_on_the_host(laboratory, name, kind):
     for results in laboratory[name]:
         assert results[f"host_moments_{kind}_restored"] and results[f"host_moments_{kind}_went_on"]
 
 
-@each_kind()
+@every_kind()
 def test_a_run_goes_on_from_a_checkpoint_with_another_learning_rate(laboratory, name, kind):
     assert all(results[f"host_moments_{kind}_faster"] for results in laboratory[name])
 
 
-@each_kind()
+@every_kind()
 def test_a_checkpoint_before_the_first_step_changes_nothing(laboratory, name, kind):
     for results in laboratory[name]:
         assert results[f"unstepped_{kind}"] == [True, True]
@@ -277,12 +277,12 @@ def came_back_whole(found: dict[str, Any]) -> bool:
     return nothing and moved and same
 
 
-@each_kind()
+@every_kind()
 def test_an_offloaded_trainer_holds_nothing_and_comes_back_as_it_was(laboratory, name, kind):
     assert all(came_back_whole(results[f"offloaded_{kind}"]) for results in laboratory[name])
 
 
-@each_kind()
+@every_kind()
 def test_training_goes_on_after_offloading_as_if_nothing_had_been(laboratory, name, kind):
     assert all(results[f"offloaded_{kind}"]["trained"] for results in laboratory[name])
 

@@ -1,4 +1,4 @@
-"""Data-parallel ranks exchange the same bits beside passes as between them, and bf16 rounds gradients once."""
+"""Data-parallel ranks exchange the same bits during passes as between them, and bf16 rounds gradients once."""
 
 from __future__ import annotations
 
@@ -58,39 +58,39 @@ class OverlapRank(Rank):
         return steps
 
     def compare_sums(self) -> None:
-        after, beside = self.overlapping(overlap=False), self.overlapping(overlap=True)
-        begun = self.watch_sums(beside)
+        after, overlapped = self.overlapping(overlap=False), self.overlapping(overlap=True)
+        begun = self.watch_sums(overlapped)
         expected, path = self.steps(after, range(STEPS)), self.out / "checkpoint"
-        self.results["metrics"] = [expected, self.steps(beside, range(STEPS))]
+        self.results["metrics"] = [expected, self.steps(overlapped, range(STEPS))]
         self.results["begun"] = begun
-        self.results["equal"] = equal(self.weights(after), self.weights(beside))
-        self.save(beside, path, step=STEPS)
+        self.results["equal"] = equal(self.weights(after), self.weights(overlapped))
+        self.save(overlapped, path, step=STEPS)
         resumed = self.overlapping(overlap=False)
         resumed.restore(str(path), same_layout=True)
-        self.results["resumed"] = [self.steps(each, range(STEPS, STEPS + 2)) for each in (beside, resumed)]
-        self.results["resumed_equal"] = equal(self.weights(beside), self.weights(resumed))
+        self.results["resumed"] = [self.steps(trainer, range(STEPS, STEPS + 2)) for trainer in (overlapped, resumed)]
+        self.results["resumed_equal"] = equal(self.weights(overlapped), self.weights(resumed))
 
     def compare_gathers(self) -> None:
         """Steps of two updates, after which the weights are read on each rank."""
-        at_once, beside = self.overlapping(overlap=True), self.overlapping(overlap=True, overlap_param_gather=True)
+        at_once, overlapped = self.overlapping(overlap=True), self.overlapping(overlap=True, overlap_param_gather=True)
         self.results["gathered"], self.results["order"], self.results["stage"] = (
             [],
             [],
             self.parallel.coordinates.pipeline,
         )
-        events = self.watch_gathers(beside)
+        events = self.watch_gathers(overlapped)
         for step in range(2):
             events.clear()
-            for trainer in (at_once, beside):
+            for trainer in (at_once, overlapped):
                 updates = [self.demonstrated(2 * step + number) for number in range(2)]
                 metrics = trainer.train_updates(updates, step=step, version=0)
                 self.results["gathered"].append(metrics)
             self.results["order"].append([*events])
-            self.results[f"gathered_equal_{step}"] = equal(self.weights(at_once), self.weights(beside))
+            self.results[f"gathered_equal_{step}"] = equal(self.weights(at_once), self.weights(overlapped))
         path = self.out / "gathered"
-        self.save(beside, path, step=2)
+        self.save(overlapped, path, step=2)
         at_once.restore(str(path), same_layout=True)
-        scored = [trainer.logprobs(self.demonstrated(9)) for trainer in (at_once, beside)]
+        scored = [trainer.logprobs(self.demonstrated(9)) for trainer in (at_once, overlapped)]
         self.results["scored_equal"] = all((one == other).all() for one, other in zip(*scored, strict=True))
 
     def watch_gathers(self, trainer: Any) -> list[str]:
@@ -162,22 +162,22 @@ def test_gradients_reduced_during_the_backward_pass_are_equal(ranks: list[dict[s
         assert second.index("end") > 1, "sums began before the backward pass had ended"
         assert results["equal"] and results["resumed_equal"]
         for kind in ("metrics", "resumed"):
-            after, beside = results[kind]
-            assert [*map(pytest.approx, after)] == beside
+            after, overlapped = results[kind]
+            assert [*map(pytest.approx, after)] == overlapped
 
 
 def test_weights_gathered_during_the_forward_pass_are_equal(ranks: list[dict[str, Any]]) -> None:
     """Between the updates of a step; when it ends they are whole: on every rank, in a checkpoint, for log-probs."""
     for results in ranks:
-        for at_once, beside in (results["gathered"][:2], results["gathered"][2:]):
-            assert pytest.approx(at_once) == beside
+        for at_once, overlapped in (results["gathered"][:2], results["gathered"][2:]):
+            assert pytest.approx(at_once) == overlapped
         assert results["gathered_equal_0"] and results["gathered_equal_1"] and results["scored_equal"]
         for events in results["order"]:
             before, between, after = " ".join(events).split("step")
             assert "gather" not in before, "the step before left the weights whole"
             assert between.index("gather") < between.index("layer")
             assert "layer gather" in between or results["stage"], (
-                "the later layers' weights came beside the first layers"
+                "the later layers' weights were gathered while the first layers computed"
             )
             assert "gather" in after
 

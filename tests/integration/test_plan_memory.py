@@ -51,15 +51,15 @@ def recompute(**fields: Any) -> dict[str, Any]:
     return {"recompute": fields}
 
 
-def each_module(*modules: str) -> list[dict[str, Any]]:
+def module_cases(*modules: str) -> list[dict[str, Any]]:
     """A step without recomputation, and with each module computed again."""
     alone = [recompute(granularity="selective", modules=[module]) for module in modules]
     return [case(512, 256, "float32"), *(case(512, 256, "float32", **fields) for fields in alone)]
 
 
 MODULES = {
-    "qwen": each_module("core_attn", "layernorm", "moe_act", "moe"),
-    "deepseek": each_module("core_attn", "mla_up_proj", "mlp", "shared_experts"),
+    "qwen": module_cases("core_attn", "layernorm", "moe_act", "moe"),
+    "deepseek": module_cases("core_attn", "mla_up_proj", "mlp", "shared_experts"),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {
@@ -230,7 +230,7 @@ def test_a_plan_says_what_trainers_hold(name: str, models: Path, tmp_path: Path)
     cases = [(model, case) for model, cases in job["cases"].items() for case in cases]
     off = []
     for number, (model, case) in enumerate(cases):
-        off += check_case(job, model, case, [each["cases"][number] for each in results])
+        off += check_case(job, model, case, [result["cases"][number] for result in results])
     if name == "recomputing":
         live = {json.dumps([model, case]): results[0]["cases"][n]["live"] for n, (model, case) in enumerate(cases)}
         for model, (plain, *others) in MODULES.items():
@@ -270,8 +270,8 @@ def check_module(
     job: dict[str, Any], model: str, plain: dict[str, Any], one: dict[str, Any], live: dict[str, int]
 ) -> None:
     """Recomputing a module takes as much off the peak as a plan says, within a quarter of that or PART of the peak."""
-    before, after = (live[json.dumps([model, each])] for each in (plain, one))
-    planned = [planned_peak(job, model, each) for each in (plain, one)]
+    before, after = (live[json.dumps([model, x])] for x in (plain, one))
+    planned = [planned_peak(job, model, x) for x in (plain, one)]
     saved, expected = before - after, planned[0] - planned[1]
     (module,) = one["trainer"]["recompute"]["modules"]
     print(f"{model} {module}: {saved / before:.1%} of the peak, planned {expected / before:.1%}")

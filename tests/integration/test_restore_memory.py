@@ -1,4 +1,4 @@
-"""Saving and restoring a trainer needs no memory of the GPU beside its state; moments of the host never visit it."""
+"""Saving and restoring a trainer needs no GPU memory other than its state; moments of the host never visit it."""
 
 from __future__ import annotations
 

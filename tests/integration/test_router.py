@@ -184,12 +184,12 @@ class RoutedModel:
         self.model.zero_grad()
         ran = [self.run(trajectory, routes) for trajectory, routes in zip(batch, forced, strict=True)]
         weights = loss_weights(batch, "token")
-        loss = -sum((torch.from_numpy(w) * each.logprobs).sum() for w, each in zip(weights, ran, strict=True))
+        loss = -sum((torch.from_numpy(w) * x.logprobs).sum() for w, x in zip(weights, ran, strict=True))
         extra = torch.zeros(())
         if term:
-            extra = sum(TERMS[term]([each.logits[n] for each in ran], self, microbatches) for n in self.layers)
+            extra = sum(TERMS[term]([x.logits[n] for x in ran], self, microbatches) for n in self.layers)
         (loss + coefficient * extra).backward()
-        routes = np.concatenate([each.routes for each in ran])
+        routes = np.concatenate([x.routes for x in ran])
         return Trained(
             loss.item(),
             extra.item() / len(self.layers),
@@ -214,8 +214,8 @@ def z_loss(logits: list[torch.Tensor], model: RoutedModel, microbatches: Microba
 
 
 def seq_aux_loss(logits: list[torch.Tensor], model: RoutedModel, microbatches: Microbatches) -> torch.Tensor:
-    each = [_scores(part, model) for part in logits]
-    return torch.stack([model.experts * (_share(s, model) * s.mean(0)).sum() for s in each]).mean()
+    scores = [_scores(part, model) for part in logits]
+    return torch.stack([model.experts * (_share(s, model) * s.mean(0)).sum() for s in scores]).mean()
 
 
 def aux_loss(logits: list[torch.Tensor], model: RoutedModel, microbatches: Microbatches) -> torch.Tensor:
@@ -339,7 +339,7 @@ def test_replayed_routes_give_the_gradients_of_forced_routes(laboratory, layout,
 
 @every_layout("V3 R3")
 def test_the_prediction_layer_chooses_by_itself_and_learns_alike(laboratory, layout, name):
-    single, found = (laboratory.gradients(each, name) for each in ("single", layout))
+    single, found = (laboratory.gradients(x, name) for x in ("single", layout))
     of_layer = [name for name in single if name.startswith("model.layers.4.") and "correction_bias" not in name]
     expected = {name: single[name] for name in of_layer}
     assert expected and all(gradient.any() for gradient in expected.values())
@@ -361,7 +361,7 @@ def test_an_auxiliary_term_adds_exactly_its_own_gradient(laboratory, layout, nam
     packed = ()
     if term in ("aux_loss", "global_aux_loss"):
         if layout in WIDE:
-            pytest.skip("the term depends on micro-batches, and only those of one data-parallel rank are told")
+            pytest.skip("the term depends on micro-batches, and only those of one data-parallel rank are reported")
         packed = laboratory.microbatches(layout, name)
         assert len(packed) > 2
     expected = laboratory.expected(model, "own", term, packed)

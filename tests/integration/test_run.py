@@ -1,4 +1,4 @@
-"""Whole runs: one step off with two turns and a served teacher, and colocated; how they end when they are told to, or
+"""Whole runs: one step off with two turns and a served teacher, and colocated; how they end on a signal, or when they
 have lost a trainer."""
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def ahead(
     task_of_sums: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Ahead:
-    """Two turns beside a frozen model, which judges them and teaches; SIGTERM ends it in order."""
+    """Two turns with a frozen model, which judges them and teaches; SIGTERM ends it in order."""
     directory = tmp_path_factory.mktemp("ahead")
     wise = perturbed(tiny_weights, seed=3, scale=0.1)
     teacher = write_model(directory / "teacher", tiny_model, wise)
@@ -129,7 +129,7 @@ def ahead(
 def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old(ahead: Ahead) -> None:
     rows = steps(ahead.directory / "run")
     assert [rows[step]["staleness/max"] for step in range(1, 6)] == [0, 1, 1, 1, 1]
-    # Before the first step and after every second one the held-out prompts are answered beside the batch in flight.
+    # Before the first step and after every second one the held-out prompts are answered while the batch is in flight.
     start = rows.pop(0)
     evaluated = {step for step, row in rows.items() if "eval/sums/accuracy" in row}
     assert evaluated == {step for step in rows if step % 2 == 0}
@@ -148,7 +148,7 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old(ahead: Ahe
     tickets = saved_tickets(ahead.directory / "run" / "checkpoints" / "iter_0000004")
     assert len(tickets) == 4  # the batch that was in flight is kept
     groups = [ticket.group for ticket in tickets if ticket.group]
-    # A greedy rollout beside each group's two is judged and kept as its baseline, and is none of them.
+    # In addition to each group's two, a greedy rollout is judged and kept as its baseline; it is none of them.
     assert all(group.baseline is not None and len(group.trajectories) == 2 for group in groups)
     trajectories = [t for group in groups for t in group.trajectories]
     # A publication parts the tokens of a turn into two spans, so that only what is inserted tells turns apart.

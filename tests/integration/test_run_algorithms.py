@@ -38,7 +38,7 @@ def test_own_advantages_and_an_own_loss_in_a_run(tiny_model, task_of_sums, tmp_p
         tmp_path,
         tiny_model,
         task_of_sums / "train.jsonl",
-        algorithm={"advantages": f"{hooks}.own_advantages", "loss": f"{hooks}.own_loss"},
+        algorithm={"advantages": f"{hooks}.rewards_as_advantages", "loss": f"{hooks}.weighted_loss"},
         schedule={"steps": 2},
     )
     run = TrainProcess(config)

@@ -32,7 +32,7 @@ SlurmctldPort={controller}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-# A requeued job waits until its old credentials are void: 120 s unless told otherwise.
+# A requeued job waits until its old credentials are void: 120 s by default.
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state

@@ -39,7 +39,7 @@ def indexers(model: torch.nn.Module) -> list[torch.nn.Module]:
 def choices(model: torch.nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
     """Tokens [1, L, k] that each layer's indexer chooses for tokens [1, L]."""
     found: list[torch.Tensor] = []
-    hooks = [each.register_forward_hook(lambda _, __, indices: found.append(indices)) for each in indexers(model)]
+    hooks = [x.register_forward_hook(lambda _, __, indices: found.append(indices)) for x in indexers(model)]
     with torch.no_grad():
         model(tokens)
     for hook in hooks:
@@ -57,8 +57,8 @@ def replay(model: torch.nn.Module, source: torch.nn.Module) -> None:
     """Have the indexers of `model` choose what those of `source` do."""
     taken: list[torch.Tensor] = []
     model.register_forward_pre_hook(lambda _, args: taken.extend(choices(source, args[0])))
-    for each in indexers(model):
-        each.register_forward_hook(lambda *_: taken.pop(0))
+    for indexer in indexers(model):
+        indexer.register_forward_hook(lambda *_: taken.pop(0))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -66,7 +66,7 @@ def test_the_tiny_models_choose_and_no_choice_hangs_on_rounding_or_a_tie(tmp_pat
     """Else trainer and transformers would agree whatever the indexer says, or differ by chance."""
     oracle = CASES[name].make(tmp_path, list(CASES).index(name))
     oracle.model.set_experts_implementation("eager")  # the grouped product knows no float64
-    sequences = [torch.from_numpy(each.token_ids[:-1].astype(np.int64)) for each in oracle.trajectories()]
+    sequences = [torch.from_numpy(t.token_ids[:-1].astype(np.int64)) for t in oracle.trajectories()]
     single = [chosen(oracle.model, tokens) for tokens in sequences]
     double = [chosen(oracle.model.double(), tokens) for tokens in sequences]
     for tokens, one, other in zip(sequences, single, double, strict=True):
@@ -87,9 +87,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     for name in MODELS:
         before, later = (CASES[name].make(directory / f"{name} {seed}", seed) for seed in (3, 4))
         tokens = torch.from_numpy(
-            max(before.trajectories(), key=lambda each: len(each.token_ids)).token_ids[:-1].astype(np.int64)
+            max(before.trajectories(), key=lambda t: len(t.token_ids)).token_ids[:-1].astype(np.int64)
         )
-        pairs = zip(*(chosen(each.model, tokens) for each in (before, later)), strict=True)
+        pairs = zip(*(chosen(x.model, tokens) for x in (before, later)), strict=True)
         assert not any(torch.equal(mine, yours) for mine, yours in pairs), "both choose the same"
         replay(later.model, before.model)
         out[name] = before, later

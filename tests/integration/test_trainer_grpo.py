@@ -187,9 +187,9 @@ def test_what_a_step_computed_of_every_token_adds_up_to_its_metrics(laboratory, 
         if (place := coordinates(rank, SIZES[name])).tensor == place.context == 0
         for batch in results["trained_tokens"]
     ]
-    assert max(each[0] for each in whole) == step["gap/max"] > 0
-    assert sum(each[1] for each in whole) / step["gap/tokens"] == pytest.approx(step["gap/mean"], rel=1e-9)
-    assert sum(each[2] for each in whole) == step["routes/differing"] > 0
+    assert max(batch[0] for batch in whole) == step["gap/max"] > 0
+    assert sum(batch[1] for batch in whole) / step["gap/tokens"] == pytest.approx(step["gap/mean"], rel=1e-9)
+    assert sum(batch[2] for batch in whole) == step["routes/differing"] > 0
     assert all(results["second_read"] == [] for results in ranks), "values are read once"
 
 

@@ -24,7 +24,7 @@ from tests.integration.rank_processes import cached, run_ranks
 from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_oracle import Oracle, difference, write_model
 from tests.integration.trainer_rank import Rank, by_sequence, demonstrations
-from tests.refusals import told
+from tests.refusals import refusal_fields
 
 pytestmark = pytest.mark.integration
 
@@ -86,7 +86,7 @@ class LayoutRank(Rank):
             try:
                 trainer.restore(path, same_layout=False)
             except BaseException as error:
-                self.results[name] = told(error)
+                self.results[name] = refusal_fields(error)
             else:
                 self.results[name] = self.next_steps(trainer)
 
@@ -101,7 +101,7 @@ class LayoutRank(Rank):
         try:
             trainer.restore(str(path), same_layout=True)
         except BaseException as error:  # whatever it is, the other tests of this layout need the rest
-            self.results["damaged"] = told(error)
+            self.results["damaged"] = refusal_fields(error)
 
     def finish(self) -> dict[str, Any]:
         from megatron.core import parallel_state
@@ -145,7 +145,7 @@ class Layout:
     def logprobs(self) -> dict[tuple[int, ...], np.ndarray]:
         """Log-probs by sequence (its tokens with the last label)."""
         ranks = [by_sequence(np.load(self.directory / f"{rank}.npz")) for rank in range(self.sizes.world)]
-        return {sequence: values for each in ranks for sequence, values in each.items()}
+        return {sequence: values for results in ranks for sequence, values in results.items()}
 
 
 class Laboratory:
@@ -257,7 +257,7 @@ def test_gradients_of_the_first_step_are_those_of_one_rank(laboratory, name):
 @pytest.mark.parametrize("name", SEVERAL)
 def test_supervised_steps_with_the_distributed_optimizer_equal_one_rank(laboratory, name):
     layout, single = laboratory[name], laboratory["single"]
-    losses = [[step["loss/sft"] for step in each.last["steps"]] for each in (layout, single)]
+    losses = [[step["loss/sft"] for step in x.last["steps"]] for x in (layout, single)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-3) and len(losses[1]) == STEPS - 1
     worst, tensor = difference(layout.tensors("weights"), single.tensors("weights"))
     assert worst <= 1e-3, tensor

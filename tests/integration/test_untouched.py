@@ -80,8 +80,8 @@ def logits(model: Any, tokens: list[int]) -> np.ndarray:
     return out[0].numpy()
 
 
-def without_own_key(release: Path) -> None:
-    """Take slimx's own keys out of a checkpoint: it is then as another system writes it."""
+def remove_slimx_keys(release: Path) -> None:
+    """Removes the keys that only slimx writes from a checkpoint: it is then as another system writes it."""
     metadata = pickle.loads((release / ".metadata").read_bytes())
     for key in [key for key in metadata.state_dict_metadata if key.endswith(FACTOR)]:
         del metadata.state_dict_metadata[key]
@@ -120,7 +120,7 @@ def load_and_save(job: dict[str, Any], rank: int) -> dict[str, list[str]]:
             load(model, path)
             found |= {f"{kind}.{n}": logits(model, tokens) for n, tokens in enumerate(case["tokens"])}
         np.savez(out / f"{case['name']}.npz", **found)
-        without_own_key(release)
+        remove_slimx_keys(release)
         other = PolicyTrainer(configuration(out, case["hf"], load=case["megatron"]), configured_model(config), parallel)
         here, there = trainer.weights.parameters, other.weights.parameters
         differing = [name for name in here if not torch.allclose(here[name], there[name], rtol=1e-6, atol=1e-7)]
@@ -143,7 +143,7 @@ def as_before(saved: Path) -> None:
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def save_in_each_form(job: dict[str, Any], rank: int) -> dict[str, Any]:
+def save_forms(job: dict[str, Any], rank: int) -> dict[str, Any]:
     """Saves norms of heads in the forms that slimx has written and reads, from trainers in bf16 on two ranks.
 
     Returns, for each form, the local tensors that differ between the trainer that saved and one that loads, and how far
@@ -175,7 +175,7 @@ def save_in_each_form(job: dict[str, Any], rank: int) -> dict[str, Any]:
         shutil.copytree(saved, out / "before" / saved.name)
         as_before(out / "before" / saved.name)
         shutil.copytree(saved, out / "other" / saved.name, ignore=shutil.ignore_patterns("slimx"))
-        without_own_key(out / "other" / saved.name)
+        remove_slimx_keys(out / "other" / saved.name)
     barrier()
     forms: dict[str, list[str]] = {}
     for form in ("saved", "other", "before"):
@@ -245,7 +245,7 @@ def test_what_a_trainer_saved_comes_back_bit_for_bit(oracles, model, tmp_path):
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("layouts")
     CASES["Qwen3-Next"].make(out / "hf", 0)
-    return out, run_ranks(save_in_each_form, out, 2, {"hf": out / "hf"})
+    return out, run_ranks(save_forms, out, 2, {"hf": out / "hf"})
 
 
 def test_ranks_in_bf16_read_norms_of_heads_in_each_form_to_the_last_bit(layouts):

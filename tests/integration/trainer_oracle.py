@@ -22,11 +22,11 @@ CORRUPTED = 17
 
 
 def difference(found: Weights, expected: Weights) -> tuple[float, str]:
-    """The largest max|a - b| / max|b| over tensors, and whose it is."""
+    """Returns the largest max|a - b| / max|b| over tensors, and the name of its tensor."""
     assert found.keys() == expected.keys()
-    each = {n: ((found[n] - b).abs().max() / b.abs().max()).item() for n, b in expected.items()}
-    worst = max(each, key=each.__getitem__)
-    return each[worst], worst
+    errors = {n: ((found[n] - b).abs().max() / b.abs().max()).item() for n, b in expected.items()}
+    worst = max(errors, key=errors.__getitem__)
+    return errors[worst], worst
 
 
 def write_model(directory: Path, template: Path, weights: Weights) -> Path:

@@ -175,8 +175,8 @@ class Rank:
 def by_sequence(arrays: Mapping[str, np.ndarray], key: str = "logprobs.{}") -> dict[tuple[int, ...], np.ndarray]:
     """Returns values of packed sequences by sequence: its tokens with the last label.
 
-    `key`: name of the values in `arrays` by the number of a micro-batch, whose `PACKED` are beside them. A rank that
-    does not know the values has none."""
+    `key`: name of the values in `arrays` by the number of a micro-batch, whose `PACKED` are in `arrays` too. A rank
+    that does not know the values has none."""
     out = {}
     for number in range(sum(name.startswith("tokens.") for name in arrays)):
         if key.format(number) not in arrays:

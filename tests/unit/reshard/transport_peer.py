@@ -12,7 +12,7 @@ from slimx.errors import SlimxError
 from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.transports.memory import open_memory
-from tests.refusals import told
+from tests.refusals import refusal_fields
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
@@ -64,4 +64,4 @@ def _serve(pipe: Connection, kind: type) -> None:
         try:
             pipe.send(getattr(rank, method)(*arguments))
         except SlimxError as error:
-            pipe.send(told(error)[:2])
+            pipe.send(refusal_fields(error)[:2])
