@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 
 def make_adapters(base: Path, out: Path, **config: Any) -> peft.PeftModel:
-    """Write adapters of `base` with random A and B to `out`, as `peft.LoraConfig(**config)` has them; returns the model
-    with them, in float32."""
+    """Writes adapters of `base` with random A and B to `out`, as `peft.LoraConfig(**config)` has them.
+
+    Returns the model with them, in float32."""
     import peft
     from transformers import AutoModelForCausalLM
 
@@ -29,6 +30,6 @@ def make_adapters(base: Path, out: Path, **config: Any) -> peft.PeftModel:
 
 
 def logprobs(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """[L, vocabulary] after each of `ids` [L]."""
+    """Returns [L, vocabulary] after each of `ids` [L]."""
     with torch.no_grad():
         return model(ids[None]).logits[0].log_softmax(-1)

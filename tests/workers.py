@@ -12,7 +12,7 @@ import pytest
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """The directory `name` that `make` makes, in whichever worker asked first; the others wait for it."""
+    """Returns the directory `name` that `make` makes, in whichever worker asked first; the others wait for it."""
     base = factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     directory, done = shared / name, shared / f"{name}.done"

@@ -86,7 +86,7 @@ class Attention(nn.Module):
         self.dense = linear(self.heads * self.head, hf["hidden_size"])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[L, hidden] of one sequence."""
+        """Returns [L, hidden] of one sequence."""
         every = self.query_key_value(hidden).unflatten(1, (-1, self.head)).transpose(0, 1)  # [heads, L, head]
         query, key, value = every.split([self.heads, self.groups, self.groups])
         query, key = self.rotated(self.query_layernorm(query)), self.rotated(self.key_layernorm(key))
@@ -222,7 +222,7 @@ def write(model: Ling, path: Path) -> Weights:
 
 
 def load(path: Path) -> Ling:
-    """The model of the checkpoint in `path`."""
+    """Returns the model of the checkpoint in `path`."""
     model = Ling(json.loads((path / "config.json").read_text()))
     model.load_state_dict(load_file(path / "model.safetensors"))
     return model
@@ -241,15 +241,15 @@ class Oracle(RoutedOracle):
         self.routers = [layer.mlp.gate for layer in layers if isinstance(layer.mlp, Experts)]
 
     def logits(self, tokens: np.ndarray) -> torch.Tensor:
-        """[L, vocab], with gradient."""
+        """Returns [L, vocab], with gradient."""
         return self.model(torch.from_numpy(tokens.astype(np.int64)))
 
     def renamed(self, tensors: dict[str, torch.Tensor]) -> Weights:
-        """The prediction layer's tensors as checkpoints name them."""
+        """Returns the prediction layer's tensors as checkpoints name them."""
         return {f"model.layers.{TINY['num_hidden_layers']}.{name}": tensor for name, tensor in tensors.items()}
 
     def predicted(self, tokens: np.ndarray) -> torch.Tensor:
-        """Logits [L - 1, vocab] of the prediction layer, with gradient for its own weights only."""
+        """Returns logits [L - 1, vocab] of the prediction layer, with gradient for its own weights only."""
         ids = torch.from_numpy(tokens.astype(np.int64))
         with torch.no_grad():
             hidden, embedded = self.model.model(ids)[:-1], self.model.model.word_embeddings(ids[1:])

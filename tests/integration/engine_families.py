@@ -152,7 +152,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def make_model(name: str, out: Path) -> None:
-    """A seeded model with the quickstart's tokenizer; no tensor is constant, so that none can hide."""
+    """Makes a seeded model with the quickstart's tokenizer; no tensor is constant, so that none can hide."""
     hf = MODELS[name]
     if not _ling(hf):
         write_seeded(hf, out)
@@ -165,7 +165,7 @@ def make_model(name: str, out: Path) -> None:
 
 
 def logits(model: Path, ids: list[int]) -> torch.Tensor:
-    """[L, vocab] of the float32 model in directory `model`."""
+    """Returns [L, vocab] of the float32 model in directory `model`."""
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():

@@ -65,7 +65,7 @@ def thorough(layout: str, model: str) -> bool:
 
 
 def family_of(model: str) -> Family | None:
-    """Of a case that slimx does not bring; None for the others."""
+    """Returns the family of a case that slimx does not bring; None for the others."""
     path = CASES[model].family
     return load_family(path) if path else None
 
@@ -87,7 +87,7 @@ class Laboratory:
         return self.oracles[model]
 
     def release(self, model: str) -> Path:
-        """The checkpoint as a release of Megatron-LM."""
+        """Returns the checkpoint as a release of Megatron-LM."""
         out = self.directory / f"{model}.release"
         if not out.exists():
             convert(hf_to_megatron(self.oracle(model).path, family=family_of(model)), out, threads=1, verify=False)
@@ -127,26 +127,26 @@ class Ran:
         self.table: Table = read_model(oracle.path, mtp_layers=CASES[model].mtp, family=family_of(model)).table
 
     def sequences(self, rank: int, key: str) -> dict[tuple[int, ...], np.ndarray]:
-        """`key` of every sequence (its tokens and the last label) that `rank` saw; empty if it does not know it."""
+        """Returns `key` of every sequence (its tokens and the last label) that `rank` saw; empty if not known there."""
         return by_sequence(np.load(self.directory / f"{self.model}.{rank}.npz"), f"{key}.{{}}")
 
     def modules(self) -> set[str]:
-        """Class names of the modules that the first rank's model is made of."""
+        """Returns class names of the modules that the first rank's model is made of."""
         return set((self.directory / f"{self.model}.modules").read_text().split())
 
     def logits(self) -> dict[tuple[int, ...], np.ndarray]:
-        """[L - 1, vocab] of every sequence."""
+        """Returns [L - 1, vocab] of every sequence."""
         out = {}
         for rank in range(self.sizes.world):
             out |= self.sequences(rank, "logits")
         return out
 
     def local(self, kind: str, rank: int) -> Weights:
-        """Local tensors of one rank by local name."""
+        """Returns local tensors of one rank by local name."""
         return load_file(self.directory / f"{self.model}.{kind}.{rank}.safetensors")
 
     def assembled(self, kind: str) -> Weights:
-        """Checkpoint tensors out of the ranks' local ones; ranks that hold the same part must agree bit for bit."""
+        """Returns checkpoint tensors out of the ranks' local ones; ranks with the same part must agree bit for bit."""
         tensors = [self.local(kind, rank) for rank in range(self.sizes.world)]
         shapes = self.table.sources()
         out: Weights = {}
@@ -168,7 +168,7 @@ class Ran:
 
 
 def stacked(sources: Weights) -> Weights:
-    """Tensors by the names of a table's sources, those of stacks put together as the checkpoint has them."""
+    """Returns tensors by the names of a table's sources, those of stacks put together as the checkpoint has them."""
     out: Weights = {}
     stacks: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in sources.items():

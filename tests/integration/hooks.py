@@ -23,7 +23,7 @@ from tests.extras.boxes.repairs import IN_ONE_CALL, shell
 
 
 async def digits(ctx: RewardContext, trajectory: Trajectory) -> float:
-    """The share of digits in the answer: random weights differ in it, so that every step has a gradient."""
+    """Returns the share of digits in the answer: random weights differ in it, so every step has a gradient."""
     return sum(character.isdigit() for character in ctx.text) / max(1, len(ctx.text))
 
 
@@ -32,7 +32,7 @@ PACE = "SLIMX_TEST_PACE"
 
 
 async def paced_digits(ctx: RewardContext, trajectory: Trajectory) -> float:
-    """`digits`, once a test allows the weight version that sampled the answer."""
+    """Returns `digits`, once a test allows the weight version that sampled the answer."""
     version = max(span.version for span in trajectory.spans if span.version is not None)
     while PACE in os.environ and version > int(Path(os.environ[PACE]).read_text()):
         await asyncio.sleep(0.05)
@@ -40,12 +40,12 @@ async def paced_digits(ctx: RewardContext, trajectory: Trajectory) -> float:
 
 
 async def above_zero(ctx: RewardContext, trajectory: Trajectory) -> float:
-    """Every rollout is right, and those of a group differ."""
+    """Returns a positive reward for every rollout; those of a group differ."""
     return 1.0 / (1 + trajectory.index)
 
 
 async def version_in_evaluations(ctx: RewardContext, trajectory: Trajectory) -> float:
-    """`digits`; in an evaluation the weight version that sampled all of the answer, -1 if several did."""
+    """Returns `digits`; in an evaluation the version that sampled all of the answer, -1 if several did."""
     versions = {span.version for span in trajectory.spans if span.version is not None}
     if ctx.evaluation:
         return float(versions.pop()) if len(versions) == 1 else -1.0
@@ -53,14 +53,16 @@ async def version_in_evaluations(ctx: RewardContext, trajectory: Trajectory) -> 
 
 
 async def judged(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]:
-    """`digits`, and how likely a frozen model holds the tokens to be."""
+    """Returns `digits`, and a score of the tokens' log-probs under a frozen model."""
     likely = await ctx.engines["judge"].logprobs(trajectory.token_ids.tolist())
     return {"digits": await digits(ctx, trajectory), "judge": sum(likely) / len(likely) / 100}
 
 
 async def across_a_publication(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """Single turn, brief in an evaluation and before the first publication. Later the engine is asked again until
-    one answer has tokens of two versions, or of the last that a run of four steps samples with."""
+    """Generates a single turn, brief in an evaluation and before the first publication.
+
+    Later it requests answers until one has tokens of two versions, or of the last that a run of four steps samples
+    with."""
     brief = ctx.evaluation or not ctx.version
     for turn in count():
         draft = ctx.draft(prompt)
@@ -73,8 +75,8 @@ async def across_a_publication(ctx: RolloutContext, prompt: Prompt) -> Trajector
 
 
 async def recording(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """Single turn, and every trajectory's tokens appended to the file that the prompt names. After as many as `hold`
-    says, it waits until the file `go` exists."""
+    """Generates a single turn, and appends every trajectory's tokens to the file that the prompt names. After `hold`
+    trajectories it waits until the file `go` exists."""
     if "hold" in prompt.metadata:
         while _lines(prompt.metadata["record"]) >= prompt.metadata["hold"] and not Path(prompt.metadata["go"]).exists():
             await asyncio.sleep(0.05)
@@ -87,24 +89,24 @@ async def recording(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
 
 
 def rewards_as_advantages(groups: list[Group]) -> list[float]:
-    """Rewards as they are."""
+    """Returns rewards unchanged."""
     return [trajectory.reward for group in groups for trajectory in group.trajectories]
 
 
 def weighted_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Advantage-weighted log-probs."""
+    """Returns minus the sum of advantage-weighted log-probs."""
     loss = -(inputs.weight * inputs.advantages * torch.where(inputs.weight > 0, inputs.logprobs, 0.0)).sum()
     return loss, {"loss/own": loss.detach()}
 
 
 async def sum_in_parts(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]:
-    """Whether the sum is right, and -0.1 where the answer is no number."""
+    """Returns 1 for a right sum (`right`), and -0.1 where the answer is no number (`form`)."""
     right = await exact.reward(ctx, trajectory)
     return {"right": right, "form": 0.0 if ctx.text.strip().isdigit() else -0.1}
 
 
 async def described_turn(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """One turn, which began in the state that the prompt is."""
+    """Generates one turn, whose state is that of the prompt."""
     draft = ctx.draft(prompt)
     draft.add_sampled(await ctx.engine.generate(draft.token_ids))
     draft.describe_turn(state_key=prompt.id)
@@ -129,7 +131,7 @@ class Echo:
 
 
 async def echoed(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """Single turn that an `Echo` in a process of its own listens to."""
+    """Generates a single turn for an `Echo` in a process of its own."""
     world = ctx.environments.make(
         "tests.integration.hooks.Echo", {}, deadline_s=5, rollout=f"{ctx.group_id}/{ctx.index}", processes=4
     )
@@ -149,7 +151,7 @@ echo ::= "echo " [1-9] [0-9] " > value"
 
 
 async def writing_numbers(ctx: RolloutContext, prompt: Prompt, **options: Any) -> Trajectory:
-    """A terminal whose policy, which has learnt no words, chooses the digits of a command."""
+    """Runs a terminal whose policy, which has learnt no words, chooses the digits of a command."""
     return await _generate(WRITES, ctx, prompt, **options)
 
 
@@ -157,7 +159,7 @@ IDLE = shell("true")
 
 
 async def repairing_or_not(ctx: RolloutContext, prompt: Prompt, **options: Any) -> Trajectory:
-    """A terminal whose policy chooses to repair what a task of `examples/repair` asks for, or to do nothing."""
+    """Runs a terminal whose policy chooses to repair what a task of `examples/repair` asks for, or nothing."""
     grammar = f"root ::= {json.dumps(IN_ONE_CALL[prompt.id])} | {json.dumps(IDLE)}"
     return await _generate(grammar, ctx, prompt, **options)
 

@@ -31,7 +31,7 @@ def write_config(path: Path, fields: dict[str, Any]) -> None:
 
 
 def write_with_frozen(path: Path, weights: Weights) -> None:
-    """`weights` and random tensors for all that the model's table carries over."""
+    """Writes `weights` and random tensors for all that the model's table carries over."""
     carried = {name: torch.randn(shape) for name, shape in read_model(path).table.frozen.items()}
     assert carried
     save_file(weights | carried, path / "model.safetensors", metadata={"format": "pt"})

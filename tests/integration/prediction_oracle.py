@@ -20,7 +20,7 @@ WRONG = (5, 3)
 
 
 def split_experts(tensors: dict[str, torch.Tensor]) -> Weights:
-    """Checkpoint names: transformers holds a layer's experts in one tensor."""
+    """Returns tensors by checkpoint names: transformers holds a layer's experts in one tensor."""
     out = {}
     for name, tensor in tensors.items():
         prefix, _, kind = name.rpartition("experts.")
@@ -40,7 +40,7 @@ class RoutedOracle(family_oracle.Oracle):
     routers: list[torch.nn.Module]
 
     def trajectories(self) -> list[Trajectory]:
-        """With the model's routes, one of them wrong."""
+        """Returns trajectories with the model's routes, one of them wrong."""
         trajectories = super().trajectories()
         for number, trajectory in enumerate(trajectories):
             trajectory.routed_experts = self.routes(trajectory.token_ids[:-1])
@@ -50,7 +50,7 @@ class RoutedOracle(family_oracle.Oracle):
         return trajectories
 
     def routes(self, tokens: np.ndarray) -> np.ndarray:
-        """uint8 [L, layers, k] as an engine reports them: zeros for dense layers."""
+        """Returns uint8 [L, layers, k] as an engine reports them: zeros for dense layers."""
         found: list[torch.Tensor] = []
         hooks = [router.register_forward_hook(lambda _, __, out: found.append(out[2])) for router in self.routers]
         with torch.no_grad():
@@ -85,13 +85,13 @@ class Oracle(RoutedOracle):
             save_file(self.weights, path / "model.safetensors", metadata={"format": "pt"})
 
     def renamed(self, tensors: dict[str, torch.Tensor]) -> Weights:
-        """The prediction layer's tensors as checkpoints name them."""
+        """Returns the prediction layer's tensors as checkpoints name them."""
         prefix = f"model.layers.{self.model.config.num_hidden_layers}."
         names = {name: name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm") for name in tensors}
         return split_experts({prefix + names[name]: tensor for name, tensor in tensors.items()})
 
     def predicted(self, tokens: np.ndarray) -> torch.Tensor:
-        """Logits [L - 1, vocab] of the prediction layer, with gradient for its own weights only."""
+        """Returns logits [L - 1, vocab] of the prediction layer, with gradient for its own weights only."""
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
         with torch.no_grad():
             hidden = self.model.model(ids).last_hidden_state[:, :-1]

@@ -38,8 +38,8 @@ _INDEXING = frozenset({"aten::index", "aten::index_put_", "aten::_index_put_impl
 _READING = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal"})
 """Their result, or its size, is known to the host only when the GPU has computed it."""
 _NATIVE = frozenset({"custom_backward", "_engine_run_backward", "_padded_attention"})
-"""Python functions from which torch's C++ goes on alone (autograd, the mask of causal attention). What it creates there
-follows the device that C++ knows, the CPU's, and says nothing about ours."""
+"""Python functions from which torch's C++ goes on alone (autograd, the mask of causal attention). Tensors that it
+creates are on the device that C++ knows, the CPU, which says nothing about ours."""
 
 
 class LiveBytes:
@@ -166,7 +166,7 @@ def _host_tensor(x: Any) -> Any:
 
 
 def _compute(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """One operator on the host tensors, after a look at where its arguments are."""
+    """Computes one operator on the host tensors, after checking where its arguments are."""
     name = function._schema.name
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     here = [x for x in tensors if isinstance(x, Pretended)]
@@ -198,7 +198,7 @@ def _compute(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _caller() -> FrameType:
-    """The Python code that computes: neither this file nor torch's."""
+    """Returns the frame of the Python code that computes: neither this file nor torch's."""
     frame = sys._getframe(1)
     while frame.f_back and (frame.f_code.co_filename == __file__ or "/torch/_" in frame.f_code.co_filename):
         if frame.f_code.co_name in _NATIVE:
@@ -217,7 +217,7 @@ def _place() -> str:
 
 
 def install() -> None:
-    """From now on 'cuda' is a pretended GPU; torch.cuda answers without streams, as megatron_cpu makes it."""
+    """Makes 'cuda' a pretended GPU from now on; torch.cuda answers without streams, as megatron_cpu makes it."""
     for entry in (megatron_cpu._cuda_module, megatron_cpu._compile, megatron_cpu._collectives):
         entry()
     for name in megatron_cpu._FACTORIES.split():
@@ -232,8 +232,8 @@ def install() -> None:
 
 
 def join(job: dict[str, Any], rank: int) -> Any:
-    """The parallel state of a rank on the pretended device, where ranks meet over gloo. Call it after `install`: it
-    imports the trainer's layers. `job`: of `run_ranks`, with the `layout` of the section `trainer`."""
+    """Returns the parallel state of a rank on the pretended device, where ranks meet over gloo. Call it after
+    `install`: it imports the trainer's layers. `job`: of `run_ranks`, with the `layout` of the section `trainer`."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     meet = dist.init_process_group
     dist.init_process_group = lambda backend, **kwargs: meet("gloo", **kwargs)
@@ -248,7 +248,7 @@ def join(job: dict[str, Any], rank: int) -> Any:
 
 
 def _making(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A factory whose 'cuda' makes a pretended tensor."""
+    """Returns a factory whose 'cuda' makes a pretended tensor."""
 
     @functools.wraps(function)
     def make(*args: Any, pin_memory: bool = False, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -268,7 +268,7 @@ def _making(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def _moving(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`Tensor.to` that knows the pretended device."""
+    """Returns a `Tensor.to` that knows the pretended device."""
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         device, waits = kwargs.pop("device", None), not kwargs.pop("non_blocking", False)
@@ -291,7 +291,7 @@ def _moving(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def _swapping(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Module.to keeps the parameters' identity and attributes, as it does between real devices."""
+    """Has Module.to keep the parameters' identity and attributes, as it does between real devices."""
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         before = torch.__future__.get_swap_module_params_on_conversion()
@@ -305,8 +305,9 @@ def _swapping(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def move_rotation_of_latent_attention() -> None:
-    """megatron-core's YarnRotaryEmbedding computes its frequencies under `with torch.device(...)`, below what the
-    pretence replaces: they are made on the host and moved."""
+    """Has megatron-core's YarnRotaryEmbedding make its frequencies on the host, and moves them.
+
+    It computes them under `with torch.device(...)`, below what the pretence replaces."""
     import torch
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 

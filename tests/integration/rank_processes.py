@@ -25,7 +25,7 @@ ENDED_S = 300.0
 
 
 def cached[**Key, Value](function: Callable[Key, Value]) -> Callable[Key, Value]:
-    """`functools.cache` that raises the AssertionError of a first call again: ranks that failed do not run twice."""
+    """Returns a `functools.cache` that raises the AssertionError of a first call again: failed ranks run once."""
 
     @functools.cache
     def outcome(*key: Key.args, **options: Key.kwargs) -> Value | AssertionError:
@@ -52,7 +52,7 @@ def run_ranks(
     seconds: float = DEADLINE_S,
     role: str = "rank",
 ) -> list[Any]:
-    """Run `function(job, rank)` for every rank, in processes that have imported what trainers import, and return the
+    """Runs `function(job, rank)` for every rank, in processes that have imported what trainers import; returns the
     results by rank, as JSON has them.
 
     `function`: of a module that ranks import. `out`: directory of the job, which is made if it is missing. `job`: gets
@@ -72,7 +72,7 @@ def run_ranks(
 def run_programs(
     commands: Sequence[list[str]], logs: Sequence[Path], seconds: float = DEADLINE_S, role: str = "rank"
 ) -> None:
-    """Run `python COMMAND` for every command, and wait for all."""
+    """Runs `python COMMAND` for every command, and waits for all."""
     end, ranks = time.monotonic() + seconds, []
     try:
         for command, log in zip(commands, logs, strict=True):
@@ -95,7 +95,7 @@ def run_programs(
 
 
 def start(command: list[str], log: Path, role: str) -> Fork:
-    """Fork one program of the zygotes' `role`, which ends with this process."""
+    """Forks one program of the zygotes' `role`, which ends with this process."""
     with open(os.devnull, "rb") as nothing, log.open("wb") as file:
         files = nothing.fileno(), file.fileno(), file.fileno()
         return Fork(interpreter().parent, role, command, files, tied=True)

@@ -12,13 +12,13 @@ _STATE = "optimizer.state."
 
 
 def written_by_0_16(model: str) -> list[str]:
-    """`saved_tensors` of a checkpoint that slimx wrote with megatron-core 0.16.1 and torch 2.13.0."""
+    """Returns `saved_tensors` of a checkpoint that slimx wrote with megatron-core 0.16.1 and torch 2.13.0."""
     return (GOLDEN / f"{model}.txt").read_text().splitlines()
 
 
 def saved_tensors(path: Path) -> list[str]:
-    """A line for each tensor of the model (name, type, shape, and the states of it that the optimizer saved in the same
-    type and shape), for each other tensor, and for each object (its name, without the part of a rank)."""
+    """Returns a line for each tensor of the model (name, type, shape, and the states of it that the optimizer saved in
+    the same type and shape), for each other tensor, and for each object (its name, without the part of a rank)."""
     found = {
         name: _described(entry) for name, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items()
     }
@@ -39,7 +39,7 @@ def saved_tensors(path: Path) -> list[str]:
 
 
 def _described(entry: Any) -> tuple[str, ...]:
-    """Type and shape of a tensor, nothing of an object."""
+    """Returns type and shape of a tensor, nothing of an object."""
     if not hasattr(entry, "size"):
         return ()
     return str(entry.properties.dtype).removeprefix("torch."), "x".join(map(str, entry.size))

@@ -94,7 +94,7 @@ def train_with(job: dict[str, Any], options: dict[str, Any], parallel: Any) -> d
 
 
 def moved_bytes() -> int:
-    """Bytes of the last pass, whose chunks megatron-core still knows."""
+    """Returns bytes of the last pass, whose chunks megatron-core still knows."""
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 
     chunks = PipelineOffloadManager.get_instance()._cached_chunks_forward
@@ -133,7 +133,7 @@ def test_weights_do_not_depend_on_where_activations_wait(name: str, tmp_path: Pa
 
 
 def check_plan(job: dict[str, Any], options: dict[str, Any], rank: int, result: dict[str, Any]) -> None:
-    """A plan knows the bytes that were moved in an update, and those that were on the device at once."""
+    """Checks that a plan knows the bytes that were moved in an update, and those that were on the device at once."""
     settings = config(job, job["model"], job["case"] | {"trainer": options})
     sizes, spec = sizes_of(settings.trainer), read_model(settings.model.path)
     stage = coordinates(rank, sizes).pipeline

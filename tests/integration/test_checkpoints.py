@@ -67,7 +67,7 @@ class CheckpointRank(Rank):
         self.results[key] = value
 
     def save_while_training(self, trainer: Any, path: Path) -> dict[str, Any]:
-        """Two more steps while the thread has not written its copy; then back, and the same two steps again."""
+        """Takes two more steps while the thread has not written its copy; then goes back and takes them again."""
         saver, trained = trainer.saver, threading.Event()
         write, saver._write = saver._write, lambda *work: (trained.wait(LOCKED_S), write(*work))
         begin_save(trainer, path, step=2)
@@ -81,7 +81,7 @@ class CheckpointRank(Rank):
         return {"while_writing": while_writing, "early": early, "restored": self.steps(trainer, (2, 3))}
 
     def save_again(self, trainer: Any, path: Path) -> dict[str, Any]:
-        """The plan of the first save serves the second one, of other values."""
+        """Saves other values by the plan of the first save."""
         plan, steps = trainer.saver._metadata, self.steps(trainer, (4,))
         self.save(trainer, path, step=5)
         expected = self.steps(trainer, (5,))
@@ -90,7 +90,7 @@ class CheckpointRank(Rank):
         return {"kept": kept, "before": steps, "expected": expected, "restored": self.steps(trainer, (5,))}
 
     def save_badly(self, trainer: Any, path: Path) -> None:
-        """A directory stands in the place of a file of rank 1."""
+        """Saves where a directory stands in the place of a file of rank 1."""
         if self.rank == 0:
             (path / "__1_0.distcp").mkdir(parents=True)
         self.save(trainer, path, step=5)
@@ -102,7 +102,7 @@ class CheckpointRank(Rank):
         return self.steps(trainer, (2, 3))
 
     def mirror(self, trainer: Any) -> dict[str, Any]:
-        """Two steps of `trainer`, and of a new one that began from its bytes."""
+        """Takes two steps of `trainer`, and of a new one that began from its bytes."""
         from slimx.extras.recovery.mirror import Mirror, read_back
         from slimx.trainer.checkpoint.load import take_state
         from slimx.trainer.checkpoint.state import local_state
@@ -156,7 +156,7 @@ class Ranks:
         self.out, self.witness, self.results = out, witness, results
 
     def __getitem__(self, layout: str) -> dict[str, Any]:
-        """Of the last rank: it belongs to the last pipeline stage, which knows the loss."""
+        """Returns results of the last rank: it belongs to the last pipeline stage, which knows the loss."""
         return self.results[-1][layout]
 
 
@@ -164,7 +164,7 @@ class Ranks:
 def ranks(
     deep_model: Path, config: dict[str, Any], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Ranks:
-    """With CP2 if the chosen tests are about it."""
+    """Runs the ranks, with CP2 if the chosen tests are about it."""
     cut = any(case.get("layout") == "CP2" for case in chosen_cases(request))
     layouts = {name: layout for name, layout in LAYOUTS.items() if name != "CP2" or cut}
     out = tmp_path_factory.mktemp("checkpoints")

@@ -112,7 +112,7 @@ def load_and_save(job: dict[str, Any], rank: int) -> dict[str, dict[str, list[st
 def converted(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[dict[str, Any]]]:
-    """With the layouts and models of the chosen tests."""
+    """Converts with the layouts and models of the chosen tests."""
     params = chosen_cases(request)
     layouts = {name: layout for name, layout in LAYOUTS.items() if any(case["layout"] == name for case in params)}
     chosen = {case["model"] for case in params}

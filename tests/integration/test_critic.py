@@ -50,11 +50,11 @@ RATE = 2e-3
 CLIP = 0.5
 """Some values move further than this from the old ones, some do not."""
 MARGINS = [0.0, 0.5, 1.0, -0.3, 0.0, 2.0, 0.1, 0.0]
-"""Of the pairs."""
+"""Margins of the pairs."""
 
 
 def critic_rows() -> list[TrainingRow]:
-    """The demonstrations, with old values and returns of no model; those of a token depend on its sequence and
+    """Returns the demonstrations, with old values and returns of no model; those of a token depend on its sequence and
     place alone, so that all layouts train the same."""
     trajectories = demonstrations(0)
     rows = make_rows(trajectories, [0.0] * len(trajectories), loss_weights(trajectories, "token"))
@@ -66,7 +66,7 @@ def critic_rows() -> list[TrainingRow]:
 
 
 def preferences() -> list[Group]:
-    """The demonstrations in pairs, the first of which is chosen."""
+    """Returns the demonstrations in pairs, the first of which is chosen."""
     trajectories = demonstrations(0)
     for number, trajectory in enumerate(trajectories):
         trajectory.reward = float(number % 2 == 0)
@@ -108,7 +108,7 @@ class CriticRank(Rank):
         return CriticTrainer(self.config(**trainer), self.parallel)
 
     def first_step(self) -> Any:
-        """Values and one step."""
+        """Computes values and takes one step."""
         critic = self.critic(distributed_optimizer=False)
         rows = critic_rows()
         batches = shard(rows, self.parallel)
@@ -120,7 +120,7 @@ class CriticRank(Rank):
         return critic
 
     def train_reward_model(self) -> None:
-        """One step of a reward model on pairs, whose head is the checkpoint's."""
+        """Takes one step of a reward model on pairs, whose head is the checkpoint's."""
         import torch.distributed as dist
 
         from slimx.extras.preferences.trainer import RewardModelTrainer
@@ -150,7 +150,7 @@ class CriticRank(Rank):
         self.results["pairs.head"] = [head.weight.main_grad.flatten().tolist() for head in model.heads]
 
     def write_gradients(self, critic: Any) -> None:
-        """Without the distributed optimizer every rank has whole gradients."""
+        """Writes gradients: without the distributed optimizer every rank has whole gradients."""
         self.write_tensors("gradients", self.gradients(critic))
         modules = [chunk.module for chunk in critic.chunks]
         self.results["head"] = {
@@ -161,7 +161,7 @@ class CriticRank(Rank):
         }
 
     def train_on_one_batch(self) -> None:
-        """Some steps with the distributed optimizer, a checkpoint between them."""
+        """Takes some steps with the distributed optimizer, a checkpoint between them."""
         critic, batches = self.critic(), shard(critic_rows(), self.parallel)
         steps = [critic.train_step(batches, step=step) for step in range(STEPS // 2)]
         path = self.out / "checkpoint"
@@ -197,7 +197,7 @@ def train(job: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 class Ran:
-    """What the ranks of one layout wrote."""
+    """Files and results that the ranks of one layout wrote."""
 
     def __init__(self, directory: Path, sizes: Sizes, results: list[dict[str, Any]]):
         self.directory, self.sizes, self.ranks = directory, sizes, results
@@ -208,7 +208,7 @@ class Ran:
         return self.ranks[-1]
 
     def values(self, family: str) -> dict[int, np.ndarray]:
-        """By row; ranks that know the values of a row must agree."""
+        """Returns values by row; ranks that know the values of a row must agree."""
         out: dict[int, np.ndarray] = {}
         for rank in range(self.sizes.world):
             with np.load(self.directory / f"{rank}.npz") as arrays:
@@ -234,7 +234,7 @@ class Laboratory:
         return self._runs[name]
 
     def run(self, name: str, layout: dict[str, Any], **options: Any) -> Ran:
-        """`options`: further keys of the ranks' job."""
+        """Runs the ranks; `options`: further keys of the ranks' job."""
         out, sizes = self.directory / name, sizes_of(Trainer(**layout))
         job = {"models": self.models, "layout": layout, **options}
         return Ran(out, sizes, run_ranks(train, out, sizes.world, job))
@@ -256,7 +256,7 @@ class ValueOracle:
         self.gradient_norm = float(sum(p.grad.double().square().sum() for p in parameters if p.grad is not None)) ** 0.5
 
     def values(self) -> list[torch.Tensor]:
-        """[n] per row, with gradient."""
+        """Returns [n] per row, with gradient."""
         rows = critic_rows()
         ids = torch.ones(len(rows), max(map(len, rows)), dtype=torch.int64)
         for at, row in zip(ids, rows, strict=True):
@@ -265,7 +265,7 @@ class ValueOracle:
         return [value[: len(row)] for value, row in zip(values, rows, strict=True)]
 
     def loss(self) -> torch.Tensor:
-        """PPO's clipped value loss over the trained tokens of all rows."""
+        """Returns PPO's clipped value loss over the trained tokens of all rows."""
         total = torch.zeros(())
         for row, values in zip(critic_rows(), self.values(), strict=True):
             old, returns = torch.from_numpy(row.values), torch.from_numpy(row.returns)

@@ -71,7 +71,7 @@ async def ray_for(config: Config) -> AsyncIterator[AsyncExitStack]:
 
 
 def expected_logprobs(model: Path, weights: Weights, ids: list[int]) -> np.ndarray:
-    """By transformers: of each token but the first."""
+    """Returns those of transformers: of each token but the first."""
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     return logprobs_of(oracle, weights, ids)
 
@@ -79,7 +79,7 @@ def expected_logprobs(model: Path, weights: Weights, ids: list[int]) -> np.ndarr
 async def publishing_of(
     config: Config, group: EngineGroup, model: Path, weights: Weights, encoding: Encoding
 ) -> tuple[Publisher, Weights]:
-    """A publisher to `group`'s only server, and what its version 3 is."""
+    """Returns a publisher to `group`'s only server, and what its version 3 is."""
     (engine,) = group.engines
     plan = plan_for(model, EngineSizes(tensor=2, expert=2) if encoding == "local" else None, 2**17)
     trainers = DirectTrainers(model, plan, config.cluster.network, step_deadline_s=300)
@@ -129,7 +129,7 @@ async def test_a_server_over_two_machines_is_lost_with_either(
 
 
 def _is_share(process: psutil.Process, model: Path, rank: int) -> bool:
-    """Whether it is the first process of a share of a server of `model`."""
+    """Returns True for the first process of a share of a server of `model`."""
     line = process.info["cmdline"] or []
     return (
         "slimx.engines.server.launch" in line

@@ -40,7 +40,7 @@ PREFIX = "base_model.model."
 
 
 def backwards(query: Any, key: Any, value: Any, bounds: Any, scale: float, **_: Any) -> Any:
-    """Exact mode's attention of a pack, but each row reads its keys from the last to the first."""
+    """Computes exact mode's attention of a pack, but each row reads its keys from the last to the first."""
     import torch
 
     from slimx.extras.exact.operations import gathered_attention
@@ -52,7 +52,7 @@ def backwards(query: Any, key: Any, value: Any, bounds: Any, scale: float, **_: 
 
 @contextmanager
 def spoilt(what: str | None) -> Iterator[None]:
-    """One operation of the trainer as torch has it, or (`attention order`) in another order."""
+    """Replaces one operation of the trainer by torch's, or (`attention order`) in another order."""
     import torch.nn.functional as F
 
     from slimx.numerics.attention import packed_attention
@@ -109,7 +109,7 @@ class TrainerCase(Case):
         trainer.train_step(batches, step=0, version=VERSION)
 
     def follow(self) -> dict[str, bool]:
-        """Whether rounded weights change with the weights that they stand for, by occasion."""
+        """Returns whether rounded weights change with the weights that they stand for, by occasion."""
         trainer = self.trainer()
         weights, facts = trainer.weights, {}
         (served,) = (refresh.__self__ for refresh in weights.derived)
@@ -162,8 +162,8 @@ def train(job: dict[str, Any], rank: int) -> list[list[dict[str, Any]]]:
 
 
 def make_adapters(model: Path, out: Path, dtype: torch.dtype) -> tuple[Path, Path]:
-    """Directories under `out`: the adapters, and `model` merged with them tensor by tensor of the checkpoint, as a
-    model of `dtype` has both."""
+    """Makes directories under `out`: the adapters, and `model` merged with them tensor by tensor of the checkpoint, as
+    a model of `dtype` has both."""
     weights = {name: value.to(dtype) for name, value in load_file(model / "model.safetensors").items()}
     random = torch.Generator().manual_seed(5)
     adapters: dict[str, torch.Tensor] = {}
@@ -278,12 +278,12 @@ def test_trainers_of_four_ranks_agree_to_the_last_bit(models: dict[str, Path], t
 
 
 def checkpoint_keys(out: Path, case: str) -> set[str]:
-    """Of all ranks together."""
+    """Returns those of all ranks together."""
     return {key for file in out.glob(f"{case}.[01].json") for key in json.loads(file.read_text())}
 
 
 def same_gradients(stock: Path, exact: Path) -> None:
-    """Those of stock operations on one rank, up to rounding."""
+    """Checks that they are those of stock operations on one rank, up to rounding."""
     expected, found = load_file(stock), load_file(exact)
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():

@@ -96,7 +96,7 @@ class FamilyRank:
             self.write("released", begun.weights.parameters)
 
     def compare_plan(self, trainer: Any) -> None:
-        """`slimx plan` knows the bytes that this rank holds now, of every family."""
+        """Checks that `slimx plan` knows the bytes that this rank holds now, of every family."""
         from slimx.extras.planner.memory.state import Buffers
         from slimx.extras.planner.memory.trainer import holdings
 
@@ -120,7 +120,7 @@ class FamilyRank:
         np.savez(self.out / f"{self.case}.{self.rank}.npz", **arrays)
 
     def write_prediction(self, trainer: Any, batch: MicroBatch) -> None:
-        """Logits of the MTP layer, and the gradients that its loss alone gives."""
+        """Writes logits of the MTP layer, and the gradients that its loss alone gives."""
         import torch
         from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -161,8 +161,8 @@ class FamilyRank:
         self.write("restored", trainer.weights.parameters)
 
     def recorded_logits(self, model: Any, part: Any) -> list[Any]:
-        """A list that grows with the whole vocabulary's logits [T, vocab] of what `part` of the model gives, at every
-        call; of an MTP block those of its (first) prediction. The model itself never holds them."""
+        """Returns a list that grows with the whole vocabulary's logits [T, vocab] of what `part` of the model gives, at
+        every call; of an MTP block those of its (first) prediction. The model itself never holds them."""
         import torch
         import torch.distributed as dist
 
@@ -207,14 +207,14 @@ def train(job: dict[str, Any], number: int) -> None:
 
 @pytest.fixture(scope="module")
 def families(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    """A tiny model of every family in transformers and in the trainers of several layouts: those `layout`s and `model`s
-    that the chosen tests are about."""
+    """Makes a tiny model of every family in transformers and in the trainers of several layouts: those `layout`s and
+    `model`s that the chosen tests are about."""
     cases = ((case["layout"], case["model"]) for case in chosen_cases(request))
     return Laboratory(tmp_path_factory.mktemp("families"), cases, train)
 
 
 def models(chosen: Callable[[str, str], bool]) -> pytest.MarkDecorator:
-    """Every model in every layout that it can be split into, and that is chosen for it."""
+    """Returns every model in every layout that it can be split into, and that is chosen for it."""
     return pytest.mark.parametrize(
         ("layout", "model"),
         [
@@ -313,7 +313,7 @@ def test_a_trainer_starts_from_the_converted_checkpoint(families, layout, model)
 
 
 def every_layout(*models: str) -> pytest.MarkDecorator:
-    """Each of the models in every layout of up to four ranks."""
+    """Returns a parametrization over the models in every layout of up to four ranks."""
     return pytest.mark.parametrize(
         ("layout", "model"),
         [

@@ -37,7 +37,7 @@ DISTILLED = {"teacher_coef": 0.0, "teacher_engine": "wise", "teacher_top_k": 3, 
 
 
 def likeliest(tokens: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Three tokens of 128 at each position, and their log-probs, each [T, 3]."""
+    """Returns three tokens of 128 at each position, and their log-probs, each [T, 3]."""
     ids = (7 * labels[:, None] + tokens[:, None] + [0, 45, 90]) % 128
     return ids.astype(np.int64), np.tile(np.log(np.float32([0.4, 0.25, 0.1])), (len(tokens), 1))
 
@@ -72,7 +72,7 @@ class PassesRank(Rank):
         return self.rank == self.sizes.world - 1
 
     def trainer(self) -> Any:
-        """Reference and teacher taken, then moved to the policy's weights."""
+        """Returns one that has taken reference and teacher, then moved to the policy's weights."""
         trainer = super().trainer()
         trainer.weights.load(self.job["policy"])
         return trainer
@@ -118,7 +118,7 @@ class PassesRank(Rank):
         self.write_tensors("distilled", self.gradients(trainer))
 
     def two_updates(self, trainer: Any, batches: list[MicroBatch]) -> None:
-        """The same micro-batches twice: the inputs of the loss in each of the updates."""
+        """Trains on the same micro-batches twice, and keeps the inputs of the loss in each of the updates."""
         recorded: list[Any] = []
         loss = trainer.loss
 
@@ -134,8 +134,8 @@ class PassesRank(Rank):
             np.savez(self.out / "losses.npz", **arrays)
 
     def refresh(self, trainer: Any, batches: list[MicroBatch]) -> None:
-        """Whether the reference agrees with the policy, before and after the policy becomes it; and with its first
-        log-probs, when it is loaded again."""
+        """Keeps whether the reference agrees with the policy, before and after the policy becomes it; and with its
+        first log-probs, when it is loaded again."""
         equal, first = [], trainer.logprobs(batches, under="reference")
         for turn in range(2):
             if turn:
@@ -172,7 +172,7 @@ def restricted(trajectory: Trajectory, random: np.random.Generator) -> Support:
 
 
 def scores(oracle: Oracle, trajectory: Trajectory) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies [L - 1] over the support, with gradient: plain torch over the logits of transformers."""
+    """Returns log-probs and entropies [L - 1] over the support, with gradient: plain torch on transformers' logits."""
     ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))
     logits = oracle.model(ids[None]).logits[0, :-1] / TEMPERATURE
     if trajectory.support is not None:
@@ -188,7 +188,7 @@ class Laboratory:
     def __init__(self, directory: Path, models: dict[str, Path]):
         self.directory, self.models = directory, models
         self.results: dict[str, dict[str, Any]] = {}
-        """Of the last rank by layout."""
+        """Results of the last rank by layout."""
         self.oracles = {name: Oracle(path) for name, path in models.items()}
         self.groups: list[Group] = rollouts(self.oracles["policy"])
         random = np.random.default_rng(0)
@@ -201,7 +201,7 @@ class Laboratory:
         return [trajectory for group in self.groups for trajectory in group.trajectories]
 
     def __call__(self, layout: str) -> Path:
-        """Directory of the ranks' files."""
+        """Returns the directory of the ranks' files."""
         out = self.directory / layout
         if layout not in self.results:
             job = self.models | {

@@ -100,7 +100,7 @@ EIGHT = _case(2, 2, 2, None, 2, 1, 4, 1, "selective", 200)
 
 
 def fields(case: Case) -> dict[str, Any]:
-    """The trainer section of a case."""
+    """Returns the trainer section of a case."""
     modules = ["core_attn", "layernorm", "moe_act"] if case["recompute"] == "selective" else ["core_attn"]
     return case | {"recompute": {"granularity": case["recompute"], "modules": modules}}
 
@@ -120,18 +120,18 @@ def possible(case: Case) -> bool:
 
 
 def all_cases(largest: int) -> list[Case]:
-    """Every possible layout of up to `largest` ranks."""
+    """Returns every possible layout of up to `largest` ranks."""
     cases = [_case(*values) for values in product(*FACTORS.values())]
     return [case for case in cases if case["world_size"] <= largest and possible(case)]
 
 
 def pairs(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-    """Pairs of settings that meet in a case."""
+    """Returns pairs of settings that meet in a case."""
     return set(combinations([(name, case[name]) for name in _KEYS], 2))
 
 
 def name_of(case: Case) -> str:
-    """Such as TP2xPP2xVPP2xEP2-full."""
+    """Returns a name such as TP2xPP2xVPP2xEP2-full."""
     short = {
         "tensor": "TP",
         "pipeline": "PP",
@@ -147,8 +147,8 @@ def name_of(case: Case) -> str:
 
 
 def rollouts(seed: int) -> list[Group]:
-    """Groups of 2 to 5 rollouts of 8 to 48 tokens; some of an older version than the engines', some sampled from 9
-    tokens."""
+    """Makes groups of 2 to 5 rollouts of 8 to 48 tokens; some of an older version than the engines', some sampled from
+    9 tokens."""
     random, groups = np.random.default_rng(seed), []
     for number in range(GROUPS):
         trajectories = []
@@ -208,7 +208,7 @@ def configuration(job: dict[str, Any], model: dict[str, Any]) -> Config:
 
 
 def take_step(job: dict[str, Any], model: dict[str, Any], parallel: Any) -> dict[str, Any]:
-    """Metrics and the number of micro-batches of a step, whose gradients are written under Hugging Face names."""
+    """Returns metrics and the number of micro-batches of a step, and writes its gradients by Hugging Face names."""
     import torch
 
     from slimx.models.families import read_model
@@ -244,8 +244,8 @@ def train(job: dict[str, Any], rank: int) -> dict[str, dict[str, Any]]:
 
 
 def write_model(path: Path, hf: dict[str, Any], mtp: int, seed: int) -> Path:
-    """A checkpoint of random weights: norms around 1, states of delta nets that last for some tokens, the rest far from
-    uniform."""
+    """Writes a checkpoint of random weights: norms around 1, states of delta nets that last for some tokens, the rest
+    far from uniform."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(hf))
     shapes = read_model(path, mtp_layers=mtp).table.checkpoint_shapes()
@@ -267,7 +267,7 @@ class Laboratory:
         """`chosen`: names of the layouts and models of the chosen tests."""
         self.directory, self.chosen = directory, chosen
         self.results: dict[str, dict[str, Any]] = {}
-        """Of the last rank by layout."""
+        """Results of the last rank by layout."""
         self.models = []
         every = (("qwen", QWEN, 0), ("deepseek", DEEPSEEK, 1), ("next", NEXT, 0), ("nemotron", NEMOTRON, 0))
         for seed, (name, hf, mtp) in enumerate(every):
@@ -287,7 +287,7 @@ class Laboratory:
             )
 
     def __call__(self, case: Case, model: str) -> tuple[dict[str, Any], Weights]:
-        """Results of the last rank, and all gradients."""
+        """Returns results of the last rank, and all gradients."""
         out = self.directory / name_of(case)
         if out.name not in self.results:
             models = [model for model in self.models if case == ONE or (out.name, model["name"]) in self.chosen]

@@ -100,7 +100,7 @@ class LoraRank(Rank):
         self.write_tensors(name, trainer.weights.parameters, attached=trainer.weights.attached)
 
     def compare_gradients(self) -> None:
-        """Gradients of A and B against those that transformers' gradient of the merged weights implies:
+        """Compares gradients of A and B with those that transformers' gradient of the merged weights implies:
         dA = s B' dW and dB = s dW A'."""
         import torch.distributed as dist
         from megatron.core import parallel_state
@@ -135,7 +135,7 @@ class LoraRank(Rank):
         }
 
     def compare_reference(self, trainer: Any, first: list[Any]) -> None:
-        """Compare log-probs of the reference, alone and for a step, with those before the adapters had learned."""
+        """Compares log-probs of the reference, alone and for a step, with those before the adapters had learned."""
         from slimx.config.sections.algorithm import Algorithm
         from slimx.trainer.step.passes import ForwardPasses
 
@@ -184,7 +184,7 @@ class LoraRank(Rank):
             self.import_adapters(adapters_in(fresh))
 
     def import_adapters(self, expected: dict[str, Any]) -> None:
-        """Begin with the adapters in `peft`, and step once from there: a stale fp32 copy would step from elsewhere."""
+        """Begins with the adapters in `peft`, and steps once from there: a stale fp32 copy would begin elsewhere."""
         trainer = self.trainer(lora={"load": str(self.out / "peft")})
         found = adapters_in(trainer)
         self.results["imported"] = equal(found, expected)
@@ -193,7 +193,7 @@ class LoraRank(Rank):
         self.results["moved_by"] = max(float((after[name] - value).abs().max()) for name, value in found.items())
 
     def load_trained_by_peft(self) -> None:
-        """Begin with the adapters in `trained`, write their log-probs, and save a checkpoint."""
+        """Begins with the adapters in `trained`, writes their log-probs, and saves a checkpoint."""
         if not (self.out / "trained").exists():
             return
         trainer = self.trainer(lora=TRAINED | {"load": str(self.out / "trained")})
@@ -288,7 +288,7 @@ def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Train
 
 
 def answer(model: Path, directory: Path) -> None:
-    """Write transformers' gradients under the merged weights, as a checkpoint. The ranks' own processes cannot: they
+    """Writes transformers' gradients under the merged weights, as a checkpoint. The ranks' own processes cannot: they
     have changed torch for megatron-core."""
     merged = load_file(directory / "merged.safetensors")
     made = write_model(directory / "made", model, merged)

@@ -112,7 +112,7 @@ class OptimizerRank(Rank):
             self.results["stopped"] = refusal_fields(error)
 
     def train_without_signal(self) -> None:
-        """A third step whose advantages are all 0: alone, and with each other term that a loss may have."""
+        """Takes a third step whose advantages are all 0: alone, and with each other term that a loss may have."""
         from slimx.config.sections.algorithm import Algorithm
 
         for name in ("alone", *WITH_TERMS):
@@ -136,7 +136,7 @@ class OptimizerRank(Rank):
                 self.results["tiny_gradient"] = [metrics["optim/zero_gradient"], metrics["optim/grad_norm"]]
 
     def sampled(self, step: int, advantage: float) -> list[MicroBatch]:
-        """As `demonstrated`, with the log-probs of an engine."""
+        """Returns those of `demonstrated`, with the log-probs of an engine."""
         trajectories = demonstrations(step)[: self.sequences]
         for trajectory in trajectories:
             trajectory.logprobs[:] = -3.0
@@ -144,7 +144,7 @@ class OptimizerRank(Rank):
         return shard(make_rows(trajectories, [advantage] * len(trajectories), weights), self.parallel)
 
     def compare_with_adamw(self, name: str, **options: Any) -> None:
-        """Feeds torch's AdamW (fp32) with the run's own clipped gradients; the largest distance of the main weights."""
+        """Steps torch's AdamW (fp32) on the run's clipped gradients; keeps the largest distance of main weights."""
         import torch
 
         trainer = self.trainer(**options)
@@ -200,7 +200,7 @@ def train(job: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def every_layout(part: str, *, several: bool = False) -> pytest.MarkDecorator:
-    """Every layout with a part. `several`: without that of one rank."""
+    """Returns a parametrization over the layouts with a part. `several`: without that of one rank."""
     return pytest.mark.parametrize(
         ("name", "part"),
         [
@@ -229,7 +229,7 @@ class Laboratory:
         return run_ranks(train, self.directory / name, LAYOUTS[name]["world_size"], job)
 
     def __getitem__(self, name: str) -> list[dict[str, Any]]:
-        """Results by rank."""
+        """Returns results by rank."""
         return self.results(name)
 
     def tensors(self, name: str, file: str) -> Weights:
@@ -241,7 +241,7 @@ class Laboratory:
 def laboratory(
     deep_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Laboratory:
-    """Of pipeline stages that can be interleaved, and half of which can be frozen."""
+    """Makes one of pipeline stages that can be interleaved, and half of which can be frozen."""
     chosen = {(case["name"], case["part"]) for case in chosen_cases(request) if "part" in case}
     return Laboratory(tmp_path_factory.mktemp("optimizer"), deep_model, chosen)
 

@@ -72,7 +72,7 @@ class StateRank(Rank):
             self.results[f"host_moments_{kind}_went_on"] = equal(self.weights(moved), self.weights(fresh))
 
     def save_before_a_step(self) -> None:
-        """As after a first step that was skipped: Adam has made no moments yet."""
+        """Saves as after a first step that was skipped: Adam has made no moments yet."""
         for kind, options in self.kinds.items():
             trainer, path = self.trainer(**options), self.out / f"unstepped_{kind}"
             self.save(trainer, path, step=STEPS)
@@ -85,7 +85,7 @@ class StateRank(Rank):
             self.results[f"unstepped_{kind}"] = [self.same(untouched, x) for x in (trainer, fresh)]
 
     def restore_gathered(self) -> None:
-        """A checkpoint whose optimizer state megatron-core gathered, as slimx wrote it until 2026-11."""
+        """Restores a checkpoint whose optimizer state megatron-core gathered, as slimx wrote it until 2026-11."""
         from slimx.trainer.checkpoint import state as states
 
         trainer, path = self.trainer(dtype="bfloat16"), self.out / "gathered"
@@ -150,7 +150,7 @@ class StateRank(Rank):
             }
 
     def short_moments(self) -> None:
-        """Bytes planned and held, and checkpoints of moments in the other precision."""
+        """Compares bytes planned and allocated, and checkpoints of moments in the other precision."""
         from slimx.extras.planner.memory.state import Buffers
         from slimx.extras.planner.memory.trainer import holdings
 
@@ -187,7 +187,7 @@ def train(job: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def every_kind() -> pytest.MarkDecorator:
-    """Every kind of optimizer in every layout."""
+    """Returns a parametrization over the kinds of optimizer in every layout."""
     return pytest.mark.parametrize(
         ("name", "kind"),
         [
@@ -211,7 +211,7 @@ class Laboratory:
         self.results = cached(self._run)
 
     def _run(self, name: str, engine: bool = False) -> list[dict[str, Any]]:
-        """`engine`: with Transformer Engine's optimizer whose moments are short."""
+        """Runs the ranks; `engine`: with Transformer Engine's optimizer whose moments are short."""
         kinds = ["short"] if engine else [kind for kind in KINDS if (name, kind) in self.chosen]
         job = {"model": self.model, "layout": LAYOUTS[name], "kinds": kinds, "engine": engine}
         job["gathered"] = name == "single" or (name, "gathered") in self.chosen
@@ -220,7 +220,7 @@ class Laboratory:
         return run_ranks(train, out, LAYOUTS[name]["world_size"], job, role=role)
 
     def __getitem__(self, name: str) -> list[dict[str, Any]]:
-        """Results by rank."""
+        """Returns results by rank."""
         return self.results(name)
 
 
@@ -228,7 +228,7 @@ class Laboratory:
 def laboratory(
     deep_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Laboratory:
-    """Of pipeline stages that can be interleaved."""
+    """Makes one of pipeline stages that can be interleaved."""
     cases = [case for case in chosen_cases(request) if "name" in case]
     chosen = {(case["name"], case.get("kind") or case["part"]) for case in cases}
     return Laboratory(tmp_path_factory.mktemp("optimizer_state"), deep_model, chosen)

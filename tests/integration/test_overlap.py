@@ -23,7 +23,7 @@ STEPS = 3
 
 class OverlapRank(Rank):
     def overlapping(self, *, overlap: bool, halved: bool | None = None, **options: Any) -> Any:
-        """`halved`: a bf16 model, whose gradients are summed in bf16 if it is true."""
+        """Makes a trainer; `halved`: of a bf16 model, whose gradients are summed in bf16 if it is true."""
         config = self.config(
             overlap_grad_reduce=overlap,
             grad_bucket_elements=4096,
@@ -38,7 +38,7 @@ class OverlapRank(Rank):
         return self.trainer(config)
 
     def watch_sums(self, trainer: Any) -> list[list[str]]:
-        """By step, what happens in which order from now on: a sum that begins, and the end of the backward pass."""
+        """Returns events by step, in their order from now on: a sum that begins, and the end of the backward pass."""
         steps: list[list[str]] = [[]]
         settings = trainer.chunks[0].config
 
@@ -94,7 +94,7 @@ class OverlapRank(Rank):
         self.results["scored_equal"] = all((one == other).all() for one, other in zip(*scored, strict=True))
 
     def watch_gathers(self, trainer: Any) -> list[str]:
-        """Events in their order from now on: a layer that computes, a gather that begins, and a step."""
+        """Returns events in their order from now on: a layer that computes, a gather that begins, and a step."""
         from slimx.trainer.model.build import unwrap
 
         events: list[str] = []
@@ -113,7 +113,7 @@ class OverlapRank(Rank):
         return events
 
     def compare_precisions(self) -> None:
-        """One micro-batch on each of two ranks: what each has is in bf16 anyway, and one sum is rounded."""
+        """Trains on one micro-batch on each of two ranks: each gradient is in bf16 anyway, and one sum is rounded."""
         whole, halved = (
             self.overlapping(overlap=False, halved=halved, distributed_optimizer=False) for halved in (False, True)
         )
@@ -147,7 +147,7 @@ def train(job: dict[str, Any], rank: int) -> dict[str, Any]:
     scope="module", params=["DP2", pytest.param("PP2xVPP2xDP2", marks=pytest.mark.slow("a layout of four ranks"))]
 )
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Results of each rank about a dense model, all of whose parameters have gradients."""
+    """Returns results of each rank about a dense model, all of whose parameters have gradients."""
     layout, out = LAYOUTS[request.param], tmp_path_factory.mktemp(request.param)
     model = make_block_model(out / "model", dense=True, layers=4)
     return run_ranks(train, out, layout["world_size"], {"model": model, "layout": layout})

@@ -1,4 +1,4 @@
-"""What `slimx plan` says of a trainer's memory is what real trainers hold: state to the byte, the peak within 15%.
+"""Real trainers hold the memory that `slimx plan` predicts: state to the byte, the peak within 15%.
 
 Measured in gloo ranks: storages of weights, gradients and optimizer state after a step, and the most bytes of tensors
 that were alive at once in the next step (`LiveMemory`). Activations are larger than the state in most cases.
@@ -52,7 +52,7 @@ def recompute(**fields: Any) -> dict[str, Any]:
 
 
 def module_cases(*modules: str) -> list[dict[str, Any]]:
-    """A step without recomputation, and with each module computed again."""
+    """Returns a step without recomputation, and with each module computed again."""
     alone = [recompute(granularity="selective", modules=[module]) for module in modules]
     return [case(512, 256, "float32"), *(case(512, 256, "float32", **fields) for fields in alone)]
 
@@ -132,7 +132,7 @@ QUICK = ("single", "TP2xEP2", "PP2xVPP2")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of random weights."""
+    """Writes checkpoints of random weights."""
     root = tmp_path_factory.mktemp("models")
     generator = torch.Generator().manual_seed(1)
     for name, hf in MODELS.items():
@@ -149,7 +149,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class LiveMemory(TorchDispatchMode):
     """While it is entered: bytes of all storages that operators returned and that are still referenced, and their peak.
 
-    What was there before does not count. Operators see it in the backward pass too, recomputed ones among them.
+    Storages of before do not count. Operators see it in the backward pass too, recomputed ones among them.
     """
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ def test_a_plan_says_what_trainers_hold(name: str, models: Path, tmp_path: Path)
 
 
 def check_case(job: dict[str, Any], model: str, case: dict[str, Any], results: list[dict[str, int]]) -> list[float]:
-    """By which share the planned peak of each rank is off."""
+    """Returns the relative error of the planned peak of each rank."""
     settings = config(job, model, case)
     sizes = sizes_of(settings.trainer)
     spec = read_model(settings.model.path, mtp_layers=settings.trainer.megatron.get("mtp_num_layers") or 0)
@@ -269,7 +269,7 @@ def check_case(job: dict[str, Any], model: str, case: dict[str, Any], results: l
 def check_module(
     job: dict[str, Any], model: str, plain: dict[str, Any], one: dict[str, Any], live: dict[str, int]
 ) -> None:
-    """Recomputing a module takes as much off the peak as a plan says, within a quarter of that or PART of the peak."""
+    """Checks that recomputing a module takes off the peak what a plan says, within a quarter or PART of the peak."""
     before, after = (live[json.dumps([model, x])] for x in (plain, one))
     planned = [planned_peak(job, model, x) for x in (plain, one)]
     saved, expected = before - after, planned[0] - planned[1]

@@ -26,7 +26,7 @@ def never_comes() -> None:
 
 
 def meet(job: dict[str, Any], rank: int) -> None:
-    """One of two gloo ranks: one waits in a collective for the other, which never comes."""
+    """Runs one of two gloo ranks: one waits in a collective for the other, which never comes."""
     import torch.distributed as dist
 
     where = job["init_method"]

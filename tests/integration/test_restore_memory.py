@@ -15,8 +15,8 @@ pytestmark = pytest.mark.integration
 
 
 def copying(adam: type) -> type:
-    """Adam that loads a state as Transformer Engine's FusedAdam does: torch's method moves all of it to the parameters'
-    device, then each moment is made anew there and filled."""
+    """Returns an Adam that loads a state as Transformer Engine's FusedAdam does: torch's method moves all of it to the
+    parameters' device, then each moment is made anew there and filled."""
     import torch
 
     class Copying(adam):
@@ -31,8 +31,8 @@ def copying(adam: type) -> type:
 
 
 def measure(out: Path, parallel: Any) -> dict[str, int]:
-    """Bytes of weights, of moments, and how many more than before are on the GPU at most while a checkpoint is saved,
-    while one is restored and while a state is loaded."""
+    """Measures bytes of weights, of moments, and how many more than before are on the GPU at most while a checkpoint is
+    saved, while one is restored and while a state is loaded."""
     from slimx.models.families import read_model
     from slimx.trainer.trainer import PolicyTrainer
     from tests.gpu.trainer_cases import CASES, config, write_model
@@ -90,7 +90,7 @@ def restore(job: dict[str, Any], rank: int) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """Bytes on a pretended GPU, with an Adam that loads as Transformer Engine's does."""
+    """Returns bytes on a pretended GPU, with an Adam that loads as Transformer Engine's does."""
     return run_ranks(restore, tmp_path_factory.mktemp("restore"), 1, {"layout": {}}, role="rank_on_pretended_gpu")[0]
 
 

@@ -87,7 +87,7 @@ QWEN = invariance_models.QWEN | {
 
 
 def write_models(directory: Path) -> dict[str, Path]:
-    """Checkpoints of two families, and of the second one a later policy that routes otherwise."""
+    """Writes checkpoints of two families, and of the second one a later policy that routes otherwise."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(5)
@@ -163,7 +163,7 @@ class RoutedModel:
         gate.forward = forward
 
     def run(self, trajectory: Trajectory, forced: np.ndarray | None) -> Ran:
-        """Its input positions with the routes `forced` [L - 1, layers, k], or its own."""
+        """Runs its input positions with the routes `forced` [L - 1, layers, k], or its own."""
         tokens = torch.from_numpy(trajectory.token_ids.astype(np.int64))
         self._forced, self._logits, self._chosen = forced, {}, {}
         logprobs = self.model(tokens[None, :-1]).logits[0].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
@@ -180,7 +180,7 @@ class RoutedModel:
         coefficient: float,
         microbatches: Microbatches,
     ) -> Trained:
-        """A step on mean cross entropy per token plus `coefficient` times the sum of the term over layers."""
+        """Takes a step on mean cross entropy per token plus `coefficient` times the sum of the term over layers."""
         self.model.zero_grad()
         ran = [self.run(trajectory, routes) for trajectory, routes in zip(batch, forced, strict=True)]
         weights = loss_weights(batch, "token")
@@ -203,7 +203,7 @@ def _scores(logits: torch.Tensor, model: RoutedModel) -> torch.Tensor:
 
 
 def _share(scores: torch.Tensor, model: RoutedModel) -> torch.Tensor:
-    """Each expert's share of the tokens' top k."""
+    """Returns each expert's share of the tokens' top k."""
     return torch.bincount(scores.topk(model.topk).indices.flatten(), minlength=model.experts) / (
         len(scores) * model.topk
     )
@@ -284,7 +284,7 @@ class Laboratory:
     def _expected(
         self, model: str, routes: str, term: str | None = None, microbatches: tuple[tuple[int, ...], ...] = ()
     ) -> Trained:
-        """What transformers does with its own routes, the engine's or those of the model named."""
+        """Returns what transformers does with its own routes, the engine's or those of the model named."""
         batch = self.trajectories[model.split()[0]]
         forced = [trajectory.routed_experts if routes == "engine" else None for trajectory in batch]
         if routes in self.models:
@@ -299,7 +299,7 @@ class Laboratory:
         return json.loads((self(layout) / f"{name}.json").read_text())["metrics"]
 
     def microbatches(self, layout: str, name: str) -> tuple[tuple[int, ...], ...]:
-        """Numbers of the sequences in each micro-batch, in order; for one data-parallel rank."""
+        """Returns numbers of the sequences in each micro-batch, in order; for one data-parallel rank."""
         packs = json.loads((self(layout) / f"{name}.json").read_text())["microbatches"]
         order = {tuple(t.token_ids[:-1].tolist()): number for number, t in enumerate(demonstrations(0))}
         return tuple(tuple(order[tuple(tokens)] for tokens in pack) for pack in packs)
@@ -313,7 +313,7 @@ def laboratory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def every_layout(*names: str) -> pytest.MarkDecorator:
-    """Each of the cases in every layout."""
+    """Returns a parametrization over the cases in every layout."""
     return pytest.mark.parametrize(
         ("layout", "name"),
         [

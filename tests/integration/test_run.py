@@ -76,7 +76,7 @@ def ahead(
     task_of_sums: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Ahead:
-    """Two turns with a frozen model, which judges them and teaches; SIGTERM ends it in order."""
+    """Runs two turns with a frozen model, which judges them and teaches; SIGTERM ends it in order."""
     directory = tmp_path_factory.mktemp("ahead")
     wise = perturbed(tiny_weights, seed=3, scale=0.1)
     teacher = write_model(directory / "teacher", tiny_model, wise)
@@ -162,15 +162,15 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old(ahead: Ahe
 
 
 def documented() -> set[Port]:
-    """The rows of the table."""
+    """Returns the rows of the table."""
     section = (ROOT / "docs/operations.md").read_text().partition(PORTS)[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return {(process, ADDRESSES[address]) for process, _, address, _ in rows[2:] if "`" not in address}
 
 
 def opened(run: TrainProcess, expected: set[Port]) -> set[Port]:
-    """TCP sockets on which processes of `run` listen, looked for again while one of `expected` is missing: a process
-    that ends meanwhile hides others."""
+    """Returns TCP sockets on which processes of `run` listen, looked for again while one of `expected` is missing: a
+    process that ends meanwhile hides others."""
     found: set[Port] = set()
     deadline = time.monotonic() + PATIENCE_S
     while not expected <= found and time.monotonic() < deadline:
@@ -189,7 +189,7 @@ def _listens(process: psutil.Process) -> Iterator[Port]:
 
 
 def _kind(process: psutil.Process, loopback: bool) -> str:
-    """The table's name of a process; a Ray worker's is that of its actor where the port is not Ray's."""
+    """Returns the table's name of a process; a Ray worker's is that of its actor where the port is not Ray's."""
     line = " ".join(process.cmdline())
     if line.startswith("ray::"):
         if not loopback:

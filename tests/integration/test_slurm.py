@@ -100,21 +100,21 @@ class Slurm:
         self._wait(lambda: self.call("sinfo", "-h", "-N", "-p", "low", "-o", "%T").split() == ["idle"] * 2, "two nodes")
 
     def submit(self, *arguments: str, **environment: str) -> str:
-        """`sbatch` from the root of the repository; the job's number."""
+        """Runs `sbatch` from the root of the repository; returns the job's number."""
         return self.call("sbatch", "--parsable", *arguments, environment=environment).strip()
 
     def state(self, job: str) -> str:
-        """PENDING, RUNNING, COMPLETED, ..."""
+        """Returns PENDING, RUNNING, COMPLETED, ..."""
         return self.field(job, "JobState")
 
     def field(self, job: str, name: str) -> str:
-        """A field of the job's record."""
+        """Returns a field of the job's record."""
         found = re.search(rf"\b{name}=(\S*)", self.call("scontrol", "show", "job", "-o", job))
         assert found, name
         return found[1]
 
     def call(self, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
-        """A client command's output; its errors are in it."""
+        """Returns a client command's output; its errors are in it."""
         done = subprocess.run(
             arguments,
             env={**self.environment, **(environment or {})},
@@ -162,7 +162,7 @@ class Slurm:
 
 
 def write_setup(directory: Path, *lines: str) -> Path:
-    """A file for SLIMX_NODE_SETUP: node k of a job has the address 127.0.0.(k + 2). `lines` follow."""
+    """Writes a file for SLIMX_NODE_SETUP: node k of a job has the address 127.0.0.(k + 2). `lines` follow."""
     setup = directory / "setup.sh"
     address = "SLIMX_ADDRESS=127.0.0.$((2 + ${NODE_RANK:-${SLURM_PROCID:-0}}))"
     setup.write_text("\n".join([address, f"export PYTHONPATH={ROOT} PYTHONWARNINGS=ignore", *lines, ""]))
@@ -219,7 +219,7 @@ class Job:
         self.until(lambda: self.slurm.state(self.number) in states)
 
     def text(self) -> str:
-        """The job's log, with those of its nodes."""
+        """Returns the job's log, with those of its nodes."""
         files = [self.log, *sorted(self.jobs.glob("*/*/*.log"))]
         return "\n".join(f"{file.name}:\n{file.read_text()[-4000:]}" for file in files if file.is_file())
 

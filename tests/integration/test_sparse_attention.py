@@ -37,7 +37,7 @@ def indexers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def choices(model: torch.nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Tokens [1, L, k] that each layer's indexer chooses for tokens [1, L]."""
+    """Returns tokens [1, L, k] that each layer's indexer chooses for tokens [1, L]."""
     found: list[torch.Tensor] = []
     hooks = [x.register_forward_hook(lambda _, __, indices: found.append(indices)) for x in indexers(model)]
     with torch.no_grad():
@@ -48,13 +48,13 @@ def choices(model: torch.nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
 
 
 def chosen(model: torch.nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Per layer which tokens each query sees, bool [L, L]."""
+    """Returns, per layer, which tokens each query sees, bool [L, L]."""
     nothing = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
     return [nothing.scatter(1, indices[0].long(), True).tril() for indices in choices(model, tokens[None])]
 
 
 def replay(model: torch.nn.Module, source: torch.nn.Module) -> None:
-    """Have the indexers of `model` choose what those of `source` do."""
+    """Has the indexers of `model` choose what those of `source` do."""
     taken: list[torch.Tensor] = []
     model.register_forward_pre_hook(lambda _, args: taken.extend(choices(source, args[0])))
     for indexer in indexers(model):
@@ -82,7 +82,7 @@ Pair = tuple[Oracle, Oracle]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    """By name a model before a step, and one with other weights that sees the tokens which the first chooses."""
+    """Makes, by name, a model before a step, and one with other weights that sees the tokens that the first chooses."""
     out, directory = {}, tmp_path_factory.mktemp("models")
     for name in MODELS:
         before, later = (CASES[name].make(directory / f"{name} {seed}", seed) for seed in (3, 4))
@@ -98,7 +98,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
 
 @pytest.fixture(scope="module")
 def trained(request: pytest.FixtureRequest, models: dict[str, Pair], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """NAME.safetensors: gradients of a step whose weights move between the choice and the update."""
+    """Writes NAME.safetensors: gradients of a step whose weights move between the choice and the update."""
     out, cases = tmp_path_factory.mktemp("replay"), []
     for name, (before, later) in models.items():
         if name not in TRAINED[request.param]:

@@ -71,7 +71,7 @@ class Laboratory:
         return run_ranks(train, self.directory / layout, SIZES[layout].world, self.inputs | {"layout": LAYOUTS[layout]})
 
     def __getitem__(self, layout: str) -> dict[str, Any]:
-        """Results of the last rank: it belongs to the last pipeline stage, which knows the loss."""
+        """Returns results of the last rank: it belongs to the last pipeline stage, which knows the loss."""
         return self.results(layout)[-1]
 
     def gradients(self, layout: str) -> Weights:
@@ -81,7 +81,7 @@ class Laboratory:
 
 @pytest.fixture(scope="module")
 def models(tiny_model: Path, tiny_weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two models whose attention and routing are far from uniform."""
+    """Makes two models whose attention and routing are far from uniform."""
     directory = tmp_path_factory.mktemp("models")
     weights = perturbed(tiny_weights, 1, 0.05)
     return {
@@ -155,7 +155,8 @@ def test_a_grpo_step_on_saved_rollouts_is_that_of_one_rank(laboratory, name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_positions_with_other_experts_than_the_engines_are_counted_exactly(laboratory, groups, name):
-    """Of the measured tokens, whose gaps all exceed 1e-5: differing here, explained by here or earlier, unexplained."""
+    """The measured tokens, whose gaps exceed 1e-5, are counted: differing here, explained here or earlier,
+    unexplained."""
     here = explained = measured = 0
     for t in (t for group in groups for t in group.trajectories if t.oldest_version == VERSION):
         trained = t.loss_mask[1:] > 0

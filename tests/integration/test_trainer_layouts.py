@@ -1,4 +1,4 @@
-"""What a trainer computes does not depend on its layout: gloo ranks of six layouts against one rank and transformers.
+"""Results of a trainer do not depend on its layout: gloo ranks of six layouts against one rank and transformers.
 
 Each layout is one start of real processes (5 to 12 s) that do all that the tests below assert.
 """
@@ -41,14 +41,14 @@ OPTIMIZER = {
     "betas": [0.9, 0.95],
     "eps": 1e-8,
 }
-"""Of the ten steps and the two after them."""
+"""Optimizer of the ten steps and the two after them."""
 
 
 class LayoutRank(Rank):
     optimizer = OPTIMIZER
 
     def first_step(self) -> None:
-        """Log-probs and gradients of one SFT step. Without the distributed optimizer every rank has whole gradients."""
+        """Writes log-probs and gradients of one SFT step; without the distributed optimizer they are whole."""
         trainer = self.trainer(distributed_optimizer=False, optimizer={"clip_grad": 0.0})
         batches = self.demonstrated(0)
         self.keep_logprobs(batches, trainer.logprobs(batches))
@@ -56,7 +56,7 @@ class LayoutRank(Rank):
         self.write_tensors("sft_gradients", self.gradients(trainer))
 
     def train(self) -> Any:
-        """Ten optimizer steps with the distributed optimizer; the last two are the updates of one step of the loop."""
+        """Takes ten steps with the distributed optimizer; the last two are the updates of one step of the loop."""
         trainer = self.trainer()
         *single, before, last = (self.demonstrated(s) for s in range(STEPS))
         self.results["steps"] = [trainer.train_step(batches, step=s, version=0) for s, batches in enumerate(single)]
@@ -65,14 +65,14 @@ class LayoutRank(Rank):
         return trainer
 
     def next_steps(self, trainer: Any) -> list[dict[str, float]]:
-        """The eleventh and twelfth: the second shows the optimizer's state. With a number of the random state."""
+        """Takes the eleventh and twelfth: the second shows the optimizer's state. With a number of the random state."""
         import torch
 
         draw = {"random": float(torch.rand(()))}
         return [metrics | draw for metrics in self.steps(trainer, (STEPS, STEPS + 1))]
 
     def save_and_restore(self, trainer: Any) -> None:
-        """Save, go on, come back, go on again."""
+        """Saves, goes on, comes back, goes on again."""
         path = self.out / "checkpoint"
         begin_save(trainer, path, step=STEPS)
         self.results["after_save"] = self.next_steps(trainer)  # while the files are written
@@ -91,7 +91,7 @@ class LayoutRank(Rank):
                 self.results[name] = self.next_steps(trainer)
 
     def restore_damaged(self, trainer: Any) -> None:
-        """One file of the checkpoint lost its second half."""
+        """Restores a checkpoint of which one file lost its second half."""
         path = self.out / "damaged"
         if self.rank == 0:
             shutil.copytree(self.out / "checkpoint", path)
@@ -143,7 +143,7 @@ class Layout:
         return self.ranks[-1]
 
     def logprobs(self) -> dict[tuple[int, ...], np.ndarray]:
-        """Log-probs by sequence (its tokens with the last label)."""
+        """Returns log-probs by sequence (its tokens with the last label)."""
         ranks = [by_sequence(np.load(self.directory / f"{rank}.npz")) for rank in range(self.sizes.world)]
         return {sequence: values for results in ranks for sequence, values in results.items()}
 
@@ -169,7 +169,7 @@ class Laboratory:
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Path, tiny_weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose attention and routing are far from uniform."""
+    """Makes a model whose attention and routing are far from uniform."""
     return write_model(tmp_path_factory.mktemp("models") / "model", tiny_model, perturbed(tiny_weights, 1, 0.05))
 
 

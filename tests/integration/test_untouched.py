@@ -43,7 +43,7 @@ def configuration(out: Path, hf: str, dtype: str = "float32", **trainer: Any) ->
 
 
 def untouched(trainer: Any) -> Any:
-    """megatron-core's model with the blocks that it specifies itself, in fp32 on the CPU."""
+    """Returns megatron-core's model with the blocks that it specifies itself, in fp32 on the CPU."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 
@@ -56,7 +56,7 @@ def untouched(trainer: Any) -> Any:
 
 
 def load(model: Any, path: Path) -> None:
-    """Load as Megatron-LM does, by megatron-core's own reader."""
+    """Loads as Megatron-LM does, by megatron-core's own reader."""
     from megatron.core import dist_checkpointing, parallel_state
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -130,7 +130,7 @@ def load_and_save(job: dict[str, Any], rank: int) -> dict[str, list[str]]:
 
 
 def as_before(saved: Path) -> None:
-    """Have the key of megatron-core hold the factors themselves, as slimx wrote them at first."""
+    """Has the key of megatron-core hold the factors themselves, as slimx wrote them at first."""
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     tensors, stored = metadata.state_dict_metadata, metadata.storage_data
     for key in [key for key in tensors if key.endswith(FACTOR)]:

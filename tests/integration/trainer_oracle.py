@@ -44,7 +44,7 @@ class Oracle:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
     def logprobs(self, batch: list[np.ndarray], temperature: float = 1.0) -> list[torch.Tensor]:
-        """[L - 1] per sequence, with gradient. Padding stands behind, where causal attention does not see it."""
+        """Returns [L - 1] per sequence, with gradient. Padding comes last, where causal attention does not see it."""
         ids = torch.ones(len(batch), max(map(len, batch)), dtype=torch.int64)
         for row, tokens in zip(ids, batch, strict=True):
             row[: len(tokens)] = torch.from_numpy(tokens)
@@ -58,14 +58,14 @@ class Oracle:
         return -sum((torch.from_numpy(w) * lp).sum() for w, lp in zip(weights, logprobs, strict=True))
 
     def experts(self, tokens: np.ndarray) -> np.ndarray:
-        """uint8 [L - 1, layers, 2]: the experts of every input position."""
+        """Returns uint8 [L - 1, layers, 2]: the experts of every input position."""
         ids = torch.from_numpy(tokens.astype(np.int64))
         with torch.no_grad():
             routers = self.model(ids[None], output_router_logits=True).router_logits
         return np.stack([layer[:-1].topk(2).indices.numpy() for layer in routers], 1).astype(np.uint8)
 
     def named(self, of: Callable[[torch.Tensor], torch.Tensor]) -> Weights:
-        """`of` every parameter by its name in the checkpoint; transformers holds a layer's experts in one tensor."""
+        """Returns `of` every parameter by checkpoint name; transformers has a layer's experts in one tensor."""
         out = {}
         for name, parameter in self.model.named_parameters():
             prefix, _, kind = name.rpartition(".experts.")
@@ -83,8 +83,8 @@ class Oracle:
 
 
 def rollouts(policy: Oracle) -> list[Group]:
-    """11 rollouts in groups of 3, 2, 4, 2; one in three with an inserted answer and a second turn; a few of an older
-    version. Old log-probs lie so far from the policy's that ratios are clipped on both sides."""
+    """Makes 11 rollouts in groups of 3, 2, 4, 2; one in three with an inserted answer and a second turn; a few of an
+    older version. Old log-probs lie so far from the policy's that ratios are clipped on both sides."""
     random = np.random.default_rng(7)
     groups, wrong = [], 0
     for number, size in enumerate((3, 2, 4, 2)):

@@ -27,8 +27,8 @@ CLIPPED = {"lr": 2e-3, "weight_decay": 0.3, "clip_grad": 0.05, "betas": [0.9, 0.
 
 
 def demonstrations(step: int) -> list[Trajectory]:
-    """16 sequences of 6 to 39 tokens, of which the first four are a prompt; three tokens in four follow from the one
-    before, so that there is something to learn. Id 0 is padding and never among them."""
+    """Makes 16 sequences of 6 to 39 tokens, of which the first four are a prompt; three tokens in four follow from the
+    one before, so that there is something to learn. Id 0 is padding and never among them."""
     random = np.random.default_rng(step)
     out = []
     for index in range(16):
@@ -97,7 +97,7 @@ class Rank:
         self.spec, self.sizes = read_model(job["model"]), self.parallel.sizes
 
     def config(self, *, dtype: str = "float32", optimizer: dict[str, Any] | None = None, **trainer: Any) -> Config:
-        """Of supervised training; `optimizer` and `trainer` are added to what the class and the layout have."""
+        """Returns one of supervised training; `optimizer` and `trainer` extend those of the class and the layout."""
         return Config.model_validate(
             {
                 "run": {"dir": str(self.out)},
@@ -136,18 +136,18 @@ class Rank:
         self.arrays |= packed(batches) | {f"logprobs.{number}": values for number, values in enumerate(logprobs)}
 
     def gradients(self, trainer: Any) -> dict[str, Any]:
-        """By local name; zeros for a buffer, which has none."""
+        """Returns those by local name; zeros for a buffer, which has none."""
         import torch
 
         named = trainer.weights.parameters.items()
         return {name: getattr(value, "main_grad", torch.zeros(value.shape)) for name, value in named}
 
     def weights(self, trainer: Any) -> dict[str, Any]:
-        """A copy of the weights by local name."""
+        """Returns a copy of the weights by local name."""
         return {name: value.detach().clone() for name, value in trainer.weights.parameters.items()}
 
     def moments(self, trainer: Any) -> list[Any]:
-        """Main weights, moments and step counts."""
+        """Returns main weights, moments and step counts."""
         out: list[Any] = []
         for part in trainer.optimizer.chained_optimizers:
             for group in part.param_groups:
