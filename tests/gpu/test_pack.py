@@ -16,7 +16,7 @@ from tests.gpu.tables import matrix_plan, one_block_per_amax
 
 
 def every_rounding(item: int) -> Plan:
-    """Elements in blocks whose scale is 1: all e4m3 ties, their neighbours, denormals, and random bits up to 448."""
+    """Returns elements in blocks whose scale is 1: all e4m3 ties, neighbours, denormals, and random bits up to 448."""
     rng = np.random.default_rng(0)
     if item == 2:
         bits = np.arange(1 << 16, dtype=np.uint32)
@@ -68,12 +68,12 @@ def test_the_number_of_thread_blocks_changes_nothing(device: torch.device, block
 
 
 def test_packing_twice_gives_the_same(device: torch.device) -> None:
-    held = OnDevice(random_plan(8, tensors=30), device)
-    held.pack()
-    first = held.outcome()
-    held.clear()
-    held.pack()
-    held.outcome().must_equal(first, random_plan(8, tensors=30).pieces)
+    on_device = OnDevice(random_plan(8, tensors=30), device)
+    on_device.pack()
+    first = on_device.outcome()
+    on_device.clear()
+    on_device.pack()
+    on_device.outcome().must_equal(first, random_plan(8, tensors=30).pieces)
 
 
 @pytest.mark.parametrize("rule", [RULE.IEEE, RULE.TE, RULE.UE8M0])
@@ -100,21 +100,21 @@ def test_gpu_checksum_equals_cpu(device: torch.device, seed: int) -> None:
     memory = torch.from_numpy(plan.memory).to(device)
     names = [f"tensor {k}" for k in range(plan.tensors)]
     pieces = plan.at(memory.data_ptr())
-    held = DevicePlan(pieces, bucket_bytes=0, names=names, bucket="held", device=device, checksum=True)
+    device_plan = DevicePlan(pieces, bucket_bytes=0, names=names, bucket="held", device=device, checksum=True)
     sums = torch.zeros(plan.tensors, dtype=torch.int64, device=device)
-    kernel_cuda.checksum_rects(held, sums)
+    kernel_cuda.checksum_rects(device_plan, sums)
 
     expected = np.zeros(plan.tensors, dtype=np.uint64)
     kernel.checksum_rects(plan.at(plan.memory.ctypes.data), expected)
-    assert np.array_equal(kernel_cuda.results(held, sums), expected)
+    assert np.array_equal(kernel_cuda.results(device_plan, sums), expected)
 
 
 def test_a_bucket_costs_one_launch(device: torch.device) -> None:
-    held = OnDevice(random_plan(9, tensors=200), device)
-    held.pack()
+    on_device = OnDevice(random_plan(9, tensors=200), device)
+    on_device.pack()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        held.pack()
+        on_device.pack()
         torch.cuda.synchronize()
     kernels = [e.key for e in profile.key_averages() if "reshard" in e.key]
     launches = sum(e.count for e in profile.key_averages() if "reshard" in e.key)

@@ -64,7 +64,7 @@ class Peer:
 
 
 class PeerDevice:
-    """What a peer does with its GPU."""
+    """Operations of a peer on its GPU."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0)
@@ -95,12 +95,12 @@ class PeerDevice:
         sources = torch.from_numpy(plan.memory).to(self.device)
         names = [f"tensor {number}" for number in range(plan.tensors)]
         pieces, size = plan.at(sources.data_ptr()), plan.bucket_bytes
-        held = DevicePlan(pieces, bucket_bytes=size, names=names, bucket="shared", device=self.device)
+        device_plan = DevicePlan(pieces, bucket_bytes=size, names=names, bucket="shared", device=self.device)
         sums = torch.zeros(plan.tensors, dtype=torch.int64, device=self.device)
         flags = torch.zeros(plan.tensors, dtype=torch.int32, device=self.device)
         with opened(path, size, self.device) as address:
-            kernel_cuda.pack_at(held, address, sums, flags)
-            found = kernel_cuda.results(held, sums)
+            kernel_cuda.pack_at(device_plan, address, sums, flags)
+            found = kernel_cuda.results(device_plan, sums)
         return found.tolist()
 
 
@@ -166,7 +166,7 @@ def test_a_reader_that_is_killed_with_it_open_costs_no_memory(device: torch.devi
 
 
 def test_a_killed_owner_ends_a_readers_copy_by_name_or_not_at_all(device: torch.device, peer: Peer) -> None:
-    """CUDA leaves it undefined; whatever a driver does, the reader is told, or has the bytes."""
+    """CUDA leaves it undefined; whatever a driver does, the reader gets an error or has the bytes."""
     path, reader = peer.ask("allocate", MIB, 7), Peer()
     try:
         assert reader.ask("hold", path, MIB) == "held"

@@ -95,9 +95,9 @@ async def begun(prompt: Prompt = PROMPT, **options: Any) -> tuple[Gymnasium, Any
 
 
 async def test_a_way_over_the_lake_is_told_turn_by_turn_and_paid_at_its_end(gymnasium):
-    way = ("down", "down", "right", "right", "down", "right")
-    ctx, trajectory = await play(*way, **LAKE)
-    told = [text for source, _, text in spans(trajectory) if source == "inserted"]
+    actions = ("down", "down", "right", "right", "down", "right")
+    ctx, trajectory = await play(*actions, **LAKE)
+    observations = [text for source, _, text in spans(trajectory) if source == "inserted"]
     fields = [
         "row 0 column 0",
         "row 1 column 0",
@@ -106,7 +106,7 @@ async def test_a_way_over_the_lake_is_told_turn_by_turn_and_paid_at_its_end(gymn
         "row 2 column 2",
         "row 3 column 2",
     ]
-    assert [each in text for each, text in zip(fields, told, strict=True)] == [True] * 6
+    assert [field in text for field, text in zip(fields, observations, strict=True)] == [True] * 6
     assert trajectory.metadata["rewards"] == [0.0] * 5 + [1.0] and trajectory.metadata["ended"] == "done"
     assert trajectory.metadata["info"] | {"state": ""} == {"steps": 6, "invalid": 0, "return": 1.0, "state": ""}
     assert [turn.reward for turn in trajectory.turns] == [0.0] * 5 + [1.0]
@@ -118,13 +118,13 @@ async def test_a_way_over_the_lake_is_told_turn_by_turn_and_paid_at_its_end(gymn
 async def test_gigpo_compares_turns_with_equal_states_across_rollouts(gymnasium):
     """Both rollouts are twice in (0, 0), and in (1, 0); only the first goes on from there to the goal. Returns with
     gamma 0.5 are 2^-k, k the turns to the goal, and 0 in the second."""
-    ways = (
+    episodes = (
         ("down", "up", "down", "down", "right", "right", "down", "right"),
         ("down", "up", "down", "right"),  # into the hole at (1, 1)
     )
     group: list[Trajectory] = []
-    for index, way in enumerate(ways):
-        _, trajectory = await play(*way, **LAKE)
+    for index, actions in enumerate(episodes):
+        _, trajectory = await play(*actions, **LAKE)
         trajectory.index, trajectory.reward = index, sum(trajectory.metadata["rewards"])
         group.append(trajectory)
     keys = [[turn.state_key for turn in trajectory.turns] for trajectory in group]
@@ -137,8 +137,8 @@ async def test_gigpo_compares_turns_with_equal_states_across_rollouts(gymnasium)
             if span.source != "sampled":
                 continue
             values = start if span.turn in (0, 2) else second
-            wanted = values[2 * number + span.turn // 2] - np.mean(values) if span.turn < 4 else 0.0
-            assert found[number][span.start - 1 : span.stop - 1] == pytest.approx(wanted), span
+            expected = values[2 * number + span.turn // 2] - np.mean(values) if span.turn < 4 else 0.0
+            assert found[number][span.start - 1 : span.stop - 1] == pytest.approx(expected), span
 
 
 async def test_a_cut_off_turn_has_its_state_too(gymnasium):
@@ -237,7 +237,7 @@ def test_a_machine_without_the_package_is_told_its_version(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("made_with", "said", "code"),
+    ("made_with", "text", "code"),
     [
         ({}, "raise", "gymnasium.raised"),
         ({"answer": ("seen", 1.0)}, "a", "gymnasium.answer"),
@@ -247,10 +247,10 @@ def test_a_machine_without_the_package_is_told_its_version(monkeypatch):
         ({"answer": (SimpleNamespace(), 0.0, False, {})}, "a", "environment.state"),
     ],
 )
-async def test_an_environment_that_breaks_is_named(made_with, said, code):
+async def test_an_environment_that_breaks_is_named(made_with, text, code):
     world, _ = await begun(**OLD, make_options=made_with)
     with pytest.raises(SlimxError) as caught:
-        await world.step(said)
+        await world.step(text)
     assert caught.value.code == code
 
 

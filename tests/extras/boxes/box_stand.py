@@ -45,7 +45,7 @@ def plain(name: str, size: int) -> tarfile.TarInfo:
 
 
 def image(path: Path) -> Path:
-    """An image that uses this machine's /usr, with a directory /work."""
+    """Returns an image that uses this machine's /usr, with a directory /work."""
     work = tarfile.TarInfo("work")
     work.type, work.mode = tarfile.DIRTYPE, 0o777
     return archive(path, link("bin", "usr/bin"), link("lib", "usr/lib"), link("lib64", "/usr/lib64"), work)
@@ -53,8 +53,8 @@ def image(path: Path) -> Path:
 
 @cache
 def engine() -> ContainerEngine | str:
-    """The container engine that runs boxes here, or why none does: podman with its own runtime, or with runc."""
-    said = []
+    """Returns the container engine that runs boxes here (podman, podman with runc, or docker), or why none does."""
+    failures = []
     for words in (("podman",), ("podman", "--runtime", "runc"), ("docker",)):
         try:
             found = ContainerEngine.find(words)
@@ -65,14 +65,14 @@ def engine() -> ContainerEngine | str:
             finally:
                 box.end()
         except Exception as error:
-            said.append(f"{' '.join(words)}: {error}")
+            failures.append(f"{' '.join(words)}: {error}")
         finally:
             Path(f"/tmp/slimx-test-{os.getpid()}.tar").unlink(missing_ok=True)
-    return "; ".join(said)
+    return "; ".join(failures)
 
 
 def needed_engine() -> ContainerEngine:
-    """That engine; skips the test where there is none."""
+    """Returns that engine; skips the test where there is none."""
     found = engine()
     if isinstance(found, str):
         missing(f"needs a container engine: {found}")
@@ -81,7 +81,7 @@ def needed_engine() -> ContainerEngine:
 
 @contextmanager
 def served(directory: Path, *words: str, under: Sequence[str] = ()) -> Iterator[tuple[RemoteServer, subprocess.Popen]]:
-    """A server of bubblewrap's boxes on loopback, in a process of its own, started by the program `under` if given."""
+    """Runs a server of bubblewrap's boxes on loopback, in another process, started by the program `under` if given."""
     log = directory / "server.log"
     line = [*under, sys.executable, "-m", "slimx.extras.boxes.serve", "--port", "0", "--host-usr", *words]
     line += ["--token-env", "BOXES_TOKEN"]
@@ -99,5 +99,5 @@ def served(directory: Path, *words: str, under: Sequence[str] = ()) -> Iterator[
 
 
 def runs(argument: str) -> bool:
-    """True while a process of this machine has this argument."""
-    return any(argument in (each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"]))
+    """Returns True while a process of this machine has this argument."""
+    return any(argument in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))

@@ -55,7 +55,7 @@ def place():
 def server(place):
     with served(place, *WORDS, "--lease", str(LEASE_S), "--images", str(place / "images")) as (server, _):
         yield RemoteServer(server.url, server.token, again_s=1.0)
-    assert list(place.glob(f"{rootfs.PREFIX}*")) == [], "a server that is told to end ends its boxes"
+    assert list(place.glob(f"{rootfs.PREFIX}*")) == [], "a server that is stopped ends its boxes"
 
 
 @pytest.fixture
@@ -209,14 +209,14 @@ async def test_a_restarted_server_removes_the_boxes_of_the_killed_one(place):
             box = {"backend": "remote", "url": server.url, "token_env": "BOXES_TOKEN", "patience": 1, "seconds": 60,
                    "memory_mib": 128, "disk_mib": 8, "again": 1}  # fmt: skip
             ctx, _ = context(calling("shell", command=f"sleep {seconds}"), "Done.")
-            with pytest.raises(GivenUp) as given:
+            with pytest.raises(GivenUp) as caught:
                 options = {"box": box, "tasks": str(directory)}
                 await tools.generate(
                     ctx, prompt, toolbox=TERMINAL, toolbox_options=options, call_deadline=300.0, open_deadline=300.0
                 )
         finally:
             del os.environ["BOXES_TOKEN"]
-        assert given.value.reason == "tools lost" and started.is_set(), given.value
+        assert caught.value.reason == "tools lost" and started.is_set(), caught.value
     assert len(list(directory.glob(f"{rootfs.PREFIX}*"))) == 1
     with served(directory, *WORDS, *images):
         assert list(directory.glob(f"{rootfs.PREFIX}*")) == []

@@ -18,7 +18,7 @@ from slimx.layout.ranks import Sizes
 from slimx.reshard.kernels.record import RULE
 from tests import reshard_reference as reference
 from tests.refusals import refused
-from tests.unit.layout.layout_stand import MODELS, Model, checkpoint, held_by_trainers
+from tests.unit.layout.layout_stand import MODELS, Model, checkpoint, trainer_shards
 from tests.unit.reshard.packer_stand import DTYPES, WIDE, Values, one_thread
 
 
@@ -35,7 +35,7 @@ def test_every_rank_rounds_its_shards_as_the_whole_tensors_are_rounded(rule: Any
         Sizes(tensor=2, data=2, expert=2),
         quantization(rule),
     )
-    whole, by_rank = checkpoint(model), held_by_trainers(model, sizes)
+    whole, by_rank = checkpoint(model), trainer_shards(model, sizes)
     count = 1 + max(int(t.max()) for t in whole.values())
     values, rounded = Values(count), torch.zeros(count, dtype=DTYPES[dtype])
     quantized = {name for e in model.table.entries() if e.row.quantized for name in e.sources}
@@ -57,7 +57,7 @@ def test_every_rank_rounds_its_shards_as_the_whole_tensors_are_rounded(rule: Any
 
 def test_a_shard_that_a_block_would_cross_is_refused_by_name() -> None:
     model, sizes = MODELS["deepseek"], Sizes(tensor=2)
-    parameters = Values().dress(held_by_trainers(model, sizes)[0], torch.bfloat16)
+    parameters = Values().dress(trainer_shards(model, sizes)[0], torch.bfloat16)
     with refused("plan.blocks", about="model.layers.0.mlp.up_proj.weight"):
         ServedWeights(MegatronLayout(model.table, sizes).parts_of(0), parameters, quantization("ieee"), "bfloat16")
 
@@ -83,4 +83,4 @@ def test_experts_with_tokens_are_dequantized_from_their_current_codes() -> None:
     assert torch.equal(found[0], expected[0]) and torch.equal(found[2], expected[2])
     scales *= 2  # as a publication writes in place
     assert torch.equal(expert_weights(layer, "w2", [0, 1, 0], torch.bfloat16)[1], expected[1] * 2)
-    assert len(expert_weights(layer, "w2", [0, 0, 0], torch.bfloat16)) == 3, "a rank whose experts nobody chooses"
+    assert len(expert_weights(layer, "w2", [0, 0, 0], torch.bfloat16)) == 3, "a rank whose experts no token chooses"

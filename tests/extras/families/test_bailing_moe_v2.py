@@ -76,8 +76,8 @@ def test_the_prediction_layer_is_carried_over_or_built(tmp_path: Path):
     assert not built.frozen and not built.aliases and not unbuilt.aliases
     shapes = built.checkpoint_shapes()
     assert unbuilt.frozen == {name: shape for name, shape in shapes.items() if name.startswith("model.layers.2.")}
-    own = {"eh_proj.weight", "enorm.weight", "hnorm.weight", "final_layernorm.weight", "mlp.gate.expert_bias"}
-    assert own < {name.removeprefix("model.layers.2.") for name in unbuilt.frozen}
+    mtp_names = {"eh_proj.weight", "enorm.weight", "hnorm.weight", "final_layernorm.weight", "mlp.gate.expert_bias"}
+    assert mtp_names < {name.removeprefix("model.layers.2.") for name in unbuilt.frozen}
     assert unbuilt.frozen["model.layers.2.attention.query_key_value.weight"] == (40 * 128, 4096)
 
 
@@ -146,10 +146,10 @@ def load_rank(path: str, rank: int, tensor: int, expert: int, out: str) -> dict[
     from slimx.adapters.sglang.weights.layout import hf_layout
 
     model = built(join(path, rank, tensor, ep_size=expert, trust_remote_code=True))
-    for held in model.parameters():
-        held.data.fill_(torch.nan)
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
     model.load_weights(load_file(Path(path) / "model.safetensors").items())
-    save_file({name: held.data for name, held in model.named_parameters()}, out)
+    save_file({name: parameter.data for name, parameter in model.named_parameters()}, out)
     return hf_layout(model).uncovered
 
 
@@ -165,6 +165,6 @@ def test_sglangs_own_model_holds_the_checkpoint_as_the_table_says(tmp_path: Path
     for tensor, expert, rank in ENGINES:
         assert call_with_sglang(load_rank, str(tmp_path / "model"), rank, tensor, expert, str(file)) == {}
         layout = EngineLayout(table, EngineSizes(tensor=tensor, expert=expert))
-        held, wanted = load_file(file), rank_local(layout, weights, rank)
-        assert held.keys() == wanted.keys()
-        assert [key for key, value in wanted.items() if not torch.equal(held[key], value)] == []
+        loaded, expected = load_file(file), rank_local(layout, weights, rank)
+        assert loaded.keys() == expected.keys()
+        assert [key for key, value in expected.items() if not torch.equal(loaded[key], value)] == []

@@ -74,7 +74,7 @@ TINY = V3 | {
 
 
 def size(shapes: Iterable[tuple[int, ...]]) -> float:
-    """Elements in billions."""
+    """Returns the number of elements in billions."""
     return sum(math.prod(shape) for shape in shapes) / 1e9
 
 
@@ -175,8 +175,8 @@ def test_the_last_stage_holds_the_embedding_again_for_its_prediction_layer():
     embedding, table = "embedding.word_embeddings.weight", weight_table(TINY, 1)
     (copy,) = [part for part in MegatronLayout(table, Sizes(pipeline=2)).parts_of(1) if part.name == embedding]
     assert copy.copy
-    (own,) = [part for part in MegatronLayout(table, Sizes()).parts_of(0) if part.name == embedding]
-    assert not own.copy
+    (original,) = [part for part in MegatronLayout(table, Sizes()).parts_of(0) if part.name == embedding]
+    assert not original.copy
     assert embedding not in names_of(weight_table(TINY), Sizes(pipeline=2), 1)
     assert "mtp.layers.0.eh_proj.weight" not in names_of(table, Sizes(pipeline=2), 0)
 

@@ -39,7 +39,7 @@ def whole() -> Tensors:
     return NUMBERED
 
 
-def held(parts: list[Part], whole: Tensors, ranks: int) -> list[Tensors]:
+def shards_of(parts: list[Part], whole: Tensors, ranks: int) -> list[Tensors]:
     """Shards of every trainer rank, cut by its rectangles."""
     out: list[Tensors] = [{} for _ in range(ranks)]
     for part in parts:
@@ -63,7 +63,7 @@ TRAINERS = [Sizes(), Sizes(tensor=2, pipeline=2, expert=2), Sizes(data=4, expert
 def test_gate_and_up_part_and_every_source_has_one_place(whole, sizes):
     parts = list(MegatronLayout(TABLE, sizes).parts())
     check_coverage(TABLE.sources(), parts)
-    ranks = held(parts, sources(whole), sizes.world)
+    ranks = shards_of(parts, sources(whole), sizes.world)
     at = "decoder.layers.0.mlp.experts.linear_fc1."
     first = whole["model.layers.0.mlp.experts.gate_up_proj"][0]
     assert torch.equal(ranks[0][at + "weight0"], torch.cat([first[:, 0::2].T, first[:, 1::2].T]))
@@ -77,7 +77,7 @@ def test_gate_and_up_part_and_every_source_has_one_place(whole, sizes):
 def test_an_export_puts_every_stack_together_again(whole, sizes):
     parts = list(MegatronLayout(TABLE, sizes).parts())
     plan = compile_plan(parts, checkpoint_parts(TABLE), precision=Precision("bfloat16", "bfloat16"), bucket_bytes=2**40)
-    (found,) = carry_out_columns(plan, held(parts, sources(whole), sizes.world))
+    (found,) = carry_out_columns(plan, shards_of(parts, sources(whole), sizes.world))
     assert found.keys() == whole.keys()
     for name, tensor in whole.items():
         made = found[name].transpose(-2, -1) if name in TABLE.transposed() else found[name]
@@ -85,7 +85,7 @@ def test_an_export_puts_every_stack_together_again(whole, sizes):
 
 
 def carry_out_columns(plan: Any, trainers: list[Tensors]) -> list[Tensors]:
-    """`carry_out` where stacks of vectors are read as columns, in their own shapes."""
+    """Calls `carry_out` where stacks of vectors are read as columns, in their own shapes."""
     shapes = [{t.name: t.shape for bucket in target for t in bucket.tensors} for target in plan.buckets]
     for target in plan.buckets:
         for k, bucket in enumerate(target):
@@ -112,20 +112,20 @@ def test_each_engine_rank_receives_what_sglang_cuts_out_for_it(whole, engine):
     )
     assert plan.unread == ()
     forms = {t.name: (t.dtype, t.shape) for t in plan.buckets[0][0].tensors}
-    found = carry_out_columns(plan, held(parts, sources(whole), 2))
+    found = carry_out_columns(plan, shards_of(parts, sources(whole), 2))
     for rank, tensors in enumerate(found):
         owner, shard = divmod(rank, engine.expert_tensor)
         count = 4 // engine.expert
-        own = slice(owner * count, (owner + 1) * count)
+        experts = slice(owner * count, (owner + 1) * count)
         at, there = "model.layers.1.mlp.experts.", "model.layers.1.mlp.experts."
         # `GptOssForCausalLM._load_normal_weights` transposes and FusedMoE narrows.
-        both = whole[there + "gate_up_proj"][own].transpose(1, 2).chunk(engine.expert_tensor, 1)[shard]
+        both = whole[there + "gate_up_proj"][experts].transpose(1, 2).chunk(engine.expert_tensor, 1)[shard]
         assert torch.equal(tensors[at + "w13_weight"], both)
-        down = whole[there + "down_proj"][own].transpose(1, 2).chunk(engine.expert_tensor, 2)[shard]
+        down = whole[there + "down_proj"][experts].transpose(1, 2).chunk(engine.expert_tensor, 2)[shard]
         assert torch.equal(tensors[at + "w2_weight"], down)
-        bias = whole[there + "gate_up_proj_bias"][own].chunk(engine.expert_tensor, 1)[shard]
+        bias = whole[there + "gate_up_proj_bias"][experts].chunk(engine.expert_tensor, 1)[shard]
         assert torch.equal(tensors[at + "w13_weight_bias"], bias)
-        bias = whole[there + "down_proj_bias"][own] * (shard == 0)
+        bias = whole[there + "down_proj_bias"][experts] * (shard == 0)
         assert torch.equal(tensors[at + "w2_weight_bias"], bias)
         sinks = whole["model.layers.1.self_attn.sinks"].chunk(engine.tensor)[rank]
         assert torch.equal(tensors["model.layers.1.self_attn.sinks"], sinks)
@@ -199,7 +199,7 @@ def test_the_published_sizes_give_the_published_numbers_of_parameters():
 def published(
     tmp_path: Path, device: str, hf: dict[str, Any], publish: dict[str, Any], **sglang: Any
 ) -> PublicationPlan:
-    """The plan of a run whose engine has these arguments of SGLang."""
+    """Returns the plan of a run whose engine has these arguments of SGLang."""
     (tmp_path / "config.json").write_text(json.dumps(hf))
     return publication_plan(configured(tmp_path, publish, **sglang), read_model(tmp_path), Sizes(), device)
 

@@ -24,7 +24,7 @@ from tests.unit.layout.layout_stand import Tensors
 
 
 def packed(tensors: Tensors) -> Tensors:
-    """The same checkpoint with random codes in the place of its experts' matrices."""
+    """Returns the same checkpoint with random codes in the place of its experts' matrices."""
     random, out = torch.Generator().manual_seed(0), {}
     for name, tensor in tensors.items():
         if name not in TABLE.transposed():
@@ -55,11 +55,11 @@ def test_ranks_read_their_slices_of_an_mxfp4_checkpoint(tmp_path: Path, sizes):
     reader.check(spec.table)
     for name in spec.table.transposed():
         plain[name] = convert_moe_packed_tensors(tensors[name + "_blocks"], tensors[name + "_scales"])
-    wanted = sources(plain)
+    unpacked = sources(plain)
     for part in MegatronLayout(spec.table, sizes).parts():
         for rect in part.rects:
             name = part.sources[rect.source]
-            source = wanted[name].reshape(len(wanted[name]), -1)
+            source = unpacked[name].reshape(len(unpacked[name]), -1)
             expected = source[rect.row :: rect.step][: rect.rows, rect.col : rect.col + rect.cols]
             assert torch.equal(reader.read(name, rect), expected), name
             assert reader.dtype(name) == torch.bfloat16
@@ -86,18 +86,18 @@ def test_a_conversion_there_and_back_gives_every_bit_and_bf16_of_mxfp4(tmp_path:
     source.mkdir()
     hf = {**HF, **({"quantization_config": {"quant_method": "mxfp4"}} if quantized else {})}
     (source / "config.json").write_text(json.dumps(hf))
-    wanted = {name: torch.randn(shape).bfloat16() for name, shape in TABLE.checkpoint_shapes().items()}
-    tensors = packed(wanted) if quantized else wanted
+    expected = {name: torch.randn(shape).bfloat16() for name, shape in TABLE.checkpoint_shapes().items()}
+    tensors = packed(expected) if quantized else expected
     save_file(tensors, source / "model.safetensors")
     if quantized:
         for name in TABLE.transposed():
-            wanted[name] = convert_moe_packed_tensors(tensors[name + "_blocks"], tensors[name + "_scales"])
+            expected[name] = convert_moe_packed_tensors(tensors[name + "_blocks"], tensors[name + "_scales"])
     megatron, back = tmp_path / "megatron", tmp_path / "back"
     convert(run.hf_to_megatron(source, layout="tensor=2,expert=2,expert_tensor=1"), megatron, threads=1, verify=True)
     convert(run.megatron_to_hf(megatron, source), back, threads=1, verify=True)
     found = {name: tensor for file in back.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    assert found.keys() == wanted.keys()
-    assert [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)] == []
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
     assert "quantization_config" not in json.loads((back / "config.json").read_text())
 
 

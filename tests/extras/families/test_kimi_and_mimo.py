@@ -82,14 +82,14 @@ def write(directory: Path, hf: dict[str, Any], tensors: Tensors) -> Path:
 
 
 def random_tensors(table: Any, without: Collection[str] = ()) -> Tensors:
-    """A bf16 checkpoint with everything that a table holds and carries over."""
+    """Returns a bf16 checkpoint with everything that a table holds and carries over."""
     shapes = {
         **table.checkpoint_shapes(),
         **table.frozen,
     }
-    own = {name for entry in table.entries() if entry.row.dtype for name in entry.sources}
+    with_dtype = {name for entry in table.entries() if entry.row.dtype for name in entry.sources}
     made = {name: torch.randn(shape) for name, shape in shapes.items() if name not in without}
-    return {name: tensor if name in own else tensor.bfloat16() for name, tensor in made.items()}
+    return {name: tensor if name in with_dtype else tensor.bfloat16() for name, tensor in made.items()}
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_the_published_kimi_files_hold_as_many_tensors_and_elements():
     shapes = dict(table.frozen)
     for name, shape in table.checkpoint_shapes().items():
         packed = int4.packed_shapes(shape) if ".experts." in name else {"": shape}
-        shapes |= {name + suffix: each for suffix, each in packed.items()}
+        shapes |= {name + suffix: part_shape for suffix, part_shape in packed.items()}
     assert len(shapes) == 208_550 and sum(map(math.prod, shapes.values())) == 170_738_182_128
     assert kimi_k25.unsupported(PUBLISHED) is None
 
@@ -136,13 +136,16 @@ def test_mimo_has_the_published_number_of_parameters():
 
 
 def test_int4_is_read_as_compressed_tensors_packs_it(published_kimi: tuple[Path, Tensors]):
-    directory, wanted = published_kimi
+    directory, expected = published_kimi
     reader = CheckpointReader(directory)
     reader.check(read_model(directory).table)
     assert reader.dtype(EXPERT) == torch.bfloat16
-    rows, cols = wanted[EXPERT].shape
+    tensor = expected[EXPERT]
+    rows, cols = tensor.shape
     for rect in (Rect(0, 0, 0, rows, cols, 0, 0), Rect(0, 3, 5, 7, 20, 0, 0), Rect(0, 1, 9, 4, 23, 0, 0, step=2)):
-        part = wanted[EXPERT][rect.row : rect.row + rect.rows * rect.step : rect.step, rect.col : rect.col + rect.cols]
+        part = expected[EXPERT][
+            rect.row : rect.row + rect.rows * rect.step : rect.step, rect.col : rect.col + rect.cols
+        ]
         assert torch.equal(reader.read(EXPERT, rect), part)
 
 
@@ -190,15 +193,15 @@ def there_and_back(source: Path, tmp_path: Path) -> tuple[Tensors, dict[str, Any
     return tensors, json.loads((back / "config.json").read_text())
 
 
-def differing(found: Tensors, wanted: Tensors) -> list[str]:
-    assert found.keys() == wanted.keys()
-    return [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
+def differing(found: Tensors, expected: Tensors) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
 
 
 def test_a_kimi_in_int4_comes_back_in_bf16_with_its_vision_tower(tmp_path: Path, published_kimi):
-    source, wanted = published_kimi
+    source, expected = published_kimi
     found, config = there_and_back(source, tmp_path)
-    assert differing(found, wanted) == []
+    assert differing(found, expected) == []
     assert any(name.startswith("vision_tower.") for name in found)
     assert "quantization_config" not in config and "quantization_config" not in config["text_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -207,19 +210,19 @@ def test_a_kimi_in_int4_comes_back_in_bf16_with_its_vision_tower(tmp_path: Path,
 
 def test_a_mimo_comes_back_with_its_prediction_layer(tmp_path: Path):
     hf = SMALL_MIMO
-    wanted = random_tensors(mimo.weight_table(hf))
-    assert any("mtp_layers" in name for name in wanted)
-    found, _ = there_and_back(write(tmp_path / "source", hf, wanted), tmp_path)
-    assert differing(found, wanted) == []
+    expected = random_tensors(mimo.weight_table(hf))
+    assert any("mtp_layers" in name for name in expected)
+    found, _ = there_and_back(write(tmp_path / "source", hf, expected), tmp_path)
+    assert differing(found, expected) == []
 
 
 def test_buffers_are_carried_over_whatever_their_shape(tmp_path: Path):
     """The frequencies of Kimi-K2's published files have hidden size / heads / 2 elements."""
     hf = SMALL_MIMO
     buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.rand(7) for layer in range(2)}
-    wanted = random_tensors(mimo.weight_table(hf)) | buffers
-    found, _ = there_and_back(write(tmp_path / "source", hf, wanted), tmp_path)
-    assert differing(found, wanted) == []
+    expected = random_tensors(mimo.weight_table(hf)) | buffers
+    found, _ = there_and_back(write(tmp_path / "source", hf, expected), tmp_path)
+    assert differing(found, expected) == []
     out = tmp_path / "out"
     out.mkdir()
     finish_directory(out, tmp_path / "source", mimo.weight_table(hf), [], weights=tmp_path / "source")
@@ -228,12 +231,12 @@ def test_buffers_are_carried_over_whatever_their_shape(tmp_path: Path):
 
 
 def test_an_export_contains_the_vision_tower_and_is_not_called_quantized(tmp_path: Path, published_kimi):
-    source, wanted = published_kimi
+    source, expected = published_kimi
     out, table = tmp_path / "out", kimi_k25.weight_table(KIMI)
     out.mkdir()
     finish_directory(out, source, table, [], weights=source)
     carried = load_file(out / "model-carried-00001.safetensors")
-    assert differing(carried, {name: wanted[name] for name in table.frozen}) == []
+    assert differing(carried, {name: expected[name] for name in table.frozen}) == []
     config = json.loads((out / "config.json").read_text())
     assert "quantization_config" not in config and "quantization_config" not in config["text_config"]
 

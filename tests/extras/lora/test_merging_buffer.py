@@ -17,7 +17,7 @@ from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from tests.unit.layout.engine_stand import SERVED
-from tests.unit.layout.layout_stand import MODELS, Tensors, held_by_trainers
+from tests.unit.layout.layout_stand import MODELS, Tensors, trainer_shards
 from tests.unit.reshard.packer_stand import VALUES
 
 SIZES = Sizes(tensor=2, expert=2, expert_tensor=1)
@@ -52,7 +52,7 @@ def packed(packer: Packer) -> list[tuple[bytes, ...]]:
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_merged_weights_are_packed_as_if_they_were_the_parameters(plan, apart):
-    for rank, tensors in enumerate(held_by_trainers(MODELS["qwen"], SIZES)):
+    for rank, tensors in enumerate(trainer_shards(MODELS["qwen"], SIZES)):
         weights, factor = VALUES.dress(tensors, torch.bfloat16), [0.5]
         packer = Packer(
             plan, rank, weights, derived=MergingBuffer(plan, rank, weights, merging(weights, factor)), apart=apart
@@ -66,7 +66,7 @@ def test_merged_weights_are_packed_as_if_they_were_the_parameters(plan, apart):
 
 def test_the_room_is_that_of_the_fullest_bucket(plan):
     rooms = merging_buffer_bytes(plan, adapted)
-    for rank, tensors in enumerate(held_by_trainers(MODELS["qwen"], SIZES)):
+    for rank, tensors in enumerate(trainer_shards(MODELS["qwen"], SIZES)):
         weights = VALUES.dress(tensors, torch.bfloat16)
         room = MergingBuffer(plan, rank, weights, merging(weights, [1.0]))
         read = [np.unique(plan.moves_of(rank, bucket)["parameter"]) for bucket in range(plan.count)]

@@ -55,7 +55,7 @@ class Case(NamedTuple):
 
 
 def case(seed: int, *, small: bool = False) -> Case:
-    """The mutation with number `seed`: one to three changes of a shipped configuration; `small`: of one
+    """Returns the mutation with number `seed`: one to three changes of a shipped configuration; `small`: of one
     whose plan takes a second or less."""
     draw = random.Random(seed)
     files = [file for file in FILES if file.stem.startswith(SMALL)] if small else FILES
@@ -66,8 +66,8 @@ def case(seed: int, *, small: bool = False) -> Case:
     if draw.random() < 0.3:
         overrides = [_override(draw, values) for _ in range(draw.randint(1, 3))]
         return Case(f"{file.stem}: {overrides!r:.300}", file.read_text(), overrides)
-    told = [draw.choice(MUTATIONS)(draw, values) for _ in range(draw.randint(1, 3))]
-    return Case(f"{file.stem}: {'; '.join(told)}"[:400], yaml.safe_dump(values, sort_keys=False), [])
+    descriptions = [draw.choice(MUTATIONS)(draw, values) for _ in range(draw.randint(1, 3))]
+    return Case(f"{file.stem}: {'; '.join(descriptions)}"[:400], yaml.safe_dump(values, sort_keys=False), [])
 
 
 def _damaged(draw: random.Random, file: Path) -> Case:
@@ -92,7 +92,7 @@ def _damaged(draw: random.Random, file: Path) -> Case:
 
 
 def _places(values: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every key of nested mappings and lists."""
+    """Yields every key of nested mappings and lists."""
     items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
     for key, value in list(items):
         yield (*at, key)
@@ -100,7 +100,7 @@ def _places(values: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def _known(model: Any = Config, at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every key of the schema, lists of sections aside."""
+    """Yields every key of the schema, lists of sections aside."""
     for name, field in model.model_fields.items():
         yield (*at, name)
         for inner in (field.annotation, *(get_args(field.annotation) if name in OBJECTIVES else ())):
@@ -142,7 +142,7 @@ def _replace(draw: random.Random, values: Any) -> str:
 
 
 def _scale(draw: random.Random, values: Any) -> str:
-    """Another number in the place of a number: what fits the schema and not the model or the machine."""
+    """Puts another number in the place of a number: what fits the schema and not the model or the machine."""
     places = [p for p in _places(values) if type(_holder(values, p)[p[-1]]) in (int, float)]
     if not places:
         return "nothing"
@@ -211,7 +211,7 @@ def _model(draw: random.Random, values: Any) -> str:
 
 
 def _too_small(draw: random.Random, values: Any) -> str:
-    """Too few ranks, or too little memory, for a large model: nothing fits and layouts are searched."""
+    """Sets too few ranks, or too little memory, for a large model: nothing fits and layouts are searched."""
     trainer = values.get("trainer")
     values["cluster"] = {
         "gpu": draw.choice(["h100", "h200", "gb300"]),

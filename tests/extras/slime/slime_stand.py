@@ -1,4 +1,4 @@
-"""Shared by the tests of slime's hooks: an engine that answers as it is told to, and the hooks' context."""
+"""Shared by the tests of slime's hooks: an engine that gives prepared answers, and the hooks' context."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Scripted:
 
     def __init__(self, *answers: str | list[int]) -> None:
         self.answers, self.count = list(answers), 0
-        self.asked: list[tuple[list[int], dict[str, Any], int]] = []
+        self.requests: list[tuple[list[int], dict[str, Any], int]] = []
 
     async def generate(self, request: GenerationRequest) -> Completion:
         token_ids = list(request.token_ids)
-        self.asked.append((token_ids, request.sampling, request.seed))
+        self.requests.append((token_ids, request.sampling, request.seed))
         answer = self.answers.pop(0)
         ids = [*ids_of(answer), END] if isinstance(answer, str) else answer
         logprobs = -(self.count + 1 + np.arange(len(ids), dtype=np.float32)) / 8

@@ -41,16 +41,16 @@ async def test_a_hook_that_sends_text_continues_the_ids_that_were_sampled():
     engine = Scripted(odd, "46")
     trajectory = await load("examples.slime_style.search", turns=2)(context(engine), PROMPT)
     begun = ids_of("<user>12+34=<assistant>")
-    assert engine.asked[0][0] == begun and engine.asked[1][0] == begun + odd + ids_of("Go on.")
-    assert engine.asked[0][2] != engine.asked[1][2], "each request has a seed of its own"
-    assert engine.asked[0][1] == {
+    assert engine.requests[0][0] == begun and engine.requests[1][0] == begun + odd + ids_of("Go on.")
+    assert engine.requests[0][2] != engine.requests[1][2], "each request has a seed of its own"
+    assert engine.requests[0][1] == {
         "temperature": 1.0,
         "max_new_tokens": 32,
         "top_p": 1.0,
         "top_k": -1,
         "stop": ["</ask>"],
     }
-    assert trajectory.token_ids.tolist() == engine.asked[1][0] + [*ids_of("46"), END]
+    assert trajectory.token_ids.tolist() == engine.requests[1][0] + [*ids_of("46"), END]
     sampled = trajectory.versions() >= 0
     assert (trajectory.loss_mask.astype(bool) == sampled).all() and np.isnan(trajectory.logprobs[~sampled]).all()
     assert trajectory.logprobs[sampled].tolist() == [-(i + 1) / 8 for i in range(len(odd) + 3)]
@@ -156,7 +156,7 @@ def load_tokenizer(args):
     first, second = await hook(context(Scripted("46", "47"), routed=False), PROMPT)
     assert (first.id, second.id) == ("4/1-0", "4/1-1") and first.rollout_id == second.rollout_id == "4/1"
     ctx = RewardContext(PROMPT, the_tokenizer(), "", False)
-    assert [await slime.reward(ctx, each) for each in (first, second)] == [0.5, 0.0]
+    assert [await slime.reward(ctx, trajectory) for trajectory in (first, second)] == [0.5, 0.0]
     rewards = load_hooks(config_of(reward__function="slime:examples.slime_style.right")).reward
     assert await rewards(ctx, first) == 0.5, "a reward that the hook set is not asked for again"
 
@@ -197,7 +197,7 @@ async def test_a_retokenized_conversation_is_accepted_if_its_ids_are_equal(mine)
     engine = Scripted("46", "47", "48")
     trajectory = await hook(context(engine), PROMPT)
     assert the_tokenizer().decode(trajectory.token_ids[trajectory.loss_mask == 1]) == "46<end>47<end>48<end>"
-    assert engine.asked[2][0] == trajectory.token_ids[: len(engine.asked[2][0])].tolist()
+    assert engine.requests[2][0] == trajectory.token_ids[: len(engine.requests[2][0])].tolist()
     assert trajectory.metadata["info"] == {"turns": 3} and trajectory.metadata["slime"]["reward"] == 0.75
     odd = [*ids_of("4"), *ids_of("<"), *ids_of("end"), *ids_of(">"), END]
     with refused("slime.token"):

@@ -94,14 +94,14 @@ class ServerModel(nn.Module):
                 setattr(module, key, value)
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """In the ways that matter here as SGLang's: latent projections that come without the other are dropped."""
+        """Loads as SGLang does where it matters here: drops latent projections that come without the other."""
         weights = dict(named)
-        held = dict(self.named_parameters())
+        parameters = dict(self.named_parameters())
         for name, part in self.parts.items():
             latent = name.endswith("fused_qkv_a_proj_with_mqa.weight")
             if latent and not all(source in weights for source in part.sources):
                 continue
-            fill(held[name].data, part, weights)
+            fill(parameters[name].data, part, weights)
         if any("kv_b_proj" in name for name in weights):
             self.post_load_weights()
 
@@ -118,7 +118,7 @@ def engine_layout(hf: dict[str, Any], sizes: EngineSizes, *, fused: bool = False
 
 
 def checkpoint(layout: EngineLayout, seed: int = 0) -> Weights:
-    """Random tensors of every name and shape that the layout's table reads."""
+    """Returns random tensors of every name and shape that the layout's table reads."""
     generator = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {}
     for entry in layout.table.entries():
@@ -129,7 +129,7 @@ def checkpoint(layout: EngineLayout, seed: int = 0) -> Weights:
 
 
 def rank_local(layout: EngineLayout, weights: Weights, rank: int) -> Weights:
-    """`weights` as the parameters of one rank."""
+    """Returns `weights` as the parameters of one rank."""
     out: Weights = {}
     for part in layout.parts():
         if rank in part.ranks:
@@ -137,24 +137,24 @@ def rank_local(layout: EngineLayout, weights: Weights, rank: int) -> Weights:
     return out
 
 
-def fill(held: torch.Tensor, part: Part, weights: Weights) -> None:
-    """Write into a local tensor whatever of it `weights` bring."""
+def fill(local: torch.Tensor, part: Part, weights: Weights) -> None:
+    """Writes into a local tensor whatever of it `weights` bring."""
     for r in part.rects:
         if (source := weights.get(part.sources[r.source])) is not None:
-            target = held.view(matrix(held.shape))[r.local_row :, r.local_col :][: r.rows, : r.cols]
+            target = local.view(matrix(local.shape))[r.local_row :, r.local_col :][: r.rows, : r.cols]
             target.copy_(source.reshape(matrix(source.shape))[r.row :, r.col :][: r.rows, : r.cols])
 
 
 def owner_of(
-    name: str, held: torch.Tensor, hf: dict[str, Any], sizes: EngineSizes, rank: int, fused: bool
+    name: str, local: torch.Tensor, hf: dict[str, Any], sizes: EngineSizes, rank: int, fused: bool
 ) -> dict[str, Any]:
-    """What SGLang's layer that holds `name` says of its sizes and ranks."""
+    """Returns the sizes and ranks that SGLang's layer with the parameter `name` has."""
     attention = rank % sizes.attention_tensor
     group = SimpleNamespace(rank_in_group=rank)
     attention_group = SimpleNamespace(rank_in_group=attention)
     if re.fullmatch(r"(model\.embed_tokens|model\.word_embeddings|lm_head)\.weight", name):
-        start = (rank if "lm_head" in name else attention) * held.shape[0]
-        real = min(held.shape[0], max(hf["vocab_size"] - start, 0))
+        start = (rank if "lm_head" in name else attention) * local.shape[0]
+        real = min(local.shape[0], max(hf["vocab_size"] - start, 0))
         indices = SimpleNamespace(org_vocab_start_index=start, num_org_elements=real, num_added_elements=0)
         return {"org_vocab_size": hf["vocab_size"], "shard_indices": indices}
     if "qkv_proj" in name or "query_key_value" in name:
@@ -171,19 +171,19 @@ def owner_of(
         replicas = max(1, sizes.attention_tensor // heads)
         return {"attn_tp_size": sizes.attention_tensor, "attn_tp_rank": attention, "num_head_replicas": replicas}
     if "fused_qkv_a" in name:
-        return {"output_size": held.shape[0]}
+        return {"output_size": local.shape[0]}
     if re.search(r"\.(q_b_proj|kv_b_proj)\.", name):
-        return {"output_size": held.shape[0] * sizes.attention_tensor, "tp_group": attention_group}
+        return {"output_size": local.shape[0] * sizes.attention_tensor, "tp_group": attention_group}
     if ".o_proj." in name or ".dense." in name:
-        return {"input_size": held.shape[1] * sizes.attention_tensor, "tp_group": attention_group}
+        return {"input_size": local.shape[1] * sizes.attention_tensor, "tp_group": attention_group}
     if "gate_up_proj" in name:
-        half = held.shape[0] // 2
+        half = local.shape[0] // 2
         return {"output_sizes": [half * sizes.tensor] * 2, "output_partition_sizes": [half] * 2, "tp_group": group}
     if ".down_proj." in name:
-        return {"input_size": held.shape[1] * sizes.tensor, "tp_group": group}
+        return {"input_size": local.shape[1] * sizes.tensor, "tp_group": group}
     if ".experts." in name:
         return {
-            "num_local_experts": held.shape[0],
+            "num_local_experts": local.shape[0],
             "num_fused_shared_experts": int(fused),
             "hidden_size": hf["hidden_size"],
             "intermediate_size_per_partition": hf["moe_intermediate_size"] // sizes.expert_tensor,
@@ -198,7 +198,7 @@ def owner_of(
 
 
 def expert_location(hf: dict[str, Any], sizes: EngineSizes) -> Any:
-    """SGLang's ExpertLocationMetadata as far as it is read."""
+    """Returns SGLang's ExpertLocationMetadata as far as it is read."""
     experts = experts_of(hf)
     physical = torch.arange(experts + sizes.redundant) % experts
     return SimpleNamespace(

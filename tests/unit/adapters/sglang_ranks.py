@@ -97,9 +97,9 @@ def described(model: torch.nn.Module) -> dict[str, Any]:
         "uncovered": layout.uncovered,
         "places": {name: list(place.shape) for name, place in layout.places.items()},
         "held": sorted(
-            [held.parameter, name, r.row, r.col, r.rows, r.cols, r.local_row, r.local_col]
+            [part.parameter, name, r.row, r.col, r.rows, r.cols, r.local_row, r.local_col]
             for name, place in layout.places.items()
-            for held in place.parts
-            for r in held.rects
+            for part in place.parts
+            for r in part.rects
         ),
     }

@@ -68,7 +68,7 @@ HF = {
 }
 SIZES, RANK = EngineSizes(tensor=2, expert=2), 1
 SPOILT = "draft.model.decoder.mlp.experts.w2_weight"
-OWN = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
+EAGLE = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
 
 
 GLM = {
@@ -112,18 +112,18 @@ def loaded(path: str, *, fused: bool) -> tuple[torch.nn.Module, torch.nn.Module]
     arguments = join(path, RANK, SIZES.tensor, ep_size=SIZES.expert, **fusion)
     target, draft = models = [built(arguments, draft=is_draft) for is_draft in (False, True)]
     for model in models:
-        for held in model.parameters():
-            held.data.fill_(torch.nan)
+        for parameter in model.parameters():
+            parameter.data.fill_(torch.nan)
         model.load_weights(load_file(Path(path) / "model.safetensors").items())
     draft.set_embed_and_head(*target.get_embed_and_head())
     return target, draft
 
 
-def wrong(target: torch.nn.Module, wanted: Weights) -> list[str]:
-    """Returns names of parameters of target and draft that are not the wanted ones, or that only one side has."""
-    held = weights_of(receiver_of(target).model)
-    same = {name for name, tensor in wanted.items() if name in held and torch.equal(held[name].data, tensor)}
-    return sorted((held.keys() | wanted.keys()) - same)
+def wrong(target: torch.nn.Module, expected: Weights) -> list[str]:
+    """Returns names of parameters of target and draft that are not as expected, or that only one side has."""
+    found = weights_of(receiver_of(target).model)
+    same = {name for name, tensor in expected.items() if name in found and torch.equal(found[name].data, tensor)}
+    return sorted((found.keys() | expected.keys()) - same)
 
 
 def drafting(path: str, fused: bool) -> dict[str, Any]:
@@ -203,18 +203,18 @@ def planned(config: Config, model: Path) -> set[str]:
 
 def test_the_plan_sends_the_layer_only_to_engines_that_draft_by_it(model: Path) -> None:
     plain = planned(configured(model), model)
-    assert planned(configured(model, **OWN), model) - plain == {row.name for row in deepseek_v3.draft_rows(HF)}
-    assert planned(configured(model, "trainer.megatron.mtp_num_layers=0", **OWN), model) == plain
-    of_its_own = {**OWN, "speculative_draft_model_path": "/somewhere"}
-    assert planned(configured(model, **of_its_own), model) == plain
+    assert planned(configured(model, **EAGLE), model) - plain == {row.name for row in deepseek_v3.draft_rows(HF)}
+    assert planned(configured(model, "trainer.megatron.mtp_num_layers=0", **EAGLE), model) == plain
+    separate_draft = {**EAGLE, "speculative_draft_model_path": "/somewhere"}
+    assert planned(configured(model, **separate_draft), model) == plain
 
 
 def test_a_trained_layer_that_cannot_reach_the_draft_is_refused(model: Path, tmp_path: Path) -> None:
     with refused("publish.draft", about="rollout.engines.sglang.speculative_algorithm"):
-        planned(configured(model, "publish.encoding=hf", **OWN), model)
+        planned(configured(model, "publish.encoding=hf", **EAGLE), model)
     (tmp_path / "config.json").write_text(json.dumps({**HF, "num_nextn_predict_layers": 2}))
     with refused("publish.draft", about="rollout.engines.sglang.speculative_algorithm"):
-        planned(configured(tmp_path, **OWN), tmp_path)
+        planned(configured(tmp_path, **EAGLE), tmp_path)
 
 
 def test_servers_are_told_whether_their_draft_is_published() -> None:

@@ -77,20 +77,20 @@ def test_the_modules_say_what_the_engine_tables_say(hf: dict, sizes: EngineSizes
     found: set[str] = set()
     for rank in range(sizes.world):
         model = ServerModel(hf, sizes, rank, fused=fused)
-        for name, held in model.named_parameters():
-            fill(held.data, model.parts[name], weights)
+        for name, parameter in model.named_parameters():
+            fill(parameter.data, model.parts[name], weights)
         layout = hf_layout(model, location if sizes.redundant else None)
         parameters = dict(model.named_parameters())
         assert layout.uncovered == {}
         assert {name: place.shape for name, place in layout.places.items()} == {n: w.shape for n, w in weights.items()}
         for name in layout.local:
             whole = weights[name].view(matrix(weights[name].shape))
-            for held in layout.places[name].parts:
-                for r, view in zip(held.rects, held.views(parameters), strict=True):
+            for part in layout.places[name].parts:
+                for r, view in zip(part.rects, part.views(parameters), strict=True):
                     assert torch.equal(view, whole[r.row : r.row + r.rows, r.col : r.col + r.cols]), name
         found |= set(layout.local)
         pieces = sum(len(part.rects) for part in model.parts.values())
-        assert sum(len(held.rects) for name in layout.local for held in layout.places[name].parts) == pieces
+        assert sum(len(part.rects) for name in layout.local for part in layout.places[name].parts) == pieces
         assert {n: place.shape for n, place in local_layout(model).places.items()} == {
             n: part.shape for n, part in model.parts.items()
         }
@@ -102,19 +102,19 @@ def test_experts_are_found_where_balancing_put_them() -> None:
     model, moved = ServerModel(QWEN3, sizes, 1), expert_location(QWEN3, sizes)
     moved.physical_to_logical_map_cpu[1] = torch.tensor([7, 6, 5, 4, 3, 2, 1, 0])
     places = hf_layout(model, moved).places
-    held = model.get_parameter("model.layers.1.mlp.experts.w2_weight")
+    parameter = model.get_parameter("model.layers.1.mlp.experts.w2_weight")
     for slot, expert in enumerate((3, 2, 1, 0)):
         (place,) = places[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"].parts
-        assert torch.equal(*place.views(dict(model.named_parameters())), held[slot])
+        assert torch.equal(*place.views(dict(model.named_parameters())), parameter[slot])
     assert places["model.layers.1.mlp.experts.4.down_proj.weight"].parts == []
 
 
 def test_kernels_that_want_up_first_are_asked() -> None:
     model = ServerModel(QWEN3, EngineSizes())
     model.get_submodule("model.layers.0.mlp.experts").quant_method.load_up_proj_weight_first = True
-    (held,) = hf_layout(model).places["model.layers.0.mlp.experts.2.up_proj.weight"].parts
+    (part,) = hf_layout(model).places["model.layers.0.mlp.experts.2.up_proj.weight"].parts
     parameters = dict(model.named_parameters())
-    assert torch.equal(*held.views(parameters), parameters["model.layers.0.mlp.experts.w13_weight"][2, :8])
+    assert torch.equal(*part.views(parameters), parameters["model.layers.0.mlp.experts.w13_weight"][2, :8])
 
 
 def test_key_value_heads_that_ranks_share() -> None:
@@ -173,8 +173,8 @@ def test_a_share_is_the_same_in_the_tensor_and_where_it_is_held(dtype: torch.dty
             for top, left in ((0, 1), (height + 1, 0))
         ]
         places = {"t": Destination(dtype, shape, copies)}
-        for held in copies:
-            (view,) = held.views({"p": parameter})
+        for part in copies:
+            (view,) = part.views({"p": parameter})
             view.copy_(tensor.view(rows, cols)[row : row + height, col : col + width])
         whole, share = staged_sums({"t": tensor}, places)["t"]
         assert whole == checksum_tensor(tensor)

@@ -29,7 +29,7 @@ OF_RUN = {"mem_fraction_static"}
 
 
 def shallow(config: Config) -> dict[str, Any]:
-    """The model's config.json with its dense layers and two of experts."""
+    """Returns the model's config.json with its dense layers and two of experts."""
     hf = json.loads((ROOT / config.model.path / "config.json").read_text())
     # SGLang's CPU builds no rotary embedding of pairs without scaling, which GLM-5 lacks.
     yarn = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "rope_theta": 10000}
@@ -38,7 +38,7 @@ def shallow(config: Config) -> dict[str, Any]:
 
 
 def plan_of(config: Config, group: Engines, directory: Path) -> tuple[ModelSpec, PublicationPlan]:
-    """The publication of `group` alone, from one trainer rank; writes the config.json that its engines start from."""
+    """Plans the publication of `group` alone, from one trainer rank; writes the config.json of its engines."""
     hf = shallow(config)
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({**hf, "quantization_config": None}))
@@ -53,7 +53,7 @@ def plan_of(config: Config, group: Engines, directory: Path) -> tuple[ModelSpec,
     return spec, published
 
 
-def held_by(path: str, rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+def forms_of(path: str, rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Returns {"hf": {tensor: form}, "local": {parameter: form}, "uncovered": {encoding: {parameter: why}}} of one rank
     of SGLang's model, as a server on Hopper has it."""
     from slimx.adapters.sglang.weights.layout import hf_layout
@@ -69,7 +69,7 @@ def held_by(path: str, rank: int, world: int, arguments: dict[str, Any]) -> dict
 
 
 def engines_of(files: list[Path], directory: Path) -> Built:
-    """The engines of these configurations, built by SGLang."""
+    """Returns the engines of these configurations, built by SGLang."""
     engines = {}
     for file in files:
         config = load_config(file, [])
@@ -80,13 +80,13 @@ def engines_of(files: list[Path], directory: Path) -> Built:
             arguments = sizes | {key: value for key, value in group.sglang.items() if key not in OF_RUN}
             arguments["enable_dp_attention"] = group.dp_attention > 1
             rank = group.tensor - 1
-            held = call_with_sglang(held_by, str(directory / name), rank, group.tensor, arguments)
-            engines[name] = published, rank, held
+            forms = call_with_sglang(forms_of, str(directory / name), rank, group.tensor, arguments)
+            engines[name] = published, rank, forms
     return engines
 
 
 def sent_to(published: PublicationPlan, rank: int) -> dict[str, str]:
-    """Name and form of each tensor that an engine's rank is sent; in Hugging Face names all ranks are sent all."""
+    """Returns name and form of each tensor that an engine's rank gets; in Hugging Face names all ranks get all."""
     target = published.plan.buckets[rank if published.encoding == "local" else 0]
     return {
         tensor.name: f"{tensor.dtype}:{','.join(map(str, tensor.shape))}"
@@ -96,12 +96,12 @@ def sent_to(published: PublicationPlan, rank: int) -> dict[str, str]:
 
 
 def check(engines: Built) -> None:
-    for name, (published, rank, held) in engines.items():
+    for name, (published, rank, forms) in engines.items():
         sent = sent_to(published, rank)
-        assert held["uncovered"] == {"hf": {}, "local": {}}, name
+        assert forms["uncovered"] == {"hf": {}, "local": {}}, name
         assert any(form.startswith("float8_e4m3fn") for form in sent.values()), name
-        assert sent == held[published.encoding], name
-        scales = {form.partition(":")[0] for tensor, form in held["hf"].items() if tensor.endswith("_scale_inv")}
+        assert sent == forms[published.encoding], name
+        scales = {form.partition(":")[0] for tensor, form in forms["hf"].items() if tensor.endswith("_scale_inv")}
         assert scales == {"float32"}, name
 
 

@@ -26,7 +26,7 @@ from tests.extras.convert.convert_stand import WIDE, go
 from tests.function_call import call_with_sglang
 from tests.refusals import refused
 from tests.unit.adapters.sglang_ranks import built, join, pretend_hopper
-from tests.unit.layout.layout_stand import Model, Tensors, checkpoint, held_by_trainers
+from tests.unit.layout.layout_stand import Model, Tensors, checkpoint, trainer_shards
 from tests.unit.reshard.packer_stand import is_bias, pack_all
 
 QWEN3 = WIDE | {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 4}
@@ -117,20 +117,20 @@ def loaded(path: str, rank: int, world: int, arguments: dict[str, Any]) -> dict[
         f"{name}.{parameter}"
         for name, layer in layers.items()
         for parameter, experts in known[name].items()
-        if not torch.equal(getattr(layer, parameter), torch.stack([each.T for each in experts]))
+        if not torch.equal(getattr(layer, parameter), torch.stack([expert.T for expert in experts]))
     ]
     scheme = {type(layer.scheme).__name__ for layer in layers.values()}
     try:
         for layer in layers.values():
             layer.scheme.process_weights_after_loading(layer)
     except Repacked:
-        held = None
+        forms = None
     else:
-        held = held_by(model)
-    return {"layers": len(layers), "schemes": sorted(scheme), "wrong": wrong, "held": held}
+        forms = forms_of(model)
+    return {"layers": len(layers), "schemes": sorted(scheme), "wrong": wrong, "held": forms}
 
 
-def held_by(model: torch.nn.Module) -> dict[str, tuple[str, int]]:
+def forms_of(model: torch.nn.Module) -> dict[str, tuple[str, int]]:
     from slimx.adapters.sglang.weights.places import local_layout, weights_of
 
     layout, weights = local_layout(model), weights_of(model)
@@ -149,7 +149,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def engines(places: dict[str, Path]) -> dict[tuple[str, bool], dict[str, Any]]:
-    """Collect what ranks of engines hold, by model and whether Triton's kernels are asked for."""
+    """Collects what ranks of engines hold, by model and whether Triton's kernels are asked for."""
     keys = [("qwen3", False), *((name, True) for name in MODELS)]
     engines = {}
     for name, triton in keys:
@@ -159,7 +159,7 @@ def engines(places: dict[str, Path]) -> dict[tuple[str, bool], dict[str, Any]]:
 
 
 def config_of(place: Path) -> Config:
-    """Return a run of four trainer ranks, TP2 x EP2, that publishes INT4 to engines of two ranks."""
+    """Returns a run of four trainer ranks, TP2 x EP2, that publishes INT4 to engines of two ranks."""
     engine = {"model": str(place / "int4"), "tensor": RANKS, "sglang": {"moe_runner_backend": "triton"}}
     return Config.model_validate(
         {
@@ -174,7 +174,7 @@ def config_of(place: Path) -> Config:
 
 
 def published(place: Path, hf: dict[str, Any]) -> list[list[PackedTensor]]:
-    """Pack the weights of the checkpoint on every trainer rank: what each engine rank is sent."""
+    """Packs the weights of the checkpoint on every trainer rank: what each engine rank is sent."""
     config, spec = config_of(place), read_model(place / "bf16")
     sizes = sizes_of(config.trainer)
     plan = publication_plan(config, spec, sizes, "cuda").plan
@@ -185,12 +185,12 @@ def published(place: Path, hf: dict[str, Any]) -> list[list[PackedTensor]]:
     values = torch.zeros(1 + max(int(numbered.max()) for numbered in numbers.values()))
     for name, numbered in numbers.items():
         values[numbered] = files[name].float()
-    held: list[Tensors] = [
+    trainers: list[Tensors] = [
         {name: values[at].to(torch.float32 if is_bias(name) else torch.bfloat16) for name, at in tensors.items()}
-        for tensors in held_by_trainers(model, sizes)
+        for tensors in trainer_shards(model, sizes)
     ]
     out: list[list[PackedTensor]] = [[] for _ in range(RANKS)]
-    for bucket, _ in pack_all(plan, held):
+    for bucket, _ in pack_all(plan, trainers):
         for rank, tensors in enumerate(bucket.targets):
             out[rank] += tensors
     return out
@@ -213,9 +213,9 @@ def test_marlin_rearranges_codes_so_they_cannot_be_written(engines):
 def test_a_publication_gives_the_bytes_of_a_start_from_the_conversion(engines, places, name: str):
     hf, rank = MODELS[name]
     sent = {t.name: [f"{t.dtype}:{','.join(map(str, t.shape))}", t.checksum] for t in published(places[name], hf)[rank]}
-    held = engines[name, True]
-    assert sent == held["held"]
-    assert sum(tensor.endswith("_packed") for tensor in sent) == 2 * held["layers"]
+    result = engines[name, True]
+    assert sent == result["held"]
+    assert sum(tensor.endswith("_packed") for tensor in sent) == 2 * result["layers"]
 
 
 def test_a_plan_counts_the_bytes_of_codes_and_scales(places: dict[str, Path]) -> None:

@@ -37,15 +37,15 @@ class Sequences:
 
     @property
     def lengths(self) -> list[int]:
-        return [len(each) for each in self.values["logprobs"]]
+        return [len(sequence) for sequence in self.values["logprobs"]]
 
     def take(self, numbers: Sequence[int]) -> Sequences:
-        return Sequences({name: [each[i] for i in numbers] for name, each in self.values.items()})
+        return Sequences({name: [tensors[i] for i in numbers] for name, tensors in self.values.items()})
 
 
 def batch(seed: int, *, shared_advantages: bool = False) -> Sequences:
-    """Five sequences of 1 to 9 tokens; ratios and gaps on both sides of every bound; a third of the tokens untrained,
-    where garbage stands."""
+    """Returns five sequences of 1 to 9 tokens; ratios and gaps on both sides of every bound; a third of the tokens
+    untrained, where garbage stands."""
     g = torch.Generator().manual_seed(seed)
     values: dict[str, list[torch.Tensor]] = {name: [] for name in COLUMNS.values()}
     for n in (9, 4, 1, 7, 6):
@@ -67,13 +67,13 @@ def batch(seed: int, *, shared_advantages: bool = False) -> Sequences:
 
 
 def loss_inputs(**fields: torch.Tensor) -> LossInputs:
-    """Inputs whose old log-probs are the engine's unless `rollout_logprobs` differ."""
+    """Returns inputs whose old log-probs are the engine's unless `rollout_logprobs` differ."""
     return LossInputs(**{"rollout_logprobs": fields["old_logprobs"]} | fields)
 
 
 def packed(sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor, LossInputs]:
-    """All sequences one after another: log-probs and entropy with gradient, and the inputs made of them."""
-    whole = {name: torch.cat(each) for name, each in sequences.values.items()}
+    """Returns all sequences one after another: log-probs and entropy with gradient, and the inputs made of them."""
+    whole = {name: torch.cat(tensors) for name, tensors in sequences.values.items()}
     lp, entropy = whole["logprobs"].requires_grad_(), whole["entropy"].requires_grad_()
     shard = ContextShard(1, 0, None)
     inputs = LossInputs(**whole, sequence_sum=lambda values: shard.sequence_sum(values, sequences.lengths))
@@ -96,7 +96,7 @@ def minimum(r: Number, a: Number, low: float, high: float) -> Number:
 
 
 def tokens_of(sequences: Sequences, lp: torch.Tensor, entropy: torch.Tensor) -> list[list[Token]]:
-    """The trained tokens of each sequence."""
+    """Returns the trained tokens of each sequence."""
     values = sequences.values | {
         "logprobs": lp.split(sequences.lengths),
         "entropy": entropy.split(sequences.lengths),
@@ -110,16 +110,16 @@ def tokens_of(sequences: Sequences, lp: torch.Tensor, entropy: torch.Tensor) -> 
 
 
 def agree(algorithm: Algorithm, sequences: Sequences, formula: Callable[[list[list[Token]]], Number]) -> None:
-    """Loss and gradients of the configured loss are those of `formula`."""
+    """Asserts that loss and gradients of the configured loss are those of `formula`."""
     lp, entropy, inputs = packed(sequences)
     loss, _ = make_loss(algorithm)(inputs)
     expected = formula(tokens_of(sequences, lp, entropy))
     assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
     for leaf in (lp, entropy):
         (found,) = torch.autograd.grad(loss, leaf, allow_unused=True, retain_graph=True)
-        (wanted,) = torch.autograd.grad(expected, leaf, allow_unused=True, retain_graph=True)
+        (exact,) = torch.autograd.grad(expected, leaf, allow_unused=True, retain_graph=True)
         zero = torch.zeros_like(leaf)
-        assert torch.allclose(zero if found is None else found, zero if wanted is None else wanted, rtol=0, atol=1e-11)
+        assert torch.allclose(zero if found is None else found, zero if exact is None else exact, rtol=0, atol=1e-11)
 
 
 def clip(tokens: list[Token]) -> list[Number]:
@@ -127,14 +127,14 @@ def clip(tokens: list[Token]) -> list[Number]:
 
 
 def gap_of(tokens: list[Token], level: str) -> list[float]:
-    each = [math.exp(t.old.item()) / math.exp(t.rollout.item()) for t in tokens]
+    ratios = [math.exp(t.old.item()) / math.exp(t.rollout.item()) for t in tokens]
     if level == "token":
-        return each
-    return [math.prod(each) ** (1 if level == "sequence" else 1 / len(each))] * len(each)
+        return ratios
+    return [math.prod(ratios) ** (1 if level == "sequence" else 1 / len(ratios))] * len(ratios)
 
 
 def three_tokens() -> LossInputs:
-    """One sequence with w = 0.25, 1, 4 and ratios of 1."""
+    """Returns one sequence with w = 0.25, 1, 4 and ratios of 1."""
     old = torch.tensor([0.25, 0.3, 0.4], dtype=torch.float64).log()
     return LossInputs(
         logprobs=old.clone().requires_grad_(),

@@ -97,7 +97,7 @@ def test_objective_and_gradient_are_those_of_the_papers_formula(name, seed):
     agree(Algorithm(**keys), sequences, surrogate_loss(formula))
 
 
-# Terms beside the objective -------------------------------------------------------------------------------------------
+# Terms added to the objective -----------------------------------------------------------------------------------------
 
 KL: dict[str, Callable[[Number, Number], Number]] = {
     "k1": lambda p, q: torch.log(p / q),
@@ -159,8 +159,8 @@ def test_the_unbiased_kl_has_the_gradient_of_the_kl_whoever_sampled(estimator, s
         )
     )
     (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    (wanted,) = torch.autograd.grad((lp.exp() * (lp - OTHER.log())).sum(), logits)
-    assert torch.allclose(found, wanted, atol=1e-12)
+    (expected,) = torch.autograd.grad((lp.exp() * (lp - OTHER.log())).sum(), logits)
+    assert torch.allclose(found, expected, atol=1e-12)
 
 
 def test_entropy_in_the_loss():
@@ -172,7 +172,7 @@ def test_entropy_in_the_loss():
 
 
 def test_a_teacher_in_the_advantages():
-    """Each token's advantage is the reverse KL of this one sample, beside the group's."""
+    """Each token's advantage is the reverse KL of this one sample, added to the group's."""
 
     def formula(b: list[list[Token]]) -> Number:
         for t in (t for s in b for t in s):
@@ -244,7 +244,7 @@ def test_decoupled_ppo_is_clipped_at_the_proximal_policy_times_its_weight():
 
 
 def two_tokens(keys: dict[str, Any], ratios: list[float], advantages: list[float], **fields: Any) -> tuple[float, list]:
-    """Loss and gradient of two tokens with weight 1/2 each and log-prob ln(0.4 x ratio) against ln 0.4."""
+    """Returns loss and gradient of two tokens with weight 1/2 each and log-prob ln(0.4 x ratio) against ln 0.4."""
     old = torch.full((2,), math.log(0.4), dtype=torch.float64)
     lp = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
     loss, _ = make_loss(Algorithm(**keys))(

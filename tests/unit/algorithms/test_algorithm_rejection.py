@@ -18,7 +18,7 @@ KEYS: dict[str, Any] = {"loss": {"high": 0.28}, "old_logprobs": "recompute"}
 
 
 def weighted(factors: Any) -> Any:
-    """-(sum of weight x factor x clipped objective), with `factors` of the tokens of each sequence."""
+    """Returns -(sum of weight x factor x clipped objective), with `factors` of the tokens of each sequence."""
 
     def formula(sequences: list[list[Token]]) -> Number:
         total = torch.zeros((), dtype=torch.float64)
@@ -32,17 +32,17 @@ def weighted(factors: Any) -> Any:
 @pytest.mark.parametrize("veto", [0.0, 0.5])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_truncated_weights_and_rejection_act_together(level, veto):
-    """slime's `tis_mode: truncate` beside `use_rs` and `rs_veto_threshold`, which is verl's rollout_is beside
+    """slime's `tis_mode: truncate` with `use_rs` and `rs_veto_threshold`, which is verl's rollout_is with
     rollout_rs: the weight is the token's, the bounds of rejection are of another level."""
     low, high = (0.93, 1.07) if level == "geometric" else (0.8, 1.2)
     kept: list[bool] = []
 
     def factors(tokens: list[Token]) -> list[float]:
-        each, whole = gap_of(tokens, "token"), gap_of(tokens, level)
-        vetoed = min(each) < veto
+        ratios, whole = gap_of(tokens, "token"), gap_of(tokens, level)
+        vetoed = min(ratios) < veto
         inside = [low <= w <= high and not vetoed for w in whole]
         kept.extend(inside)
-        return [min(w, 1.1) * counts for w, counts in zip(each, inside, strict=True)]
+        return [min(w, 1.1) * counts for w, counts in zip(ratios, inside, strict=True)]
 
     algorithm = Algorithm(
         **KEYS,
@@ -105,7 +105,7 @@ def test_off_policy_sequences_are_masked_where_the_advantage_is_negative(delta):
         drift = sum((t.rollout - t.lp).item() for t in tokens) / len(tokens)
         out = [t.a.item() < 0 and drift > delta for t in tokens]
         masked.extend(out)
-        return [float(not each) for each in out]
+        return [float(not dropped) for dropped in out]
 
     for seed in range(3):
         agree(Algorithm(**KEYS, opsm_delta=delta), batch(seed), weighted(factors))

@@ -37,7 +37,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def service_in(config: Config, delay: float = 0.0, keep: Keep | None = None) -> EngineService:
-    """Engines that answer within `delay` seconds; one held-out set, `few`."""
+    """Returns engines that answer within `delay` seconds; one held-out set, `few`."""
     sources = sources_of(config, keep=keep, few=prompts()[:3])
     return service_of(config, sources, {"actor": Parts(client=FakeEngine(delay))})
 
@@ -49,7 +49,7 @@ def config_in(directory: Path, model: Path, **keys: Any) -> Config:
 
 
 def generated(config: Config, *, stop_after: int | None = None, keep: Keep | None = None) -> dict[int, list[list[int]]]:
-    """Tokens by step after a generation of `config`, which SIGUSR1 ends after so many steps."""
+    """Returns tokens by step after a generation of `config`, which SIGUSR1 ends after `stop_after` steps."""
     directory = Path(config.run.dir)
     directory.mkdir(exist_ok=True)
     saves, leaving = Saves(directory / "cursor", keep=1), asyncio.Event()

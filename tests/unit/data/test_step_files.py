@@ -52,7 +52,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="module")
 def groups(config: Config) -> list[Group]:
-    """Four groups of two, sampled at version 3, one of them between 3 and 4; all with routes."""
+    """Returns four groups of two, sampled at version 3, one of them between 3 and 4; all with routes."""
 
     async def made() -> list[Group]:
         async with Stand(config, reward=by_length) as stand:

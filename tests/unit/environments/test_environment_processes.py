@@ -89,7 +89,7 @@ async def begin(environments: Environments, name: str = "p", step_s: float = 300
 
 
 async def test_what_one_does_fails_its_own_rollout_alone(environments):
-    """Those beside it are asked by the same two threads, before and after."""
+    """The others are called by the same two threads, before and after."""
     good, good_pid = await begin(environments)
     assert (await good.step("a")).info == {"prompt": "p", "turns": 1, "pid": good_pid}
     late, late_pid = await begin(environments, step_s=5.0)
@@ -102,9 +102,9 @@ async def test_what_one_does_fails_its_own_rollout_alone(environments):
     assert "SIGSEGV" in str(crash.value)
     raising, _ = await begin(environments)
     for text, cause in (("raise", "ValueError: no such move"), ("lambda", "<lambda>")):
-        with refused("environment.raised", about=WORLD) as told:
+        with refused("environment.raised", about=WORLD) as caught:
             await raising.step(text)
-        assert cause in str(told.value)
+        assert cause in str(caught.value)
     assert (await good.step("b")).info["turns"] == 2, "its state is where it was"
     for world in (good, late, crashed, raising):
         await world.close()
@@ -173,13 +173,13 @@ async def test_a_hundred_environments_share_two_places(environments):
     heart = asyncio.create_task(beat())
     pids = await asyncio.gather(*(play(number) for number in range(100)))
     heart.cancel()
-    assert all(len(set(each)) == 1 for each in pids), "an environment stays where it is"
-    assert len({each[0] for each in pids}) == 100
+    assert all(len(set(episode)) == 1 for episode in pids), "an environment stays where it is"
+    assert len({episode[0] for episode in pids}) == 100
     assert sorted(gaps)[-3] < sum(gaps) / 4, f"the event loop stood still for {max(gaps):.2f} s"
 
 
 async def test_only_as_many_calls_compute_at_once_as_there_are_places(environments):
-    """Four calls of 0.1 s each by one place take four times as long: none of them runs beside another."""
+    """Four calls of 0.1 s each by one place take four times as long: no two of them run at once."""
     worlds = [(await begin(environments, processes=1, busy_s=0.1))[0] for _ in range(4)]
     began = time.monotonic()
     await asyncio.gather(*(world.step("a") for world in worlds))

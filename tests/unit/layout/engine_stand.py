@@ -64,8 +64,8 @@ SERVED = {
 
 
 def engine_sizes(served: Served) -> list[EngineSizes]:
-    """A covering array of what the model can be split into; 4 query groups also over 8 ranks, where no other size
-    forbids it."""
+    """Returns a covering array of what the model can be split into; 4 query groups also over 8 ranks, where no other
+    size forbids it."""
     tensors = (1, 2, 4) if "n_shared_experts" in served.model.hf else (1, 2, 4, 8)
 
     def fits(tensor: int, expert: int, pipeline: int, attention: int, redundant: int) -> bool:
@@ -79,7 +79,7 @@ def engine_sizes(served: Served) -> list[EngineSizes]:
 
 
 def engine_rank(served: Served, whole: Tensors, sizes: EngineSizes, rank: int) -> Tensors:
-    """Local name -> tensor of what `rank` holds, padding rows as zeros."""
+    """Returns local name -> tensor of what `rank` holds, padding rows as zeros."""
     return dict(_Rank(served, whole, sizes, rank).tensors())
 
 
@@ -87,10 +87,10 @@ class _Rank:
     def __init__(self, served: Served, whole: Tensors, sizes: EngineSizes, rank: int):
         self.served, self.whole, self.sizes = served, whole, sizes
         self.hf = served.model.hf
-        self.stage, self.own = divmod(rank, sizes.tensor)
+        self.stage, self.tensor_rank = divmod(rank, sizes.tensor)
         self.heads = sizes.tensor // sizes.attention_data
         self.sharers = sizes.tensor // sizes.expert
-        self.expert = self.own // self.sharers
+        self.expert = self.tensor_rank // self.sharers
 
     def tensors(self) -> Named:
         layers, stages = self.hf["num_hidden_layers"], self.sizes.pipeline
@@ -106,11 +106,11 @@ class _Rank:
             yield "lm_head.weight", self._output()
 
     def _embedding(self) -> torch.Tensor:
-        return _padded(self.whole["model.embed_tokens.weight"]).chunk(self.heads)[self.own % self.heads]
+        return _padded(self.whole["model.embed_tokens.weight"]).chunk(self.heads)[self.tensor_rank % self.heads]
 
     def _output(self) -> torch.Tensor:
-        """Over all tensor-parallel ranks, under DP-attention too."""
-        return _padded(self.whole["lm_head.weight"]).chunk(self.sizes.tensor)[self.own]
+        """Splits over all tensor-parallel ranks, under DP-attention too."""
+        return _padded(self.whole["lm_head.weight"]).chunk(self.sizes.tensor)[self.tensor_rank]
 
     def _layer(self, here: str, there: str, sparse: bool) -> Named:
         whole = self.whole
@@ -119,7 +119,7 @@ class _Rank:
         attention = self._grouped if not self.served.model.latent else self._latent
         yield from attention(here + "self_attn.", there + "self_attn.")
         out = whole[there + "self_attn.o_proj.weight"]
-        yield here + "self_attn.o_proj.weight", out.chunk(self.heads, 1)[self.own % self.heads]
+        yield here + "self_attn.o_proj.weight", out.chunk(self.heads, 1)[self.tensor_rank % self.heads]
         if not sparse:
             yield from self._dense(here + "mlp.", there + "mlp")
             return
@@ -144,11 +144,11 @@ class _Rank:
             yield f"{here}{kind}_norm.weight", norm if len(norm) == self.hf["head_dim"] else self._heads(norm)
 
     def _heads(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's heads of a projection."""
+        """Returns this rank's heads of a projection."""
         heads = tensor.unflatten(0, (-1, self.hf["head_dim"]))
         # Fewer key and value heads than ranks: neighbours hold the same one.
         heads = heads.repeat_interleave(max(1, self.heads // len(heads)), 0)
-        return heads.chunk(self.heads)[self.own % self.heads].flatten(0, 1)
+        return heads.chunk(self.heads)[self.tensor_rank % self.heads].flatten(0, 1)
 
     def _latent(self, here: str, there: str) -> Named:
         down = [self.whole[f"{there}{name}.weight"] for name in ("q_a_proj", "kv_a_proj_with_mqa")]
@@ -156,11 +156,11 @@ class _Rank:
         for kind in ("q", "kv"):
             yield f"{here}{kind}_a_layernorm.weight", self.whole[f"{there}{kind}_a_layernorm.weight"]
             up = self.whole[f"{there}{kind}_b_proj.weight"]
-            yield f"{here}{kind}_b_proj.weight", up.chunk(self.heads)[self.own % self.heads]
+            yield f"{here}{kind}_b_proj.weight", up.chunk(self.heads)[self.tensor_rank % self.heads]
 
     def _dense(self, here: str, there: str) -> Named:
-        """Over all tensor-parallel ranks, under DP-attention too."""
-        gate_up, down = swiglu(self.whole, there, self.sizes.tensor, self.own)
+        """Splits over all tensor-parallel ranks, under DP-attention too."""
+        gate_up, down = swiglu(self.whole, there, self.sizes.tensor, self.tensor_rank)
         yield here + "gate_up_proj.weight", gate_up
         yield here + "down_proj.weight", down
 
@@ -170,12 +170,12 @@ class _Rank:
         count = len(physical) // self.sizes.expert
         slots = [f"{there}experts.{e}" for e in physical[self.expert * count : (self.expert + 1) * count]]
         slots += [there + "shared_experts"] if self.served.fused else []
-        both = [swiglu(self.whole, slot, self.sharers, self.own % self.sharers) for slot in slots]
+        both = [swiglu(self.whole, slot, self.sharers, self.tensor_rank % self.sharers) for slot in slots]
         for name, matrices in zip(("w13_weight", "w2_weight"), zip(*both, strict=True), strict=True):
             yield here + name, torch.stack(matrices)
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
-    """To a multiple of 64 rows."""
+    """Pads to a multiple of 64 rows."""
     more: Any = tensor.new_zeros(-len(tensor) % 64, tensor.shape[1])
     return torch.cat([tensor, more])

@@ -102,7 +102,7 @@ MODELS = {
 
 @functools.cache
 def checkpoint(model: Model) -> Tensors:
-    """A checkpoint in which the elements are numbered from 1."""
+    """Returns a checkpoint in which the elements are numbered from 1."""
     out, start = {}, 1
     for name, shape in model.table.checkpoint_shapes().items():
         out[name] = torch.arange(start, start + math.prod(shape)).view(shape)
@@ -114,7 +114,7 @@ def checkpoint(model: Model) -> Tensors:
 
 
 def covering(strength: int, values: Sequence[Iterable[Any]], valid: Callable[..., bool]) -> list[tuple]:
-    """Few valid cases in which every `strength` values that can meet do meet: greedy, always the same."""
+    """Returns few valid cases in which every `strength` values that can meet do meet: greedy, always the same."""
     rest = [case for case in itertools.product(*values) if valid(*case)]
     tuples = {case: set(itertools.combinations(enumerate(case), strength)) for case in rest}
     missing, out = set().union(*tuples.values()), []
@@ -131,7 +131,7 @@ def _fits(tensor: int, pipeline: int, virtual: int, expert: int, expert_tensor: 
 
 
 def layouts(strength: int) -> list[Sizes]:
-    """Every `strength` parallel sizes that can stand together on at most 16 ranks do so in one of these."""
+    """Returns layouts in one of which every `strength` parallel sizes meet that can do so on at most 16 ranks."""
     values = [(1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4)]
     names = "tensor", "pipeline", "virtual", "expert", "expert_tensor", "context", "data"
     return [Sizes(**dict(zip(names, case, strict=True))) for case in covering(strength, values, _fits)]
@@ -148,7 +148,7 @@ def name_of(sizes: Sizes) -> str:
 
 
 def split_of(model: Model, sizes: Sizes) -> tuple[int, ...]:
-    """Layers of each stage: uneven where there are more stages than layers or an even split would be too easy."""
+    """Splits layers over stages: unevenly if there are more stages than layers or an even split would be too easy."""
     stages = sizes.pipeline * sizes.virtual
     base, more = divmod(model.layers, stages)
     out = [base + (stage < more) for stage in range(stages)]
@@ -171,7 +171,7 @@ class Place:
 
 
 def places(sizes: Sizes) -> list[Place]:
-    """Of every rank, as `parallel_state.initialize_model_parallel` makes the groups."""
+    """Returns the place of every rank, as `parallel_state.initialize_model_parallel` makes the groups."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that megatron-core would use on CUDA
         from megatron.core.parallel_state import RankGenerator
@@ -188,15 +188,15 @@ def places(sizes: Sizes) -> list[Place]:
 
 
 def megatron_rank(model: Model, whole: Tensors, sizes: Sizes, place: Place, split: Sequence[int]) -> Tensors:
-    """Local name -> tensor of what the rank at `place` holds, copies included."""
+    """Returns local name -> tensor of what the rank at `place` holds, copies included."""
     out: Tensors = {}
     stages = sizes.pipeline * sizes.virtual
     for chunk in range(sizes.virtual):
         stage = chunk * sizes.pipeline + place.pipeline
-        held = dict(
+        tensors = dict(
             _chunk(model, whole, sizes, place, sum(split[:stage]), split[stage], stage == 0, stage + 1 == stages)
         )
-        out |= {f"{chunk}.{name}" if sizes.virtual > 1 else name: tensor for name, tensor in held.items()}
+        out |= {f"{chunk}.{name}" if sizes.virtual > 1 else name: tensor for name, tensor in tensors.items()}
     return out
 
 
@@ -245,8 +245,8 @@ def _grouped_attention(
         yield "self_attention.linear_qkv.bias", bias.flatten()
     for kind in "qk":
         norm = whole[f"{there}self_attn.{kind}_norm.weight"]
-        own = norm if len(norm) == head else norm.chunk(sizes.tensor)[place.tensor]
-        yield f"self_attention.{kind}_layernorm.weight", own
+        local = norm if len(norm) == head else norm.chunk(sizes.tensor)[place.tensor]
+        yield f"self_attention.{kind}_layernorm.weight", local
     yield (
         "self_attention.linear_proj.weight",
         whole[there + "self_attn.o_proj.weight"].chunk(sizes.tensor, 1)[place.tensor],
@@ -257,24 +257,24 @@ def _latent_attention(
     hf: dict[str, Any], whole: Tensors, sizes: Sizes, place: Place, layer: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
     there = f"model.layers.{layer}."
-    attention, own = there + "self_attn.", place.tensor
+    attention, rank = there + "self_attn.", place.tensor
     yield "input_layernorm.weight", whole[there + "input_layernorm.weight"]
     for name, source in (("linear_q", "q_a_proj"), ("linear_kv", "kv_a_proj_with_mqa")):
         yield f"self_attention.{name}_down_proj.weight", whole[f"{attention}{source}.weight"]
     for name, kind in (("linear_q", "q"), ("linear_kv", "kv")):
         yield f"self_attention.{name}_up_proj.layer_norm_weight", whole[f"{attention}{kind}_a_layernorm.weight"]
         heads = whole[f"{attention}{kind}_b_proj.weight"].chunk(sizes.tensor)
-        yield f"self_attention.{name}_up_proj.weight", heads[own]
-    yield "self_attention.linear_proj.weight", whole[attention + "o_proj.weight"].chunk(sizes.tensor, 1)[own]
+        yield f"self_attention.{name}_up_proj.weight", heads[rank]
+    yield "self_attention.linear_proj.weight", whole[attention + "o_proj.weight"].chunk(sizes.tensor, 1)[rank]
 
 
 def _mlp(
     hf: dict[str, Any], whole: Tensors, sizes: Sizes, place: Place, layer: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    there, own = f"model.layers.{layer}.", place.tensor
+    there, rank = f"model.layers.{layer}.", place.tensor
     if layer < hf.get("first_k_dense_replace", 0):
         yield "mlp.linear_fc1.layer_norm_weight", whole[there + "post_attention_layernorm.weight"]
-        yield from _swiglu(whole, "mlp.linear_fc{}.weight", there + "mlp", sizes.tensor, own)
+        yield from _swiglu(whole, "mlp.linear_fc{}.weight", there + "mlp", sizes.tensor, rank)
         return
     yield "pre_mlp_layernorm.weight", whole[there + "post_attention_layernorm.weight"]
     there += "block_sparse_moe." if "num_local_experts" in hf else "mlp."
@@ -283,7 +283,7 @@ def _mlp(
         yield "mlp.router.expert_bias", whole[there + "e_score_correction_bias"]
     elif "n_routed_experts" in hf:
         yield "mlp.router.expert_bias", whole[there + "gate.e_score_correction_bias"]
-        yield from _swiglu(whole, "mlp.shared_experts.linear_fc{}.weight", there + "shared_experts", sizes.tensor, own)
+        yield from _swiglu(whole, "mlp.shared_experts.linear_fc{}.weight", there + "shared_experts", sizes.tensor, rank)
     # Expert parallelism has no numbers of its own in the checkpoint: ranks take runs of equal length.
     for local, expert in enumerate(torch.arange(experts_of(hf)).chunk(sizes.expert)[place.expert].tolist()):
         name = "mlp.experts.linear_fc{}.weight" + str(local)
@@ -294,20 +294,20 @@ def experts_of(hf: dict[str, Any]) -> int:
     return next(hf[key] for key in ("num_local_experts", "n_routed_experts", "num_experts") if key in hf)
 
 
-def swiglu(whole: Tensors, source: str, size: int, own: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate over up, and down, of the MLP `source`: the share of rank `own` of `size`."""
+def swiglu(whole: Tensors, source: str, size: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns gate over up, and down, of the MLP `source`: the share of rank `rank` of `size`."""
     kinds = ("w1", "w3", "w2") if "block_sparse_moe" in source else ("gate_proj", "up_proj", "down_proj")
     gate, up, down = (whole[f"{source}.{kind}.weight"] for kind in kinds)
-    return torch.cat([gate.chunk(size)[own], up.chunk(size)[own]]), down.chunk(size, 1)[own]
+    return torch.cat([gate.chunk(size)[rank], up.chunk(size)[rank]]), down.chunk(size, 1)[rank]
 
 
-def _swiglu(whole: Tensors, name: str, source: str, size: int, own: int) -> Iterator[tuple[str, torch.Tensor]]:
-    for number, matrix in enumerate(swiglu(whole, source, size, own), 1):
+def _swiglu(whole: Tensors, name: str, source: str, size: int, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, matrix in enumerate(swiglu(whole, source, size, rank), 1):
         yield name.format(number), matrix
 
 
-def held_by_trainers(model: Model, sizes: Sizes) -> list[Tensors]:
-    """The tensors of every rank, layers split as `split_of` says."""
+def trainer_shards(model: Model, sizes: Sizes) -> list[Tensors]:
+    """Returns the tensors of every trainer rank, layers split as `split_of` says."""
     whole, split = checkpoint(model), split_of(model, sizes)
     return [megatron_rank(model, whole, sizes, place, split) for place in places(sizes)]
 
@@ -316,7 +316,7 @@ def held_by_trainers(model: Model, sizes: Sizes) -> list[Tensors]:
 
 
 def fill(part: Part, whole: Tensors) -> torch.Tensor:
-    """The local tensor that a part describes, rectangle by rectangle; 0 where none is. None may overlap."""
+    """Returns the local tensor that a part describes, rectangle by rectangle; 0 where none is. None may overlap."""
     local = torch.zeros(part.shape, dtype=torch.int64)
     matrix = local.view(-1, 1) if local.dim() == 1 else local.view(-1, local.shape[-1])
     for r in part.rects:
@@ -330,7 +330,7 @@ def fill(part: Part, whole: Tensors) -> torch.Tensor:
 
 
 def by_rank(parts: Iterable[Part], world: int) -> list[dict[str, Part]]:
-    """Name -> part of each rank; no rank may hold two of one name, nor be named twice."""
+    """Returns name -> part of each rank; no rank may hold two of one name, nor be named twice."""
     out: list[dict[str, Part]] = [{} for _ in range(world)]
     for part in parts:
         for rank in part.ranks:
@@ -346,7 +346,7 @@ def assert_same(found: Tensors, expected: Tensors, where: str) -> None:
 
 
 def bytes_read(plan: Plan) -> np.ndarray:
-    """Bytes [sources, targets] that each rank reads of its parameters for each target."""
+    """Returns the bytes [sources, targets] that each rank reads of its parameters for each target."""
     out = np.zeros((int(plan.moved["source"].max(initial=0)) + 1, plan.targets), dtype=np.int64)
     itemsize = np.array([ITEMSIZE[p.dtype] for p in plan.parameters], dtype=np.int64)[plan.moved["parameter"]]
     nbytes = plan.moved["rows"].astype(np.int64) * plan.moved["cols"] * itemsize

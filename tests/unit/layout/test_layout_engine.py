@@ -26,8 +26,8 @@ def test_each_rank_holds_what_torch_cuts_out_for_it(name: str, sizes: EngineSize
     whole = checkpoint(served.model)
     parts = list(EngineLayout(served.table, sizes).parts())
     filled = {id(part): fill(part, whole) for part in parts}
-    for rank, held in enumerate(by_rank(parts, sizes.world)):
-        found = {name: filled[id(part)] for name, part in held.items()}
+    for rank, by_name in enumerate(by_rank(parts, sizes.world)):
+        found = {name: filled[id(part)] for name, part in by_name.items()}
         assert_same(found, engine_rank(served, whole, sizes, rank), f"rank {rank}")
 
 
@@ -93,10 +93,10 @@ def test_every_checkpoint_tensor_that_the_engine_serves_is_in_its_table():
     ids=lambda v: name_of(v) if isinstance(v, EngineSizes) else "",
 )
 def test_experts_that_cannot_be_shared_are_refused_with_the_numbers(sizes: EngineSizes, numbers: list[str]):
-    """The size, the experts that it does not divide, those of the model and those beside them."""
-    with refused("engine_layout.experts", about="rollout.engines.expert") as told:
+    """The size, the experts that it does not divide, those of the model and the redundant ones."""
+    with refused("engine_layout.experts", about="rollout.engines.expert") as caught:
         EngineLayout(SERVED["qwen"].table, sizes)
-    assert re.findall(r"\d+", str(told.value)) == numbers
+    assert re.findall(r"\d+", str(caught.value)) == numbers
 
 
 def test_shards_that_cannot_be_shared_are_refused_with_the_number():

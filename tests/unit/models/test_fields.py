@@ -1,4 +1,4 @@
-"""A field of config.json that nobody reads, and that could change what the model computes, is refused by its name."""
+"""An unread field of config.json that could change what the model computes is refused by its name."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def family_of(architecture: str) -> Family | None:
 
 
 def with_text(hf: dict[str, Any], *without: str, **changes: Any) -> tuple[dict[str, Any], str]:
-    """A config.json whose text has `changes` and no field named in `without`, and how refusals name those of a text."""
+    """Returns a config.json whose text has `changes` and no field of `without`, and its fields' prefix in refusals."""
     if "text_config" in hf:
         return {**hf, "text_config": with_text(hf["text_config"], *without, **changes)[0]}, "text_config."
     return {key: value for key, value in hf.items() if key not in without} | changes, ""
@@ -117,13 +117,13 @@ def test_a_field_that_may_change_the_computation_is_refused_by_name(
         value = ["sliding_attention"] * 4
     switches = () if architecture == "GptOssForCausalLM" else ("sliding_window", "use_sliding_window")
     hf, within = with_text(KNOWN[architecture], *switches, **{field: value})
-    own = (architecture, field) in (
+    unsupported = (architecture, field) in (
         *((name, "layer_types") for name in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM")),
         ("MixtralForCausalLM", "sliding_window"),
         ("NemotronHForCausalLM", "sliding_window"),
     )
-    own = own or (architecture in HYBRID and field == "layer_types")
-    with refused("model.unsupported" if own else "model.field_unread", about=within + field):
+    unsupported = unsupported or (architecture in HYBRID and field == "layer_types")
+    with refused("model.unsupported" if unsupported else "model.field_unread", about=within + field):
         read(tmp_path, hf)
 
 

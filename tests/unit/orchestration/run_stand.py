@@ -85,7 +85,7 @@ class Parts:
         self.marks.append(text)
 
     def late(self) -> None:
-        """Nobody is asked for anything."""
+        """Does nothing: no part is asked for anything."""
 
     async def reload(self) -> None:
         self.done.append("reload trainers")
@@ -100,7 +100,7 @@ class Parts:
         self.done.append("engines wake")
 
     async def interrupt(self) -> None:
-        """Nothing is in flight between two steps."""
+        """Does nothing: nothing is in flight between two steps."""
 
     async def publish(self, version: int, *, trainer_step: int) -> SimpleNamespace:
         if self.lost:
@@ -128,7 +128,7 @@ class Members:
         self.run, self.broken = True, asyncio.Event()
 
     async def available(self) -> None:
-        """At once."""
+        """Returns at once."""
 
     async def failed(self) -> None:
         await self.broken.wait()
@@ -140,23 +140,23 @@ class Members:
         return {"engines/serving": 1.0}
 
     def awaited(self) -> None:
-        """Nothing."""
+        """Waits for nothing."""
 
 
 def sources_of(
     config: Config, generate: Generate = single_turn.generate, keep: Keep | None = None, **eval_prompts: list[Prompt]
 ) -> Sources[ServedPolicy]:
-    """The inputs of rollouts that are all rewarded with 1."""
+    """Returns the inputs of rollouts that are all rewarded with 1."""
     policies = {
-        name: ServedPolicy(config=own, spec=SimpleNamespace(vocab_size=None), tokenizer=the_tokenizer())
-        for name, own in config.by_policy.items()
+        name: ServedPolicy(config=policy, spec=SimpleNamespace(vocab_size=None), tokenizer=the_tokenizer())
+        for name, policy in config.by_policy.items()
     }
     hooks = Hooks(generate, one, keep)
     return Sources(policies=policies, hooks=hooks, by_source={"": prompts()}, eval_prompts=eval_prompts)
 
 
 def service_of(config: Config, sources: Sources[ServedPolicy], parts: dict[str, Parts]) -> EngineService:
-    """Started engines without servers: the clients of `parts` answer by themselves."""
+    """Returns started engines without servers: the clients of `parts` answer by themselves."""
     service = EngineService(config, sources, Path(config.run.dir), note=lambda line: None)
     for name, part in parts.items():
         service.clients[name] = part.client
@@ -175,7 +175,7 @@ def run_of(
     generate: Generate = single_turn.generate,
     **keys: Any,
 ) -> Run:
-    """`further`: parts of policies beside the run's own."""
+    """Returns a run. `further`: parts of policies besides the run's own."""
     keys = {
         "trainer__balance": "tokens",
         "track__tensorboard": False,
@@ -189,16 +189,16 @@ def run_of(
         the_tokenizer().save_pretrained(model)
         (model / "config.json").write_text(json.dumps({"vocab_size": 100}))
     config = config.model_copy(update={"run": run, "model": config.model.model_copy(update={"path": str(model)})})
-    each = {"actor": parts, **(further or {})}
-    service = service_of(config, sources_of(config, generate), each)
+    by_policy = {"actor": parts, **(further or {})}
+    service = service_of(config, sources_of(config, generate), by_policy)
     policies = {}
-    for name, own in config.by_policy.items():
-        policies[name] = SimpleNamespace(config=own, spec=None, sizes=SIZES, encoding="hf")
-        each[name].config = own
+    for name, policy in config.by_policy.items():
+        policies[name] = SimpleNamespace(config=policy, spec=None, sizes=SIZES, encoding="hf")
+        by_policy[name].config = policy
     prepared = SimpleNamespace(by_source=service.sources.by_source, eval_prompts={}, critic=None, policies=policies)
     records = Records(config, LiveTable(config.schedule.steps, 0, Console(quiet=True)), the_tokenizer(), Events())
     saves = Saves(directory / "checkpoints", keep=2)
-    return Run(service, prepared, each, records, saves, RankLossHandler(parts), leaving=leaving)
+    return Run(service, prepared, by_policy, records, saves, RankLossHandler(parts), leaving=leaving)
 
 
 async def stopped(run: Run) -> None:

@@ -22,10 +22,10 @@ from tests.unit.rollout.rollout_stand import config_of
 
 
 class Server(FakeEngine):
-    """An engine that takes publications, adapters alone only beside a base, and starts only while it may."""
+    """An engine that takes publications, adapters alone only after a base, and starts only while it may."""
 
-    def __init__(self, *given: Any):
-        super().__init__(*given)
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.refuses: tuple[str, str, int] | None = None
@@ -85,7 +85,7 @@ async def run(request: pytest.FixtureRequest) -> AsyncIterator[SimpleNamespace]:
         engine.state = MemberState.JOINING
 
     async def step(number: int) -> list[str]:
-        """Publish both at the same time, as a run does; returns what was done to engines."""
+        """Publishes both at the same time, as a run does; returns what was done to engines."""
         stand.log.clear()
         async with asyncio.timeout(60):
             await asyncio.gather(*(policy.publish(number) for policy in (actor, judge)))
@@ -97,7 +97,7 @@ async def run(request: pytest.FixtureRequest) -> AsyncIterator[SimpleNamespace]:
 
 
 def of(name: str, log: list[str]) -> list[str]:
-    """The lines of `log` about the engine `name`, of its publications and of the router."""
+    """Returns the lines of `log` about the engine `name`, of its publications and of the router."""
     lines = [line.replace("http://", "") for line in log if f"http://{name}/" in line]
     return [line for line in lines if not line.startswith("stop")]
 
@@ -188,12 +188,12 @@ async def test_an_engine_that_returns_early_gets_all_policies_of_the_step(
     again = ["actor 1 hf", "judge 1 adapters"]
     early = [f"{policy} 1 adapters" for policy in before]
     assert of("e0", log) == [
-        *(f"{each} e0/0" for each in early),
+        *(f"{publication} e0/0" for publication in early),
         "remove e0/0",
-        *(f"{each} e0/2" for each in again),
+        *(f"{publication} e0/2" for publication in again),
         "add e0/2",
     ]
-    assert of("e1", log) == [f"{each} e1/0" for each in early + again]
+    assert of("e1", log) == [f"{publication} e1/0" for publication in early + again]
 
 
 @pytest.mark.parametrize("policy", ["actor", "judge"])

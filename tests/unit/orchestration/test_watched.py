@@ -43,7 +43,7 @@ class Watched(EnginePublications):
             await self.stand.members.admit(engine)
 
     def until_served(self, url: str) -> asyncio.Task[str]:
-        """Work that ends when a server is in the router."""
+        """Starts work that ends when a server is in the router."""
 
         async def work() -> str:
             await self.stand.until(lambda: url in self.stand.router.urls)

@@ -92,8 +92,8 @@ TOOLS, TOOLBOX = "tools", "terminal"
 
 
 def wrong_names(text: str) -> Iterator[str]:
-    """The names of a text that nothing defines. Raises SyntaxError if it is no Python, with `await` at its top level,
-    and ImportError or AttributeError if an import of slimx fails."""
+    """Yields the names of a text that nothing defines. Raises SyntaxError if it is no Python, with `await` at its top
+    level, and ImportError or AttributeError if an import of slimx fails."""
     text = f"{{{text}}}" if text.startswith('"') else text
     compile(text, "page", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     nodes = [*ast.walk(ast.parse(text))]
@@ -116,7 +116,7 @@ def wrong_names(text: str) -> Iterator[str]:
 
 
 def shown(text: str) -> list[list[str]]:
-    """The lines of its output that a console block shows of each command."""
+    """Returns the lines of its output that a console block shows of each command."""
     found: list[list[str]] = []
     for line in text.splitlines():
         if line.startswith("$ "):
@@ -127,10 +127,10 @@ def shown(text: str) -> list[list[str]]:
 
 
 def try_command(words: Sequence[str], *, parse_only: bool) -> tuple[int, str] | None:
-    """Exit status and output of a command in the working directory, a desk; None if it is tried without output.
+    """Returns exit status and output of a command in the working directory, a desk; None if it is tried without output.
 
     `slimx plan`, `doctor` and `--version` are executed unless `parse_only`; of `train`, `generate` and `eval` all
-    checks before the start, or the plan where the model has no weights. Of every other command of slimx the options
+    checks before the start, or the plan where the model has no weights. The options of every other command of slimx
     are parsed. A target, file, extra, or test of another program must exist. Raises AssertionError or slimx's refusal.
     """
     program, *arguments = (re.sub("(FILE|DIR)$", lambda found: PLACEHOLDERS[found[0]], word) for word in words)
@@ -196,17 +196,17 @@ def _try_pip(arguments: list[str]) -> None:
     assert (extras or pins) and all(found), arguments
 
 
-def missing(shown: list[str], said: str) -> str | None:
-    """The first line of a page that an output does not have where it should; None: it has all. `...` stands for any
-    text within a line, and alone for any lines."""
-    lines = [line.rstrip() for line in said.splitlines()]
+def missing(shown: list[str], output: str) -> str | None:
+    """Returns the first line of a page that an output does not have where it should; None: it has all. `...` stands for
+    any text within a line, and alone for any lines."""
+    lines = [line.rstrip() for line in output.splitlines()]
     gap = False
     for line in shown:
         if line.strip() == "...":
             gap = True
             continue
         pattern = re.compile(".*".join(map(re.escape, line.rstrip().split("..."))))
-        fitting = [number for number, each in enumerate(lines) if pattern.fullmatch(each)]
+        fitting = [number for number, text in enumerate(lines) if pattern.fullmatch(text)]
         if not fitting or (fitting[0] > 0 and not gap):
             return line
         del lines[: fitting[0] + 1]
@@ -215,7 +215,7 @@ def missing(shown: list[str], said: str) -> str | None:
 
 
 def lay_out(desk: Path) -> None:
-    """Put on the desk what a reader has: the repository's folders, models without weights, and data as published."""
+    """Puts on the desk what a reader has: the repository's folders, models without weights, and data as published."""
     for folder in ("configs", "docs", "examples", "scripts"):
         (desk / folder).symlink_to(ROOT / folder)
     for source in ("recipes/models/Qwen2.5-0.5B-Instruct", "moe/models/Qwen3-30B-A3B"):
@@ -251,7 +251,7 @@ def lay_out(desk: Path) -> None:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte, and Qwen's special tokens with their ids."""
+    """Returns a tokenizer with one token for each byte, and Qwen's special tokens with their ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     specials = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
     vocabulary = {letter: number for number, letter in enumerate(alphabet)} | specials

@@ -14,7 +14,7 @@ from tools.quickstart.make_model import make_model
 
 
 def programs() -> list[list[str]]:
-    """The arguments of Python that start each program."""
+    """Returns the arguments of Python that start each program."""
     found = []
     for path in sorted([*(ROOT / "tools").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]):
         if '__name__ == "__main__"' in path.read_text():
@@ -56,5 +56,5 @@ def test_programs_take_the_options_of_pages_and_refuse_wrong_ones(tmp_path: Path
     status, output = run_program(["tools/quickstart/make_model.py", "--out", "there"], tmp_path)
     assert status == 0, output
     make_model(tmp_path / "here")
-    made, again = ({each.name: each.read_bytes() for each in (tmp_path / name).iterdir()} for name in ("here", "there"))
+    made, again = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("here", "there"))
     assert made == again, "the same seed gives the same bytes in another process"

@@ -20,7 +20,7 @@ from slimx.reshard.pack.packer import Contribution, Packer, describe
 from slimx.reshard.packed import PUBLISHER, PackedBucket
 from tests import reshard_reference as reference
 from tests.unit.layout.engine_stand import SERVED, engine_rank
-from tests.unit.layout.layout_stand import Tensors, bytes_read, checkpoint, held_by_trainers
+from tests.unit.layout.layout_stand import Tensors, bytes_read, checkpoint, trainer_shards
 from tests.unit.reshard.gather_stand import DEADLINE_S, ENGINE, MODEL, REMOTE, SIZES, WORLD, dressed, plan
 
 
@@ -63,7 +63,7 @@ run_others(lambda rank: len(list(fill_all(rank, Path(sys.argv[1])))))
 @pytest.fixture
 def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    for rank, tensors in enumerate(held_by_trainers(MODEL, SIZES)):
+    for rank, tensors in enumerate(trainer_shards(MODEL, SIZES)):
         torch.save(dressed(tensors), tmp_path / f"{rank}.pt")
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)])
     yield process
@@ -92,7 +92,7 @@ def test_local_and_remote_ranks_fill_the_same_buckets(tmp_path: Path, others):
 
 def test_memory_persists_and_a_new_file_under_an_old_name_is_mapped_again():
     """A closed file's number goes to the next file: the other rank must write into that one."""
-    shards = held_by_trainers(MODEL, SIZES)
+    shards = trainer_shards(MODEL, SIZES)
     ranks = [Gatherer(Packer(plan(), rank, dressed(shards[rank])), remote=(), group=None) for rank in range(WORLD)]
 
     def fill(bucket: int) -> tuple[str, torch.Tensor]:
@@ -112,7 +112,7 @@ def test_memory_persists_and_a_new_file_under_an_old_name_is_mapped_again():
 
 
 def test_buckets_owned_in_turn_equal_buckets_in_one_memory():
-    shards = [dressed(tensors) for tensors in held_by_trainers(MODEL, SIZES)]
+    shards = [dressed(tensors) for tensors in trainer_shards(MODEL, SIZES)]
     alone = [Gatherer(Packer(plan(), rank, tensors), remote=(), group=None) for rank, tensors in enumerate(shards)]
     ranks = [
         Gatherer(Packer(plan(), rank, tensors, apart=True), remote=(), group=None, holders=WORLD)

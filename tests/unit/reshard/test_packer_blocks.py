@@ -26,7 +26,7 @@ from tests.unit.layout.layout_stand import (
     Model,
     Tensors,
     checkpoint,
-    held_by_trainers,
+    trainer_shards,
 )
 from tests.unit.reshard.packer_stand import (
     DTYPES,
@@ -89,7 +89,7 @@ def test_quantized_buckets_hold_the_references_codes_and_scales(rule: Any, block
         ranks=len(numbered),
     )
     values, dtype = Values(1 + max(int(t.max()) for t in whole.values())), DTYPES[trainer]
-    trainers = [values.dress(tensors, dtype) for tensors in held_by_trainers(model, sizes)]
+    trainers = [values.dress(tensors, dtype) for tensors in trainer_shards(model, sizes)]
     by_name = {part.name: part for part in parts}
     expected = [quantized(values.dress(tensors, dtype), by_name, how, block) for tensors in numbered]
     assert_packed(plan, trainers, expected)
@@ -112,7 +112,7 @@ def test_int4_buckets_have_the_references_codes_and_scales(engine: EngineSizes, 
         ranks=engine.world,
     )
     values = Values(1 + max(int(t.max()) for t in whole.values()))
-    trainers = [values.dress(tensors, DTYPES[trainer]) for tensors in held_by_trainers(model, sizes)]
+    trainers = [values.dress(tensors, DTYPES[trainer]) for tensors in trainer_shards(model, sizes)]
     by_name = {part.name: part for part in parts}
     assert {part.name.rpartition(".")[2] for part in parts if part.quantized} == {"w13_weight", "w2_weight"}
     numbered = [engine_rank(served, whole, engine, rank) for rank in range(engine.world)]

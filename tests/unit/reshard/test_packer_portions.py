@@ -21,7 +21,7 @@ from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.pack.packer import PORTION, Packer
 from slimx.reshard.pack.pieces import compact, portions, spread
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from tests.unit.layout.layout_stand import Model, Tensors, checkpoint, held_by_trainers
+from tests.unit.layout.layout_stand import Model, Tensors, checkpoint, trainer_shards
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
 from tests.unit.reshard.packer_stand import HUGE, WIDE, Values, one_thread
 
@@ -49,7 +49,7 @@ def plan_and_parameters(rule: str) -> tuple[Plan, Tensors]:
     precision = Precision("bfloat16", "bfloat16", RULES[rule])
     trainers, parts = MegatronLayout(model.table, sizes).parts(), list(checkpoint_parts(table))
     plan = compile_plan(trainers, parts, precision=precision, bucket_bytes=HUGE, ranks=1)
-    return plan, values.dress(held_by_trainers(model, sizes)[0], torch.bfloat16)
+    return plan, values.dress(trainer_shards(model, sizes)[0], torch.bfloat16)
 
 
 @pytest.mark.parametrize("limit", [1000, 2**14 + 8, 2**17, HUGE])

@@ -33,8 +33,8 @@ from tests.unit.layout.layout_stand import (
     assert_same,
     bytes_read,
     checkpoint,
-    held_by_trainers,
     split_of,
+    trainer_shards,
 )
 from tests.unit.reshard.plan_oracle import carry_out
 
@@ -66,7 +66,7 @@ def test_a_plan_fills_every_target_tensor_from_the_trainers(case):
         expected = [engine_rank(SERVED[served], whole, engine, rank) for rank in range(ranks)]
     plan = compile_plan(source, target, precision=BF16, bucket_bytes=bucket_bytes, ranks=ranks)
     assert plan.targets == ranks
-    for rank, found in enumerate(carry_out(plan, held_by_trainers(model, sizes))):
+    for rank, found in enumerate(carry_out(plan, trainer_shards(model, sizes))):
         assert_same(found, expected[rank], f"target {rank}")
     assert_buckets(plan, bucket_bytes)
     sizes_sent = [

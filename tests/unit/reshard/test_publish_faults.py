@@ -96,9 +96,9 @@ async def test_a_refusal_by_every_engine_is_repeated_after_restarts(count):
     calls = Calls()
     stand = Stand(*(FakeEngine(f"e{n}", calls) for n in range(count)), calls=calls)
     calls.fail |= {f"e{n}.stage 1": SlimxError(f"engine e{n}: wrong checksum of tensor c") for n in range(count)}
-    with pytest.raises(NoReceiverLeft) as told:
+    with pytest.raises(NoReceiverLeft) as caught:
         await stand.publish()
-    assert (told.value.code, told.value.about) == ("publish.refused", "stage")
+    assert (caught.value.code, caught.value.about) == ("publish.refused", "stage")
     assert len(stand.members.out) == count, "all of them are started again"
     calls.fail.clear()
     stand.members.out.clear()
@@ -143,13 +143,13 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 async def test_an_engine_of_another_model_ends_the_run_before_the_first_byte(case):
     """Not quarantined: it would come back with the same model."""
-    inventory, code, about, told = WRONG[case]
+    inventory, code, about, texts = WRONG[case]
     calls = Calls()
     stand = Stand(FakeEngine("e0", calls), FakeEngine("e1", calls, *inventory), calls=calls)
     for _ in range(2):  # and again at the next publication: a refusal is not remembered as a check
         with refused(code, about=about) as caught:
             await stand.publish()
-        assert all(each in str(caught.value) for each in told)
+        assert all(text in str(caught.value) for text in texts)
         assert not [call for call in calls if "gather" in call or "begin" in call]
     assert stand.members.out == {}
 

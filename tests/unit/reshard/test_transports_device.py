@@ -1,6 +1,6 @@
 """Memory of a GPU that processes share, on an emulated device whose handles real processes open (cuda_stand).
 
-What a GPU does with handles, peers and streams is tested on one: `tests/gpu/test_sharing.py`.
+The behaviour of a real GPU with handles, peers and streams is tested in `tests/gpu/test_sharing.py`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class DeviceRank(Rank):
         return "ready"
 
     def allocate(self, size: int, value: int) -> str:
-        """Memory of its own, filled; its path."""
+        """Allocates and fills memory of its own; returns its path."""
         self.memory = DeviceMemory(size)
         self.memory.bytes.fill_(value)
         return self.memory.path
 
     def write(self, path: str, size: int, value: int) -> int:
-        """Fill another process's memory; how many it has open afterwards."""
+        """Fills another process's memory; returns how many it has open afterwards."""
         with opened(path, size) as address:
             memory_at(address, size, DEVICE).fill_(value)
         return self.library.emulator_open()
@@ -46,7 +46,7 @@ class DeviceRank(Rank):
         return fetch(path, start, stop, DEVICE).tolist()
 
     def hold(self, path: str) -> str:
-        """Open it and never close it."""
+        """Opens it and never closes it."""
         opened(path, 1).__enter__()
         return "held"
 

@@ -32,7 +32,7 @@ def the_tokenizer() -> Any:
 
 
 def config_of(**rollout: Any) -> Config:
-    """4 groups of 2 a step; keys with a section (`reward__deadline`) go there, the others to `rollout`."""
+    """Returns a run of 4 groups of 2 a step, with keys of a section (`reward__deadline`) or else of `rollout`."""
     sections: dict[str, dict[str, Any]] = {"rollout": {"prompts": "p", "prompts_per_step": 4, "group_size": 2}}
     for key, value in rollout.items():
         section, _, name = key.rpartition("__")
@@ -85,11 +85,11 @@ class Stand:
         self.maker = GroupMaker(config, Hooks(generate, reward, keep), {"actor": policy})
         self.dropped: list[Dropped] = []
         self.outcomes: dict[str, GroupOutcome] = {}
-        """What the maker gave back, by group."""
+        """Outcomes that the maker returned, by group."""
         make = self.maker.make
 
-        async def kept(prompt: Prompt, **given: Any) -> GroupOutcome:
-            outcome = self.outcomes[given["group_id"]] = await make(prompt, **given)
+        async def kept(prompt: Prompt, **arguments: Any) -> GroupOutcome:
+            outcome = self.outcomes[arguments["group_id"]] = await make(prompt, **arguments)
             return outcome
 
         self.maker.make = kept
@@ -115,7 +115,7 @@ def ids_of(batches: Sequence[Batch]) -> list[str]:
 def rollout_context(
     engine: Any, sampling: dict[str, Any], *, seed: int = 5, routed: bool = False, **fields: Any
 ) -> RolloutContext:
-    """The context of a training rollout; `fields`: those of the context that differ."""
+    """Returns the context of a training rollout; `fields`: those of the context that differ."""
     return RolloutContext(
         engine=RolloutEngine(engine, sampling, seed, routed),
         evaluation=False,

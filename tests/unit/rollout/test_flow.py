@@ -33,7 +33,7 @@ PROMPTS = [Prompt(id=f"p{n}", token_ids=[5, 6, 7]) for n in range(23)]
 
 
 def expected_tokens(trajectory: Trajectory) -> list[int]:
-    """The tokens that an uninterrupted run samples."""
+    """Returns the tokens that an uninterrupted run samples."""
     prompt, seed = trajectory.spans[0].stop, trajectory.sampling["seed"]
     first = [token_of(seed_of(seed, 0), prompt + n) for n in range(TURN_TOKENS)]
     start = prompt + TURN_TOKENS + 2
@@ -84,12 +84,12 @@ class Driver:
         return found
 
     @property
-    def given_up(self) -> set[int]:
+    def stragglers(self) -> set[int]:
         """Stragglers."""
         return {number for number, reason in self.dropped.items() if reason == "straggler"}
 
     def follow(self) -> None:
-        """Write down what the present process drops, as a run does."""
+        """Writes down what the present process drops, as a run does."""
         manager = self.flow.manager
 
         def drop(dropped: Dropped) -> None:
@@ -122,7 +122,7 @@ class Driver:
         await self.flow.manager.stop()
 
     async def watch(self) -> None:
-        """A batch for which enough groups are done comes in time."""
+        """Checks that a batch for which enough groups are done comes in time."""
         loop, since, limit = asyncio.get_running_loop(), None, self.config.schedule.straggler_deadline
         while limit is not None:
             await asyncio.sleep(0.25)
@@ -135,7 +135,7 @@ class Driver:
         self.checkpoint = self.flow.saved(), len(self.batches)
 
     async def be_killed(self) -> None:
-        """While a batch is waited for; half of the time after a last checkpoint."""
+        """Ends the flow while a batch is waited for, half of the time after a last checkpoint; resumes in another."""
         self.current = len(self.batches) + 1
         waiting = asyncio.ensure_future(self.flow.manager.next_batch())
         await asyncio.wait({waiting}, timeout=self.random.uniform(0, 20))
@@ -155,7 +155,7 @@ class Driver:
         self.flow.manager.restore(state)
 
     def check(self, groups: list[Group]) -> None:
-        """A batch, at the moment when it is trained."""
+        """Checks a batch, at the moment when it is trained."""
         version, config = len(self.batches), self.config
         assert len(groups) == SIZE
         for trajectory in (t for group in groups for t in group.trajectories):
@@ -168,7 +168,7 @@ class Driver:
         assert not any(outcome.reason == "too old" for outcome in self.flow.dropped)
 
     def check_nothing_lost(self) -> None:
-        """Every admitted prompt was trained, was dropped, or is on its way: one of the three, once."""
+        """Checks that every admitted prompt was trained, was dropped, or is on its way: one of the three, once."""
         trained = [int(group.id[1:]) for groups in self.batches for group in groups]
         coming = [ticket.number for ticket in self.flow.manager.tickets]
         state = self.flow.manager.state()
@@ -203,9 +203,9 @@ def check_run(config: Config, seed: int, kills: bool) -> None:
     window = config.schedule.window
     if window == 0:
         # In strict order the schedule does not matter: these are the groups of a synchronous run.
-        order = (n for n in itertools.count() if kept(config, n) and n not in driver.given_up)
+        order = (n for n in itertools.count() if kept(config, n) and n not in driver.stragglers)
         assert trained == list(itertools.islice(order, STEPS * SIZE))
-    assert config.schedule.straggler_deadline is not None or not driver.given_up
+    assert config.schedule.straggler_deadline is not None or not driver.stragglers
     assert len(set(trained)) == len(trained)
     for place, number in enumerate(trained):
         older_later = [later for later in trained[place + 1 :] if later < number]
@@ -226,7 +226,7 @@ def test_a_run_that_leaves_in_the_middle_of_a_step_samples_no_token_twice():
     sampled: Counter[tuple[int, int]] = Counter()
 
     async def interrupted(seconds: float) -> int:
-        """Leave after `seconds` and go on; tokens that were there at that moment."""
+        """Leaves after `seconds` and goes on; returns tokens that were there at that moment."""
         first = Flow(config, np.random.default_rng(1), PROMPTS)
         waiting = asyncio.ensure_future(first.manager.next_batch())
         await asyncio.wait({waiting}, timeout=seconds)
@@ -316,9 +316,9 @@ def test_a_straggler_is_dropped_and_the_next_group_is_trained(patience):
         assert 100 < asyncio.get_running_loop().time() < 150
         order = [f"g{number}" for number in range(3 * SIZE) if number != 1 and kept(config, number)]
         assert [group.id for group in batch.groups] == order[:SIZE]
-        (given_up,) = [outcome for outcome in flow.dropped if outcome.reason == "straggler"]
-        assert given_up.group == "g1" and batch.dropped["straggler"] == 1
-        assert numbers(given_up.detail)[:2] == [1, 2] and "schedule.straggler_deadline=100 " in given_up.detail
+        (straggler,) = [outcome for outcome in flow.dropped if outcome.reason == "straggler"]
+        assert straggler.group == "g1" and batch.dropped["straggler"] == 1
+        assert numbers(straggler.detail)[:2] == [1, 2] and "schedule.straggler_deadline=100 " in straggler.detail
         assert flow.engine.out == 0, "its request is ended"
         await flow.manager.stop()
 

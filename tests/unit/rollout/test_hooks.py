@@ -1,4 +1,4 @@
-"""What a hook author works with: drafts that keep the provenance of every token, and checks before a run starts."""
+"""The tools of a hook author: drafts that keep the provenance of every token, and checks before a run starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draft_of(prompt: list[int]) -> Draft:
 
 
 def completion(ids: list[int], versions: list[tuple[int, int, int]], *, before: int | None = None, **changes: Any):
-    """Log-prob of token i is -i / 8. `before`: tokens before it, for routes of all input positions."""
+    """Returns a completion, token i with log-prob -i / 8. `before`: tokens before it, for routes of all input positions."""
     routes = None if before is None else np.arange(before + len(ids) - 1, dtype=np.uint8)[:, None, None]
     fields = {
         "token_ids": np.array(ids, np.int32),
@@ -168,9 +168,9 @@ def test_routes_that_do_not_cover_the_trajectory_are_refused():
 def test_versions_that_do_not_cover_a_completion_are_refused():
     draft = draft_of([1, 2])
     draft.add_sampled(completion([4, 5, 6], [(0, 2, 7)]))
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as caught:
         draft.finish()
-    assert "g/0" in str(told.value) and "4 of 5" in str(told.value)
+    assert "g/0" in str(caught.value) and "4 of 5" in str(caught.value)
 
 
 # The engine and the context of a rollout ------------------------------------------------------------------------------
@@ -188,7 +188,9 @@ async def test_turns_have_different_seeds_and_sampling_overrides():
     await ctx.engine.generate([1], turn=0)
     first, second, third = engine.requests
     assert first.seed == third.seed != second.seed
-    assert [each.sampling for each in engine.requests] == [{"temperature": 0.7, "max_new_tokens": n} for n in (4, 9, 4)]
+    assert [request.sampling for request in engine.requests] == [
+        {"temperature": 0.7, "max_new_tokens": n} for n in (4, 9, 4)
+    ]
 
 
 async def test_a_hook_that_asks_for_an_engine_in_a_run_without_one_is_told_so():
@@ -282,9 +284,9 @@ REFUSED = [
 @pytest.mark.parametrize(("key", "path", "code"), REFUSED, ids=[f"{path}" for _, path, _ in REFUSED])
 def test_a_hook_that_cannot_work_is_refused_with_its_key_and_what_is_wrong(hooks_on_path, key, path, code):
     about = "reward.function" if key == "reward__function" else f"rollout.{key}"
-    with refused(code, about=about) as told:
+    with refused(code, about=about) as caught:
         load_hooks(config_of(**{key: path}))
-    assert path.partition(":")[0].split(".")[0] in str(told.value) and "\n" not in str(told.value)
+    assert path.partition(":")[0].split(".")[0] in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_script_in_place_of_a_module_is_refused_with_its_key(hooks_on_path):

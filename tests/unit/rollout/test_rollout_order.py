@@ -26,7 +26,7 @@ def tokens_of(groups: Sequence[Group]) -> list[list[int]]:
 
 
 def stuck(*tickets: int) -> Generate:
-    """single_turn, except that the groups of some tickets never come."""
+    """Returns single_turn, except that the groups of some tickets never come."""
 
     async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
         if int(ctx.group_id[1:]) in tickets:
@@ -136,19 +136,19 @@ async def test_an_evaluation_is_greedy_takes_one_rollout_and_is_not_filtered():
     async with Stand(config, reward=one, keep=lambda group: False) as stand:
         outcome = await stand.maker.make(prompts()[0], group_id="e0", number=0, evaluation=True)
         assert outcome.reason is None and [t.reward for t in outcome.group.trajectories] == [1.0]
-        assert [each.sampling for each in stand.engine.requests] == [{"temperature": 0.0, "max_new_tokens": 5}]
+        assert [request.sampling for request in stand.engine.requests] == [{"temperature": 0.0, "max_new_tokens": 5}]
         dropped = await stand.maker.make(prompts()[0], group_id="g0", number=0)
         assert dropped.reason == "filter" and len(dropped.group.trajectories) == 2
         trained = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "max_new_tokens": 5}
-        assert [each.sampling for each in stand.engine.requests[1:]] == [trained] * 2
+        assert [request.sampling for request in stand.engine.requests[1:]] == [trained] * 2
 
 
 async def test_an_evaluation_has_its_own_number_of_answers_and_temperature():
     config = config_of(eval__samples=4, eval__temperature=0.6, eval__top_p=0.95, sampling={"max_new_tokens": 5})
     async with Stand(config, reward=one) as stand:
         outcome = await stand.maker.make(prompts()[0], group_id="e0", number=0, evaluation=True)
-        assert len(outcome.group.trajectories) == 4 and len({each.seed for each in stand.engine.requests}) == 4
-        assert [each.sampling for each in stand.engine.requests] == [
+        assert len(outcome.group.trajectories) == 4 and len({request.seed for request in stand.engine.requests}) == 4
+        assert [request.sampling for request in stand.engine.requests] == [
             {"temperature": 0.6, "top_p": 0.95, "max_new_tokens": 5}
         ] * 4
 
@@ -177,14 +177,14 @@ async def test_a_restored_manager_continues_as_the_uninterrupted_one_would_have(
     async with Stand(config, reward=one) as resumed:
         resumed.manager.restore(state)
         found = [(await resumed.next_batch()).groups for _ in range(3)]
-        asked = {each.seed for each in resumed.engine.requests}
-    for got, wanted in zip(found, expected[2:], strict=True):
-        assert [(g.id, g.prompt.id) for g in got] == [(g.id, g.prompt.id) for g in wanted]
-        assert tokens_of(got) == tokens_of(wanted)
-        seeds = [[t.sampling["seed"] for g in groups for t in g.trajectories] for groups in (got, wanted)]
+        requested = {request.seed for request in resumed.engine.requests}
+    for got, reference in zip(found, expected[2:], strict=True):
+        assert [(g.id, g.prompt.id) for g in got] == [(g.id, g.prompt.id) for g in reference]
+        assert tokens_of(got) == tokens_of(reference)
+        seeds = [[t.sampling["seed"] for g in groups for t in g.trajectories] for groups in (got, reference)]
         assert seeds[0] == seeds[1]
     for group in found[0]:
-        again = {seed_of(t.sampling["seed"], 0) for t in group.trajectories} <= asked
+        again = {seed_of(t.sampling["seed"], 0) for t in group.trajectories} <= requested
         assert again == (int(group.id[1:]) not in complete), f"{group.id}: complete groups are kept, others made again"
 
 

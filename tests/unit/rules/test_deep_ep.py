@@ -117,5 +117,5 @@ def test_the_plan_counts_the_buffers_of_those_that_have_some(tmp_path: Path) -> 
     assert with_mode(deepep_mode="normal") == nvl_buffer(7168, served.tensor) + rdma_buffer(7168, served.tensor)
     assert with_mode(moe_a2a_backend="none") == 0
     report = plan_report(config).report
-    assert {each.dispatcher for each in report.trainer_memory} == {trainer}
-    assert [each.dispatcher for each in report.engine_memory] == [engine_buffers(group, spec, served)]
+    assert {row.dispatcher for row in report.trainer_memory} == {trainer}
+    assert [row.dispatcher for row in report.engine_memory] == [engine_buffers(group, spec, served)]

@@ -1,4 +1,4 @@
-"""A checkpoint that does not fit: told at once, with the directory, the bytes needed and the bytes free."""
+"""A checkpoint that does not fit is reported at once, with the directory, the bytes needed and the bytes free."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NBYTES = 2**20
 
 @dataclass(frozen=True)
 class Written:
-    """A directory, and the failure that a rank told of itself after it had written about a megabyte there."""
+    """A directory, and the failure that a rank reported after it had written about a megabyte there."""
 
     directory: Path
-    told: SlimxError | None
+    failure: SlimxError | None
 
 
 def failures(directories: list[str]) -> list[dict[str, str] | None]:
@@ -66,10 +66,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Writ
 
 @pytest.mark.parametrize("name", ["too small", "full"])
 def test_a_full_disk_is_reported_with_bytes_needed_and_free(written, name):
-    disk, told = written[name].directory, written[name].told
+    disk, failure = written[name].directory, written[name].failure
     with pytest.raises(SlimxError) as error:
-        if name == "full" and told is not None:
-            raise told  # no byte for a report: the rank itself tells
+        if name == "full" and failure is not None:
+            raise failure  # no byte for a report: the rank itself raises
         files.unreported(disk, range(2))
     assert error.value.code == "checkpoint.write" and error.value.about == str(disk)
     assert "trainer rank 1" in str(error.value) and f"writes {NBYTES} bytes" in str(error.value)
@@ -77,8 +77,8 @@ def test_a_full_disk_is_reported_with_bytes_needed_and_free(written, name):
 
 
 def test_a_rank_that_has_room_reports_and_leaves_nothing_reserved(written):
-    directory, told = written["roomy"].directory, written["roomy"].told
-    assert told is None
+    directory, failure = written["roomy"].directory, written["roomy"].failure
+    assert failure is None
     assert files.unreported(directory, [1]) == []
     assert sum(record.size for record in files.read_report(directory, 1).files.values()) >= NBYTES
 

@@ -105,10 +105,10 @@ def bound(name: str, original: Callable[..., Any], compute: Callable[..., Any]) 
     values = len(typing.get_args(signature.return_annotation))
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
+        binding = signature.bind(*args, **kwargs)
+        binding.apply_defaults()
         CALLED.add(name)
-        answer = compute(**given.arguments)
+        answer = compute(**binding.arguments)
         assert not values or len(answer) == values, f"{name} gives {values} values"
         return answer
 
@@ -139,8 +139,8 @@ def deep_ep_calls(directory: str) -> dict[str, Any]:
         everywhere = torch.ones(len(topk_idx), 1, dtype=torch.bool)
         return torch.tensor([len(topk_idx)]), None, counts, everywhere, event
 
-    def dispatch(self: Any, x: torch.Tensor, handle: Any, topk_idx: Any, topk_weights: Any, **given: Any) -> tuple:
-        counts = given["num_tokens_per_expert"]
+    def dispatch(self: Any, x: torch.Tensor, handle: Any, topk_idx: Any, topk_weights: Any, **arguments: Any) -> tuple:
+        counts = arguments["num_tokens_per_expert"]
         assert (handle is None) == (topk_idx is not None)
         return x.clone(), topk_idx, topk_weights, [] if counts is None else counts.tolist(), ("handle",), event
 

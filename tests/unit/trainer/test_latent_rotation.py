@@ -37,7 +37,7 @@ KERNELS = ("rotary_fwd_q_kernel", "rotary_bwd_q_kernel", "rotary_fwd_kv_kernel",
 
 
 class Place(NamedTuple):
-    """What both rotations ask of a group of context-parallel ranks."""
+    """The attributes that both rotations read of a group of context-parallel ranks."""
 
     number: int
     ranks: int
@@ -86,9 +86,9 @@ def differences(place: Place) -> list[float]:
         fused.fused_apply_mla_rope_for_q(query.clone(), cosines, sines, WIDTH, TURNED, bounds, *place),
         *fused.fused_apply_mla_rope_for_kv(joined, shared, cosines, sines, TURNED, WIDTH, VALUE, bounds, *place),
     )
-    above = [torch.randn_like(each) for each in plain]
-    gradients = (torch.autograd.grad(each, inputs, [a.clone() for a in above]) for each in (plain, by_kernels))
-    expected, found = (each + given for each, given in zip((plain, by_kernels), gradients, strict=True))
+    above = [torch.randn_like(output) for output in plain]
+    gradients = (torch.autograd.grad(outputs, inputs, [a.clone() for a in above]) for outputs in (plain, by_kernels))
+    expected, found = (outputs + grads for outputs, grads in zip((plain, by_kernels), gradients, strict=True))
     return [(one - other).abs().max().item() for one, other in zip(expected, found, strict=True)]
 
 
@@ -113,5 +113,5 @@ def rotations() -> dict[str, list[float]]:
 def test_the_fused_latent_rotation_equals_the_plain_one_bit_for_bit() -> None:
     """Packed sequences, alone and as both ranks of context parallelism; also where the query is written in place."""
     found = call_in_process(rotations, environment={"TRITON_INTERPRET": "1"})
-    assert len(found) == 3 and all(len(each) == 6 for each in found.values())
-    assert {difference for each in found.values() for difference in each} == {0.0}, found
+    assert len(found) == 3 and all(len(differences) == 6 for differences in found.values())
+    assert {difference for differences in found.values() for difference in differences} == {0.0}, found

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow("needs .venv/transformer-engine, imports the whole
 
 GROUPED = {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
 NORMED = {"TELayerNormColumnParallelLinear"}
-OWN = {
+EXPECTED = {
     "mimo-7b-sft": NORMED,
     "qwen3-30b-a3b": NORMED | GROUPED,
     "deepseek-v3": NORMED | GROUPED | {"TELinear"},
@@ -75,22 +75,22 @@ def stage(spec: Any, sizes: Any, transformer: Any, rank: int) -> dict[str, Any]:
         create_gloo_process_groups=False,
     )
     table = {part.name: list(part.shape) for part in MegatronLayout(spec.table, sizes).parts_of(rank)}
-    held: dict[str, list[int]] = {}
+    built: dict[str, list[int]] = {}
     kinds: set[str] = set()
     for chunk in range(sizes.virtual):
         number, prefix = (chunk, f"{chunk}.") if sizes.virtual > 1 else (None, "")
         with torch.device("meta"):
             make = partial(build_chunk, spec.layer_kind.model_class(PolicyModel, sizes), spec, transformer, number)
             model = unwrap(make(torch.device("meta"), mode=NumericsMode(), rounding=Rounding()))
-        kinds |= {type(each).__name__ for each in model.modules()}
-        held |= {prefix + name: list(value.shape) for name, value in model.named_parameters()}
+        kinds |= {type(module).__name__ for module in model.modules()}
+        built |= {prefix + name: list(value.shape) for name, value in model.named_parameters()}
         buffers = {prefix + name: list(value.shape) for name, value in model.named_buffers()}
-        held |= {name: shape for name, shape in buffers.items() if name in table}
+        built |= {name: shape for name, shape in buffers.items() if name in table}
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     return {
-        "alone": sorted(table.keys() ^ held.keys()),
-        "shapes": [name for name in table.keys() & held.keys() if table[name] != held[name]],
+        "alone": sorted(table.keys() ^ built.keys()),
+        "shapes": [name for name in table.keys() & built.keys() if table[name] != built[name]],
         "kinds": sorted(kinds),
     }
 
@@ -100,10 +100,10 @@ def test_layers_have_the_weight_tables_names_and_shapes() -> None:
 
     if not transformer_engine_stand.PACKAGE.is_dir():
         missing(f"needs {transformer_engine_stand.PACKAGE}: `make .venv/transformer-engine` installs it")
-    for name, own in OWN.items():
+    for name, expected in EXPECTED.items():
         kinds: set[str] = set()
         for found in call_in_process(trainer_stages, f"configs/moe/{name}.yaml"):
             assert (found["alone"], found["shapes"]) == ([], [])
             kinds |= set(found["kinds"])
-        assert kinds >= own | {"TEDotProductAttention"}
+        assert kinds >= expected | {"TEDotProductAttention"}
         assert not kinds & {"NormColumnParallelLinear", "PackedAttention", "RowParallelLinear"}

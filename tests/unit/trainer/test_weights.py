@@ -41,7 +41,7 @@ SMALL = {
     "quantization_config": None,
 }
 SIZES = Sizes(tensor=2, expert=2)
-"""Of which this is rank 1: its tensors are slices."""
+"""The model under test is rank 1 of these: its tensors are slices."""
 
 
 def write(directory: Path, seed: int) -> ModelSpec:
@@ -92,7 +92,7 @@ def test_a_weight_that_is_not_finite_is_refused_by_its_tensor(models):
     save_file(tensors, file, {"format": "pt"})
     with refused("checkpoint.finite", about=name):
         weights.load(str(other))
-    place = next(held.name for held in weights.parts if name in held.sources)
+    place = next(part.name for part in weights.parts if name in part.sources)
     weights.parameters[place].data[0, 0] = float("nan")
     with refused("checkpoint.finite", about=name):
         weights.check_finite(other)
@@ -101,10 +101,10 @@ def test_a_weight_that_is_not_finite_is_refused_by_its_tensor(models):
 def test_within_a_switch_the_same_memory_holds_a_copy(models):
     weights, other = models
     before, places = values(weights), {name: t.data_ptr() for name, t in weights.parameters.items()}
-    own, teacher = weights.snapshot(), weights.copy_of(str(other))
+    saved, teacher = weights.snapshot(), weights.copy_of(str(other))
     with weights.switching() as switch:
         assert equal(values(weights), before)
-        for copy in (teacher, own, teacher):
+        for copy in (teacher, saved, teacher):
             switch(copy)
             assert equal(values(weights), copy)
     assert equal(values(weights), before)
@@ -116,7 +116,7 @@ def test_within_a_switch_the_same_memory_holds_a_copy(models):
     moved = values(weights)
     with weights.switching() as switch:
         switch(teacher)
-    assert equal(values(weights), moved) and equal(own, before)
+    assert equal(values(weights), moved) and equal(saved, before)
 
 
 def test_an_error_within_a_switch_leaves_the_present_weights(models):
