@@ -93,7 +93,9 @@ def _damaged(draw: random.Random, file: Path) -> Case:
 
 def _places(values: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yields every key of nested mappings and lists."""
-    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    if not isinstance(values, (dict, list)):
+        return
+    items = values.items() if isinstance(values, dict) else enumerate(values)
     for key, value in list(items):
         yield (*at, key)
         yield from _places(value, (*at, key))

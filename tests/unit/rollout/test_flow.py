@@ -128,7 +128,10 @@ class Driver:
             await asyncio.sleep(0.25)
             outcomes = [ticket.outcome for ticket in self.flow.manager.tickets]
             done = sum(outcome is not None and outcome.reason is None for outcome in outcomes)
-            since = None if done < SIZE else loop.time() if since is None else since
+            if done < SIZE:
+                since = None
+            elif since is None:
+                since = loop.time()
             assert since is None or self.flow.manager.waiting_since is None or loop.time() <= since + limit + 0.5
 
     def save(self) -> None:

@@ -27,7 +27,7 @@ def draft_of(prompt: list[int]) -> Draft:
 
 
 def completion(ids: list[int], versions: list[tuple[int, int, int]], *, before: int | None = None, **changes: Any):
-    """Returns a completion, token i with log-prob -i / 8. `before`: tokens before it, for routes of all input positions."""
+    """Returns a completion, token i with log-prob -i / 8. `before`: tokens before it, for routes of all positions."""
     routes = None if before is None else np.arange(before + len(ids) - 1, dtype=np.uint8)[:, None, None]
     fields = {
         "token_ids": np.array(ids, np.int32),
