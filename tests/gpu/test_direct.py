@@ -13,7 +13,7 @@ for package in ("nixl_cu13", "msgspec"):
 from slimx.extras.direct.ends.sent_bucket import shares_of, together  # noqa: E402
 from tests.extras.direct.direct_stand import ENGINES, RANKS, Stand, take  # noqa: E402
 from tests.unit.layout.engine_stand import SERVED, engine_rank  # noqa: E402
-from tests.unit.layout.layout_stand import Tensors, checkpoint, held_by_trainers  # noqa: E402
+from tests.unit.layout.layout_stand import Tensors, checkpoint, trainer_shards  # noqa: E402
 from tests.unit.reshard.gather_stand import ENGINE, MODEL, SIZES, dressed  # noqa: E402
 
 
@@ -21,7 +21,7 @@ from tests.unit.reshard.gather_stand import ENGINE, MODEL, SIZES, dressed  # noq
 def test_every_engine_rank_gets_what_trainer_ranks_hold_on_their_gpus(device: torch.device, on_gpus: bool) -> None:
     trainers = [
         {name: tensor.to(device) for name, tensor in dressed(tensors).items()}
-        for tensors in held_by_trainers(MODEL, SIZES)
+        for tensors in trainer_shards(MODEL, SIZES)
     ]
     received: list[Tensors] = [{} for _ in range(ENGINES * RANKS)]
     with ExitStack() as stack:

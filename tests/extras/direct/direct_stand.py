@@ -22,7 +22,7 @@ from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.transports.device import DeviceMemory, fetch
 from slimx.reshard.transports.memory import open_memory
-from tests.unit.layout.layout_stand import Tensors, held_by_trainers
+from tests.unit.layout.layout_stand import Tensors, trainer_shards
 from tests.unit.reshard.cuda_stand import DEVICE
 from tests.unit.reshard.gather_stand import ENGINE, MODEL, SIZES, WORLD, dressed, plan
 from tests.unit.reshard.transport_peer import check
@@ -92,7 +92,7 @@ class Stand:
         self.plan, self._transfers = plan(), count(1)
         self.dealt = deal(self.plan, engines=ENGINES, grain=1)
         self.form = PlannedBuckets(self.plan, apart=True).form
-        parameters = trainers or [dressed(tensors) for tensors in held_by_trainers(MODEL, SIZES)]
+        parameters = trainers or [dressed(tensors) for tensors in trainer_shards(MODEL, SIZES)]
         mark = time.monotonic_ns()
         self.senders = [
             DirectSender(

@@ -18,7 +18,7 @@ from slimx.extras.planner.memory.publication import direct_memory
 from slimx.reshard.packed import PackedBucket
 from tests.extras.direct.direct_stand import EDGES, ENGINES, RANKS, MemoryAgent, Stand, take
 from tests.refusals import refused
-from tests.unit.layout.layout_stand import Tensors, held_by_trainers
+from tests.unit.layout.layout_stand import Tensors, trainer_shards
 from tests.unit.reshard.gather_stand import MODEL, SIZES, WORLD, dressed
 
 
@@ -26,7 +26,7 @@ class Both:
     """The same trainers with engines that get whole runs, and engines that get what has changed."""
 
     def __init__(self, stack: ExitStack):
-        self.trainers = [dressed(tensors) for tensors in held_by_trainers(MODEL, SIZES)]
+        self.trainers = [dressed(tensors) for tensors in trainer_shards(MODEL, SIZES)]
         self.whole = Stand(stack, trainers=self.trainers)
         self.changes = Stand(stack, trainers=self.trainers, item=2)
 
@@ -100,7 +100,7 @@ def test_step_after_step_changes_bring_what_whole_runs_bring(both: Both, steps: 
 def test_changes_travel_over_nixl() -> None:
     pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cpu.txt pins it)")
     with ExitStack() as stack:
-        trainers = [dressed(tensors) for tensors in held_by_trainers(MODEL, SIZES)]
+        trainers = [dressed(tensors) for tensors in trainer_shards(MODEL, SIZES)]
         stand = Stand(stack, trainers=trainers, item=2)
         whole = publish(stand)
         sent, stand.wire = stand.wire, 0

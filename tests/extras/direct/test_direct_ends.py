@@ -31,7 +31,7 @@ from slimx.reshard.transports.memory import open_memory
 from tests.extras.direct.direct_stand import HOST, MemoryAgent
 from tests.refusals import refused
 from tests.unit.layout.engine_stand import SERVED, engine_rank
-from tests.unit.layout.layout_stand import Tensors, checkpoint, held_by_trainers
+from tests.unit.layout.layout_stand import Tensors, checkpoint, trainer_shards
 from tests.unit.reshard.gather_stand import ENGINE, MODEL, SIZES, dressed, plan
 from tests.unit.reshard.transport_peer import check
 from tests.waits import until
@@ -43,7 +43,7 @@ class Trainers:
     """All trainer ranks, each with its sender."""
 
     def __init__(self, published: Plan):
-        self.published, self.shards = published, [dressed(tensors) for tensors in held_by_trainers(MODEL, SIZES)]
+        self.published, self.shards = published, [dressed(tensors) for tensors in trainer_shards(MODEL, SIZES)]
         self.actors = list(range(len(self.shards)))
 
     async def prepare(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:

@@ -27,7 +27,7 @@ from slimx.trainer.weight_export import WeightExport
 from tests import reshard_reference as reference
 from tests.refusals import refused
 from tests.unit.layout.engine_stand import SERVED, engine_rank
-from tests.unit.layout.layout_stand import Tensors, bytes_read, checkpoint, held_by_trainers
+from tests.unit.layout.layout_stand import Tensors, bytes_read, checkpoint, trainer_shards
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
 from tests.unit.reshard.gather_stand import DEADLINE_S, ENGINE, MODEL, REMOTE, SIZES, WORLD, dressed, plan
 
@@ -81,7 +81,7 @@ def emulator(emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def others(tmp_path: Path, emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    for rank, tensors in enumerate(held_by_trainers(MODEL, SIZES)):
+    for rank, tensors in enumerate(trainer_shards(MODEL, SIZES)):
         torch.save(dressed(tensors), tmp_path / f"{rank}.pt")
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path), str(emulator_library)])
     yield process
@@ -114,7 +114,7 @@ def test_ranks_with_and_without_peer_access_fill_the_same_buckets(tmp_path, emul
 
 
 def test_a_bucket_keeps_its_memory_until_it_is_released_and_there_are_two(emulator):
-    (tensors,) = [shard for rank, shard in enumerate(held_by_trainers(MODEL, SIZES)) if rank == PUBLISHER]
+    (tensors,) = [shard for rank, shard in enumerate(trainer_shards(MODEL, SIZES)) if rank == PUBLISHER]
     gatherer = DeviceGatherer(Packer(plan(), PUBLISHER, dressed(tensors)), remote=(), group=None)
     first, second = (gatherer.open(bucket)[0] for bucket in range(SLOTS))
     assert first != second and gatherer.open(0)[0] == first
@@ -130,7 +130,7 @@ def test_a_bucket_keeps_its_memory_until_it_is_released_and_there_are_two(emulat
 
 
 def test_a_weight_that_is_not_finite_ends_it_by_name(emulator):
-    parameters = dressed(held_by_trainers(MODEL, SIZES)[PUBLISHER])
+    parameters = dressed(trainer_shards(MODEL, SIZES)[PUBLISHER])
     parameters["embedding.word_embeddings.weight"][0, 0] = float("nan")
     gatherer = DeviceGatherer(Packer(plan(bucket_bytes=10**6), PUBLISHER, parameters), remote=(), group=None)
     with refused("kernel.nonfinite", about="model.embed_tokens.weight"):
@@ -139,7 +139,7 @@ def test_a_weight_that_is_not_finite_ends_it_by_name(emulator):
 
 
 def test_a_worker_finds_peers_and_releases_memory_when_offloaded(emulator):
-    parameters = dressed(held_by_trainers(MODEL, SIZES)[PUBLISHER])
+    parameters = dressed(trainer_shards(MODEL, SIZES)[PUBLISHER])
     model = SimpleNamespace(
         parallel=SimpleNamespace(rank=PUBLISHER, device=DEVICE, host_group=None),
         weights=SimpleNamespace(parameters=parameters, attached=AttachedForm()),

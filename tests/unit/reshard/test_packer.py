@@ -30,9 +30,9 @@ from tests.unit.layout.layout_stand import (
     Tensors,
     assert_same,
     checkpoint,
-    held_by_trainers,
     name_of,
     split_of,
+    trainer_shards,
 )
 from tests.unit.reshard.packer_stand import (
     DTYPES,
@@ -89,7 +89,7 @@ def test_buckets_hold_what_torch_makes_of_the_trainers_tensors(served, engine, d
         bucket_bytes=[3000, 20_000, HUGE][number % 3],
         ranks=len(numbered),
     )
-    trainers = [VALUES.dress(tensors, trainer) for tensors in held_by_trainers(model, sizes)]
+    trainers = [VALUES.dress(tensors, trainer) for tensors in trainer_shards(model, sizes)]
     expected = [
         {n: (t if is_bias(n) else t.to(engine_dtype)) for n, t in VALUES.dress(tensors, trainer).items()}
         for tensors in numbered
@@ -155,7 +155,7 @@ def test_a_model_comes_back_bit_for_bit_in_another_layout(tmp_path: Path, model:
         precision=Precision("bfloat16", "bfloat16"),
         bucket_bytes=10_000,
     )
-    trainers = [VALUES.dress(tensors, torch.bfloat16) for tensors in held_by_trainers(tiny, here)]
+    trainers = [VALUES.dress(tensors, torch.bfloat16) for tensors in trainer_shards(tiny, here)]
     saved: Tensors = {}
     for packed, memory in pack_all(plan, trainers):
         for t in packed.tensors:
@@ -164,7 +164,7 @@ def test_a_model_comes_back_bit_for_bit_in_another_layout(tmp_path: Path, model:
     reader = CheckpointReader(tmp_path)
     reader.check(tiny.table)
     layout = MegatronLayout(tiny.table, replace(there, split=split_of(tiny, there)))
-    for rank, numbered in enumerate(held_by_trainers(tiny, there)):
+    for rank, numbered in enumerate(trainer_shards(tiny, there)):
         if rank in (0, there.world // 2, there.world - 1):
             found = {part.name: read(reader, part) for part in layout.parts_of(rank)}
             assert_same(found, VALUES.dress(numbered, torch.bfloat16), f"rank {rank}")
@@ -191,7 +191,7 @@ def qwen_plan(precision: Precision) -> Plan:
 
 
 def parameters(dtype: torch.dtype = torch.bfloat16) -> Tensors:
-    return VALUES.dress(held_by_trainers(MODELS["qwen"], Sizes())[0], dtype)
+    return VALUES.dress(trainer_shards(MODELS["qwen"], Sizes())[0], dtype)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

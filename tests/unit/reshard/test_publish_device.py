@@ -27,7 +27,7 @@ from slimx.reshard.parties import LocalRecipient, NoReceiverLeft, Staging
 from slimx.reshard.publish import Publisher
 from tests.refusals import refused
 from tests.unit.layout.engine_stand import SERVED, engine_rank
-from tests.unit.layout.layout_stand import Tensors, checkpoint, held_by_trainers
+from tests.unit.layout.layout_stand import Tensors, checkpoint, trainer_shards
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
 from tests.unit.reshard.gather_stand import ENGINE, MODEL, SIZES, dressed, plan
 
@@ -41,7 +41,7 @@ class Trainers:
     """All ranks, each with its gatherer."""
 
     def __init__(self) -> None:
-        self.shards = [dressed(tensors) for tensors in held_by_trainers(MODEL, SIZES)]
+        self.shards = [dressed(tensors) for tensors in trainer_shards(MODEL, SIZES)]
         packers = [
             Packer(plan(bucket_bytes=6_000), rank, tensors, apart=True) for rank, tensors in enumerate(self.shards)
         ]
