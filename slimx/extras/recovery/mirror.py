@@ -125,7 +125,8 @@ class Mirror:
             if isinstance(cause, MirrorLost):
                 raise cause from None
             raise MirrorLost(
-                f"{self.holder}: the process that stores its mirror does not respond ({type(error).__name__})",
+                f"the process that stores the mirror of {self.holder} does not respond ({type(error).__name__}); "
+                "check that its node is up and has free memory",
                 code="mirror.lost",
                 about=self.holder,
             ) from None

@@ -148,8 +148,8 @@ async def ask(function: Callable[..., Any], path: str, args: Any, judged: Any, *
     through `rm_hub`."""
     if function is JUDGING.get():
         raise SlimxError(
-            f"{path} calls slime's rm_hub for the reward of the run, which is {path} itself; set args.custom_rm_path "
-            "to None before the call, so that rm_type is used",
+            f"{path} is the run's reward and calls slime's rm_hub, which would call {path} again without end; set "
+            "args.custom_rm_path to None before the call, so that rm_type is used",
             code="slime.recursion",
             about=path,
         )

@@ -74,8 +74,8 @@ def load(key: str, path: str, kind: str) -> Callable[..., Any]:
         takes = "group" if list(inspect.signature(function).parameters)[1] == "samples" else "trajectory"
         if (takes == "group") != (kind == "rewards"):
             raise SlimxError(
-                f"{name} scores {'a list of samples' if takes == 'group' else 'one sample'} per call; set "
-                f"reward.scope={takes}",
+                f"{name} scores {'a list of samples' if takes == 'group' else 'one sample'} per call, which does not "
+                f"fit the configured reward.scope; set reward.scope={takes}",
                 code="slime.scope",
                 about="reward.scope",
             )

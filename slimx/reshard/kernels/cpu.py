@@ -141,7 +141,7 @@ def triton_scales(path: Path) -> np.ndarray:
     exact = np.stack([amax.astype(np.float64) / 448, 448 / amax.astype(np.float64)], axis=1)
     if not np.allclose(table, exact, rtol=1e-6, atol=0):
         raise SlimxError(
-            f"{path} contains values other than amax / 448 and its inverse: {remedy}",
+            f"the table of fp8 scales {path} must contain amax / 448 and its inverse for every amax: {remedy}",
             code="kernel.table",
             about=str(path),
         )

@@ -105,7 +105,7 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
             targets["target_modules"].add(ending)
     if not tensors:
         raise SlimxError(
-            f"{path} has no adapters; give a checkpoint of a run with trainer.lora",
+            f"{path} contains no adapters; pass a checkpoint of a run that sets trainer.lora",
             code="convert.no_adapters",
             about=str(path),
         )
