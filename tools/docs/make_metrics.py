@@ -25,8 +25,8 @@ any text. Algorithms that you write add names of their own.
 
 ## Your own
 
-A hook logs a number by `ctx.log(name, value)`, once per name, or adds to one by `ctx.add(name, value)`, in generate and
-in reward, also where the reward runs in a process:
+A hook logs a number with `ctx.log(name, value)`, once per name, or adds to one with `ctx.add(name, value)`, in generate
+and in reward, also if the reward runs in a process:
 
 ```python
 async def generate(ctx, prompt):
@@ -35,13 +35,14 @@ async def generate(ctx, prompt):
     return draft.finish()
 ```
 
-The step then has `hook/search/hits/mean`, `/min`, `/max` and `/count`: one value for each rollout (generate),
-trajectory (reward) or group (reward with `reward.scope: group`) that logged it, of those that are trained; a held-out
-one counts under `eval_hook`. A value that is NaN or infinite stays out of the mean and is counted under `/nonfinite`.
+The step then has `hook/search/hits/mean`, `/min`, `/max` and `/count`. They cover one value for each rollout
+(generate), trajectory (reward) or group (reward with `reward.scope: group`) that logged it and is used in training;
+values from held-out prompts appear under `eval_hook`. A value that is NaN or infinite stays out of the mean and is
+counted under `/nonfinite`.
 
-A name of slimx's own, a name logged twice for one trajectory, and a value that is no number are refused: the rollout
+A name that slimx uses, a name logged twice for one trajectory, and a value that is not numeric are refused: the rollout
 fails, and its group is counted and named in `dropped.jsonl`. Logged numbers are part of the trajectory, so checkpoints,
-saved rollouts and their replay keep it.
+saved rollouts and replays keep them.
 
 `slimx.extras.agents.multi_turn` and `slimx.extras.agents.agent` log `tool_calls` in this way: in an environment, the
 sum of `Step.tool_calls`.

@@ -42,12 +42,10 @@ METRICS = (
     ),
     Metric("reward/part/{part}/std", "Standard deviation of the named part of the rewards."),
     Metric("reward/part/{part}/count", "Number of trajectories that have this part of the reward."),
-    Metric("source/{source}/reward", "Mean reward of the trajectories whose prompts come from this data set."),
-    Metric("source/{source}/mean_tokens", "Mean number of sampled tokens of the trajectories from this data set."),
-    Metric(
-        "source/{source}/truncated", "Fraction of the trajectories from this data set that reached the token limit."
-    ),
-    Metric("source/{source}/trajectories", "Number of trajectories from this data set."),
+    Metric("source/{source}/reward", "Mean reward of the trajectories whose prompts come from this dataset."),
+    Metric("source/{source}/mean_tokens", "Mean number of sampled tokens of the trajectories from this dataset."),
+    Metric("source/{source}/truncated", "Fraction of the trajectories from this dataset that reached the token limit."),
+    Metric("source/{source}/trajectories", "Number of trajectories from this dataset."),
     Metric("hook/{name}/mean", "Mean of the values that hooks logged with `ctx.log`, without NaN and infinities."),
     Metric("hook/{name}/min", "Smallest of the values that hooks logged."),
     Metric("hook/{name}/max", "Largest of the values that hooks logged."),
@@ -127,8 +125,8 @@ METRICS = (
     ),
     Metric(
         "dpo/{measure}",
-        "DPO: mean `loss` and `margin` of pairs, `accuracy` (fraction of pairs with a positive margin), and fraction "
-        "`groups_without_pair`.",
+        "DPO: mean `loss` and `margin` of pairs, `accuracy` (fraction of pairs with a positive margin), and "
+        "`groups_without_pair` (fraction of groups that give no pair).",
     ),
     Metric("preference/loss", "Bradley-Terry loss of a reward model, mean over pairs."),
     Metric(
@@ -162,7 +160,7 @@ METRICS = (
         "mismatch/mean", "Mean |log-prob of the policy - log-prob of the engine| over trained tokens of all versions."
     ),
     Metric("mismatch/max", "Largest |log-prob of the policy - log-prob of the engine| of a trained token."),
-    Metric("mismatch/k3", "KL(engine || policy), estimated by k3."),
+    Metric("mismatch/k3", "KL(engine || policy), by the k3 estimator."),
     Metric("mismatch/ratio", "Mean ratio of the probabilities of trained tokens, policy / engine."),
     Metric(
         "mismatch/ess",
@@ -171,7 +169,7 @@ METRICS = (
     ),
     Metric("routes/differing", "Number of measured tokens for which engine and trainer used different experts."),
     Metric("router/imbalance", "Load of the busiest expert divided by the mean load, mean over MoE layers."),
-    Metric("router/imbalance_max", "Largest `router/imbalance/{layer}` of a layer."),
+    Metric("router/imbalance_max", "Largest `router/imbalance/{layer}` of all MoE layers."),
     Metric(
         "router/imbalance/{layer}",
         "Load of the busiest expert divided by the mean load in one layer; `mtpN` for layers of multi-token "
@@ -191,7 +189,7 @@ METRICS = (
         "or the gradient was 0.",
     ),
     Metric("critic/{measure}", "`grad_norm`, `lr`, `skipped` and `zero_gradient` of the critic."),
-    Metric("batch/microbatches", "Number of micro-batches that each data-parallel rank trains in the step."),
+    Metric("batch/microbatches", "Number of micro-batches that each data-parallel rank processes in the step."),
     Metric("batch/padding", "Fraction of positions in micro-batches that are padding."),
     Metric("batch/imbalance", "Work of the busiest data-parallel rank divided by the mean work, minus 1."),
     Metric("publish/{stage}_seconds", "Seconds of one stage of the publication; `total` for all stages."),
@@ -204,10 +202,10 @@ METRICS = (
     Metric("engines/lost", "Number of lost engines since the start of the process."),
     Metric(
         "recovery/trainers",
-        "Number of times that lost trainer ranks were replaced since the start (`recovery.trainers`).",
+        "Number of times that lost trainer ranks were replaced since the start of the process.",
     ),
     Metric("recovery/seconds", "Seconds of this step in which trainer ranks were being replaced."),
-    Metric("recovery/trained_again", "Number of steps that new trainer ranks trained again since the start."),
+    Metric("recovery/trained_again", "Number of steps that new trainer ranks repeated since the start of the process."),
     Metric(
         "recovery/mirrored_step",
         "Newest step for which the states of all ranks are mirrored (`recovery.mirror_every`).",
@@ -218,11 +216,11 @@ METRICS = (
     ),
     Metric(
         "recovery/from_mirrors",
-        "Number of times that new trainer ranks loaded their state from mirrors since the start.",
+        "Number of times that new trainer ranks loaded their state from mirrors since the start of the process.",
     ),
     Metric(
         "recovery/kept_steps",
-        "Number of steps whose batches the driver keeps, so that new trainer ranks can train them again.",
+        "Number of steps whose batches the driver keeps, so that new trainer ranks can repeat them.",
     ),
     Metric("recovery/kept_mib", "Size of the batches that the driver keeps, in MiB."),
     Metric("engines/restarted", "Number of restarts of engines since the start of the process."),
@@ -234,7 +232,7 @@ METRICS = (
         "The metric `{metric}` of a trained policy other than the actor (section `policies`).",
     ),
     Metric("perf/tokens_per_second", "Trained positions, including those of prompts, per second of the step."),
-    Metric("memory/{phase}_peak_mib", "Peak memory of a trainer rank in this phase, in MiB."),
+    Metric("memory/{phase}_peak_mib", "Peak memory of the fullest trainer rank in this phase, in MiB."),
     Metric("time/step", "Seconds of the whole step."),
     Metric("time/{phase}", "Seconds of one phase of the step."),
 )
