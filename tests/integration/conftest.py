@@ -193,7 +193,7 @@ def manifest(version: int, encoding: Encoding = "hf", epoch: int = 0) -> Manifes
 
 async def present(engine: Engine, version: int, encoding: Encoding = "hf") -> Manifest:
     """The same in the newest epoch that the engine has seen: a run may have published to it."""
-    newest = max(rank["epoch"] for rank in await engine.wire.ask("attest"))
+    newest = max(rank["epoch"] for rank in await engine.wire.request_ranks("attest"))
     return manifest(version, encoding, max(0, newest))
 
 

@@ -58,7 +58,7 @@ def routes_of(model: Qwen3MoeForCausalLM, ids: list[int], top_k: int) -> np.ndar
 
 
 async def test_engine_attests_its_plugin_and_lists_its_tensors(engine: Engine, tiny_weights: Weights) -> None:
-    (rank,) = await engine.wire.ask("attest")
+    (rank,) = await engine.wire.request_ranks("attest")
     assert rank["hooks"] and all(rank["hooks"].values()) and rank["cpu"] and all(rank["cpu"].values())
     assert (rank["model"], rank["dtype"], rank["device"]) == ("Qwen3MoeForCausalLM", "float32", "cpu")
     shapes = {name: f"float32:{','.join(map(str, tensor.shape))}" for name, tensor in tiny_weights.items()}
@@ -178,7 +178,7 @@ async def test_a_flipped_byte_is_refused_and_changes_nothing(
             await engine.begin(await present(engine, 2))
             with refused("receiver.checksum", about=wrong.name):
                 await engine.stage(bucket.packed, 3)
-        (status,) = await engine.wire.ask("status")
+        (status,) = await engine.wire.request_ranks("status")
         assert (status["open"], status["version"], status["staged"]) == (None, 1, 0)
         assert engine.state is State.READY
         np.testing.assert_array_equal((await client.score(PROMPT)).logprobs, before)
@@ -307,7 +307,7 @@ async def test_sleep_and_wake_end_in_a_verified_engine(
 
 async def test_a_paused_scheduler_waits_for_messages(engine: Engine) -> None:
     await engine.pause()
-    (rank,) = await engine.wire.ask("attest")
+    (rank,) = await engine.wire.request_ranks("attest")
     scheduler = psutil.Process(rank["pid"])
     began = sum(scheduler.cpu_times()[:2])
     await asyncio.sleep(3)

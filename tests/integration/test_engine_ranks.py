@@ -145,7 +145,7 @@ async def test_ranks_are_forked(stand: Stand) -> None:
 
 async def test_each_rank_holds_what_the_engine_layout_says(stand: Stand) -> None:
     sizes = stand.layout.sizes
-    for number, rank in enumerate(await stand.engine.wire.ask("attest")):
+    for number, rank in enumerate(await stand.engine.wire.request_ranks("attest")):
         place = rank["coordinates"]
         assert place == {
             "rank": number,
@@ -189,7 +189,7 @@ async def test_a_wrong_byte_ends_the_publication_on_all_ranks(stand: Stand, enco
         bucket.flip(wrong.offset + wrong.nbytes - 1)
         with refused("receiver.checksum", about=wrong.name):
             await stand.engine.stage(bucket.packed, 0)
-    assert [rank["open"] for rank in await stand.engine.wire.ask("status")] == [None, None]
+    assert [rank["open"] for rank in await stand.engine.wire.request_ranks("status")] == [None, None]
     assert stand.engine.state is State.READY
     after = await answer(stand.engine)
     assert after[0] == before[0]
@@ -228,10 +228,10 @@ async def test_one_publication_is_open_at_a_time(stand: Stand) -> None:
     async def stage(of: Manifest, packed: PackedBucket) -> None:
         """Sends the bucket to the ranks directly: the engine would refuse it first."""
         which = {"policy": of.policy, "version": of.version, "epoch": of.membership_epoch, "bucket": 0}
-        await engine.wire.ask("stage", **which, ranks=packed.parts("local", 2))
+        await engine.wire.request_ranks("stage", **which, ranks=packed.parts("local", 2))
 
     async def commit(version: int) -> None:
-        await engine.wire.ask("commit", version=version)
+        await engine.wire.request_ranks("commit", version=version)
 
     with Bucket(*stand.local(stand.weights)) as bucket:
         with refused("receiver.not_open", about="version 20"):
