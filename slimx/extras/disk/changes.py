@@ -42,9 +42,9 @@ class ChangesDirectory(VersionDirectory):
         self.item = item
         self.every_full = every_full
         self._last: dict[int, torch.Tensor] = {}
-        """Bytes that were written last, in host memory, by index of the bucket."""
+        """Content of each bucket as last written, in host memory, by the bucket's index."""
         self._chains: dict[int, Chain] = {}
-        """Files of complete versions from which the bytes in `_last` can be read, by index of the bucket."""
+        """Files of complete versions from which the content in `_last` can be read, by the bucket's index."""
         self._written: dict[int, Chain] = {}
         """Files of the version that is being written, by index of the bucket."""
         self._completed = 0
@@ -64,8 +64,8 @@ class ChangesDirectory(VersionDirectory):
         """Writes the changes to the bucket with index `bucket`, and returns the bucket with the files to read. `data`:
         its bytes, uint8 [size].
 
-        The whole bucket is written if its changes are not smaller, or if no complete version contains the bytes of
-        `_last`."""
+        The whole bucket is written if its changes are not smaller, or if no complete version contains the content in
+        `_last`, to which the changes would refer."""
         previous = self._chains.pop(bucket, ())  # until this version is complete, no complete version contains `_last`
         last = self._last.get(bucket)
         attempt = self._partial.name
@@ -118,8 +118,8 @@ class ChainReader:
     def __init__(self, item: int):
         self.item = item
         self._buckets: dict[str, tuple[str, torch.Tensor]] = {}
-        """The last file that was read (the attempt that wrote it) and the bucket's bytes, by the name of the bucket's
-        files without extension."""
+        """Attempt that wrote the last file that was read, and the content of the bucket after that file, by the name of
+        the bucket's files without extension."""
         self.read = 0
         """Number of bytes that have been read from files so far."""
 

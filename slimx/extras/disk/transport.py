@@ -45,7 +45,8 @@ class DiskDelivery(Delivery):
     keeps = True
 
     def __init__(self, trainers: Trainers, directory: Path):
-        """Sets the `directory` in which versions are stored. `trainers`: ranks of which rank 0 writes."""
+        """Sets the `directory` in which versions are stored. `trainers`: trainer ranks, of which rank 0 writes the
+        files."""
         self.trainers = trainers
         self.directory = directory
         self._unwritten = -1

@@ -1,4 +1,4 @@
-"""Published versions as files: buckets in safetensors form and a manifest with every tensor's checksum.
+"""Published versions as files: buckets in safetensors format and a manifest with every tensor's checksum.
 
     DIRECTORY/version-000007.epoch-2.partial/bucket-00000.safetensors ...     while it is being written
     DIRECTORY/version-000007/{bucket-*.safetensors, manifest.json}    complete: renamed as a whole

@@ -115,8 +115,9 @@ def _check_machine(file: Path | None, overrides: list[str]) -> None:
 
 
 def _show_gap(config: Config, layers: bool) -> bool:
-    """Shows the gap, and returns False if numerics.mode is exact but log-probs of a batch are not bitwise equal. Raises
-    SlimxError, before torch is imported, for a run in which nothing can be compared."""
+    """Shows the log-prob gap between trainers and engines, and returns False if numerics.mode is exact but the
+    log-probs of a batch are not bitwise equal. Raises SlimxError, before torch is imported, for a run without engines
+    of the policy, or whose layers cannot be compared."""
     if not config.rollout.policy_engines:
         raise SlimxError(
             "slimx doctor --gap compares trainers with engines, but rollout.engines is empty; add a group of the "
@@ -149,8 +150,8 @@ def _show_effects(file: Path, config: Config) -> bool:
 
 
 def _show_hooks(file: Path, config: Config, texts: list[str]) -> bool:
-    """Shows the trial of the hooks, and returns False if a hook has a problem. `texts`: first responses of the scripted
-    engine."""
+    """Shows the results of trying the hooks, and returns False if a hook has a problem. `texts`: first responses of the
+    scripted engine."""
     from slimx.extras.doctor.hooks.doctor import examine_hooks
 
     findings = examine_hooks(config, texts)

@@ -30,7 +30,7 @@ STAND_INS = ("sgl_kernel", "torchvision")
 import; a test compares the two."""
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "slimx.adapters.sglang.plugin:register"
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
-"""Packages as in `slimx.trainer.device.backends.FLASH`, whose module needs pydantic; a test compares the two."""
+"""Copy of `slimx.trainer.device.backends.FLASH`, whose module imports pydantic; a test compares the two."""
 IMPORT_S = 120
 """Seconds within which the import of a package must finish."""
 MEMORY_GIB = 4.0
@@ -40,7 +40,7 @@ SHM_MIB = 256.0
 
 
 Say = Callable[[str, str | None], None]
-"""Function that prints a line in a style of the library rich; None: without a style."""
+"""Function that prints a line of text in a style of the library rich (second argument; None: no style)."""
 
 
 @dataclass(frozen=True, slots=True)

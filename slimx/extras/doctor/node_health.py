@@ -186,7 +186,8 @@ def _kernel_errors(places: Places) -> Iterator[str]:
 
 
 def _lines(kernel_log: Path) -> Iterator[str]:
-    """Yields the records of /dev/kmsg, of which each read returns one, without waiting for new ones."""
+    """Yields the records of `kernel_log`, /dev/kmsg or a file like it, without waiting for new records. Each read of
+    /dev/kmsg returns one record."""
     try:
         file = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:

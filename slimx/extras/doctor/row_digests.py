@@ -1,5 +1,5 @@
 """Digests with which hidden states of engine and trainer are compared layer by layer: one digest per token and point of
-the model."""
+the residual stream (before a layer's attention, before its MLP, before the last norm)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def first_difference(engine: dict[str, list[str]], trainer: dict[str, list[str]]
     """Returns the name of the first part of the model whose result differs for some token, and the number of differing
     tokens; None if the residual stream is equal up to the last norm.
 
-    `engine`, `trainer`: digests of rows by point. The engine's may contain other tokens before and after the trainer's,
-    such as those of a health check, so the trainer's tokens are located by the digests of their embeddings."""
+    `engine`, `trainer`: digests of the tokens' hidden states, by point of the residual stream. The engine may have
+    computed other tokens before and after the trainer's, such as those of a health check, so the trainer's tokens are
+    located by the digests of their embeddings."""
     layers = sum(point.endswith(".attention") for point in trainer)
     trainer_rows = trainer[attention_point(0)]
     first = _find(engine[attention_point(0)], trainer_rows)

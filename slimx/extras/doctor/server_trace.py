@@ -19,7 +19,8 @@ _NORMS = re.compile(r"model\.(?:layers\.(\d+)\.(input|post_attention)_layernorm|
 
 
 class Trace:
-    """Recording of a model's hidden states, as digests of rows by point in the order of arrival, until `end`."""
+    """Records digests of a model's hidden states until `end` is called: one per token in the order in which tokens are
+    computed, by point of the residual stream."""
 
     def __init__(self, model: torch.nn.Module):
         self.rows: dict[str, list[str]] = defaultdict(list)
@@ -47,7 +48,7 @@ class Trace:
         return hook
 
     def end(self) -> dict[str, list[str]]:
-        """Stops the recording and returns the digests of rows by point."""
+        """Stops the recording and returns the tokens' digests by point of the residual stream."""
         for handle in self._handles:
             handle.remove()
         return dict(self.rows)
@@ -61,7 +62,7 @@ def begin(runner: Any) -> dict[str, Any]:
 
 
 def end(runner: Any) -> dict[str, list[str]]:
-    """Stops the recording (server verb "end_trace") and returns the digests of rows by point."""
+    """Stops the recording (server verb "end_trace") and returns the tokens' digests by point of the residual stream."""
     trace = runner.__dict__.pop("slimx_trace", None)
     if trace is None:
         raise SlimxError("no trace was started in this process; call begin_trace first")

@@ -32,8 +32,8 @@ class TraceRole:
 
     @operation(needs="weights")
     def scores(self, batches: list[MicroBatch]) -> dict[str, list[str]]:
-        """Returns the digests of the residual stream in this rank's layers, by point, from a forward pass over
-        `batches`."""
+        """Runs a forward pass over `batches` and returns the tokens' digests by point of the residual stream, for this
+        rank's layers."""
         with traced([unwrap(chunk) for chunk in self.model.chunks]) as rows:
             self.model.pipeline.scores([self.model.context.take(batch) for batch in batches])
         return dict(rows)

@@ -14,7 +14,7 @@ class Meaning:
     - `key` and `values`: foreign value -> value in slimx, or another meaning; other values are the same.
     - `key` and `note`: the value has to be computed, as the note explains.
     - `sets`: several keys with their values, regardless of the foreign value.
-    - `note` alone: no key is needed, because slimx always does it (`not_needed`) or does not support it.
+    - `note` alone: no key is needed, because slimx always behaves that way (`not_needed`) or does not support it.
     """
 
     key: str = ""
@@ -45,25 +45,26 @@ value. A name that ends in `*` matches every name with this prefix."""
 
 
 def not_needed(reason: str) -> Meaning:
-    """Returns the meaning of a name that needs no key, because slimx always does it or another key sets it. `reason`:
-    the sentence that says so."""
+    """Returns the meaning of a foreign option that needs no key, because slimx always behaves that way or another key
+    determines it. `reason`: sentence that explains which."""
     return Meaning(note=reason, not_needed=True)
 
 
 def unsupported(reason: str) -> Meaning:
-    """Returns the meaning of a name that has no counterpart in slimx. `reason`: explanation that names the closest
-    alternative."""
+    """Returns the meaning of a foreign name that has no counterpart in slimx. `reason`: explanation that names the
+    closest alternative."""
     return Meaning(note=reason)
 
 
 def computed(key: str, how: str) -> Meaning:
-    """Returns the meaning of a name for which the value of `key` has to be computed from one or several foreign values.
-    `how`: the formula or explanation."""
+    """Returns the meaning of a foreign name if the value of `key` has to be computed from one or several foreign
+    values. `how`: the formula or explanation."""
     return Meaning(key, note=how)
 
 
 def choice(key: str, values: Mapping[str, str | Meaning]) -> Meaning:
-    """Returns the meaning of a name with a fixed set of values. `values`: values of `key` by foreign value."""
+    """Returns the meaning of a foreign name that has a fixed set of values. `values`: values of `key` by foreign
+    value."""
     return Meaning(key, values, closed=True)
 
 
@@ -73,8 +74,8 @@ def flag(key: str, value: str) -> Meaning:
 
 
 def settings(**keys: str) -> Meaning:
-    """Returns the meaning of a name that sets several keys. `keys`: values by key, with two underscores instead of each
-    dot."""
+    """Returns the meaning of a foreign name that sets several keys of slimx. `keys`: values by key, with two
+    underscores instead of each dot."""
     return Meaning(sets={key.replace("__", "."): value for key, value in keys.items()})
 
 

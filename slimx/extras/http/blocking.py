@@ -18,7 +18,7 @@ from slimx.extras.http.responses import MAX_RESPONSE
 from slimx.json_types import Json
 
 MAX_ERROR = 2**16
-"""Maximum number of bytes that are read of an error response."""
+"""Maximum number of bytes that are read from an error response."""
 PIECE = 2**16
 """Number of bytes that are read and written at a time."""
 
@@ -49,10 +49,10 @@ def fetch(
     """Sends an HTTP request and returns the response. Blocks.
 
     `json` or `data`: body, or a file that is sent from its start. `connect_s`: maximum seconds to connect; `read_s`:
-    maximum seconds without progress afterwards. `most`: maximum bytes of content that are read of a response with
-    status 200. `to`: file to which the content of a response with status 200 is written. `proxies`: use the proxies
-    that the environment sets. `redirects`: follow redirects. Raises ClientError or TimeoutError if there is no
-    response, RuntimeError on a thread with a running event loop."""
+    maximum seconds without progress afterwards. `most`: maximum number of bytes of content that are read from a
+    response with status 200. `to`: file to which the content of a response with status 200 is written. `proxies`: use
+    the proxies that the environment sets. `redirects`: follow redirects. Raises ClientError or TimeoutError if there is
+    no response, RuntimeError on a thread with a running event loop."""
     if isinstance(data, bytes):
         data = io.BytesIO(data)
     proxy = _proxy_of(url) if proxies else None

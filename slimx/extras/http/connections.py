@@ -171,7 +171,8 @@ def _report_once(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class _GuardedProtocol(asyncio.Protocol):
-    """Protocol of an admitted connection. It aborts the connection when idle, and forwards all events to `inner`."""
+    """Protocol of an admitted connection, around aiohttp's protocol `inner`: aborts the connection when it is idle, and
+    forwards all events to `inner`."""
 
     def __init__(self, connections: Connections, inner: asyncio.Protocol) -> None:
         self._connections = connections

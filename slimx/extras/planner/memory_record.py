@@ -64,7 +64,8 @@ class TrainerMemory(Record):
     host_away: int
     """Bytes of offloaded state in host memory, kept until the trainer returns to the GPU (schedule.colocate)."""
     host_chosen: int
-    """Bytes of host memory for the token choices of sparse attention in one step's updates (trainer.indexer_replay)."""
+    """Bytes of host memory for the token selections of sparse attention that are recorded for one step's updates
+    (trainer.indexer_replay)."""
     host_checkpoint: int
     """Bytes of host memory for the copy from which checkpoints are written."""
     host_activations: int
@@ -75,7 +76,7 @@ class TrainerMemory(Record):
     parts: dict[str, int]
     """Bytes of activations that would be saved by recomputing a single module, by its name in
     trainer.recompute.modules, or by offloading it (`offload NAME`), if nothing else is recomputed or offloaded. Modules
-    that a rule does not allow to offload are omitted."""
+    whose offloading is forbidden by a rule are omitted."""
 
     @property
     def host(self) -> int:
@@ -129,7 +130,7 @@ class EngineMemory(Record):
 
     @property
     def fits(self) -> bool:
-        """True if the weights and at least one rollout fit, or if this is unknown."""
+        """True if the weights and at least one rollout fit, or if it is unknown whether they do."""
         return (self.static is None or self.weights <= self.static) and self.concurrency != 0
 
 

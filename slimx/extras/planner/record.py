@@ -39,7 +39,8 @@ class PlannedGroup(Record):
 
 
 class RankPlace(Record):
-    """Place of one trainer or critic rank: its GPU, its index in each parallel dimension, and its part of the model."""
+    """Placement of one trainer or critic rank: its GPU, its index in each parallel dimension, and its part of the
+    model."""
 
     rank: int
     node: int
@@ -59,7 +60,7 @@ class RankPlace(Record):
 
 
 class EnginePlace(Record):
-    """Place of one server: the GPUs of its ranks."""
+    """Placement of one engine server: the GPUs of its ranks."""
 
     group: str
     server: int
@@ -107,7 +108,8 @@ class BatchPlan(Record):
     microbatches_per_update: int
     """Number of micro-batches of one data-parallel rank in an update, if all rollouts have the maximum length."""
     bubble: float
-    """Fraction of an update for which pipeline stages wait: (P-1) / (v M + P-1)."""
+    """Fraction of an update for which pipeline stages wait: (P-1) / (v M + P-1), with P pipeline stages, v model chunks
+    per stage and M micro-batches."""
     requests_in_flight: int
     """Maximum number of requests in flight to all engines together, with one request per rollout at a time."""
 
@@ -242,7 +244,8 @@ class EngineSuggestion(Record):
 
 
 class Together(Record):
-    """Requirements of all trained policies of a run, whose GPUs follow one another."""
+    """Requirements of all trained policies of a run together; each policy uses the GPUs after those of the previous
+    one."""
 
     gpus: int
     nodes: int
@@ -290,9 +293,10 @@ class PlanReport(Record):
     engine_memory: tuple[EngineMemory, ...] = ()
     colocated: ColocatedMemory | None = None
     phases: tuple[PhasePeak, ...] = ()
-    """Memory of the fullest GPU of each kind in every phase of a run; empty if the type of GPU is unknown."""
+    """Memory of the fullest GPU of each kind (`PhasePeak.gpu`) in every phase of a run; empty if the type of GPU is
+    unknown."""
     host: HostMemory | None = None
-    """Host memory of the fullest node; null if the run would not start, for which `violations` give the reason."""
+    """Host memory of the fullest node; null if the run would not start for a reason that `violations` contains."""
     disk: DiskBytes | None = None
     batch: BatchPlan | None = None
     publication: PublicationFigures | None = None

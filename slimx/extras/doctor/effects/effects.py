@@ -1,7 +1,8 @@
 """Effects of the configured loss terms: the gradient of a small synthetic batch, with and without each term.
 
-A coefficient that contributes nothing causes no error, so a run is wasted. The configuration refuses most such cases;
-this module finds combinations, such as a clip around a ratio that is always 1."""
+A coefficient that contributes nothing causes no error, so the mistake may only be noticed after a whole run. The
+configuration refuses most such cases; this module finds combinations, such as a clip around a ratio that is always
+1."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ EXACT = 1e-12
 
 
 SELECTED = 0.2
-"""Minimum fraction of the synthetic batch's tokens that clip_cov and kl_cov select. With their default they would
-select a single token of such a small batch."""
+"""Minimum fraction of the synthetic batch's tokens that clip_cov and kl_cov select. With the default fraction they
+would select only a single token of such a small batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""A small synthetic batch of rollouts that contains everything a loss can react to, and its gradient for a
-configuration. `slimx doctor --effects` is based on it."""
+"""A small synthetic batch of rollouts that contains everything a loss can react to, and the gradient that the
+configured loss has on it. `slimx doctor --effects` is based on it."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def make_probe(config: Config) -> Probe:
     """Returns a synthetic batch: rollouts of `PROMPTS` prompts in groups of the configured size (at most 4), with two
     turns each and different rewards, reward parts and states.
 
-    If a step has a single update, the policy equals the one at the start of the step. With max_staleness 0, that one
-    equals the engine's policy except for the numerical gap."""
+    If a step has a single update, the policy is the one at the start of the step. With max_staleness 0, the policy at
+    the start of the step is the engine's, except for the numerical gap."""
     random = np.random.default_rng(0)
     moved = config.schedule.updates_per_step > 1
     stale = config.schedule.max_staleness > 0
@@ -216,7 +216,7 @@ def _finish(config: Config, probe: Probe, rows: list[TrainingRow]) -> None:
 
 
 def _trajectory(number: int, index: int, sampled: np.ndarray, random: np.random.Generator, newest: int) -> Trajectory:
-    """Returns a trajectory of two prompt tokens and two turns with a tool's answer between them; the second turn was
+    """Returns a trajectory of two prompt tokens and two turns with a tool response between them; the second turn was
     sampled by version `newest`. `sampled`: the engine's log-probs, [L-1]."""
     length = len(sampled) + 1
     middle = length // 2

@@ -1,5 +1,5 @@
-"""Gradient of a configured loss with respect to a synthetic router: the part that flows through the router's gates, and
-that of the load-balancing terms."""
+"""Gradient of a configured loss with respect to a synthetic router: the gradient that flows through the gates of the
+chosen experts, plus that of the load-balancing terms."""
 
 from __future__ import annotations
 

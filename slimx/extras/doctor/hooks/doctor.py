@@ -52,7 +52,7 @@ class HookFindings:
 
 def examine_hooks(config: Config, texts: Sequence[str] = ()) -> HookFindings:
     """Loads and tries the hooks of a run. Never raises SlimxError; errors are in `problems`. `texts`: responses of the
-    scripted server in one additional rollout, one per request, before it returns the answer."""
+    scripted server in one additional rollout, one per request; after the last one it returns the prompt's answer."""
     findings = HookFindings()
     hooks = _load(config, findings)
     if findings.problems:

@@ -36,7 +36,7 @@ IDLE_S = 600.0
 
 class ScriptedServer:
     """The scripted server. A context manager, which runs the server in an event loop of a separate thread, so that it
-    responds even if a hook blocks the driver's."""
+    responds even if a hook blocks the driver's event loop."""
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape

@@ -137,11 +137,12 @@ class Traffic:
 
 
 def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, encoding: Encoding) -> Traffic:
-    """Returns the traffic of the publication `plan` if each trainer rank sends its moves directly to each engine rank.
+    """Returns the traffic of the publication `plan` if each trainer rank sends its moves (copies of parts of tensors)
+    directly to each engine rank.
 
     `sources`: number of trainer ranks; `engines`: number of engines; `engine_ranks`: number of ranks per engine. With
-    encoding "hf" every engine rank needs all bytes. A trainer rank then sends its bytes once per engine, and engine
-    ranks forward them to each other while receiving."""
+    encoding "hf" every engine rank needs all bytes. A trainer rank then sends its bytes to only one rank of each
+    engine, and the engine's ranks forward them to each other while receiving."""
     moved, targets = plan.moved, plan.targets
     elements = moved["rows"].astype(np.int64) * moved["cols"]
     bucket, source, target = moved["bucket"], moved["source"], moved["target"]
@@ -167,7 +168,7 @@ def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, enc
 
 def direct_traffic(plan: Plan, *, sources: int, engines: int) -> Traffic:
     """Returns the traffic of the publication `plan` to `engines` identical engines if `sources` trainer ranks divide
-    the work as in a run (`slimx.extras.direct.dealing`). `plan` contains the moves to one engine."""
+    the work as in a run (`slimx.extras.direct.dealing`). `plan`: the publication to a single engine."""
     dealt = deal(plan, engines=engines)
     return traffic_of(dealt, sources=sources, engines=1, engine_ranks=dealt.targets, encoding="local")
 

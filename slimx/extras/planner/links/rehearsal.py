@@ -114,7 +114,8 @@ class EngineRank:
 
 
 class Rehearsal:
-    """One trainer rank and one engine rank, each on its own thread: two cores run them without sharing."""
+    """One trainer rank and one engine rank, each on its own thread, so that each has a core to itself on a machine with
+    two."""
 
     def __init__(self, layers: int):
         hf = {**MODEL, "num_hidden_layers": layers}
@@ -296,7 +297,7 @@ class _Engine(LocalRecipient):
 
 
 class OnlyOne:
-    """The engines of a publication: a single one, whose failure ends the publication."""
+    """Stand-in for the engines of a publication: a single engine, whose failure ends the publication."""
 
     epoch = 0
 

@@ -3,8 +3,8 @@
 The count follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2205.05198,
 section 4: saved tensors of each operator of a layer, with tensor and sequence parallelism), extended by grouped query
 heads, latent attention (2412.19437, section 2.1.1), SwiGLU (three tensors of the inner size if fused), experts with
-top-k copies of each token, flash attention (2205.14135: one number per row and head instead of the probabilities), and
-no dropout.
+top-k copies of each token, flash attention (2205.14135: one number per token and head instead of the probabilities),
+and no dropout.
 
 Two sets of kernels are counted differently. `engine`: Transformer Engine's fused norms, rotation and SwiGLU. `torch`:
 the layers of `slimx.adapters.megatron.layers`, whose norms keep fp32 copies and whose SwiGLU keeps intermediate
@@ -70,7 +70,7 @@ class LayerBytes:
     (mla_up_proj)."""
     core: float = 0.0
     """Bytes kept by the attention in addition to its inputs: the probabilities or, with flash attention, one number per
-    row."""
+    token and head."""
     operands: float = 0.0
     """Bytes, included in `projected`, that nothing but the attention keeps: rotated queries and keys, or all its
     inputs."""
@@ -177,7 +177,7 @@ def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
 
 def _latent(model: dict[str, Any], s: Setting) -> dict[str, float]:
     """Returns the bytes, by field of LayerBytes, of multi-head latent attention. Every rank computes the complete
-    latents, and from them its own heads."""
+    latents, and from them the queries, keys and values of its own heads."""
     heads = model["num_attention_heads"] / s.sizes.tensor
     rotary = model["qk_pos_emb_head_dim"]
     value = s.tokens * heads * model["v_head_dim"]
@@ -206,8 +206,8 @@ def _core(
     """Returns the bytes, by field of LayerBytes, of scaled dot-product attention.
 
     `heads`: heads per rank. `query`, `key`, `value`: number of elements of each (the output is as large as the values).
-    `exclusive`: number of elements that nothing else keeps. `part`: number of elements that are a part of a larger
-    tensor."""
+    `exclusive`: number of elements of these tensors that only the attention keeps. `part`: number of elements of the
+    values if the attention keeps them as a view of a larger tensor."""
     context = query if value == key else value
     alike = {"operands": exclusive * s.itemsize, "values": part * s.itemsize, "context": context * s.itemsize}
     if s.materialized:

@@ -16,15 +16,16 @@ CHANNELS = 20 // 2
 """Number of channels: half of the streaming multiprocessors (SMs) that send, 20 by default in both megatron-core and
 SGLang."""
 META = 8 + 128 * 8 + 128 * 4 + 128 * 4
-"""Bytes of metadata sent with a row: its source, and indices (int64), weights and scales for up to 128 experts."""
+"""Bytes of metadata sent with the hidden state of a token (a row): its source, and indices (int64), weights and scales
+for up to 128 experts."""
 NVL_ROWS = {16: 288, 24: 288, 32: 288, 48: 288, 64: 288, 96: 480, 128: 560, 144: 720, 160: 720}
-"""Number of rows buffered for a rank of the same node, by number of ranks (256 for up to 8 ranks), from
+"""Number of rows (tokens) buffered for a rank of the same node, by number of ranks (256 for up to 8 ranks), from
 `get_dispatch_config` in `deep_ep/buffers/legacy.py` of sgl-deep-ep 0.1.2."""
 RDMA_ROWS = 128
-"""Number of rows buffered for another node, before rounding up to complete chunks."""
+"""Number of rows (tokens) buffered for another node, before rounding up to complete chunks."""
 RDMA_CHUNK = {16: 20, 96: 12, 128: 12, 144: 12, 160: 12}
-"""Number of rows sent to another node at once, by number of ranks (8 if not listed): the maximum of dispatch and
-combine."""
+"""Number of rows (tokens) in a chunk that is sent to another node, by number of ranks (8 if not listed): the maximum of
+dispatch and combine."""
 LOW_LATENCY_TOKENS = 128
 """Default of SGLang's environment variable SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK."""
 BF16 = 2

@@ -179,8 +179,8 @@ def state_bytes(model: dict[str, Any], kind: LayerKind, sizes: EngineSizes, dtyp
 
 
 def state_slots(group: Engines, sizes: EngineSizes, room: int, state: int) -> int:
-    """Returns the number of requests for whose recurrent states SGLang 0.5.23 allocates memory without a prefix cache
-    (`_handle_max_mamba_cache` in `srt/mem_cache/kv_cache_configurator.py`).
+    """Returns the number of requests for whose recurrent states SGLang 0.5.23 allocates memory if its prefix cache is
+    off (`_handle_max_mamba_cache` in `srt/mem_cache/kv_cache_configurator.py`).
 
     `room`: bytes available on a rank; `state`: bytes of one request's states."""
     slots = group.sglang.get("max_mamba_cache_size") or group.sglang.get("max_running_requests")

@@ -1,7 +1,7 @@
 """The parameters of one trainer rank, in the order in which megatron-core's modules register them.
 
-Layers with the same rows of the weight table have the same parameters. They are computed once for each kind of layer
-and each size of its split, and shared by all ranks and layouts."""
+Layers with the same rows of the weight table have the same parameters. So the parameters of a layer are computed once
+for each kind of layer and each number of shards, and reused for all ranks and layouts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ _ENDS = ("embedding.", "output_layer.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRun:
-    """A run of `count` consecutive parameters in one buffer, with `elements` elements each."""
+    """`count` parameters that are adjacent in one of megatron-core's buffers, with `elements` elements each."""
 
     name: str
     """Name of the parameters in the weight table."""
@@ -101,11 +101,11 @@ class ParameterRun:
     parameter: bool = True
     """True for parameters, False for a buffer of a module."""
     quantized: bool = False
-    """True if publications in fp8 quantize the parameters of this run."""
+    """True if publications in fp8 quantize these parameters."""
     adapted: bool = False
-    """True if each parameter of this run has a low-rank adapter."""
+    """True if each of these parameters has a low-rank adapter."""
     orthogonalised: bool = False
-    """True if Muon updates the parameters of this run, as it does all matrices except embedding and output layer."""
+    """True if Muon updates these parameters, as it does all matrices except embedding and output layer."""
 
 
 class Holdings:
@@ -122,7 +122,8 @@ class Holdings:
         for row in sorted(table.rows, key=_order):
             self._rows[row.stage].append(row)
         self._kinds: dict[tuple[Stage, int], tuple[tuple[int, ...], tuple[Row, ...]]] = {}
-        """Rows of each layer, by (stage, layer): a key that is equal for equal rows, and the rows."""
+        """For each layer, by (stage, layer): a key that is the same for all layers with the same rows of the weight
+        table, and these rows."""
         self._shapes: dict[tuple[int, int], tuple[int, int]] = {}
         self._runs: dict[tuple[object, ...], tuple[ParameterRun, ...]] = {}
 
@@ -250,8 +251,8 @@ class Holdings:
         return self._shapes[id(row), size]
 
     def _counts(self, row: Row, layer: int, sizes: Sizes, expert: int) -> list[tuple[bool, int]]:
-        """Returns pairs (frozen, count): the experts of rank `expert` in order, as runs of `count` consecutive experts
-        that are all frozen or all trained."""
+        """Returns pairs (frozen, count): the experts of rank `expert` in order, divided into groups of `count`
+        consecutive experts that are all frozen or all trained."""
         if not row.per_expert:
             indices = range(1)
         else:

@@ -39,7 +39,7 @@ class MergingBytes(NamedTuple):
 
 def merging_memory(config: Config, spec: ModelSpec, sizes: Sizes, published: Plan | None) -> MergingBytes:
     """Returns the memory for merging. `published`: plan by which ranks pack publications, with `publish.transport:
-    nixl` the one divided among ranks; None without a publication."""
+    nixl` the plan whose bytes are divided among trainer ranks; None without a publication."""
     if config.trainer.lora is None:
         return MergingBytes()
     merges = partial(adapts, config.trainer.lora.targets)
@@ -79,8 +79,8 @@ def exports(config: Config) -> bool:
 def most_merging(config: Config, adapted: int) -> int:
     """Returns an upper bound of the bytes that `merging_memory` counts as kept, without a compiled plan.
 
-    `adapted`: number of elements of a rank with adapters. A bucket of every engine rank may contain weights of which
-    the rank has a part."""
+    `adapted`: number of weight elements of a trainer rank that have an adapter. Every engine rank may receive its own
+    buckets, and each may contain weights of which the trainer rank has a shard."""
     if config.trainer.lora is None:
         return 0
     published = 0
@@ -109,9 +109,10 @@ class DirectMemory(NamedTuple):
 
 def direct_memory(dealt: Plan, *, ranks: int, edges: Sequence[int], delta: bool = False) -> DirectMemory:
     """Returns the memory that trainer ranks and each receiver of an engine need for publications of the plan `dealt`,
-    which divides the bytes among ranks.
+    which divides the bytes among trainer ranks.
 
-    `ranks`: number of trainer ranks. `edges`: as returned by `copies_of`. `delta`: True if publications send deltas."""
+    `ranks`: number of trainer ranks. `edges`: index of the first target of each receiver, followed by the number of
+    targets (`copies_of`). `delta`: True if publications send deltas."""
     moved = dealt.moved
     nbytes = move_bytes(dealt)
     receiver = np.searchsorted(edges, moved["target"], side="right") - 1

@@ -59,7 +59,7 @@ class StateBytes:
 
 
 class Buffers:
-    """Buffers of gradients and optimizer state for the trained parameters of a rank, and the part of each buffer that
+    """Buffers of gradients and optimizer state for the trained parameters of a rank, and the shard of each buffer that
     each data-parallel rank owns."""
 
     def __init__(self, runs: Sequence[ParameterRun], trainer: Trainer, sizes: Sizes):
@@ -170,7 +170,7 @@ class _Buffer(NamedTuple):
     length: int
     """Number of elements, including alignment gaps."""
     owned: np.ndarray
-    """Number of parameter elements in the part of each data-parallel rank."""
+    """Number of parameter elements in the shard of each data-parallel rank."""
 
 
 def _elements(runs: Iterable[ParameterRun]) -> int:
@@ -188,8 +188,8 @@ def _buffer_key(run: ParameterRun) -> tuple[int, bool, str]:
 
 
 def _sharded(runs: list[ParameterRun], ranks: int) -> tuple[int, np.ndarray]:
-    """Returns the length of the buffer for the parameters `runs`, in elements, and the number of parameter elements in
-    the part of each of its `ranks` ranks."""
+    """Returns the length in elements of a buffer that is sharded over `ranks` ranks, and the number of parameter
+    elements in each rank's shard. `runs`: the parameters in the buffer."""
     buckets: list[list[ParameterRun]] = [[]]
     for run in reversed(runs):  # buffers are filled in the order of the backward pass
         if run.tied and buckets[-1]:

@@ -56,7 +56,8 @@ def trainer_memory(
 
     `config`: its section `trainer` describes the ranks of `model`. `publication`: bytes of GPU memory on each rank
     during publications of weights. `merging`: bytes that every rank needs to merge weights with adapters. `states`:
-    result of `stage_states` for the same sizes, of which only the stages in it are computed; None: compute it."""
+    result of `stage_states` for the same sizes, to compute only the stages that it contains; None: compute all
+    stages."""
     if states is None:
         states = stage_states(config.trainer, holdings(config.trainer, config.numerics, spec), spec, sizes, model=model)
     setting = activation_setting(config, spec, sizes, device)
@@ -90,8 +91,8 @@ def stage_states(
 ) -> tuple[StageState, ...]:
     """Returns the state of the fullest rank of each pipeline stage.
 
-    `quick`: compute only stages that differ from all earlier ones, which include the fullest, and only the first rank
-    of each."""
+    `quick`: compute only stages whose layers differ from those of all earlier stages, among which is the fullest stage,
+    and only the first rank of each."""
     stages: Sequence[int] = range(sizes.pipeline)
     count = sizes.stage
     if quick:
@@ -145,7 +146,7 @@ def _fullest(
     parameters: Holdings, trainer: Trainer, sizes: Sizes, stage: int, head: list[ParameterRun], count: int
 ) -> StageState:
     """Returns the state of the fullest rank among the first `count` ranks of a stage. Ranks of a stage differ only in
-    alignment gaps of their parts and in frozen experts."""
+    the alignment gaps of their shards and in frozen experts."""
     ranks = stage * sizes.stage + np.arange(count)
     # With frozen experts, expert ranks differ.
     expert_ranks = np.zeros_like(ranks)
@@ -227,7 +228,7 @@ class _PolicyBytes(NamedTuple):
     copies: int
     """Bytes of quantized copies of weights that layers keep on the GPU."""
     chosen: int
-    """Bytes of host memory for the token choices of sparse attention."""
+    """Bytes of host memory for the recorded token selections of sparse attention (trainer.indexer_replay)."""
 
 
 def _policy_bytes(
@@ -313,8 +314,8 @@ def _other_models(config: Config) -> int:
 
 
 def _chosen(config: Config, spec: ModelSpec, setting: Setting, stage: int) -> int:
-    """Returns the bytes of the token choices of sparse attention that one rank keeps to replay them in one step, with
-    full micro-batches."""
+    """Returns the bytes of the token selections of sparse attention (which tokens each token attends to) that one rank
+    keeps for replay in one step, with full micro-batches."""
     if config.trainer.indexer_replay != "R2":
         return 0
     sizes = setting.sizes

@@ -80,8 +80,8 @@ STRATEGIES = (
 
 
 def without_refused_offloads(records: tuple[TrainerMemory, ...], facts: Mapping[str, Any]) -> tuple[TrainerMemory, ...]:
-    """Returns `records` without the savings of offloading (`TrainerMemory.parts`) if a rule does not allow offloading
-    for this run."""
+    """Returns `records` without the savings of offloading (`TrainerMemory.parts`) if a rule forbids offloading for this
+    run."""
     trainer = facts["trainer"].model_copy(update={"offload_activations": _OFFLOADED[-1]})
     problems = broken(strategy_rules(), {**facts, "trainer": trainer})
     if not any(problem.code in _OFFLOAD_CODES for problem in problems):

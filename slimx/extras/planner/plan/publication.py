@@ -48,7 +48,7 @@ class CompiledPublication:
 
     @property
     def packed(self) -> Plan:
-        """Plan by which trainer ranks pack their buckets: with nixl the divided one."""
+        """Plan by which trainer ranks pack their buckets: with nixl the one divided among trainer ranks (`dealt`)."""
         if self.dealt is None:
             return self.published.plan
         return self.dealt.plan
@@ -96,8 +96,8 @@ def _dealt(plan: Plan, groups: tuple[PlannedGroup, ...], *, on_gpus: bool) -> De
 
 
 def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> Traffic:
-    """Returns the bytes and messages of a publication to all engines. Groups may differ in size if they receive Hugging
-    Face names, so every rank of every engine is counted."""
+    """Returns the bytes and messages of a publication to all engines. Engine groups may differ in size if weights are
+    sent with Hugging Face names, so every rank of every engine is counted."""
     engines = 0
     engine_ranks = 0
     for group in groups:

@@ -2,7 +2,7 @@
 
     config.json --> layout, rank map --> memory of trainers and engines --> violations
                             |
-                            +--> publication, compiled and proven --> bytes per link
+                            +--> publication, compiled and checked --> bytes per link
 
 It needs no weights, no prompts and no GPU, so a run on hundreds of GPUs can be checked on a laptop. Everything is
 compiled with the run's own functions, so the run will follow exactly the plan that is printed.

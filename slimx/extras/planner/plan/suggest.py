@@ -148,7 +148,7 @@ class Search:
         return Searched(layouts=layouts, tried=self._tried, complete=self._tried < TRIALS)
 
     def fitting(self, promise: Callable[[Split], float]) -> Iterator[tuple[float, Sizes, Suggestion | None]]:
-        """Tries splits in ascending order of `promise`, and yields for each this value, the sizes and a suggestion
+        """Tries splits in ascending order of `promise(split)`; yields for each this value, its sizes and a suggestion
         (None: it does not fit). Stops after the smallest world size at which a split fits, or after `TRIALS` splits."""
         for world in self._worlds:
             any_fits = False
