@@ -1,4 +1,4 @@
-"""The program `slimx` (`python -m slimx`). Ctrl-C ends it with a message of one line, even while it is still importing
+"""The program `slimx` (`python -m slimx`). Ctrl-C ends it with a one-line message, even while it is still importing
 modules."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def entry() -> None:
 
 
 def _end(signum: int, frame: object) -> None:
-    """Exits immediately. Nothing has been started yet, and an exception raised in the middle of an import may be
-    lost."""
+    """Handles Ctrl-C during the imports: exits immediately, because nothing has been started yet and a
+    KeyboardInterrupt that is raised in the middle of an import may be swallowed."""
     os.write(2, b"slimx: stopped by SIGINT\n")
     os._exit(128 + signum)
 

@@ -1,8 +1,8 @@
 """Digests that identify data and detect damage.
 
-XXH3 with 128 bits is used for the files of checkpoints and conversions, which are large and only have to be guarded
-against damage. BLAKE2b with 128 bits is used for identities (prompts, vocabularies, requests), which must not
-collide."""
+XXH3 with 128 bits is used for the files of checkpoints and conversions, which are large and only need protection
+against accidental damage. BLAKE2b with 128 bits is used for identities (prompts, vocabularies, requests), which must
+not collide."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHUNK = 8 * 2**20
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """Size and digest of a file when it was written."""
+    """Size and digest of a file at the time when it was written."""
 
     size: int
     """Size of the file in bytes."""

@@ -43,8 +43,8 @@ def write_atomic(path: Path, *pieces: bytes | memoryview, sync: bool = True) -> 
 
 
 def replace_synced(path: Path, data: bytes) -> None:
-    """Replaces the content of the file at `path`, on which a run depends, as `write_atomic` does. Raises SlimxError if
-    it cannot be written."""
+    """Replaces the content of the file at `path` as `write_atomic` does, for files without which a run cannot continue.
+    Raises SlimxError if it cannot be written."""
     try:
         write_atomic(path, data)
     except OSError as error:

@@ -104,8 +104,8 @@ def load_all(group: str) -> dict[str, Any]:
 def by_option(group: str, argv: Sequence[str]) -> Any:
     """Returns the object that an extra parses from the command line `argv`; None if no extra's option is in it.
 
-    Each entry point of `group` is a class with an `OPTION` and a method `parse`, which receives the argument after the
-    option. Arguments after `--` are ignored."""
+    Each entry point of `group` is a class with an attribute `OPTION`, the option's name, and a method `parse`, which
+    receives the argument after the option. Arguments after `--` are ignored."""
     options = list(argv[: argv.index("--")] if "--" in argv else argv)
     for kind in load_all(group).values():
         if kind.OPTION in options:

@@ -12,8 +12,8 @@ def load_library(path: Path, *, what: str, version: str, abi: int, remedy: str) 
     """Loads and returns the native library at `path`.
 
     `what`: name of the library in errors. `version`: name of its function that returns its ABI version, which must
-    equal `abi`. `remedy`: instruction for building a loadable library, with which errors end. Raises SlimxError if the
-    library is missing, broken or outdated.
+    equal `abi`. `remedy`: instruction for building a library that can be loaded, appended to error messages. Raises
+    SlimxError if the library is missing, broken or outdated.
     """
     if not path.exists():
         raise SlimxError(f"{what} {path} is missing: {remedy}", code="library.missing", about=str(path))

@@ -19,7 +19,7 @@ from slimx.config.schema import Config
 from slimx.errors import PartLost, SlimxError
 
 SHUTDOWN_S = 20.0
-"""Seconds for which the shutdown of Ray is awaited."""
+"""Maximum number of seconds to wait for Ray to shut down."""
 STARTS = 3
 """Maximum number of attempts to start a local Ray cluster; an attempt can time out on a busy machine."""
 SLOW = "timed out during startup"
@@ -39,7 +39,7 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
     """Connects to the configured Ray cluster, or starts one on this machine.
 
     `device`: "cuda" or "cpu". `trainers`: True if the run also needs CPUs and GPUs for trainers. Raises SlimxError if
-    the cluster has fewer than the run needs."""
+    the cluster has fewer CPUs or GPUs than the run needs."""
     be_silent()
     ranks = engines = cpus = 0
     for policy_config in config.by_policy.values():
@@ -75,7 +75,7 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
 
 
 def _needs(config: Config, *, trainers: bool) -> tuple[int, int, int]:
-    """Returns three numbers for one policy: trainer ranks, engine ranks with dedicated GPUs, and CPUs."""
+    """Returns three numbers that one policy needs: trainer ranks, engine ranks with dedicated GPUs, and CPUs."""
     threads = sum(group.started * group.ranks * group.threads for group in config.rollout.served)
     # Colocated engines have no dedicated GPUs.
     dedicated = config.rollout.frozen_engines if config.schedule.colocate else config.rollout.served

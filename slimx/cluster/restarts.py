@@ -81,7 +81,8 @@ class Restarts:
         return min(LONGEST_PAUSE_S, self._pause_s * 2 ** (self.in_row - 1)) if self.in_row else 0.0
 
     def serves(self) -> None:
-        """Records that the part is serving; the time of service counts from the first of consecutive calls."""
+        """Records that the part is serving; its time in service counts from the first call after the start or after
+        `lost`."""
         if self._serves_since is None:
             self._serves_since = self._clock()
 

@@ -26,9 +26,9 @@ _DEATHS = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
 that Ray killed the process because the machine ran out of memory."""
 
 _UNKNOWN = "connection error code 2"
-"""Text in the error of Ray 2.60 for a process that ended without notice."""
+"""Text in the error of Ray 2.60 for a process that ended without telling Ray why."""
 _SILENT = ", as after SIGKILL (out of memory? see dmesg)"
-"""Addition to the error message if such a process has not printed anything."""
+"""Text that is appended to the error message if a process that ended in this way has not printed anything."""
 
 
 class ActorDied(PartLost):

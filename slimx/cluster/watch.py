@@ -37,7 +37,8 @@ def local_processes() -> dict[str, psutil.Process]:
 
 
 def probes() -> dict[str, Probe]:
-    """Returns a call of Ray's library for each part of Ray that must respond to it, by the part's name."""
+    """Returns functions that call Ray's library, by the name of the part of Ray that has to respond before the function
+    returns."""
     return {"raylet": lambda: ray.put(b""), "GCS": ray.nodes}
 
 
@@ -46,8 +47,8 @@ async def watch_ray(
 ) -> PartLost:
     """Waits until the loss of one of Ray's processes is detected, and returns an error that describes it.
 
-    `processes`: processes that must be running, checked every `look_s` seconds. `probes`: calls that must return within
-    `deadline_s` seconds."""
+    `processes`: processes that must be running, checked every `look_s` seconds. `probes`: functions that must return
+    within `deadline_s` seconds, by the name of the part of Ray that they call."""
     watches = [_ended(processes, look_s)]
     for name, probe in probes.items():
         watches.append(_silent(name, probe, deadline_s))

@@ -1,7 +1,7 @@
 """Training and evaluation from a script or a notebook: `slimx.train(config, reward=my_reward)`.
 
-Hooks can be passed as functions. They are recorded by their dotted paths, so that `config.yaml`, reward processes and
-the rest of the code see an ordinary run.
+Hooks can be passed as functions. The configuration stores such functions by their dotted paths, so that `config.yaml`,
+reward processes and the rest of the code do not differ from those of an ordinary run.
 """
 
 from __future__ import annotations

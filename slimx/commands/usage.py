@@ -59,8 +59,9 @@ class RootGroup(CommandGroup):
 
 
 class RunCommand(TyperCommand):
-    """A command that takes a run's YAML file. An unknown flag that another framework has is an error that suggests
-    slimx's key. The command exits with status 0 only if it has finished, even if a hook raises SystemExit."""
+    """A command that takes a run's YAML file. For an unknown flag that belongs to another framework, the error suggests
+    the equivalent key of slimx. The exit status is 0 only if the command has finished, even if a hook raises
+    SystemExit(0)."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         known = {"--", "--help"}

@@ -57,8 +57,7 @@ class Counterpart(Protocol):
 
     @property
     def not_needed(self) -> bool:
-        """True if slimx needs no setting for this name, because it always does what the name sets or derives the
-        value."""
+        """True if slimx needs no setting for this name, because slimx always behaves that way or derives the value."""
         ...
 
     @property

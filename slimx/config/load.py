@@ -261,8 +261,8 @@ def _unknown(path: Sequence[str | int], value: object, applied: Mapping[str, str
 
 
 def _override_of(key: str, applied: Mapping[str, str]) -> str | None:
-    """Returns the text of the last override that set `key`, a section that contains it or a part of it; None if no
-    override did. `applied`: overrides by the dotted key that they set."""
+    """Returns the text of the last override that set `key`, a section that contains `key`, or a value inside `key`;
+    None if no override did. `applied`: overrides by the dotted key that they set."""
     for name in reversed(list(applied)):
         if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}."):
             return applied[name]

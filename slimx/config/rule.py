@@ -50,7 +50,8 @@ and a sentence about that key. A sentence that does not contain its key is prefi
 
 
 class Refusal(SlimxError, ValueError):
-    """An error that a pydantic validator can raise, so that pydantic collects it; it may contain several problems."""
+    """An error that a pydantic validator can raise, so that pydantic reports it together with other errors; one Refusal
+    may contain several problems."""
 
     problems: tuple[SlimxError, ...] = ()
     """The individual errors that this error combines."""
@@ -70,7 +71,7 @@ class Rule:
     """Names of the facts that `ask` receives."""
 
     def problems(self, facts: Mapping[str, object]) -> Iterator[SlimxError]:
-        """Yields the rule's errors for `facts`, facts by name, which must contain all that the rule needs."""
+        """Yields the rule's errors. `facts`: values of facts by name, among them every fact that the rule needs."""
         try:
             for problem in self.ask(**{name: facts[name] for name in self.facts}):
                 about, sentence = (self.about, problem) if isinstance(problem, str) else problem
@@ -127,8 +128,8 @@ def broken(rules: Iterable[Rule], facts: Mapping[str, object], *, before: Collec
 
 
 def refuse(problems: Sequence[SlimxError], where: str = "", cause: Exception | None = None) -> None:
-    """Raises one Refusal that lists all `problems`, prefixed with `where`, with the code and key of the first; returns
-    if there are none. `cause`: exception to chain; None: the first problem's cause."""
+    """Raises one Refusal that lists all `problems`, prefixed with `where`, and whose code and key are those of the
+    first problem; returns if there are none. `cause`: exception to chain; None: the first problem's cause."""
     if not problems:
         return
     sentences = "; ".join(dict.fromkeys(map(str, problems)))

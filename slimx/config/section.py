@@ -110,8 +110,8 @@ class Objective(Section):
     scores: ClassVar[bool] = False
     """True if the trained model is a reward model, whose output is a score instead of logits."""
     whole_step: ClassVar[bool] = False
-    """True if this loss or estimator is computed from all rows of a step together, which `finish_advantages` does
-    before training."""
+    """True if this loss or estimator is computed from all trajectories of a step together, which `finish_advantages`
+    does before training."""
     kind: str
     """Name of a built-in kind, or the dotted path of a hook."""
 

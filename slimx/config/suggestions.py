@@ -98,8 +98,8 @@ def for_flag(model: type[BaseModel], flag: str, value: str) -> str | None:
 
 
 def for_entry(model: type[BaseModel], path: Sequence[str], value: object) -> str:
-    """Returns a suggestion for an override of the key at `path` whose `value` is a mapping where the key is a list, or
-    the reverse."""
+    """Returns a suggestion for an override of the key at `path` whose `value` is a mapping although the key is a list,
+    or the reverse."""
     key = ".".join(path)
     text = _text(value)
     for known in known_keys(model):
@@ -175,9 +175,9 @@ def _switches(model: type[BaseModel]) -> frozenset[str]:
 
 
 def _ending(model: type[BaseModel], path: Sequence[str | int], *, full: bool = False) -> list[str]:
-    """Returns the keys of `model` with the same last parts as `path`, the least nested ones only. If none ends with all
-    of `path`, keys with the same last part, preferably those one section deeper than `path`. `full`: only keys that end
-    with all of `path`."""
+    """Returns the least nested of the keys of `model` that end with all parts of `path`. If there are none and `full`
+    is False, returns the least nested of the keys that have the same last part as `path`, preferably those at most one
+    section deeper."""
     parts = [_plain(str(part)) for part in path if not str(part).isdigit()]
     keys = [key.split(".") for key in known_keys(model)]
     near = [key for key in keys if _names(key)[-len(parts) :] == parts]

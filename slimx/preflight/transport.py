@@ -1,8 +1,9 @@
 """Choice of the transport of weights for `publish.transport: auto`.
 
 `slimx plan`, `slimx doctor` and the run all use `choose_transport`. It depends on the configuration only, so the
-planned transport is the one that the run uses. With cuda_ipc an engine stages weights in GPU memory, so it is chosen
-only if one bucket is staged at a time (`publish.staging`) and not a second copy of the model.
+planned transport is the one that the run uses. With cuda_ipc an engine stages weights in GPU memory. So cuda_ipc is
+chosen only if one bucket is staged at a time (`publish.staging`), because a second copy of the model might not fit on
+the GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Options of torch's allocators in the environment variables of a process.
 
-Trainers set `expandable_segments`, because packs of varying length fragment memory; SGLang's memory saver refuses to
-start with it. Pinned host memory is rounded up to powers of two, up to twice what optimizer moments and checkpoint
-copies need, unless `pinned_max_round_threshold_mb` limits the rounding (torch 2.14,
+Trainers set `expandable_segments`, because micro-batches of varying length fragment memory; SGLang's memory saver
+refuses to start with it. Pinned host memory is rounded up to powers of two, up to twice what optimizer moments and
+checkpoint copies need, unless `pinned_max_round_threshold_mb` limits the rounding (torch 2.14,
 `CachingHostAllocatorImpl::allocate`). Offloaded activations need the rounding: the memory of one micro-batch then fits
 another of a different length.
 """
@@ -31,8 +31,8 @@ def set_expandable_segments(environment: MutableMapping[str, str]) -> None:
 
 
 def set_pinned_sizes(environment: MutableMapping[str, str], release: str | None = None) -> None:
-    """Turns off the rounding of pinned allocations of 1 MiB and more in `environment`, unless it already sets a
-    threshold.
+    """Turns off the rounding of pinned allocations of 1 MiB and more in `environment`, unless `environment` already
+    sets a threshold for the rounding.
 
     Has no effect for torch releases without this option. `release`: version of torch; None: the installed one."""
     major, minor = (release or metadata.version("torch")).split(".")[:2]

@@ -19,7 +19,8 @@ STALL_S = 3.0
 class Clock:
     """Deadline of one rollout, which is paused while one of the rollout's requests is queued behind other requests.
 
-    An async context manager: the time runs within its block, which is cancelled with TimeoutError when it has passed.
+    An async context manager: the deadline counts down while the block runs, and the block is cancelled with
+    TimeoutError when no time is left.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -47,8 +48,8 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Pauses the clock within the block; blocks may be nested or concurrent. Has no effect after the clock's own
-        block, which background tasks of a hook may outlive."""
+        """Pauses the clock within the block; blocks may be nested or concurrent. Has no effect once the block of the
+        clock itself has ended, because background tasks of a hook may still run then."""
         due = self._deadline.when()
         if self._waiting == 0 and self._movable and due is not None:
             self._left = due - asyncio.get_running_loop().time()
@@ -77,8 +78,8 @@ class RunningClock:
         self._lock = threading.Lock()
 
     def time(self) -> float:
-        """Returns the current time in seconds. The first call after a stall of the process detects the stall and skips
-        it."""
+        """Returns the current time in seconds. The first call after the process was stopped detects the gap and
+        excludes it from the returned time."""
         with self._lock:
             now = self._source()
             if now - self._last > STALL_S:

@@ -1,4 +1,5 @@
-"""A supervised process: a command that logs to a file and whose process tree is ended by `stop` or with its owner.
+"""A supervised process: a command that logs to a file, and whose process tree is ended by `stop` or when its owner
+ends.
 
     owner (a Ray worker) --starts--> guard (this file as a program) --starts--> command --starts--> its own children
 
@@ -72,8 +73,8 @@ class SupervisedProcess:
         return None if self._guard is None else self._guard.pid
 
     def start(self) -> None:
-        """Starts the command in a new session, so that Ctrl-C reaches only the owner, which then stops the command in
-        order. Raises SlimxError if it is already running."""
+        """Starts the command in a new session, so that Ctrl-C reaches only the owner, which then shuts the command down
+        cleanly. Raises SlimxError if it is already running."""
         if self._guard is not None and self._guard.poll() is None:
             raise SlimxError(
                 f"{self.name} is already running as process {self._guard.pid}; stop it first",
@@ -190,8 +191,8 @@ def guard(owner: int, argv: list[str], temporary: str | None = None) -> int:
     """Runs `argv` until it ends, SIGTERM arrives, the process `owner` ends, or a process of the tree stays stopped.
     Returns the exit status of `argv` once the whole tree has ended.
 
-    `temporary`: a directory for the command's temporary files, which is removed at the end; SGLang leaves seven files
-    and sockets.
+    `temporary`: a directory for the command's temporary files, which is removed at the end, because SGLang leaves seven
+    files and sockets there.
     """
     adopt_orphans()
     signals: list[int] = []
@@ -235,8 +236,8 @@ def guard(owner: int, argv: list[str], temporary: str | None = None) -> int:
 
 
 def _kill_stopped(stop_watch: StopWatch, owner: int) -> bool:
-    """Prints the processes that were found stopped, and kills the owner if it is one of them. Returns True if another
-    one is stopped, so that the guard's process tree must be killed."""
+    """Prints the processes that were found stopped, and kills the owner if it is one of them. Returns True if a process
+    other than the owner is stopped, in which case the guard must kill its process tree."""
     in_tree = False
     for process in stop_watch.look():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -269,8 +270,8 @@ def shared_memory_inodes(pid: int) -> set[int]:
 
 
 def _reap(pid: int) -> int | None:
-    """Collects the exit status of all children that have ended, including adopted ones. Returns that of `pid` if it is
-    among them, otherwise None."""
+    """Collects the exit status of all children that have ended, including adopted ones. Returns the exit status of the
+    process `pid` if it is among them, otherwise None."""
     status = None
     while True:
         try:

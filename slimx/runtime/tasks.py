@@ -37,7 +37,7 @@ async def race(*work: Awaitable[object]) -> list[AnyFuture | None]:
     """Runs all of `work` concurrently until one is done, then cancels the rest.
 
     Returns a list in the order of `work`: the future of each that was done, None for each that was cancelled. An error
-    that a cancelled one raises in response is ignored, because it did not end the race."""
+    that an awaitable raises because it was cancelled is ignored, because that error did not end the race."""
     tasks: list[AnyFuture] = [asyncio.ensure_future(item) for item in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -101,11 +101,12 @@ async def while_served[T](
     needed: Callable[[], Awaitable[None]],
     supply: Callable[[], Awaitable[None]] | None = None,
 ) -> T:
-    """Returns the result of `work`, which needs engines; cancels it on an error.
+    """Returns the result of `work`, which needs engines, and meanwhile supplies the engines with weights when they wait
+    for them. An error cancels `work`.
 
-    `needed` returns whenever engines wait for weights, and then `supply` is awaited, which provides them. An error of
-    `needed` means that no engine is left; it is raised even if `work` fails at the same time, because it explains that
-    failure."""
+    `needed` returns whenever engines wait for weights; then `supply`, which sends the weights, is awaited. If `needed`
+    raises an error, no engine is left. That error is raised even if `work` fails at the same time, because it explains
+    why `work` failed."""
     task: asyncio.Future[T] = asyncio.ensure_future(work)
     event: asyncio.Future[None] | None = None
     try:

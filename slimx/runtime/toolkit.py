@@ -33,8 +33,8 @@ def cuda_home(environment: Mapping[str, str], packages: Path | None = None) -> P
 
     It is CUDA_HOME or CUDA_PATH if set, else the toolkit of the nvcc on PATH, the usual location, or the lock file's
     wheels in `packages` (default: site-packages of this Python). An nvcc on PATH may be a script that starts another
-    one, so a toolkit must have libraries too. The wheels name their libraries in a way that no linker finds, so
-    `wheel_home` creates a directory of links to them."""
+    nvcc, so a directory counts as a toolkit only if it also contains libraries. Linkers do not find the wheels'
+    libraries by their file names, so `wheel_home` creates a directory of links to them."""
     configured = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if configured:
         return Path(configured)

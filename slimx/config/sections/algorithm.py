@@ -32,7 +32,7 @@ class Algorithm(Section):
     docs/algorithms.md)."""
     advantages: Advantages = Field(default={}, validate_default=True)
     """Advantage estimator: a kind, a mapping with `kind` and its parameters, or the dotted path of a hook
-    `advantages(groups)`, which returns one number or an array [L-1] per trajectory."""
+    `advantages(groups)`, which returns for every trajectory of L tokens one number or an array [L-1]."""
     loss: Loss = Field(default={}, validate_default=True)
     """Objective per token: a kind, a mapping with `kind` and its parameters, or the dotted path of a hook
     `loss(inputs)`, which returns (loss, metrics) and replaces the whole loss."""
@@ -243,7 +243,8 @@ class Algorithm(Section):
 
     @property
     def needs_whole_step(self) -> bool:
-        """True if advantages, or the loss's selection of tokens, are computed from all rows of a step together."""
+        """True if advantages, or the loss's selection of tokens, are computed from all trajectories of a step
+        together."""
         return self.advantages.whole_step or self.loss.whole_step
 
     @property

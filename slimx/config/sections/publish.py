@@ -22,10 +22,10 @@ class Publish(Section):
     bucket_mib: Positive = 512
     """Size in MiB of the buckets in which weights are packed for transfer."""
     encoding: Literal["auto", "hf", "local"] = "auto"
-    """Form in which weights are sent. hf: tensors with Hugging Face names, which any engine can load; local: the bytes
-    of each engine rank in its fused layout; auto: local if slimx supports that layout."""
+    """Format in which weights are sent. hf: tensors with Hugging Face names, which any engine can load; local: the
+    bytes of each engine rank in its fused layout; auto: local if slimx supports that layout."""
     adapters: Literal["merged", "alone"] = "merged"
-    """Form of adapters (trainer.lora) in the engines. merged: every publication sends weights with the adapters merged
+    """Use of adapters (trainer.lora) by the engines. merged: every publication sends weights with the adapters merged
     into them; alone: the base weights are sent once, followed by the adapters of each version, which engines apply
     separately (docs/lora.md)."""
     quantize: Literal["ieee", "triton", "te", "ue8m0", "int4"] | None = None

@@ -46,8 +46,9 @@ class Numerics(Section):
     measured; exact: the same operations in the same order in both, which makes log-probs bitwise equal
     (docs/numerics.md lists what is covered)."""
     leaves: Size | None = None
-    """Exact mode: number of partial sums, a power of two, by which trainer and engines compute row-parallel products.
-    Every tensor parallel size of trainer and engines must divide it. null: the largest of these sizes."""
+    """Exact mode: number of partial sums, a power of two, that trainer and engines add to compute the output of a
+    row-parallel layer. Every tensor parallel size of trainer and engines must divide it. null: the largest of these
+    sizes."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of parameters and activations."""
     router_dtype: Literal["float32"] = "float32"
@@ -81,15 +82,15 @@ class Cluster(Section):
     """Type of GPU that `slimx plan` assumes; it knows memory, links and GPUs per node of each type. null: the plan does
     not check whether memory suffices."""
     gpu_memory_gib: Positive | None = None
-    """Memory of one GPU in GiB for `slimx plan`, without the half GiB that the driver reserves; null: that of the type
-    `gpu`."""
+    """Memory of one GPU in GiB for `slimx plan`, without the half GiB that the driver reserves; null: the memory of the
+    type `gpu`."""
     gpus_per_node: Size | None = None
-    """GPUs per node for `slimx plan`; null: those of the type `gpu`, or 8 if `gpu` is null too."""
+    """GPUs per node for `slimx plan`; null: the usual number for the type `gpu`, or 8 if `gpu` is null too."""
     nodes: Size | None = None
     """Nodes available to the run, for `slimx plan`; null: as many as the run needs."""
     host_memory_gib: Positive | None = None
-    """Host memory of one node in GiB for `slimx plan`; null: that of the type `gpu`, and not checked if `gpu` is null
-    too."""
+    """Host memory of one node in GiB for `slimx plan`; null: the usual amount for nodes with GPUs of the type `gpu`, or
+    no check if `gpu` is null too."""
 
     @property
     def network(self) -> str | None:
@@ -163,7 +164,7 @@ class Track(Section):
     samples: Count = 8
     """Number of rollouts written to RUN/samples.jsonl at each recorded step (`samples_every`)."""
     samples_every: Amount = 10
-    """Number of steps between those whose rollouts are recorded as samples."""
+    """Interval, in steps, at which rollouts are recorded as samples."""
     report: bool = True
     """Write the report RUN/report.html when the run ends."""
     prometheus: Prometheus = Prometheus()
