@@ -1,15 +1,16 @@
-"""Versions as files of changes (`publish.delta` with `publish.transport: disk`).
+"""Weight versions that are stored as files of changes (`publish.delta` with `publish.transport: disk`).
 
-A bucket is stored in full in one file, and later versions store its changes (`slimx.extras.direct.ends.frames`). These
-files are its *chain*, which is kept as long as the newest version needs it.
+A bucket is stored in full in the file of one version, and the next versions store only its changes
+(`slimx.extras.direct.ends.frames`). The file with the full bucket and the files of changes after it are the bucket's
+*chain*, which is kept as long as the newest version needs it.
 
     version-000004/bucket-00000.safetensors    whole
     version-000005/bucket-00000.delta          changes to the bytes of version 4
     version-000006/bucket-00000.delta          changes to those of version 5
 
 The writer (`ChangesDirectory`) keeps the bytes that it wrote last. The owner process of an engine (`ChainReader`) keeps
-the bytes that it read last, and reads the chain's later files: one, or all of them after a restart. Engines verify the
-whole tensors afterwards, as for every publication.
+the bytes that it read last, and reads the files of the chain that it has not read yet: usually one, or all of them
+after a restart. Engines verify the whole tensors afterwards, as for every publication.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class ChangesDirectory(VersionDirectory):
         self._chains: dict[int, Chain] = {}
         """Files of complete versions from which the content in `_last` can be read, by the bucket's index."""
         self._written: dict[int, Chain] = {}
-        """Files of the version that is being written, by index of the bucket."""
+        """Files of the version that is being written, by the bucket's index."""
         self._completed = 0
         """Number of versions completed so far."""
         self._version = -1

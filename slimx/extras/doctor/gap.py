@@ -64,7 +64,7 @@ async def _measure(figures: dict[str, float], say: Callable[[str], None], layers
 
 def describe(figures: dict[str, float]) -> list[str]:
     """Returns sentences about the gap metrics of a batch (`slimx.trainer.step.metrics`): the size of the gap, and the
-    part of it that differing routes explain."""
+    part of it that is explained by tokens that trainer and engine route to different experts."""
     tokens = int(figures["gap/tokens"])
     above = int(figures["gap/tokens_above_1e-5"])
     if not tokens:

@@ -280,8 +280,8 @@ def toolchain() -> Iterator[Finding]:
 
 
 def _cubins(environment: Mapping[str, str], blackwell: bool) -> Iterator[Finding]:
-    """Yields a finding about precompiled attention kernels (cubins) of flashinfer 0.7.2 for Blackwell GPUs, which it
-    would otherwise download at a first start."""
+    """Yields a finding about precompiled attention kernels (cubins) of flashinfer 0.7.2 for Blackwell GPUs. flashinfer
+    would otherwise download them at a first start."""
     needed = _version("flashinfer-python")
     if needed is None:
         return
@@ -389,7 +389,7 @@ def _version(name: str) -> str | None:
 
 
 def lock_of() -> tuple[str, dict[str, str]]:
-    """Returns name and versions of the lock file that `make venv` installed here; no versions elsewhere."""
+    """Returns name and package versions of the lock file that `make venv` installed here; no versions elsewhere."""
     for file in sorted((ROOT / "requirements").glob("*.txt")):
         if Path(sys.prefix, f".installed-{file.stem}").exists():
             return file.name, dict(re.findall(r"^([\w.-]+)==(\S+)", file.read_text(), re.MULTILINE))

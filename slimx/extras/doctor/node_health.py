@@ -20,7 +20,7 @@ from slimx.trainer.device.gpu import NvmlGpu, check_health
 
 GIB = 2**30
 XIDS = frozenset({48, 62, 64, 74, 79, 95, 119, 120, 140, 143})
-"""NVIDIA's numbers of errors (XIDs) after which its catalogue (docs.nvidia.com/deploy/xid-errors) requires a reset or
+"""NVIDIA's error numbers (XIDs) after which its catalogue (docs.nvidia.com/deploy/xid-errors) requires a reset or
 replacement of the GPU: memory (48, 64, 95, 140), NVLink (74), fallen off the bus (79), internal processors (62, 119,
 120, 143). Other errors are caused by programs, or are counted by NVML."""
 IBGDA = {"NVreg_EnableStreamMemOPs=1": r"^EnableStreamMemOPs: 1$", "PeerMappingOverride=1": r"PeerMappingOverride=1"}

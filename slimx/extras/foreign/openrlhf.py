@@ -90,6 +90,6 @@ _MEANINGS: Table = {
     "ds.attn_implementation": computed("trainer.attention", "auto, flash, fused or unfused"),
     "ds.zero_stage zero_stage ds.*": _ZERO,
 }
-"""Meanings by the names of a flag, which are separated by spaces."""
+"""Meanings of flags. A key of this table contains all names of one flag, separated by spaces."""
 
 OPENRLHF: Table = {name: meaning for names, meaning in _MEANINGS.items() for name in names.split()}

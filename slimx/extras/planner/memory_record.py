@@ -51,7 +51,7 @@ class TrainerMemory(Record):
     overhead: int
     """Assumed bytes of the CUDA context, NCCL and workspaces of libraries; not measured."""
     in_flight: int
-    """Number of micro-batches whose activations are kept, each of one chunk with virtual stages (VPP)."""
+    """Number of micro-batches whose activations are kept; with virtual stages (VPP), those of one model chunk each."""
     peak: int
     """Maximum number of bytes of GPU memory in use at any time."""
     away: int

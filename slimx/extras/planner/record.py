@@ -54,7 +54,7 @@ class RankPlace(Record):
     expert_tensor: int
     expert_data: int
     layers: tuple[int, ...]
-    """Indices of its decoder layers within the whole model, from 0, chunk by chunk."""
+    """Indices of the rank's decoder layers within the whole model, from 0, chunk by chunk."""
     experts: tuple[int, int] | None
     """First and last routed expert that the rank has in each MoE layer; null for a dense model."""
 
@@ -75,7 +75,7 @@ class RankMap(Record):
     gpus: int
     """Number of GPUs that the policy needs, including those of frozen engines."""
     nodes: int
-    """Number of nodes that contain these GPUs."""
+    """Number of nodes that contain the policy's GPUs."""
     per_node: int
     trainer: tuple[RankPlace, ...]
     critic: tuple[RankPlace, ...]
@@ -120,16 +120,16 @@ class PublicationFigures(Record):
 
     encoding: Encoding
     note: str
-    """Reason why this encoding was chosen."""
+    """Reason why the encoding of the publication was chosen."""
     rule: str
     """Rule by which values are quantized; "none" if they are not quantized."""
     tensors: int
     """Number of tensors that are sent to one engine, including block scales."""
     quantized: int
-    """Number of these tensors that contain quantized values."""
+    """Number of tensors sent to one engine that contain quantized values."""
     buckets: int
     moves: int
-    """Number of rectangles that are copied from a tensor of a trainer rank to a tensor of an engine rank."""
+    """Number of rectangular regions that are copied from a tensor of a trainer rank to a tensor of an engine rank."""
     launches: int
     """Number of kernel launches on the trainer rank that has the most."""
     nbytes: int
@@ -144,7 +144,7 @@ class PublicationFigures(Record):
     sent_mean: float
     transport: str
     transport_note: str
-    """Reason why this transport was chosen."""
+    """Reason why the transport of the publication was chosen."""
     on_gpus: bool
     """True if buckets are in GPU memory instead of host memory."""
     publisher_bytes: int
@@ -271,7 +271,7 @@ class PlanReport(Record):
     """Type of GPU that the plan is for; null if unknown."""
     gpu_memory: int | None = None
     host_bandwidth: float | None = None
-    """Rate between this type of GPU and host memory in bytes per second and direction; null if unknown."""
+    """Rate between this type of GPU and host memory in bytes per second in each direction; null if unknown."""
     trainer: Sizes | None = None
     largest_rank: int = 0
     """Number of parameter elements on the trainer rank that has the most."""
@@ -313,7 +313,7 @@ class PlanReport(Record):
     nearest: Suggestion | None = None
     """Layout that fits cluster.gpu and differs least from the configured one, if that is refused; null otherwise."""
     searched: Searched | None = None
-    """Extent of the search for layouts; null if none were searched."""
+    """Extent of the search for layouts; null if there was no search."""
     suggestions: tuple[Suggestion, ...] = ()
     """With --suggest, the layouts that fit, those with the least predicted time first."""
     suggested_engines: tuple[EngineSuggestion, ...] = ()

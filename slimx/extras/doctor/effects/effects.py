@@ -42,7 +42,7 @@ class Effect:
     chosen: bool
     """True if the configuration sets the term's value, False if it is a default."""
     reason: str | None = None
-    """Reason why the term has no effect; None if it has one."""
+    """Reason why the term has no effect; None if it has an effect."""
 
 
 @dataclass(frozen=True, slots=True)

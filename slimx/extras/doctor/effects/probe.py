@@ -26,13 +26,15 @@ DRIFT = 0.4
 GAP = 1e-3
 """Standard deviation of the difference of most log-probs between trainer and engine with equal weights."""
 OUTLIER = 2.0
-"""Standard deviation of the difference for the remaining log-probs, which stand for tokens routed to other experts."""
+"""Standard deviation of the difference between trainer and engine for the remaining log-probs, which stand for tokens
+that the two route to different experts."""
 OUTLIERS = 0.15
-"""Fraction of tokens with such large differences. It is exaggerated, so that every sensible bound takes effect."""
+"""Fraction of tokens whose log-probs differ by `OUTLIER` instead of `GAP`. It is exaggerated, so that every sensible
+bound takes effect."""
 
 
 TOP = 3
-"""Number of top tokens of the synthetic teacher; one more stands for all other tokens."""
+"""Number of most likely tokens of the synthetic teacher; one more entry stands for all other tokens."""
 
 
 @dataclass(frozen=True, slots=True)

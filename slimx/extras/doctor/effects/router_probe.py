@@ -48,7 +48,7 @@ def router_gradient(config: Config, probe: Probe, sizes: RouterSizes) -> np.ndar
     synthetic batch, float64 [N x experts].
 
     The log-prob of a token depends on the gates of its experts, each with a random weight, so that the configured loss
-    has a gradient here too."""
+    also has a gradient with respect to the router's logits."""
     random = torch.Generator().manual_seed(0)
     lengths = [len(values) for values in probe.begin]
     count = sum(lengths)

@@ -31,7 +31,7 @@ from slimx.rollout.hook_loading import Hooks, check_generated, load_generate, lo
 from slimx.rules.layout import check_layout
 
 BLOCKED_S = 0.5
-"""Seconds for which a hook may block the event loop before a note is added."""
+"""Seconds for which a hook may block the event loop before a note about it is added to the findings."""
 
 
 @dataclass(slots=True)

@@ -46,15 +46,15 @@ class ScriptedServer:
         """Number of sampling requests by seed, since the last call of `say`."""
         self.url = ""
         self._answers: list[list[int]] = [[]]
-        """Token ids of the remaining answers; the last one is repeated."""
+        """Token ids of the remaining responses; the last response is repeated."""
         self._ends = True
         self._loop = asyncio.new_event_loop()
         self._listening = threading.Event()
         self._thread = threading.Thread(target=self._run, name="slimx-scripted", daemon=True)
 
     def say(self, *answers: Sequence[int], ends: bool) -> None:
-        """Sets the token ids of the next answers, of which the last is repeated. `ends`: True if the model stops after
-        an answer, False if the answer is cut off."""
+        """Sets the token ids of the next responses, the last of which is then repeated. `ends`: True if the model stops
+        after a response, False if the response is cut off."""
         self._answers = [list(answer) for answer in answers]
         self._ends = ends
         self.requests.clear()

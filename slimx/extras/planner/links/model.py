@@ -190,7 +190,8 @@ class Stages:
     verify: float
     """Seconds for the checksums of loaded parameters."""
     control: float
-    """Seconds for calls to all ranks. The two calls per bucket overlap."""
+    """Seconds for calls to all ranks. The call that packs a bucket overlaps with the call that checks the previous
+    one."""
     total: float
     """Seconds for the publication, less than the sum of its stages because packing overlaps with transfer and check."""
 

@@ -38,8 +38,8 @@ class Setting:
     materialized: bool
     """True if the attention keeps its probabilities, because no flash attention kernel supports it."""
     masked: bool = False
-    """True if torch's kernel receives a mask for every pair of tokens, and keys and values for every head, as it does
-    for attention sinks."""
+    """True if torch's kernel receives a mask for every pair of tokens, and keys and values that are repeated for every
+    query head, as for attention sinks."""
 
     @property
     def share(self) -> float:
@@ -49,7 +49,7 @@ class Setting:
 
     def norm(self, elements: float) -> float:
         """Returns the bytes that a norm of `elements` elements keeps: fp32 copies of input and output with torch's
-        kernels, or the input itself."""
+        kernels, otherwise only the input."""
         return elements * (2 * FP32 if self.kernels == "torch" else self.itemsize)
 
 
@@ -120,8 +120,8 @@ class LayerBytes:
 
 
 def layer_bytes(model: dict[str, Any], setting: Setting, parts: LayerParts, kind: LayerKind) -> LayerBytes:
-    """Returns the bytes that a layer with the parts `parts` keeps. `model`: fields of megatron-core's
-    TransformerConfig."""
+    """Returns the bytes that a layer keeps. `parts`: its mixer (attention or recurrent) and its MLP (dense or experts).
+    `model`: fields of megatron-core's TransformerConfig."""
     hidden = setting.share * model["hidden_size"]
     nbytes: dict[str, float] = {}
     if parts.mixer is not None:

@@ -24,8 +24,8 @@ NVL_ROWS = {16: 288, 24: 288, 32: 288, 48: 288, 64: 288, 96: 480, 128: 560, 144:
 RDMA_ROWS = 128
 """Number of rows (tokens) buffered for another node, before rounding up to complete chunks."""
 RDMA_CHUNK = {16: 20, 96: 12, 128: 12, 144: 12, 160: 12}
-"""Number of rows (tokens) in a chunk that is sent to another node, by number of ranks (8 if not listed): the maximum of
-dispatch and combine."""
+"""Number of rows (tokens) in a chunk that is sent to another node, by number of ranks (8 if not listed): the larger of
+the sizes for dispatch and combine."""
 LOW_LATENCY_TOKENS = 128
 """Default of SGLang's environment variable SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK."""
 BF16 = 2
@@ -42,8 +42,8 @@ def trainer_buffers(trainer: Trainer, spec: ModelSpec, sizes: Sizes, device: str
 
 
 def engine_buffers(group: Engines, spec: ModelSpec, sizes: EngineSizes) -> int:
-    """Returns the bytes of DeepEP's buffers on an engine rank; 0 without `moe_a2a_backend: deepep`, with which experts
-    are distributed over all ranks."""
+    """Returns the bytes of DeepEP's buffers on an engine rank; 0 unless `moe_a2a_backend` is deepep. With deepep,
+    experts are distributed over all ranks of a server."""
     if group.sglang.get("moe_a2a_backend") != "deepep" or not spec.experts:
         return 0
     mode = group.sglang.get("deepep_mode") or "auto"

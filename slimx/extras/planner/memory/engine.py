@@ -87,7 +87,8 @@ def with_occupied(
     """Returns `record` adjusted for a GPU on which other processes use `occupied` bytes when the server starts.
 
     SGLang 0.5.23 measures the free memory after its ranks have connected and before it loads weights. Weights and KV
-    cache get the share mem_fraction_static of it (`kv_cache_configurator.py`, `_profile_available_bytes`)."""
+    cache get the fraction mem_fraction_static of this free memory (`kv_cache_configurator.py`,
+    `_profile_available_bytes`)."""
     sizes = engine_sizes(group)
     fields: dict[str, int | float | None] = {"static_fraction": None, "static": None, "kv_room": None}
     tokens = None
@@ -194,8 +195,8 @@ def static_fraction(group: Engines, sizes: EngineSizes, memory: int) -> float:
     """Returns the fraction of a GPU's memory that SGLang 0.5.23 uses for weights and KV cache if `mem_fraction_static`
     is not set.
 
-    It follows SGLang's formula (`srt/arg_groups/memory_hook.py`), which starts from the GPU's size `memory`, without
-    the increase after graph capture, so the actual memory may be larger."""
+    It follows SGLang's formula (`srt/arg_groups/memory_hook.py`), which starts from `memory`, the size of the GPU's
+    memory, but ignores that SGLang increases the fraction after graph capture, so the actual fraction may be larger."""
     mib = memory / MIB
     chunk, batch = _prefill_and_decode(group, memory, sizes.tensor)
     reserved = 512 + 1.5 * max(chunk, 2048) + sizes.world / 8 * 1024

@@ -40,7 +40,7 @@ def host_memory(
     """Returns the host memory that the fullest node with trainer ranks needs when everything has been allocated; pinned
     memory is kept for reuse.
 
-    `figures`: those of the publication; None without engines. `batches`: bytes of the batches that the driver, which
+    `figures`: figures of the publication; None without engines. `batches`: bytes of the batches that the driver, which
     may run on this node, keeps (`kept_batches`). `graphs`: bytes of an engine rank's CUDA graphs, which are in host
     memory while the engine sleeps."""
     policy_ranks, _ = by_gpu(trainers, separate_critic)
@@ -104,8 +104,9 @@ def _publication_bytes(config: Config, figures: PublicationFigures, ranks: int) 
 
 
 def kept_batches(config: Config, spec: ModelSpec, batch: BatchPlan) -> int:
-    """Returns the maximum bytes of batches that the driver keeps for trainers that replace lost ones: those of the
-    steps between two checkpoints, and the same number of further steps while the second checkpoint is being written."""
+    """Returns the maximum bytes of batches that the driver keeps for trainers that replace lost ones: the batches of
+    all steps between two checkpoints, and of as many steps again, which may be trained while the second checkpoint is
+    being written."""
     if not config.section(Recovery).trainers:
         return 0
     step = batch.tokens_per_step * _TRAINED_TOKEN
@@ -120,7 +121,7 @@ def kept_batches(config: Config, spec: ModelSpec, batch: BatchPlan) -> int:
 
 
 def _routes(spec: ModelSpec) -> int:
-    """Returns the bytes of the experts that one token is routed to, over all layers."""
+    """Returns the bytes that the indices of the experts to which one token is routed take, over all layers."""
     itemsize = 1 if spec.experts <= 256 else 2
     return len(spec.moe_layers) * spec.transformer["moe_router_topk"] * itemsize
 

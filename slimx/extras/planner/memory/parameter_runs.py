@@ -78,8 +78,9 @@ _ORDER = (
 )
 """Prefixes of parameter names within a layer, in the order in which megatron-core's modules register their parameters.
 
-It is the order for torch's layers; in Transformer Engine's a norm precedes its weight. The order only decides to which
-rank an alignment gap belongs. Names without a prefix in the list come last."""
+It is the order in torch's layers; in Transformer Engine's layers a norm precedes the weight of the linear layer that it
+is fused with. The order only decides to which rank an alignment gap belongs. Names without a prefix in the list come
+last."""
 _ENDS = ("embedding.", "output_layer.")
 
 
@@ -94,7 +95,7 @@ class ParameterRun:
     count: int
     dtype: str
     expert: bool = False
-    """True if their gradients are summed over the groups of expert-data parallelism."""
+    """True if the gradients of these parameters are summed over the groups of expert-data parallelism."""
     tied: bool = False
     """True if another pipeline stage has a copy of the parameter; megatron-core then puts it into a separate bucket."""
     trained: bool = True
@@ -145,8 +146,8 @@ class Holdings:
         return total
 
     def unlike_stages(self, sizes: Sizes) -> list[int]:
-        """Returns the pipeline stages whose sequence of layer kinds differs from that of all earlier stages. The first
-        stage with a sequence has the most micro-batches in flight."""
+        """Returns the pipeline stages whose sequence of layer kinds differs from that of all earlier stages. Among
+        stages with the same sequence, the first has the most micro-batches in flight."""
         stages: dict[tuple[int, ...], int] = {}
         for stage in range(sizes.pipeline):
             kinds = tuple(map(id, self._blocks(sizes, stage * sizes.stage)))  # layers of the same kind share it

@@ -41,7 +41,7 @@ class ActivationBytes:
     """Number of micro-batches in flight. Each has activations of all layers of the stage or, with virtual stages, of
     one chunk."""
     hosted: int
-    """Bytes in host memory at the peak (`trainer.offload_activations`)."""
+    """Bytes of offloaded activations in host memory at the peak (`trainer.offload_activations`)."""
     moved: int
     """Bytes of activations copied to the host and back per micro-batch."""
     parts: dict[str, int]
@@ -124,7 +124,7 @@ class _OutputBytes(NamedTuple):
 
     kept: float
     copied: float
-    """Bytes of its activations that are copied to the host."""
+    """Bytes of the activations after the decoder that are copied to the host."""
     work: float
     """Bytes of temporary memory for computing the loss and its gradient."""
 

@@ -23,7 +23,7 @@ from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.publication import export_plan
 
 CONTEXT = GIB // 2
-"""Assumed bytes that the receiving process of an engine takes on each GPU into whose memory it receives."""
+"""Assumed bytes of the CUDA context of an engine's receiving process, on each GPU whose memory it writes to."""
 
 
 class MergingBytes(NamedTuple):

@@ -44,13 +44,13 @@ class StateBytes:
     """Bytes of the moments, which are included in `optimizer`; `trainer.optimizer.offload_fraction` moves them to the
     host."""
     copied: int
-    """Bytes of fp32 copies that an optimizer step makes of the rank's part of bf16 gradients."""
+    """Bytes of fp32 copies that an optimizer step makes of the rank's shard of bf16 gradients."""
     elements: int
     """Number of elements of the rank's parameters and buffers, without alignment gaps."""
     quantized: int
     """Number of elements that a publication in fp8 quantizes."""
     adapted: int
-    """Number of elements of the rank's weights that have an adapter, without those of the adapters."""
+    """Number of elements of the rank's weights that have an adapter, not counting the elements of the adapters."""
     pinned_weights: int
     """Bytes of pinned host memory for copies of the weights' buffers, if torch rounds sizes up."""
     pinned_share: float

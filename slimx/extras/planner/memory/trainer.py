@@ -33,8 +33,8 @@ two."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageState:
-    """Weights, gradients and optimizer state of the fullest rank of a pipeline stage, which do not depend on
-    activations."""
+    """Weights, gradients and optimizer state of the fullest rank of a pipeline stage: the memory that does not depend
+    on activations."""
 
     stage: int
     rank: int
@@ -106,8 +106,8 @@ def stage_states(
 
 
 def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Setting:
-    """Returns the setting for a full micro-batch with rollouts of the maximum length, with the kernels used on
-    `device`."""
+    """Returns the properties of a full micro-batch that determine its activations, with rollouts of the maximum length
+    and the kernels used on `device`."""
     limit = config.trainer.max_tokens_per_microbatch
     latent = bool(spec.transformer.get("multi_latent_attention"))
     # torch's CPU kernel needs queries and values of one size; "unfused" is Transformer Engine's or torch's plain form.

@@ -20,9 +20,10 @@ def link_bytes(
 ) -> tuple[LinkBytes, ...]:
     """Returns the bytes of a publication by kind of link.
 
-    With `cuda_ipc`, a move between two ranks stays within one GPU or uses NVLink or the network, depending on their
-    GPUs. `memory` uses host memory, and `disk` files. With Hugging Face names all bytes are sent to the first rank of
-    an engine. From there they are sent to its other ranks over the engine's links, which are not counted."""
+    With `cuda_ipc`, bytes that one rank sends to another stay within one GPU or use NVLink or the network, depending on
+    the GPUs of the two ranks. `memory` uses host memory, and `disk` files. With Hugging Face names all bytes are sent
+    to the first rank of an engine. From there they are sent to its other ranks over the engine's links, which are not
+    counted."""
     wire = wire_bytes(plan)
     gpu = machine.gpu
     if transport in ("memory", "disk"):

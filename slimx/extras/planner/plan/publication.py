@@ -36,7 +36,7 @@ from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 
 @dataclass(frozen=True, slots=True)
 class CompiledPublication:
-    """A compiled publication, with what the report needs to know about it."""
+    """A compiled publication, with the facts about it that the report needs."""
 
     published: PublicationPlan
     dealt: DealtPlan | None
@@ -228,7 +228,7 @@ def _bucket_memory(publish: Publish, plan: Plan, ranks: int, received: int) -> t
 
 
 def _largest_part(plan: Plan) -> int:
-    """Returns the bytes of the largest part of a bucket that is sent to a single target."""
+    """Returns the bytes of the largest part of a bucket that is sent to a single target rank."""
     largest = 0
     for target in plan.buckets:
         for bucket in target:

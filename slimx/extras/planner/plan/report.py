@@ -53,7 +53,7 @@ OF_LAYOUT = ("memory.trainer", "memory.colocated", "memory.host")
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A report, together with the inputs for predictions of the publication and for the search of layouts."""
+    """A report, together with the inputs for predictions of the publication and for the search for layouts."""
 
     report: PlanReport
     published: PublicationPlan | None
@@ -67,9 +67,10 @@ class Planned:
 def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *, first: int = 0) -> Planned:
     """Computes the layout, the memory and the compiled publication of one policy from the model's config.json.
 
-    `policies`: policies of the whole run if `config` is that of a further policy; None: those of `config`. `first`:
-    index of the policy's first GPU. Every reason why the run would be refused is in the report's `violations`. Raises
-    SlimxError only if the model cannot be read, because nothing can be computed without it."""
+    `policies`: all policies of the run, if `config` is the configuration of a policy other than `actor`; None: the
+    policies in `config`. `first`: index of the policy's first GPU. Every reason why the run would be refused is in the
+    report's `violations`. Raises SlimxError only if the model cannot be read, because nothing can be computed without
+    it."""
     spec = configured_model(config)
     machine = machine_of(config.cluster)
     # The plan is for the machine of the run, not for this one.

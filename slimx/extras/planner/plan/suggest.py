@@ -2,7 +2,7 @@
 activation strategy that fits (keep all, recompute parts, offload parts, recompute layers), and ranked by cost.
 
 `--suggest` keeps `trainer.world_size` and everything that affects learning (batch, precision, sequence lengths). If no
-split of these ranks fits, it doubles them, up to 64 times.
+split of these ranks fits, it doubles their number, up to 64 times the configured one.
 
     splits --> the model divides, weights and gradients alone fit --> most promising first --> memory, stage by stage
                (arithmetic: thousands in a tenth of a second)          (a few milliseconds each, TRIALS at most)"""
@@ -47,7 +47,7 @@ MEMORY_RULES = rules_in(memory)
 SUGGESTIONS = 5
 """Maximum number of layouts that are suggested."""
 LARGEST = 64
-"""Largest multiple of trainer.world_size that is tried if no smaller one fits."""
+"""Largest factor by which trainer.world_size is multiplied if no layout with fewer ranks fits."""
 TRIALS = 300
 """Maximum number of layouts whose memory is computed in one search. It is not a time limit, so that the result does not
 depend on the machine's load."""
@@ -289,7 +289,7 @@ class Search:
         return config
 
     def _weigh(self, split: Split, config: Config, states: tuple[tuple[StageState, ...], ...]) -> Candidate:
-        """Returns the candidate for `config` with memory and cost. `states`: those of policy ranks and critic ranks."""
+        """Returns the candidate for `config` with memory and cost. `states`: states of policy and critic ranks."""
         merging = most_merging(config, max(stage.state.adapted for stage in states[0]))
         records = trainer_memory(config, self.spec, split.sizes, self.device, merging=merging, states=states[0])
         fullest = max(records, key=lambda record: record.peak)

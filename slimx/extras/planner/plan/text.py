@@ -208,7 +208,7 @@ def _parts(record: TrainerMemory, bandwidth: float | None) -> Iterator[str]:
 
 
 def _phases(report: PlanReport) -> Iterator[str]:
-    """Yields the table of GPUs by phase, and the largest parts of the fullest GPU."""
+    """Yields the table of GPUs by phase, and the largest uses of memory on the fullest GPU."""
     if not report.phases:
         return
     peaks: dict[str, dict[Phase, int]] = {}

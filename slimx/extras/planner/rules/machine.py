@@ -141,8 +141,8 @@ def start_warnings(config: Config, spec: ModelSpec, device: str) -> Iterator[str
 
 
 def idle_warnings(schedule: Schedule, trainer: Trainer, rollout: Rollout) -> Iterator[str]:
-    """Yields warnings about GPUs that are idle while engines generate. They follow from which parts of the run can work
-    at the same time, not from a prediction of generation times."""
+    """Yields warnings about GPUs that are idle while engines generate. They are derived from which parts of the run can
+    work at the same time, not from predicted generation times."""
     generating = sum(group.started * group.ranks for group in rollout.policy_engines)
     if not generating:
         return
@@ -162,9 +162,9 @@ def idle_warnings(schedule: Schedule, trainer: Trainer, rollout: Rollout) -> Ite
 
 def crowded_warnings(rollout: Rollout, engines: Iterable[EngineMemory], requests: int) -> Iterator[str]:
     """Yields a warning if the KV caches of all servers have space for less than a third of the rollouts in flight,
-    because the others then wait or are recomputed.
+    because the remaining rollouts then wait or are recomputed.
 
-    `engines`: memory of the groups. `requests`: maximum number of requests in flight in all of them."""
+    `engines`: memory of the groups. `requests`: maximum number of requests in flight in all groups together."""
     sampling = {group.name for group in rollout.policy_engines if group.role != "prefill"}
     fitting = 0
     for engine in engines:
