@@ -18,7 +18,7 @@
     slimx.layer_kinds         descriptions of decoder layers by kind
     slimx.learners            trainers of models other than policies, by kind of loss: `Learner`
     slimx.machines            access to the further machines of a server that spans several: `Machines`, named `ray`
-    slimx.maps                hooks by name that map rows to prompts: `rollout.map`
+    slimx.maps                hooks by name that map rows of prompt files to prompts: `rollout.map`
     slimx.number_formats      quantized number formats: `NumberFormat`, by `quant_method` of a config.json
     slimx.numerics            numerics of trainer and engines by mode: `numerics.mode`
     slimx.objectives          modules with kinds of losses and advantages, and presets of section `algorithm`

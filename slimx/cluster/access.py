@@ -22,7 +22,7 @@ externally reachable address."""
 SYSTEM_CONFIG = {"enable_metrics_collection": False, "task_events_report_interval_ms": 0}
 """System configuration of a local Ray cluster.
 
-enable_metrics_collection: if on, each node's agent exposes its counters to everyone; slimx collects its own.
+enable_metrics_collection: if on, each node's agent exposes its counters to everyone; slimx collects its own metrics.
 task_events_report_interval_ms: if above 0, the GCS keeps 3 KiB for each of the last 100,000 calls, which nothing
 reads."""
 MODE = "RAY_AUTH_MODE"

@@ -54,6 +54,6 @@ def identity_of(actor: Actor) -> Json:
 
 
 def place_among(actor: Actor, hosts: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the Ray node id of this machine, and those of `hosts`, names or addresses, that belong to it. `actor`:
-    the Ray actor that runs this function."""
+    """Returns the Ray node id of this machine, and the entries of `hosts`, names or addresses, that belong to this
+    machine. `actor`: the Ray actor that runs this function."""
     return place_of(actor).node or "", [host for host in hosts if is_local(host)]

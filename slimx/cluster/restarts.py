@@ -24,7 +24,7 @@ class Restart:
     part: str
     """Name of the restarted part in messages, such as "engine actor-0" or "router"."""
     reason: str
-    """Reason why the part was lost, or why the previous attempt failed."""
+    """Reason why the engine or router was lost, or why the previous attempt failed."""
     at: float
     """Time when the attempt started, in Unix seconds."""
     seconds: float
@@ -38,11 +38,11 @@ class Restart:
 
 
 class Restarts:
-    """Restarts of one engine or router. Up to `health.restarts` consecutive ones are allowed, and `health.stable_after`
-    seconds of service reset the count.
+    """Restarts of one engine or router. Up to `health.restarts` consecutive restarts are allowed, and
+    `health.stable_after` seconds of service reset the count.
 
-    The limit counts consecutive restarts, not restarts per time, because a start may take minutes: a part that always
-    dies soon after its start is given up, however long its starts take.
+    The limit counts consecutive restarts, not restarts per unit of time, because a start may take minutes: an engine
+    that always dies soon after its start is given up, however long its starts take.
     """
 
     def __init__(
@@ -72,23 +72,24 @@ class Restarts:
 
     @property
     def left(self) -> bool:
-        """True if `health.restarts` allows another restart of the part."""
+        """True if `health.restarts` allows another restart of the engine or router."""
         return self.in_row < self.health.restarts
 
     @property
     def pause(self) -> float:
-        """Seconds to wait before the next restart, so that a temporary obstacle can disappear; 0 before the first."""
+        """Seconds to wait before the next restart, so that a temporary obstacle can disappear; 0 before the first
+        restart."""
         return min(LONGEST_PAUSE_S, self._pause_s * 2 ** (self.in_row - 1)) if self.in_row else 0.0
 
     def serves(self) -> None:
-        """Records that the part is serving; its time in service counts from the first call after the start or after
-        `lost`."""
+        """Records that the engine or router is serving. Its time in service counts from the first call after a start or
+        after `lost`."""
         if self._serves_since is None:
             self._serves_since = self._clock()
 
     def lost(self) -> None:
-        """Records that the part has stopped serving. Resets the count if it had served for `health.stable_after`
-        seconds."""
+        """Records that the engine or router has stopped serving. Resets the count of restarts if it had served for
+        `health.stable_after` seconds."""
         since = self._serves_since
         self._serves_since = None
         if since is not None and self._clock() - since >= self.health.stable_after:
@@ -96,8 +97,8 @@ class Restarts:
 
     @contextmanager
     def attempt(self, reason: SlimxError) -> Iterator[None]:
-        """Counts one restart, which the block performs, and records how it ended. `reason`: error by which the part was
-        lost."""
+        """Counts one restart, which the block performs, and records how it ended. `reason`: error that describes the
+        loss of the engine or router."""
         self.in_row += 1
         self.note(f"{self.part}: restart {self.in_row} of {self.health.restarts}")
         at = time.time()

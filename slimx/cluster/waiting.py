@@ -99,7 +99,7 @@ def _died(task: AnyFuture) -> bool:
 
 
 def _unexplained(task: AnyFuture) -> bool:
-    """Returns True if `task` failed for another reason than its actor's death or a SlimxError."""
+    """Returns True if `task` failed with an error that is neither the death of its actor nor a SlimxError."""
     error = task.exception()
     return error is not None and not _died(task) and not isinstance(getattr(error, "cause", None), SlimxError)
 
@@ -153,9 +153,10 @@ async def ask_ray[T, *Ts](
 ) -> T:
     """Calls `function` of Ray's library in a thread and returns its result.
 
-    `ray.put` needs the raylet and `ray.kill` the GCS. Both block forever if that process is stopped, so they must not
-    be called in the event loop. `what`: description of the result, and `holder`: the part of Ray that must provide it,
-    for errors. Raises DeadlineError after `deadline_s` seconds, PartLost if Ray reports an error."""
+    `ray.put` needs the raylet and `ray.kill` the GCS. Both functions block forever if the process that they need is
+    stopped, so they must not be called in the event loop. `what`: description of the result, and `holder`: the part of
+    Ray that must provide it, for errors. Raises DeadlineError after `deadline_s` seconds, PartLost if Ray reports an
+    error."""
     try:
         async with asyncio.timeout(deadline_s):
             return await in_thread(function, *arguments)

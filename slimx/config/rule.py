@@ -63,7 +63,7 @@ class Rule:
 
     code: str
     about: str
-    """Dotted key that the errors are about, unless the rule yields another one."""
+    """Dotted key that the errors are about, unless the rule yields an error with another key."""
     ask: Callable[..., Problems]
     """Function that receives the facts as keyword arguments and yields an error message for each fault (`Problems`). A
     SlimxError that it raises is reported as a fault too."""

@@ -152,7 +152,7 @@ class CoreConfig(Section):
     @property
     def route_stride(self) -> int:
         """Interval at which rollouts return the experts that each token was routed to: 1 for every rollout, n for one
-        in n, 0 for none. The experts of one rollout take tens of megabytes."""
+        in n, 0 for none. The expert indices of one rollout take tens of megabytes."""
         if not self.rollout.routed_experts:
             return 0
         replayed = any(config.trainer.moe.routing_replay == "R3" for config in self.by_policy.values())

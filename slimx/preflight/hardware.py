@@ -21,7 +21,7 @@ MARGIN = 3 * GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """Figures of one type of GPU and of its nodes. Rates are in bytes per second and direction."""
+    """Figures of one type of GPU and of its nodes. Rates are in bytes per second in each direction."""
 
     name: str
     memory: int
@@ -31,11 +31,11 @@ class GpuSpec:
     domain: int
     """Number of GPUs in an NVLink domain."""
     nvlink: float
-    """Rate of a GPU's NVLink connection, in bytes per second and direction."""
+    """Rate of a GPU's NVLink connection, in bytes per second in each direction."""
     network: float
-    """Rate of a GPU's network adapter (InfiniBand), in bytes per second and direction; each GPU has one adapter."""
+    """Rate of a GPU's network adapter (InfiniBand), in bytes per second in each direction; each GPU has one adapter."""
     host: float
-    """Rate of transfers between a GPU and host memory, in bytes per second and direction."""
+    """Rate of transfers between a GPU and host memory, in bytes per second in each direction."""
     host_memory: int
     """Host memory of a node in bytes."""
     bandwidth: float

@@ -132,8 +132,8 @@ def is_set(entry: str, sections: Sections) -> bool:
 
 
 def _values(key: str, sections: Sections) -> list[tuple[object, object]]:
-    """Returns the values at `key`, each with its default: one per group for keys of engines, otherwise one; [] if a
-    section on the way is null."""
+    """Returns the values at `key`, each with its default: one value per engine group for keys of `rollout.engines`,
+    otherwise one value; [] if a section that contains the key is null."""
     section, *names = key.split(".")
     values: list[tuple[object, object]] = [(sections[section], None)]
     for name in names:

@@ -72,7 +72,7 @@ class RunningClock:
 
     def __init__(self, source: Callable[[], float] = time.monotonic):
         self.lost = 0.0
-        """Seconds that the clock has skipped so far."""
+        """Seconds that the clock has not counted so far, because the process was stopped."""
         self._source = source
         self._last = source()
         self._lock = threading.Lock()

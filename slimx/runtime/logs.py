@@ -16,8 +16,8 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 def marked(text: str) -> str:
-    """Returns a marker line for a log, with the time in UTC and `text`, such as the step that the lines after it belong
-    to."""
+    """Returns a marker line for a log, with the time in UTC and `text`, which names for example the step to which the
+    following lines belong."""
     return f"{_MARK}{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC, {text}"
 
 

@@ -287,8 +287,8 @@ def _reap(pid: int) -> int | None:
 
 
 class StopWatch:
-    """Detects stopped processes (SIGSTOP) among the descendants of a guard, and the guard's owner if that is a Ray
-    worker.
+    """Detects whether descendants of a guard, or the guard's owner if that is a Ray worker, have been stopped
+    (SIGSTOP).
 
     Stopped processes never respond, and nothing reports this to the processes that wait for them. Processes that are
     busy, or attached to a debugger or profiler, have other states however long they are silent."""

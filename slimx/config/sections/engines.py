@@ -62,7 +62,7 @@ class Engines(Section):
     """Environment variable, read by the driver, with the key that the servers of `urls` require for control requests
     (SGLang's --admin-api-key); null: the key of api_key_env."""
     nodes: Size = 1
-    """Number of machines that one server spans (SGLang's nnodes), each with the same number of its ranks."""
+    """Number of machines that one server spans (SGLang's nnodes), each with the same number of the server's ranks."""
     max_total_tokens: Amount | None = None
     """Capacity of the KV cache in tokens; null: SGLang computes it from the free memory."""
     threads: Size = 1

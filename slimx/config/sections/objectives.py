@@ -113,7 +113,7 @@ class Sapo(Objective):
     tau_positive: Positive = 1.0
     """Temperature tau of the sigmoid (SAPO) for tokens with a positive advantage."""
     tau_negative: Positive = 1.05
-    """Temperature tau of the sigmoid (SAPO) for all other tokens."""
+    """Temperature tau of the sigmoid (SAPO) for tokens without a positive advantage."""
 
 
 class ClipCov(Clipped):
@@ -143,7 +143,7 @@ class Grpo(Objective):
 
 class Gigpo(Grpo):
     gamma: Share = 1.0
-    """Discount factor per turn of later rewards; 1: no discount."""
+    """Discount factor per turn, applied to the rewards of later turns; 1: no discount."""
     step_coef: Weight = 1.0
     """Weight of the step-level advantage, which compares turns that start in the same state."""
 
@@ -163,7 +163,7 @@ class TokenRewards(Objective):
 
     whole_step: ClassVar[bool] = True
     gamma: Share = 1.0
-    """Discount factor per trained token of later rewards; 1: no discount."""
+    """Discount factor per trained token, applied to the rewards of later tokens; 1: no discount."""
     whiten: bool = False
     """Normalize advantages to mean 0 and standard deviation 1 over the trained tokens of a step."""
 

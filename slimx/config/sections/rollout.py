@@ -37,7 +37,7 @@ RENDERED = {"conversation", "messages", "tools", "documents", "add_generation_pr
 
 
 class RowFields(Section):
-    """Names of a row's columns. A dotted name selects a nested value, such as reward_model.ground_truth."""
+    """Names of the columns of prompt files. A dotted name selects a nested value, such as reward_model.ground_truth."""
 
     prompt: str
     """Column with the question: a text, which becomes a single user turn, or a list of messages."""
@@ -131,7 +131,7 @@ class Sampling(Section):
 
     @property
     def greedy(self) -> dict[str, float]:
-        """Settings, by key, that make all answers to a prompt equal (greedy sampling); {} if answers differ."""
+        """Settings, by key, that make sampling greedy (all responses to a prompt are equal); {} if there are none."""
         keys: dict[str, float] = {}
         if self.temperature < GREEDY:
             keys["temperature"] = self.temperature
@@ -180,7 +180,7 @@ class Rollout(Section):
     sources: tuple[PromptSet, ...] = ()
     """Several sources of prompts instead of `prompts`, mixed in every batch by their weights."""
     fields: RowFields | None = None
-    """Columns of rows that are not in slimx's format; null: all rows are in it."""
+    """Columns of rows that are not in slimx's format; null: all rows are in that format."""
     map: str | None = None
     """Dotted path of a hook `to_prompt(row)` to use instead of `fields`; it returns a dict with id, messages or
     token_ids, answer, metadata, tools and template. null: none."""
@@ -332,8 +332,8 @@ class Eval(Section):
     """File of held-out prompts (as `rollout.prompts`), or a mapping from names to files; null: no evaluation. The name
     is metadata.dataset of prompts without one, so that `reward.parts` can select a reward for each file."""
     fields: RowFields | None = None
-    """Columns of rows that are not in slimx's format; null: all rows are in it. `rollout.fields` and `rollout.map`
-    apply to training prompts only, `rollout.system` and `rollout.template` to both."""
+    """Columns of rows that are not in slimx's format; null: all rows are in that format. `rollout.fields` and
+    `rollout.map` apply to training prompts only, `rollout.system` and `rollout.template` to both."""
     map: str | None = None
     """Dotted path of a hook to use instead of `fields`, as for `rollout.map`; it may be the same hook. null: none."""
     every: Count | None = None

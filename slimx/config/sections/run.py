@@ -75,12 +75,13 @@ class Cluster(Section):
     """Seconds within which Ray's processes must respond. After that the run ends with an error that names the silent
     process."""
     stop_deadline: Seconds = 120
-    """Seconds between a signal or failure and the exit of the process, even if its shutdown has not finished."""
+    """Maximum number of seconds between a signal or failure and the exit of the process, which then exits even if its
+    shutdown has not finished."""
     cpu_affinity: Literal["auto", "none"] = "auto"
     """CPUs of trainer ranks. auto: each rank runs on the CPUs closest to its GPU (NVML); none: on any CPU."""
     gpu: Literal["h100", "h200", "gb300"] | None = None
-    """Type of GPU that `slimx plan` assumes; it knows memory, links and GPUs per node of each type. null: the plan does
-    not check whether memory suffices."""
+    """Type of GPU that `slimx plan` assumes, with the published memory, links and GPUs per node of that type. null: the
+    plan does not check whether memory suffices."""
     gpu_memory_gib: Positive | None = None
     """Memory of one GPU in GiB for `slimx plan`, without the half GiB that the driver reserves; null: the memory of the
     type `gpu`."""
@@ -218,7 +219,8 @@ class Checkpoint(Section):
     """Action if the newest checkpoint of a resumed run is damaged. skip: log a warning, rename it to
     iter_NNNNNNN.damaged, and continue from the previous checkpoint, if there is one; stop: refuse to start."""
     load_optimizer: bool = True
-    """Resume with the state of the optimizer; false: only with weights and position, and with new moments."""
+    """Resume with the state of the optimizer; false: resume only the weights and the position in the run, and start
+    with new moments."""
     export_hf: bool = False
     """Export the final weights as a Hugging Face directory, RUN/hf."""
     export_every: Count = 0

@@ -154,8 +154,8 @@ class Lora(Section):
     experts), router; null: all of these that the model has, except the router."""
     load: PathText | None = None
     """Directory of initial adapters in PEFT format, with the same targets; null: newly initialized adapters.
-    Projections that are stacked here need two or three times the directory's rank and alpha, which `slimx plan`
-    prints."""
+    Projections that slimx stacks into one layer, such as query, key and value, need two or three times the directory's
+    rank and alpha; `slimx plan` prints the values to set."""
 
 
 _FP8 = "set trainer.fp8, for which layers and blocks are checked against publications"
@@ -334,7 +334,7 @@ class Trainer(RankLayout):
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Globs over names of parameters of the base model that are not trained; all of them with LoRA."""
+        """Globs over names of parameters of the base model that are not trained; with LoRA, all parameters."""
         return ("*",) if self.lora is not None else self.freeze
 
     @property
