@@ -52,8 +52,8 @@ class Draft:
         self._trained = bytearray(len(self._ids))
         self._spans = [Span(start=0, stop=len(self._ids), source="prompt")]
         self._supports: list[Support | int] = [len(self._ids)]
-        """Candidates of each part of the trajectory, in order; an integer counts tokens without restricted
-        candidates."""
+        """For each part of the trajectory, in order: the candidates of its tokens, or the number of its tokens if their
+        candidates were not restricted."""
         self._routes: np.ndarray | None = None
         self._finish: str | None = None
         self._turns: dict[int, Turn] = {}
@@ -148,7 +148,8 @@ class Draft:
     def finish(self, *, metadata: Json | None = None) -> Trajectory:
         """Returns the trajectory with `metadata`.
 
-        Drops untrained tokens after the last sampled one, because they have neither a loss nor routed experts.
+        Drops the tokens after the last one that was sampled or is trained on, because they have neither a loss nor
+        routed experts.
         """
         end = self._trained.rfind(1) + 1
         for span in self._spans:

@@ -1,7 +1,7 @@
 """Imports the configured hooks and checks them before a run starts.
 
-Hooks that were written for another program are named with a prefix. An entry point of the same name provides the
-`Form`, the adapter that loads hooks of the other program.
+A hook that was written for another framework, such as slime, is named with a prefix. The entry point with the name of
+the prefix provides the `Form`, the adapter that loads such hooks.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERATE = "slimx.generate"
-"""Group of the entry points that register generate hooks under short names for `rollout.generate`."""
+"""Entry point group that registers generate hooks under short names for `rollout.generate`."""
 REWARDS = "slimx.rewards"
-"""Group of the entry points that register reward hooks under short names for `reward.function`."""
+"""Entry point group that registers reward hooks under short names for `reward.function`."""
 FORMS = "slimx.hook_forms"
-"""Group of the entry points that register a `Form` under the prefix of its hooks."""
+"""Entry point group that registers each `Form` under the prefix of its hooks."""
 
 
 class Form(Protocol):
-    """Adapter for the hooks of another program, which are used unchanged."""
+    """Adapter that loads hooks written for another framework, such as slime, without changes to them."""
 
     def load_generate(self, path: str, config: Config) -> Generate: ...
 
@@ -57,7 +57,7 @@ class Form(Protocol):
         ...
 
     def is_form_of(self, path: str) -> bool:
-        """Returns True if the hook at `path`, which has no prefix, was written for the other program."""
+        """Returns True if the hook at `path`, which has no prefix, was written for the other framework."""
         ...
 
 
@@ -71,7 +71,8 @@ class Hooks:
 
 
 def load_hooks(config: Config) -> Hooks:
-    """Imports and checks the configured hooks. Raises SlimxError with the key, the path and the problem."""
+    """Imports and checks the configured hooks. Raises SlimxError, naming the configuration key, the hook's path and the
+    problem."""
     return Hooks(generate=load_generate(config), reward=load_rewards(config), keep=load_keep(config))
 
 
@@ -98,15 +99,15 @@ def load_keep(config: Config) -> Keep | None:
 
 
 def form_facts(config: Config) -> dict[str, Json]:
-    """Returns the properties of the run that its reward hooks need in other processes, by the prefix of their
-    `Form`."""
+    """Returns, for the prefix of each `Form` that the run uses, the properties of the run that its reward hooks need in
+    other processes."""
     paths = (config.reward.function, *(part.function for part in config.reward.parts))
     names = {str(path).partition(":")[0] for path in paths} & entry_points.find(FORMS).keys()
     return {name: entry_points.load(FORMS, name).facts(config) for name in names}
 
 
 class _Foreign(NamedTuple):
-    """A hook of another program: its `Form`, prefix and path."""
+    """A hook written for another framework: its `Form`, prefix and path."""
 
     form: Form
     prefix: str
@@ -115,7 +116,8 @@ class _Foreign(NamedTuple):
 
 
 def _form_of(path: str) -> _Foreign | None:
-    """Splits `path` at the prefix of a `Form`. Returns None if it has no such prefix."""
+    """Splits the path of a hook into the prefix of a `Form` and the rest. Returns None if the path has no such
+    prefix."""
     prefix, colon, rest = path.partition(":")
     if not colon or prefix not in entry_points.find(FORMS):
         return None
@@ -181,9 +183,10 @@ def in_process(config: RewardConfig, reward: Reward) -> bool:
 
 
 def check_answers(config: RewardConfig, reward: Reward, prompts: Sequence[Prompt], share: float) -> None:
-    """Raises SlimxError if too many `prompts` lack the answer that a reward hook of slimx compares with.
+    """Raises SlimxError if too many `prompts` have no answer although a reward hook of slimx compares responses with
+    it.
 
-    `share`: fraction of the prompts that may lack it.
+    `share`: maximum fraction of prompts without an answer.
     """
     for hook, judged in _judged_by(reward, prompts):
         if not needs.asks_for_answer(hook):
@@ -209,7 +212,7 @@ def check_prompts(reward: Reward, prompts: Sequence[Prompt]) -> None:
 
 
 def _judged_by(reward: Reward, prompts: Sequence[Prompt]) -> list[tuple[Reward, list[Prompt]]]:
-    """Returns each part of the reward with the prompts that it applies to."""
+    """Returns each reward hook, which may be a part of a mixture, with the prompts that it applies to."""
     if not isinstance(reward, Mixture):
         return [(reward, list(prompts))]
     return [(part.hook, list(filter(part.fits, prompts))) for part in reward.parts]

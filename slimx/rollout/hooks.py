@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 
 class AgentServer(Protocol):
-    """Interface of the run's chat completion server for generate hooks."""
+    """Interface through which generate hooks use the run's chat completion server."""
 
     context: int
-    """Maximum number of tokens of a trajectory that can be trained."""
+    """Maximum number of tokens of a trajectory that can be trained on."""
 
     def session(self, session: object) -> AbstractAsyncContextManager[str]:
         """Serves `session`, the conversations of one rollout, inside the block; yields the base URL for its agent."""
@@ -73,7 +73,7 @@ class CompletionStream(Protocol):
 
 
 class Generator(Protocol):
-    """Interface of a source of completions: the client of the engines, or a wrapper of it for one rollout."""
+    """Interface of a source of completions: the client of the engines, or a wrapper around it for one rollout."""
 
     async def generate(self, request: GenerationRequest) -> Completion: ...
 
@@ -137,8 +137,8 @@ class _Logging:
     metrics: dict[str, float]
 
     def log(self, name: str, value: float) -> None:
-        """Logs a number for this call, once per name; docs/metrics.md describes how the numbers of a step are
-        aggregated.
+        """Logs a number for this call of the hook, at most once per name; docs/metrics.md describes how the numbers of
+        a step are aggregated.
 
         Raises SlimxError for a reserved or malformed name, a name that was logged before, and a value that is not a
         number.
@@ -149,7 +149,8 @@ class _Logging:
         self.metrics[name] = as_number(name, value)
 
     def add(self, name: str, value: float) -> None:
-        """Adds `value` to a number of this call, which starts at 0, e.g. to count over several parts of a rollout.
+        """Adds `value` to a number that is logged for this call of the hook and starts at 0, e.g. to count events of a
+        rollout.
 
         Raises SlimxError for the names and values for which `log` raises it, but accepts a name that was logged before.
         """
@@ -226,7 +227,7 @@ class RolloutContext(_Logging):
     def turn(self, content: str, *, after: Sequence[int], role: str = "user") -> list[int]:
         """Returns the token ids of a turn that the model does not sample, up to the start of the model's next turn.
 
-        `content`: text of the turn. `after`: all previous tokens.
+        `content`: text of the turn. `after`: all tokens before the turn.
         """
         return encode_turn(self.tokenizer, content, role=role, after=after)
 

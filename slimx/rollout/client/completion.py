@@ -17,7 +17,7 @@ VersionSpan = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of the model, with which the client checks token ids and parses routed experts."""
+    """Sizes of the model, which the client needs to check token ids and to parse routed experts."""
 
     vocab_size: int
     layers: int = 0
@@ -41,7 +41,7 @@ class Completion:
     """int32 [n]: sampled tokens, including the stop token if one was sampled."""
     logprobs: np.ndarray
     """float32 [n]: log-probs of the sampled tokens under softmax(logits / temperature) over the candidates in
-    `support`, or over the whole vocabulary without `support`. Greedy sampling reports them at temperature 1."""
+    `support`, or over the whole vocabulary without `support`. Under greedy sampling, temperature 1 is used here."""
     versions: list[VersionSpan]
     """Ranges of tokens with the weight version that sampled each range; together they cover [0, n)."""
     finish_reason: str
@@ -74,8 +74,8 @@ class Scores:
 
 
 def joined(parts: Sequence[Completion], prompt: int) -> Completion:
-    """Concatenates `parts` of one completion, each of which continues the previous one, after a prompt of `prompt`
-    tokens.
+    """Concatenates the consecutive parts of one completion, such as those before and after an interruption. `prompt`:
+    length of the prompt in tokens.
 
     Each token keeps the version, log-prob and routed experts of the part that sampled it.
     """

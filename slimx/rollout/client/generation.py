@@ -129,8 +129,8 @@ class GenerationClient:
     def _body(self, token_ids: Sequence[int], parameters: Json, fields: Json) -> Json:
         """Returns the JSON body of a request.
 
-        `parameters`: SGLang's sampling parameters. `fields`: request fields that the router would drop, sent in a
-        label.
+        `parameters`: SGLang's sampling parameters. `fields`: request fields that the router does not know and would
+        drop; they are sent in a label, which it forwards.
         """
         if self.adapters is not None:
             fields = {"lora_id": self.adapters, **fields}
@@ -153,7 +153,7 @@ class GenerationClient:
     async def _post(self, body: Json, key: str | None) -> Json:
         """Returns `meta_info` of the response to a /generate request.
 
-        The request may be sent several times, because the seed makes it repeatable.
+        The request is sent again if its response is lost, which is safe because its seed makes the result repeatable.
         """
         response = await self._sender(key).answer(body, self.deadline_s)
         if "meta_info" not in response:

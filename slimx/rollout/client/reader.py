@@ -40,7 +40,8 @@ class Reader:
     async def completion(self, meta: Meta, request: GenerationRequest, seconds: float) -> Completion:
         """Returns the complete response to `request` as a completion.
 
-        `seconds`: wall time of the request. Raises SlimxError if the response lacks a part that was requested.
+        `seconds`: wall time of the request. Raises SlimxError if the response lacks anything that was requested, such
+        as routed experts.
         """
         routed = self.routed(request)
         reason = (meta["finish_reason"] or {"type": "abort"})["type"]

@@ -160,8 +160,8 @@ class Pending:
     def add(self, part: Completion) -> None:
         """Appends a part: a piece of a stream, or the tokens of an aborted request.
 
-        Discards an aborted part that cannot be continued, so that it is sampled again: a part without tokens, or of a
-        `whole` request. A part that was aborted just when it reached `max_new_tokens` is complete.
+        Discards an aborted part that no other request can continue, because it has no tokens or its request is `whole`;
+        it is then sampled again. A part that was aborted just when it reached `max_new_tokens` is complete.
         """
         if part.finish_reason == "abort":
             if len(part.token_ids) == 0 or self.request.whole:

@@ -1,7 +1,7 @@
 """Sends a request through a router within a deadline, and retries it if its engine is lost or no engine is registered.
 
 The deadline is suspended during an outage, while no engine serves, because an outage is not a failure of the request.
-The engines' option `outage_deadline` bounds its duration.
+The engines' option `outage_deadline` bounds the duration of an outage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slimx.runtime.clocks import Clock
 NO_ENGINE = 503
 """Status that the router returns if no engine is registered."""
 UNREACHED = -1
-"""Substitute for a status: the connection was refused, so the request was never sent."""
+"""Value in place of an HTTP status if the connection was refused, so that the request was never sent."""
 
 JSON = {"Content-Type": "application/json"}
 KEY_HEADER = "X-SMG-Routing-Key"
@@ -40,7 +40,7 @@ Answer = tuple[int, Json]
 
 
 class AnswerError(SlimxError):
-    """Raised for an error response to a request that is not retried, or was retried too often."""
+    """Raised for an error response if the request cannot be retried, or has been retried too often."""
 
     def __init__(self, url: str, status: int, message: str):
         outcome = "got no response" if status <= 0 else f"returned status {status}"
@@ -57,7 +57,7 @@ class AnswerError(SlimxError):
 def lost(status: int) -> bool:
     """Returns True if `status` means that the request was lost with its engine and another engine may succeed.
 
-    The connection broke, the router lost the chosen engine, or the engine failed with a 5xx status.
+    This is the case if the connection broke, the router lost the chosen engine, or the engine failed with a 5xx status.
     """
     return status == 0 or (status >= 500 and status != NO_ENGINE)
 
@@ -69,7 +69,7 @@ def failed(error: aiohttp.ClientError) -> Answer:
 
 
 def as_logprobs(values: Sequence[float | None] | Sequence[Sequence[float | None]], who: str) -> np.ndarray:
-    """Converts log-probs from a response of `who` to float32, in the shape of `values`.
+    """Converts log-probs from a response of the server `who` to float32, in the shape of `values`.
 
     Raises SlimxError for NaN (null in JSON), which means that the weights are not finite or a GPU computes wrong
     values.
@@ -86,7 +86,7 @@ def as_logprobs(values: Sequence[float | None] | Sequence[Sequence[float | None]
 
 
 def input_logprobs(meta: Json, token_ids: Sequence[int], who: str) -> list[float]:
-    """Returns the log-probs [L - 1] of `token_ids` [L] except the first, from a /generate response of `who`.
+    """Returns the log-probs [L - 1] of `token_ids` [L] except the first, from a /generate response of the server `who`.
 
     Raises SlimxError for NaN, and if the response scores other tokens than `token_ids`. Id 0 is accepted at every
     position: SGLang 0.5.23 scores the last token of the vocabulary, but reports its id as 0
@@ -106,7 +106,7 @@ def input_logprobs(meta: Json, token_ids: Sequence[int], who: str) -> list[float
 
 
 def input_top_logprobs(meta: Json, length: int, top: int, who: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the `top` most likely tokens at each of the last `length` positions that `who` scored.
+    """Returns the `top` most likely tokens at each of the last `length` positions that the server `who` scored.
 
     Returns their ids, int32 [length, top], and log-probs, float32 [length, top], from a /generate response. Raises
     SlimxError if the response has another number of positions or tokens.
@@ -179,7 +179,8 @@ async def send(attempt: Callable[[], Awaitable[Answer]], url: str, deadline_s: f
 
 
 class RequestSender:
-    """Sends one request and its continuations through a router, and counts how often the request was lost."""
+    """Sends one request, and the requests that continue it after a broken stream, through a router; counts how often
+    the request was lost."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, key: str | None, rule: Resending, time: Callable[[], float]

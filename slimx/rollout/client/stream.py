@@ -62,9 +62,9 @@ class TokenStream:
                 ...
         draft.add_sampled(stream.completion)
 
-    Leaving the block early stops the request at the engine: `completion` then has the finish reason "stop", and a
-    second request computes the experts of its tokens. Iteration raises SlimxError if the engine refuses the request or
-    the stream breaks too often, DeadlineError after the request's deadline.
+    Leaving the block early stops the request at the engine: `completion` then has the finish reason "stop", and the
+    routed experts of its tokens are computed by a second request. Iteration raises SlimxError if the engine refuses the
+    request or the stream breaks too often, DeadlineError after the request's deadline.
     """
 
     def __init__(
@@ -163,9 +163,11 @@ class TokenStream:
                     yield event["meta_info"]
 
     async def _take(self, meta: Meta, request: GenerationRequest, before: int) -> Completion | None:
-        """Returns the tokens of an event as a piece, or None if it has neither new tokens nor a finish reason.
+        """Returns the new tokens of a server-sent event as a piece of the completion, or None if the event has neither
+        new tokens nor a finish reason.
 
-        `request`: the request that this stream answers. `before`: number of tokens received before it was sent.
+        `request`: request whose response contains the event. `before`: number of tokens received before that request
+        was sent.
         """
         start = self._pending.count - before
         now = time.monotonic()

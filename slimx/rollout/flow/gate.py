@@ -11,11 +11,11 @@ from slimx.errors import SlimxError
 from slimx.runtime.tasks import AnyFuture
 
 ABORT_INTERVAL_S = 0.2
-"""Interval in seconds at which the abort call is repeated, because a request may still have been on its way to an
-engine."""
+"""Interval in seconds at which the abort call is repeated, because each call misses requests that are still on their
+way to an engine."""
 
 CANCEL_S = 10.0
-"""Seconds within which cancelled requests must end; the gate stops waiting for the others."""
+"""Seconds to wait for cancelled requests to end; after that, the gate no longer waits for them."""
 
 
 class Gate:
@@ -35,7 +35,7 @@ class Gate:
 
     @property
     def out(self) -> int:
-        """Number of requests in flight: they wait for a slot or are at an engine."""
+        """Number of requests in flight, which wait for a slot or are at an engine."""
         return len(self._out)
 
     def open(self) -> None:

@@ -66,7 +66,8 @@ async def _pieces(stream: CompletionStream, out: asyncio.Future[None]) -> AsyncI
 
 
 class Interruptible:
-    """Client of one rollout, whose requests pass the gate and wait for a slot."""
+    """Client through which one rollout samples. Its requests wait until the gate is open and a slot is free, and are
+    continued after interruptions."""
 
     def __init__(self, client: Generator, slots: Slots, clock: Clock, gate: Gate, journal: Journal) -> None:
         self._client = client
@@ -76,10 +77,10 @@ class Interruptible:
         self._journal = journal
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Samples like `GenerationClient.generate`, across interruptions.
+        """Samples like `GenerationClient.generate`, and continues the completion after interruptions.
 
-        Time at a closed gate does not count against the rollout's deadline. Raises SlimxError if the engine aborts the
-        request although the gate is open.
+        Time spent waiting for the gate to open does not count against the rollout's deadline. Raises SlimxError if the
+        engine aborts the request although the gate is open.
         """
         pending = self._begin(request)
         while not pending.done:
@@ -104,7 +105,7 @@ class Interruptible:
             return None
 
     def stream(self, request: GenerationRequest) -> InterruptibleStream:
-        """Streams like `GenerationClient.stream`, across interruptions."""
+        """Streams like `GenerationClient.stream`, and continues the stream after interruptions."""
         return InterruptibleStream(self, self._begin(request))
 
     @asynccontextmanager
@@ -125,7 +126,8 @@ class Interruptible:
 
     @property
     def interrupted(self) -> bool:
-        """True while the gate is closed, which explains why an engine aborts a request."""
+        """True while the gate is closed. Engines then abort requests because of the interruption, not because of a
+        failure."""
         return not self._gate.is_open
 
     def record(self, pending: Pending) -> None:
@@ -147,7 +149,8 @@ class Interruptible:
 
 
 class InterruptibleStream:
-    """A `TokenStream` that is continued after interruptions, each of which starts a new segment."""
+    """Stream like `TokenStream` that continues after interruptions. Each continuation is a new request, called a
+    segment."""
 
     def __init__(self, engines: Interruptible, pending: Pending) -> None:
         self._engines = engines

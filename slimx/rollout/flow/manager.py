@@ -1,8 +1,9 @@
 """Keeps the right number of groups in flight and returns batches, without exceeding the staleness bound.
 
-Every admitted prompt gets a *ticket*, the numbered entry of its group in the queue. Tickets are trained in that order
-(within `schedule.window`), so the step that trains a group does not depend on timing. `slimx/rollout/flow/tickets.py`
-contains the rules of admission and selection that keep every trajectory within `schedule.max_staleness` versions.
+Every admitted prompt gets a *ticket*, the numbered entry of its group in the queue. Groups are trained on in the order
+of their tickets (within `schedule.window`), so the step in which a group is trained on does not depend on timing.
+`slimx/rollout/flow/tickets.py` contains the rules of admission and selection that keep every trajectory within
+`schedule.max_staleness` versions.
 
     next_batch: open the gate --> admit, drop, wait, ... --> select --> close the gate, if engines rest
 
@@ -50,9 +51,9 @@ class RolloutManager:
         on_drop: Callable[[Dropped], None] = lambda dropped: None,
         abort: Callable[[], Awaitable[None]] = _nothing,
     ):
-        """Starts with an empty queue. `maker` generates groups. `on_drop` is called for every group that is not
-        trained, and again after `restore` for dropped groups that no batch has counted yet. `abort` makes all engines
-        end their requests, which return their tokens so far."""
+        """Starts with an empty queue. `maker` generates groups. `on_drop` is called for every group that is not trained
+        on, and again after `restore` for dropped groups that no batch has counted yet. `abort` makes all engines end
+        their requests, which return their tokens so far."""
         self.config = config
         self.source = source
         self.maker = maker
@@ -66,7 +67,7 @@ class RolloutManager:
         self._tickets: list[Ticket] = []
         self._next = 0
         self._dropped: list[Dropped] = []
-        """Dropped groups that the next batch will count."""
+        """Groups dropped since the previous batch, which the next batch counts by reason."""
         self._failures: list[Dropped] = []
         self._regenerated = 0
         self._changed = asyncio.Event()
@@ -92,8 +93,8 @@ class RolloutManager:
     async def next_batch(self) -> Batch:
         """Waits for the next `prompts_per_step` groups and returns them.
 
-        A new prompt replaces a dropped group, and a group that delays a batch for longer than
-        `schedule.straggler_deadline`. Raises SlimxError if more than `rollout.max_failed_share` of a batch failed,
+        A group that is dropped, or that delays a batch for longer than `schedule.straggler_deadline`, is replaced by a
+        group of a new prompt. Raises SlimxError if more than `rollout.max_failed_share` of a batch failed,
         DeadlineError after `schedule.step_deadline`. A cancelled call takes no group out of the queue.
         """
         deadline = self.config.schedule.step_deadline
@@ -121,7 +122,8 @@ class RolloutManager:
         self._admit(self.rules.room)
 
     async def stop(self) -> None:
-        """Cancels all tasks and waits up to `STOP_S` for them to end; abandons a hook that resists cancellation."""
+        """Cancels all tasks and waits up to `STOP_S` for them to end; a hook that ignores its cancellation is left
+        running."""
         tasks = [*self._left, *(ticket.task for ticket in self._tickets if ticket.task is not None)]
         for task in tasks:
             task.cancel()
@@ -140,8 +142,8 @@ class RolloutManager:
         }
 
     def counting(self, current: int, done: int) -> int:
-        """Returns the step whose batch counts a group that is dropped now. `current`: step in progress. `done`: number
-        of completed steps."""
+        """Returns the step of the next batch, which counts a group that is dropped now. `current`: step in progress.
+        `done`: number of completed steps."""
         if self.waiting_since is not None:
             return current
         return max(current, done) + 1
@@ -179,8 +181,8 @@ class RolloutManager:
         }
 
     def restore(self, state: Json) -> None:
-        """Continues from `state`, as returned by `state()`: keeps complete groups and the sampled tokens of incomplete
-        ones, whose remaining tokens are generated with the same seeds once a batch is awaited."""
+        """Continues from `state`, as returned by `state()`: keeps complete groups, and the sampled tokens of incomplete
+        groups, which are continued with the same seeds once a batch is awaited."""
         self.source.restore(state["source"])
         self._next = state["next"]
         for saved in state["tickets"]:
@@ -316,8 +318,8 @@ class RolloutManager:
 
     def _too_old(self, taken: Sequence[Ticket]) -> bool:
         """Drops the groups of `taken` beyond the staleness bound and generates them again; returns True if there are
-        any. Occurs only after a checkpoint of a run with other rules, because the rules of admission and selection
-        prevent it."""
+        any. Occurs only after a restart from a checkpoint with other settings, because the rules of admission and
+        selection otherwise prevent it."""
         version = self.maker.version
         bound = self.config.schedule.max_staleness
         too_old = False

@@ -1,10 +1,10 @@
-"""Saved progress of an incomplete group, with which a resumed run samples nothing twice.
+"""Saved progress of an incomplete group, from which a resumed run continues without sampling any token again.
 
 For a complete rollout, the progress contains its trajectories with rewards. For an incomplete one, it contains every
 completion that the generate hook received from the engines, the last one possibly partial. A resumed run calls the hook
 again from the start: a request that was answered before (same tokens, seed and sampling parameters) gets the recorded
-completion, and later requests go to the engines. Hooks need no code for this; one that sends different requests the
-second time gets new tokens for them.
+completion, and later requests go to the engines. Hooks need no code for this; a hook that sends different requests the
+second time gets new tokens for these requests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Recorded:
     """Tokens sampled so far; finish_reason is "abort" if the completion is incomplete."""
     routes_of: str | None = None
     """Key of a later response whose routed experts start with those of this one, which are therefore not stored here;
-    None if they are stored."""
+    None if the routed experts are stored here."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,7 +48,8 @@ class SavedRollout:
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """A `Recorded` in memory, which stores only new tokens, because a turn repeats all tokens of earlier turns."""
+    """In-memory form of a `Recorded`, which stores only tokens that no earlier entry contains, because the request of
+    each turn repeats the tokens of all earlier turns."""
 
     before: _Entry | None
     """Entry whose prompt and sampled tokens are a prefix of this entry's prompt; None if there is none."""
@@ -116,8 +117,8 @@ class Journal:
         self._entries[key] = _Entry(before, new, completion, routes_of)
 
     def _continued_entry(self, key: str, token_ids: np.ndarray) -> _Entry | None:
-        """Returns the newest entry whose tokens are a prefix of `token_ids`, ignoring the entry `key`; None if there is
-        none."""
+        """Returns the newest entry whose tokens are a prefix of `token_ids`, ignoring the entry with the key `key`;
+        None if there is no such entry."""
         for other, entry in reversed(self._entries.items()):
             if other != key and _begins(token_ids, entry):
                 return entry

@@ -33,7 +33,7 @@ _Fields = make_dataclass("Trajectory", [(name, _TYPES[name]) for name in _PLAIN_
 
 
 class Returned:
-    """The checks of one rollout's trajectories, which a hook has returned or may have changed."""
+    """Checks for the trajectories of one rollout, after a hook has returned them or may have changed them."""
 
     def __init__(
         self,
@@ -275,7 +275,8 @@ def _mark(trajectory: Trajectory, reason: str, text: str) -> None:
 def crashed_trajectory(ctx: RolloutContext, error: BaseException, clock: Clock, config: Rollout) -> Trajectory:
     """Returns a failed trajectory for a rollout whose generate hook raised `error`.
 
-    `clock`: clock of the rollout's deadline, which distinguishes it from a time-out inside the hook.
+    `clock`: clock of the rollout's deadline, which shows whether a TimeoutError means this deadline or a time-out
+    inside the hook.
     """
     if isinstance(error, TimeoutError) and clock.expired:  # not a time-out inside the hook
         late = DeadlineError(f"rollout {ctx.group_id}/{ctx.index}", config.rollout_deadline, config.generate)

@@ -22,7 +22,7 @@ from slimx.rollout.hook_loading import name_of, name_with_source
 from slimx.rollout.hooks import Reward, RewardContext
 
 Verdict = tuple[float, dict[str, float]]
-"""A reward, and its named parts; no parts if the hook returned one number."""
+"""A reward, and the parts that add up to it, by name; no parts if the hook returned a single number."""
 
 
 class _Outcome(NamedTuple):
@@ -210,7 +210,8 @@ def verdicts(value: object, judged: Trajectory | Group, hook: Reward) -> Verdict
 def checked(value: object, hook: Reward) -> Verdict:
     """Checks a reward that `hook` returned: a finite number, or a dict of finite numbers whose sum is finite.
 
-    Returns the reward, the sum of a dict, with its named parts. Raises SlimxError for any other value.
+    Returns the reward, which is the sum if the hook returned a dict, and its parts by name. Raises SlimxError for any
+    other value.
     """
     parts = value if isinstance(value, dict) else {"reward": value}
     floats = {key: _finite(key, part, value, hook) for key, part in parts.items()}

@@ -3,7 +3,7 @@
     driver  -- prompt, trajectory, text -->  worker: imports the hooks once, runs one call at a time
             <-- number or numbers ---------
 
-A worker that was killed or has crashed is replaced, and only its call fails. A call that no worker has accepted,
+A worker that was killed or has crashed is replaced, and only its call fails. A call that its worker does not accept,
 because the worker is dead or does not respond, goes to a new worker. Hooks get a copy of the trajectory, so their
 changes to it are lost.
 """
@@ -77,7 +77,7 @@ class RewardProcesses:
         self.reward = reward
         self.tokenizer_path = tokenizer_path
         self._hook = config.model_dump_json(), json.dumps(facts)
-        """JSON texts from which a worker loads its hook; also the key of its cache."""
+        """JSON texts from which a worker loads its hook; also the key under which the worker caches the hook."""
         self.killed = 0
         """Number of calls killed at their deadline."""
         self.replaced = 0

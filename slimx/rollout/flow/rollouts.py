@@ -244,7 +244,7 @@ class GroupMaker:
         progress: GroupProgress,
         greedy: bool = False,
     ) -> list[Trajectory]:
-        """Runs a rollout. Returns its trajectories, with rewards unless `reward.scope` is group, or a failed one."""
+        """Runs a rollout. Returns its trajectories, rewarded unless `reward.scope` is group, or a failed one."""
         done = progress.done.get(index)
         if done is not None:
             return done
@@ -336,7 +336,7 @@ class GroupMaker:
     async def _judge_all(
         self, prompt: Prompt, trajectories: Sequence[Trajectory], *, evaluation: bool, greedy: bool
     ) -> None:
-        """Computes the rewards of trajectories, and scores those of training rollouts, concurrently."""
+        """Computes the rewards of trajectories and, in training rollouts, calls `score` with them, concurrently."""
         work: list[Coroutine[None, None, None]] = []
         if self.config.reward.scope == "trajectory":
             work += [self._judge(prompt, trajectory, evaluation) for trajectory in trajectories]
@@ -382,7 +382,7 @@ class GroupMaker:
         )
 
     async def _judge(self, prompt: Prompt, judged: Trajectory | Group, evaluation: bool) -> None:
-        """Sets the reward of a trajectory, or of each one in a group; on an error, marks the first one as failed."""
+        """Sets the reward of a trajectory or of all in a group; on an error, marks the first trajectory as failed."""
         if self._rewards is None:
             return
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]

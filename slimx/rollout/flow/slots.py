@@ -28,7 +28,8 @@ class Slots:
 
     @asynccontextmanager
     async def one(self, clock: Clock | None = None, *, first: bool = False) -> AsyncIterator[None]:
-        """Occupies a slot inside the block. `clock` is suspended while it waits for the slot.
+        """Occupies a slot inside the block. `clock`: clock of the rollout's deadline, which is suspended during the
+        wait for the slot.
 
         `first`: True to wait ahead of all requests that were made with `first=False`.
         """

@@ -75,7 +75,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dropped:
-    """A group that is not trained, with the reason."""
+    """Record of a group that is not trained on, with the reason."""
 
     group: str
     prompt: str
@@ -93,7 +93,7 @@ class Dropped:
 
     @classmethod
     def of(cls, outcome: GroupOutcome) -> Dropped:
-        """Returns the record of a group that was dropped: `outcome.reason` is not None."""
+        """Returns the record of a dropped group, whose `outcome.reason` is not None."""
         assert outcome.reason is not None
         return cls(
             group=outcome.group.id,
@@ -168,7 +168,8 @@ class Rules:
     def select(self, queue: Sequence[Ticket], version: int) -> list[Ticket] | None:
         """Returns the tickets for the next batch, or None if it must wait for unfinished groups.
 
-        `queue`: all open tickets, ordered by number. `version`: weight version of the trainers at that batch.
+        `queue`: all open tickets, ordered by number. `version`: weight version of the trainers when they train on that
+        batch.
         """
         taken: list[Ticket] = []
         oldest: int | None = None
@@ -197,8 +198,8 @@ class Rules:
         return not ticket.waits and ticket.oldest_version + self.staleness < version
 
     def _in_time(self, queue: Sequence[Ticket], taken: Sequence[Ticket], version: int) -> bool:
-        """Returns True if the tickets of `queue` that are not in `taken` can be trained in time, in order from the next
-        batch on.
+        """Returns True if the tickets of `queue` that are not in `taken` are still trained on in time if the following
+        batches take them in order.
 
         Ignores tickets that would be late even if all batches were selected strictly in order.
         """
