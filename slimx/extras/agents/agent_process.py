@@ -21,7 +21,7 @@ from slimx.runtime.tasks import in_thread
 MAX_OUTPUT = 20_000
 """Maximum length of a program's output that is kept, in bytes; the beginning is dropped."""
 MAX_WRITTEN = 64 << 20
-"""Maximum size of a program's output on stdout, and of that on stderr, in bytes."""
+"""Maximum size in bytes of everything that a program writes to stdout, and likewise to stderr."""
 GRACE_S = 2.0
 """Seconds that a program has to exit when its rollout is over, and again after SIGKILL."""
 ALLOWED = (

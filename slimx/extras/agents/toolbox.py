@@ -42,7 +42,7 @@ class Toolbox(Protocol):
     """
 
     async def open(self, prompt: Prompt, seed: int) -> list[Json]:
-        """Starts the tools and returns them in the chat template's form, {"type": "function", "function": {"name",
+        """Starts the tools and returns them in the chat template's format, {"type": "function", "function": {"name",
         ...}}.
 
         `seed`: seed of the rollout, the same in a resumed run. Raises ToolsLost if the tools cannot be used.
@@ -59,7 +59,7 @@ class Toolbox(Protocol):
     async def judge(self, messages: Sequence[Json]) -> dict[str, float]:
         """Returns the parts of the rollout's reward by name, which the reward hook `tools` adds up; {} for none.
 
-        `messages`: messages after the prompt, in OpenAI's form. Raises ToolsLost if the tools can no longer be used.
+        `messages`: messages after the prompt, in OpenAI's format. Raises ToolsLost if the tools can no longer be used.
         """
         ...
 

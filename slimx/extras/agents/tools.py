@@ -6,7 +6,7 @@ rollout:
     toolbox: mcp
     toolbox_options: {servers: {search: {url: "http://127.0.0.1:8000/mcp"}}}
 
-The chat template lists the tools in the prompt, calls are parsed as those of agents are (`proxy/tool_calls.py`), and
+The chat template lists the tools in the prompt, calls are parsed like those of agents (`proxy/tool_calls.py`), and
 results become turns of role tool.
 """
 
@@ -31,7 +31,7 @@ from slimx.rollout.draft import Draft
 from slimx.rollout.hooks import GivenUp, RewardContext, RolloutContext
 
 TOOLBOXES = "slimx.toolboxes"
-"""Group of the entry points that register toolboxes under short names for `rollout.options.toolbox`."""
+"""Entry point group that registers toolboxes under short names for `rollout.options.toolbox`."""
 UNREADABLE = "The tool call could not be read. Write it again, as one JSON object with name and arguments."
 CLOSE_S = 25.0
 """Deadline in seconds for closing a toolbox, which may have to stop processes."""
@@ -127,12 +127,13 @@ async def generate(
 ) -> Trajectory:
     """Plays one rollout and returns it as a trajectory: the model's turns are trained on, results of tools are not.
 
-    `toolbox`: dotted path or registered name. `toolbox_options`: its keyword arguments. `tool_parser`: as in
-    `agent.py`. `max_turns` of the model, `max_calls` of tools, `max_unreadable` consecutive turns with an unreadable
-    call, and `max_context` tokens (None for the length of a trainable trajectory) end a rollout, which is trained on up
-    to that point. `max_result`: maximum length in characters of one result for the model. `open_deadline`,
-    `call_deadline`: seconds; the first call past its deadline is reported to the model, the second one ends the
-    rollout.
+    `toolbox`: dotted path or registered name of the toolbox's class. `toolbox_options`: keyword arguments of that
+    class. `tool_parser`: as in `agent.py`. `max_turns`: maximum number of the model's turns. `max_calls`: maximum
+    number of tool calls. `max_unreadable`: number of consecutive turns with an unreadable call that ends a rollout.
+    `max_context`: maximum length in tokens; None for that of a trainable trajectory. A rollout that is ended by a limit
+    is trained on up to that point. `max_result`: maximum length in characters of one result for the model.
+    `open_deadline`, `call_deadline`: seconds; the first call past its deadline is reported to the model, the second one
+    ends the rollout.
 
     Metadata: `ended` (done, turns, calls, unreadable, context or length), `turns`, `tool_calls`, `tool_errors` (by
     code: unknown_tool, bad_arguments, deadline, unjudged, and those of the toolbox), `judged` (parts of the toolbox's
@@ -186,7 +187,7 @@ class _Talk:
     reader: AnswerReader
     draft: Draft
     tools: list[Json]
-    """Tools in the chat template's form: the prompt's and those of the toolbox."""
+    """Tools in the chat template's format: those of the prompt, then those of the toolbox."""
     name: str
     context: int | None
     max_calls: int
@@ -276,7 +277,7 @@ class _Talk:
         return {"max_new_tokens": min(room, self.ctx.engine.sampling["max_new_tokens"])}
 
     def _insert(self, turns: Sequence[Json], calls: Sequence[Json] = ()) -> None:
-        """Inserts `turns` after the model's turn with the tool calls `calls`."""
+        """Inserts `turns` after the model's last turn. `calls`: tool calls in the model's turn."""
         self.messages += [dict(turn) for turn in turns]
         after = self.draft.token_ids
         self.draft.add_inserted(encode_turns(self.ctx.tokenizer, turns, after=after, tools=self.tools, calls=calls))

@@ -44,8 +44,8 @@ class StepEnvironment:
         self._shown = ""
 
     def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls `function` with `arguments`. Subclasses override this to raise errors that name the function as
-        `name`."""
+        """Calls `function` with `arguments`. Subclasses override this method to raise errors in which the function is
+        called `name`."""
         return function(*arguments)
 
     def _look(self, observation: object, info: object) -> None:
@@ -61,14 +61,14 @@ class StepEnvironment:
         return Begin(text=self._shown, state_key=self._state)
 
     def _refused(self, reason: str = "") -> Step:
-        """Returns the step of a turn without an action: a notice, `reason`, and the text of the unchanged state."""
+        """Returns the response to a turn without an action: a notice, `reason`, and the text of the unchanged state."""
         self._invalid += 1
         self._in_a_row += 1
         text = "\n".join(filter(None, [NO_ACTION, reason, self._shown]))
         return self._step(text, self._invalid_reward, done=self._in_a_row >= self._max_invalid, invalid=1)
 
     def _carried_out(self, reward: float, *, done: bool) -> Step:
-        """Returns the step of a turn whose action was executed."""
+        """Returns the response to a turn whose action was executed: the text of the new state, with `reward`."""
         self._in_a_row = 0
         self._steps += 1
         self._gained += reward

@@ -77,7 +77,7 @@ class Gymnasium(StepEnvironment):
             trial._close()
 
     async def reset(self, prompt: Prompt, seed: int) -> Begin:
-        """Creates the environment and resets it to the state of the prompt.
+        """Creates the environment and resets it to the prompt's initial state.
 
         Raises SlimxError if `metadata.seed` of the prompt is not a non-negative integer.
         """

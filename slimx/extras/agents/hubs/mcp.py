@@ -82,7 +82,7 @@ class McpTools:
             ) from error
 
     async def open(self, prompt: Prompt, seed: int) -> list[Json]:
-        """Connects to all servers and returns their tools in the chat template's form.
+        """Connects to all servers and returns their tools in the chat template's format.
 
         Raises ToolsLost for an unreachable server, SlimxError for a tool name that two servers have or that no server
         has.
@@ -131,7 +131,7 @@ class McpTools:
 
 
 class _McpConnection:
-    """The connection to one server. A task opens and closes it, because the SDK requires both in the same task."""
+    """The connection to one server, which a single asyncio task opens and closes, as the SDK requires."""
 
     def __init__(self, name: str, server: Json) -> None:
         self.name = name
@@ -244,7 +244,8 @@ class _McpConnection:
 
 
 def _text(result: CallToolResult) -> tuple[str, int]:
-    """Returns the text of a result, and the number of its non-text parts, which the text only mentions."""
+    """Returns the text of a result, with placeholders for images, audio and other binary parts, and the number of these
+    parts."""
     parts: list[str] = []
     left_out = 0
     for block in result.content:

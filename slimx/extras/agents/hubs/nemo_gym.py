@@ -139,7 +139,8 @@ class NemoGym:
         return ToolsLost(f"the NeMo Gym server at {self._url}: /{path} {problem}", about=self._url)
 
     def _response(self, messages: Sequence[Json]) -> Json:
-        """Converts the turns after the prompt to a response of OpenAI's API, which the server verifies."""
+        """Converts the turns after the prompt to a response in the format of OpenAI's responses API, which the server
+        verifies."""
         output: list[Json] = []
         for index, message in enumerate(messages):
             if message["role"] == "user":  # inserted after an unreadable call, and not part of the response
@@ -169,7 +170,7 @@ class NemoGym:
 
 
 def _description(tool: Json) -> Json:
-    """Converts a tool of OpenAI's responses API to the chat template's form.
+    """Converts a tool of OpenAI's responses API to the chat template's format.
 
     Raises SlimxError for a tool that is not a function, or whose name cannot be a URL path.
     """

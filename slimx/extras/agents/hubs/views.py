@@ -132,7 +132,7 @@ def seed_of_prompt(prompt: Prompt) -> int:
 def state_digest(observation: object) -> str:
     """Returns a digest that is equal for equal observations: texts, numbers, arrays, and lists and mappings of these.
 
-    Raises SlimxError for other objects, some of which are identified only by their address.
+    Raises SlimxError for other objects, because some of them could only be identified by their memory address.
     """
     digest = blake2b(digest_size=12)
     _update(digest, observation)

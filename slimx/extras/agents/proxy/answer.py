@@ -43,16 +43,16 @@ class AnswerReader:
         return min((string for string in stop if string in text), key=text.find, default=None)
 
     def opened(self, after: Sequence[int]) -> bool:
-        """Returns True if the prompt with the tokens `after` ends with the <think> of the chat template."""
+        """Returns True if the prompt, whose tokens are `after`, ends with a <think> that the chat template added."""
         tail = self.tokenizer.decode(list(after[-OPEN_TAIL:]), skip_special_tokens=False)
         return tail.rstrip().endswith(THOUGHT_BEGINS)
 
     async def calls(
         self, token_ids: Sequence[int], tools: list[Json], *, after: Sequence[int], stop: Sequence[str] = ()
     ) -> Calls:
-        """Parses the tool calls of a response. Ignores calls within the thinking.
+        """Parses the tool calls of a response. Ignores text within the thinking that looks like a call.
 
-        `after`: tokens before the response. `stop`: stop strings, the first of which ends the text.
+        `after`: tokens that the response follows. `stop`: stop strings, the first of which ends the text.
         """
         thought, answer = split_after_thinking(self.raw(token_ids, stop), opened=self.opened(after))
         content, calls = await self.parse_tools(answer, tools)
@@ -80,9 +80,9 @@ class AnswerReader:
     async def message(
         self, token_ids: Sequence[int], request: ChatRequest, index: int, *, after: Sequence[int]
     ) -> tuple[Message, bool]:
-        """Returns the assistant's message in OpenAI's form, and True if a tool call begins in it.
+        """Returns the assistant message in OpenAI's format, and whether a tool call begins in it.
 
-        `index`: index of the request, which makes the ids of calls unique. `after`: tokens before the response.
+        `index`: index of the request, which makes tool call ids unique. `after`: tokens that the response follows.
         """
         text = self.text(token_ids, request.stop)
         thought = ""
@@ -127,7 +127,7 @@ class Calls:
 
 
 class Pieces:
-    """Converter of tokens that arrive one by one to text that can be sent.
+    """Incremental converter of sampled tokens to text that can be sent to the agent.
 
     Sent text never changes: incomplete characters, and a possible start of a stop string, are held back.
     """
@@ -171,7 +171,7 @@ class Pieces:
         return self._show(keep=0)
 
     def _complete(self) -> int:
-        """Returns the number of tokens whose text further tokens cannot change."""
+        """Returns the number of leading tokens whose text cannot change when more tokens arrive."""
         count = len(self._ids)
         text = self._decode(self._from, count)
         if not text.endswith("\ufffd"):
@@ -213,7 +213,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def split_after_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """Splits a text after its thinking, and after thinking that the model starts again before a tool call.
+    """Splits a text after its thinking, which includes thinking that the model resumes before a tool call.
 
     `opened`: True if the prompt ends with <think>. Thinking without </think> extends to the end of the text.
     """
@@ -248,7 +248,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def message_calls(calls: Sequence[ToolCall], request_index: int) -> list[Json]:
-    """Converts tool calls to the form of an assistant's message.
+    """Converts tool calls to the format in which an assistant message contains them.
 
     Keeps the ids that the model wrote if they are unique; otherwise creates ids that contain `request_index`.
     """

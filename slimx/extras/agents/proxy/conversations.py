@@ -2,7 +2,7 @@
 
 An agent sends all messages with every request. If they start with an earlier conversation, word for word, the request
 continues from that conversation's tokens, and only the new messages are tokenized. Otherwise a new branch starts:
-another agent's conversation, a summary in place of the past, or an answer that the agent rewrote.
+another agent's conversation, a summary in place of earlier messages, or an answer that the agent rewrote.
 
     prompt -> answer -> tool's result -> answer      trajectory g/0
                      -> other question -> answer     trajectory g/0-1: does not train the first answer again
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Answer:
-    """One sampled answer, and the tokens between it and the previous answer."""
+    """One sampled answer (an assistant message), and the tokens between the previous answer and this one."""
 
     parent: Answer | None
     before: array[int]
-    """Token ids between the parent answer and this one; for a first answer, the whole prompt. An array, because
-    thousands of agents may wait for their tools."""
+    """Token ids between the parent answer and this one; for a first answer, the whole prompt. An array saves memory
+    while thousands of agents wait for their tools."""
     completion: Completion
     continued: bool = False
     """True if another answer continues this one."""
@@ -67,8 +67,8 @@ class Conversations:
         self._by_digest: dict[bytes, Answer] = {}
 
     def locate(self, messages: Sequence[Message], tools: list[Json] | None) -> Position:
-        """Returns the position of the answer to `messages`: after the longest earlier conversation that they start
-        with."""
+        """Returns the position in the tree of the answer to `messages`: it continues the longest earlier conversation
+        with which `messages` start."""
         digests = [_digest(b"", tools)]
         for message in messages:
             digests.append(_digest(digests[-1], _content(message)))
@@ -150,7 +150,7 @@ def _with_ids(answer: Answer, sent: Message, new: Sequence[Message]) -> list[Mes
 
 
 def _content(message: Message) -> list[object]:
-    """Returns the parts of a message that identify it.
+    """Returns the parts of a message by which it is recognized when the agent sends it again.
 
     Leaves out white space around an answer, ids of tool calls and the formatting of arguments, which agents may change
     although the sampled tokens stay the same.

@@ -32,7 +32,7 @@ class ChatRequest:
     """One validated request of any of the APIs."""
 
     messages: list[Message]
-    """Messages in the chat template's form: content is text, and a tool call's arguments are an object."""
+    """Messages in the chat template's format: content is text, and a tool call's arguments are an object."""
     model: str
     """Name of the model in the agent's request, which the response only repeats."""
     tools: list[Json] | None = None
@@ -109,7 +109,7 @@ def overridden_by_run(fields: Json, sampling: Json, *, strict: bool) -> tuple[st
 
 
 def read_message(message: object, path: str = "the message") -> Message:
-    """Converts a message of chat completions to the chat template's form.
+    """Converts a message of chat completions to the chat template's format.
 
     `path`: location of the message in the request, for error messages.
     """

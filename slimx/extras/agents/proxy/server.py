@@ -35,7 +35,7 @@ from slimx.runtime.children import bypass_proxies
 from slimx.runtime.ports import address
 
 MAX_BODY = 64 * 2**20
-"""Maximum size of a request in bytes; less if the tokens of a trajectory cannot fill it."""
+"""Maximum size of a request in bytes; the limit is lower if even a trajectory of maximum length takes fewer bytes."""
 LARGE_BODY = 100_000
 """Size in bytes above which a request is parsed in a thread, so that the event loop can serve other requests."""
 CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1", "utf-16", "utf-32")
@@ -45,7 +45,7 @@ BODY_DEADLINE = 60.0
 IDLE_DEADLINE = 120.0
 """Seconds after which a connection without complete request headers is closed."""
 CONNECTIONS = 16384
-"""Maximum number of open connections; a further one closes the connection that has been idle longest."""
+"""Maximum number of open connections; at the maximum, a new connection closes the one that has been idle longest."""
 TOKENIZING = 2
 """Number of threads that tokenize messages."""
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 TOKEN_CHARACTERS = 64
-"""Maximum number of characters per token, many times the average. Longer requests are refused without tokenizing."""
+"""Upper bound on the characters of a token, many times the average. A request with more characters than the context can
+have at this ratio is refused without tokenizing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ HARMONY_CALLS = re.compile(r"to=functions\.([^\s<>]+)")
 WRITTEN_IDS = {"kimik2": re.compile(r"<\|tool_call_begin\|>\s*([^\s<>]+)\s*<\|tool_call_argument_begin\|>")}
 """Pattern of the call ids that models write, by parser name, because sglang-router does not return them."""
 ROUTER_S = 30.0
-"""Deadline in seconds for the router to parse a response."""
+"""Seconds that the router has to parse a response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,8 @@ def _skip_space(text: str, start: int) -> int:
 
 
 def _tool_call(call: object) -> ToolCall:
-    """Converts a JSON value to a tool call. Raises ValueError if it is none, or has keys that would be ignored."""
+    """Converts a JSON value to a tool call. Raises ValueError if the value is not a tool call, or has keys that would
+    be ignored."""
     if not isinstance(call, dict) or call.keys() - {"id", "type", "name", "arguments", "parameters"}:
         raise ValueError("not a call")
     name = call.get("name")

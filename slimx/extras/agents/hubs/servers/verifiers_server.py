@@ -35,7 +35,7 @@ NO_KEY = "SLIMX_HAS_NO_KEY"
 receive keys of other services."""
 MAX_BODY = 64 * 2**20
 CONNECTIONS = 1024
-"""Maximum number of open connections; a further one closes the connection that has been idle longest."""
+"""Maximum number of open connections; at the maximum, a new connection closes the one that has been idle longest."""
 IDLE_S = 120.0
 """Seconds after which a connection without complete request headers is closed."""
 

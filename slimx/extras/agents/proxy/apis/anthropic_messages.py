@@ -55,9 +55,9 @@ ERRORS = {404: "not_found_error", 413: "request_too_large", 504: "timeout_error"
 def read_messages(body: Any, sampling: Json, *, strict: bool, counts: bool = False) -> ChatRequest:
     """Parses the JSON body of a request.
 
-    `sampling`: the run's sampling parameters. `strict`: True to refuse other values instead of overriding them.
-    `counts`: True for a request that only counts tokens, where max_tokens is optional. Raises ApiError for an invalid
-    or unsupported request.
+    `sampling`: the run's sampling parameters. `strict`: True to refuse values that differ from the run's instead of
+    overriding them. `counts`: True for a request that only counts tokens, where max_tokens is optional. Raises ApiError
+    for an invalid or unsupported request.
     """
     fields = fields_of(body, IGNORED | SUPPORTED, {})
     if not counts and "max_tokens" not in fields:
@@ -79,7 +79,8 @@ def read_messages(body: Any, sampling: Json, *, strict: bool, counts: bool = Fal
 
 
 def refusal(error: ApiError) -> Json:
-    """Returns the body of an error response; `code` and `param` are those of OpenAI's API."""
+    """Returns the body of an error response, whose fields `code` and `param` have the same values as in OpenAI's
+    API."""
     kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error), "code": error.code, "param": error.param}}
 
@@ -219,7 +220,8 @@ def _message(message: object, path: str) -> list[Message]:
 
 
 def _assistant(blocks: list[Any], path: str) -> Message:
-    """Converts an assistant's message. Omits its thinking, which chat templates render differently or not at all."""
+    """Converts an assistant message to the chat template's format. Omits its thinking, which chat templates render
+    differently or not at all."""
     text = ""
     calls = []
     for index, block in enumerate(blocks):
@@ -239,7 +241,8 @@ def _assistant(blocks: list[Any], path: str) -> Message:
 
 
 def _tool(tool: object, path: str) -> Json:
-    """Converts a tool to the chat template's form. `path`: location of the tool in the request, for error messages."""
+    """Converts a tool to the chat template's format. `path`: location of the tool in the request, for error
+    messages."""
     declaration = as_object(tool, path)
     kind = declaration.get("type", "custom")
     if kind not in (None, "custom"):

@@ -35,7 +35,8 @@ IGNORED = frozenset(
         "user",
     }
 )
-"""Parameters that are accepted without effect, because they concern OpenAI's service or (seed) the run sets them."""
+"""Parameters that are accepted without effect, because they concern OpenAI's service or, like the seed, are set by the
+run."""
 NEUTRAL = {
     "frequency_penalty": 0,
     "logit_bias": {},
@@ -44,7 +45,7 @@ NEUTRAL = {
     "response_format": {"type": "text"},
     "top_logprobs": 0,
 }
-"""Parameters that may only be null or have this value."""
+"""Parameters of which only null and this value are supported."""
 SUPPORTED = frozenset(
     {
         "logprobs",
@@ -67,8 +68,8 @@ SUPPORTED = frozenset(
 def read_chat(body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
     """Parses the JSON body of a request.
 
-    `sampling`: the run's sampling parameters. `strict`: True to refuse other values instead of overriding them. Raises
-    ApiError for an invalid or unsupported request.
+    `sampling`: the run's sampling parameters. `strict`: True to refuse values that differ from the run's instead of
+    overriding them. Raises ApiError for an invalid or unsupported request.
     """
     fields = fields_of(body, IGNORED | SUPPORTED, NEUTRAL)
     overridden = overridden_by_run(fields, sampling, strict=strict)
@@ -101,7 +102,7 @@ class ChatWriter(AnswerWriter):
         return frame | {"usage": self._usage(completion)}
 
     def begin(self) -> bytes:
-        """Returns the chunk with the role."""
+        """Returns the first chunk, which contains the role `assistant`."""
         return self._chunk({"role": "assistant", "content": ""})
 
     def piece(self, shown: str, piece: Completion) -> bytes:

@@ -42,7 +42,7 @@ IGNORED = frozenset(
 )
 """Parameters that are accepted without effect, because they concern OpenAI's service."""
 NEUTRAL = {"background": False, "top_logprobs": 0, "truncation": "disabled"}
-"""Parameters that may only be null or have this value."""
+"""Parameters of which only null and this value are supported."""
 SUPPORTED = frozenset(
     {
         "input",
@@ -58,7 +58,8 @@ SUPPORTED = frozenset(
     }
 )
 PARTLY_IGNORED = {"include", "reasoning", "text"}
-"""Parameters that agents send by default. Some of their values are ignored, which the rollout's metadata records."""
+"""Parameters that agents send by default and of which some values are ignored; the rollout's metadata lists the ignored
+ones."""
 SERVICE_TOOLS = ("web_search", "web_search_preview")
 """Tools of OpenAI's service that agents offer by default. They are removed from the prompt."""
 
@@ -66,8 +67,8 @@ SERVICE_TOOLS = ("web_search", "web_search_preview")
 def read_responses(body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
     """Parses the JSON body of a request.
 
-    `sampling`: the run's sampling parameters. `strict`: True to refuse other values instead of overriding them. Raises
-    ApiError for an invalid or unsupported request.
+    `sampling`: the run's sampling parameters. `strict`: True to refuse values that differ from the run's instead of
+    overriding them. Raises ApiError for an invalid or unsupported request.
     """
     fields = fields_of(body, IGNORED | SUPPORTED | PARTLY_IGNORED, NEUTRAL)
     all_tools = typed(fields, "tools", list, [])
@@ -278,7 +279,8 @@ def _messages(fields: Json) -> list[Message]:
 
 
 def _add(out: list[Message], item: Any, path: str) -> None:
-    """Converts an item of the API and adds it to the chat template's messages; adds a call to the answer before it.
+    """Converts an input item and appends it to the chat template's messages; a function call is merged into the
+    preceding assistant message.
 
     Omits past reasoning, which chat templates render differently or not at all.
     """
@@ -311,7 +313,7 @@ def _message(item: Json, path: str) -> Message:
 
 
 def _part(part: Any) -> Any:
-    """Converts a text part to the form of chat completions. Returns other parts unchanged; `read_message` refuses
+    """Converts a text part to the format of chat completions. Returns other parts unchanged; `read_message` refuses
     them."""
     if type_of(part) in ("input_text", "output_text"):
         return {"type": "text", "text": part.get("text", "")}
@@ -319,7 +321,8 @@ def _part(part: Any) -> Any:
 
 
 def _tool(tool: object, path: str) -> Json:
-    """Converts a tool to the chat template's form. `path`: location of the tool in the request, for error messages."""
+    """Converts a tool to the chat template's format. `path`: location of the tool in the request, for error
+    messages."""
     declaration = as_object(tool, path)
     if type_of(declaration) != "function":
         problem = f"is {type_of(declaration)}; only functions, which the agent itself executes, are supported"
