@@ -44,7 +44,7 @@ class Archive(tarfile.TarFile):
 
 
 class _Headers:
-    """Wrapper of a file that permits reading at most `HEADERS` bytes."""
+    """Wrapper around a file that permits reading at most `HEADERS` bytes."""
 
     def __init__(self, file: IO[bytes]):
         self._file = file

@@ -38,7 +38,7 @@ ONLY = {
     "patience": ("remote",),
     "again": ("remote",),
 }
-"""Backends that have an option, for options that not all backends have."""
+"""For each option that only some backends have, the names of these backends."""
 NOT_IN_HEADERS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 """Pattern of a character that the value of an HTTP header may not contain: a control character other than tab."""
 
@@ -69,7 +69,7 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def read(cls, options: Mapping[str, object], key: str) -> BoxOptions:
-        """Parses options as they are written in a configuration, with the limits among the others.
+        """Parses options as they are written in a configuration, where the limits are given among the other options.
 
         `key`: configuration key of the options. Raises SlimxError naming the invalid option.
         """
@@ -181,7 +181,7 @@ def merged(root: Path | None, files: Path | None, directory: str, most: int) -> 
 
 
 def _check_token(variable: str, key: str) -> None:
-    """Raises SlimxError if an environment variable is empty, or if no HTTP header may contain its value.
+    """Raises SlimxError if an environment variable is empty, or if its value is not allowed in an HTTP header.
 
     `key`: configuration key that names the variable.
     """

@@ -33,7 +33,7 @@ class Lease:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock that serializes the calls of a sandbox, so that a client occupies at most one thread per sandbox."""
     runs: dict[str, LeasedRun] = field(default_factory=dict)
-    """The last program that was started, by the name that the client chose."""
+    """Only the program that was started last, by the name that the client chose for it."""
     ending: asyncio.Task[None] | None = None
 
 
@@ -115,8 +115,8 @@ class Boxes:
         lease.until = time.monotonic() + self.lease_s
 
     async def end(self, name: str) -> None:
-        """Stops a sandbox's programs and removes it, if it exists. It counts towards the maximum until it has been
-        removed."""
+        """Stops a sandbox's programs and removes it, if it exists. The sandbox counts towards the maximum until it has
+        been removed."""
         lease = self.leases.get(name)
         if lease is not None:
             await asyncio.shield(self._ending(name, lease))
@@ -149,7 +149,7 @@ class Boxes:
         lease.made.set_result(box)
 
     def _ending(self, name: str, lease: Lease) -> asyncio.Task[None]:
-        """Starts to remove a sandbox, unless that was started before, and returns the task that does it."""
+        """Starts to remove a sandbox, unless its removal has already started, and returns the task that removes it."""
         if lease.ending is None:
             lease.ending = self._task(self._end(name, lease))
         return lease.ending
@@ -190,7 +190,7 @@ class Images:
     digests."""
 
     named: Path | None
-    """Directory of the archives and root directories that clients may name; None for none."""
+    """Directory of the archives and root directories that clients may request by name; None if there are none."""
     uploads: Path
     uploads_mib: int
     """Maximum size of all uploaded archives together, in MiB; the least recently used ones are removed first."""

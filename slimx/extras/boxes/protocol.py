@@ -19,8 +19,8 @@ MAX_WORDS = 2**20
 
 
 class BoxRefusal(SlimxError):
-    """Raised if an argument of a sandbox's method, a path in a sandbox, or its image cannot be used. `about`: that
-    value."""
+    """Raised if an argument of a sandbox's method, a path in a sandbox, or a sandbox's image cannot be used. `about`:
+    the argument, path or image."""
 
     def __init__(self, text: str, *, code: str, about: str):
         super().__init__(text, code=f"box.{code}", about=about)
@@ -57,7 +57,8 @@ class Box(ABC):
 
     @contextmanager
     def _living(self) -> Iterator[None]:
-        """Waits for earlier calls and excludes others inside the block. Raises BoxRefusal after `end`."""
+        """Waits for earlier calls of the sandbox's methods, and makes other calls wait until the end of the block.
+        Raises BoxRefusal after `end`."""
         with self._turn:
             if self._closing.is_set():
                 raise BoxRefusal("the sandbox has ended; create another one", code="ended", about="box")

@@ -1,7 +1,7 @@
 """A rollout's sandbox on another machine: the client of the server in `serve`.
 
-The client chooses the names of sandboxes, runs and images, which makes calls idempotent: it retries a call whose
-response was lost. The server removes a sandbox whose client sends nothing for the duration of its lease.
+The client chooses the names of sandboxes, images and runs of programs, which makes calls idempotent: it retries a call
+whose response was lost. The server removes a sandbox whose client sends nothing for the duration of its lease.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class RemoteServer:
         """Sends a request and returns the response, with up to `most` bytes of content.
 
         `path`: path after /v1/. `seconds`: maximum seconds without progress. `again`: True to retry if the response was
-        lost. `to`: file that receives the content instead of the response. Raises BoxLost without a response,
-        BoxRefusal if the server refuses the request.
+        lost. `to`: file to which the content is written; None to return it in the response. Raises BoxLost without a
+        response, BoxRefusal if the server refuses the request.
         """
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         until = time.monotonic()
@@ -315,7 +315,8 @@ def _archive(source: str | Path, image_mib: int) -> Iterator[tuple[str, IO[bytes
 
 
 def _undated(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Removes modification times that do not depend on the content, so that equal directories have equal archives."""
+    """Sets modification times of directories to 0 and rounds those of files down to seconds, so that equal directories
+    have equal archives."""
     return member.replace(mtime=0 if member.isdir() else int(member.mtime), deep=False)
 
 

@@ -94,7 +94,8 @@ def no_source(source: Path) -> BoxRefusal:
 
 
 def add_links(root: Path) -> None:
-    """Adds the links bin, lib and lib64 to /usr where a root does not have these names."""
+    """Adds the symbolic links bin, lib and lib64 to usr/bin, usr/lib and usr/lib64, as far as this machine has them and
+    the root has no entries of these names."""
     for name in ("bin", "lib", "lib64"):
         if os.path.islink(f"/{name}") and not os.path.lexists(root / name):
             os.symlink(f"usr/{name}", root / name)
@@ -172,7 +173,7 @@ def deleted(processes: Iterable[int], device: int | None = None) -> int:
 
 
 def allocate(base: Path, *, private: bool = False) -> Root:
-    """Creates the directory that contains a root, and which `sweep` removes if its owner dies.
+    """Creates the directory that contains a root. If its owner dies, `sweep` removes the directory.
 
     `private`: True to make it accessible to this user only, which excludes the programs of a sandbox.
     """

@@ -85,8 +85,8 @@ class Service:
         """Serves the sandboxes in `boxes`.
 
         `limits`: maximum limits that clients may request. `image_mib`: maximum size of an image in MiB. `token`: token
-        that clients must send; None for none. `engine`: container engine, whose images clients may name in addition to
-        `images`.
+        that clients must send; None if none is required. `engine`: container engine, whose images clients may name in
+        addition to `images`.
         """
         self.boxes = boxes
         self._images = images

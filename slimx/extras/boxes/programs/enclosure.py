@@ -29,7 +29,7 @@ EXTRA_PROCESSES = 4
 """Number of processes of the sandbox itself: two of bubblewrap, the program's first process, and one spare."""
 MIB = 2**20
 WAITING = 256
-"""Maximum number of programs in containers and on servers for which threads wait at the same time."""
+"""Maximum number of threads that wait for programs in containers or on sandbox servers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,8 @@ _FAMILIES = (1, 2, 10)
 """Allowed address families of sockets: AF_UNIX, AF_INET and AF_INET6."""
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Index of a machine's numbers in `_DENIED`, and its AUDIT_ARCH, by `platform.machine`."""
+"""For each supported value of `platform.machine`: index of its system call numbers in `_DENIED`, and its AUDIT_ARCH
+constant."""
 _ARCHITECTURES = {"x86_64": "SCMP_ARCH_X86_64", "aarch64": "SCMP_ARCH_AARCH64"}
 _LOAD = 0x20
 _EQUAL = 0x15
@@ -58,7 +59,7 @@ _AT_LEAST = 0x35
 _BITS = 0x45
 _RETURN = 0x06
 _NUMBER = 0
-"""Offset of the call's number in seccomp_data."""
+"""Offset of the system call number in seccomp_data."""
 _ARCH = 4
 """Offset of the architecture in seccomp_data."""
 _ARGUMENT = 16

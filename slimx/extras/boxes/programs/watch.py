@@ -214,7 +214,8 @@ class SandboxWatch:
         return self._disk_used is not None and self._disk_used(self.process.pid) > self.limits.disk_mib * MIB
 
     def _write(self) -> bool:
-        """Writes to stdin; returns True if nothing remains, or if the process has closed its end."""
+        """Writes to stdin; returns True if nothing remains to be written, or if the process has closed its end of the
+        pipe."""
         assert self.process.stdin is not None
         if not self._unwritten:
             return True

@@ -90,7 +90,8 @@ class Host:
         return self.objects[index] if kind == "object" else _Function(self, index)
 
     def call(self, index: int, args: tuple[object, ...]) -> Any:
-        """Calls a function of the judge. The judge may send requests before the function returns."""
+        """Calls a function that the test passed to the program and that runs in the judge. The judge may send requests
+        before the function returns."""
         packed = [wire.pack(arg, self._reference) for arg in args]
         wire.send(self._responses, {"function": index, "given": packed})
         while True:
@@ -104,7 +105,7 @@ class Host:
 
 
 class _Function:
-    """A function of the judge that the program can call."""
+    """Stand-in for a function that the test passed to the program. Calling it runs the function in the judge."""
 
     def __init__(self, host: Host, index: int):
         self.host = host

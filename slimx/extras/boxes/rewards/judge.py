@@ -29,7 +29,8 @@ FORWARDED = (
     "__call__", "__len__", "__iter__", "__next__", "__getitem__", "__setitem__", "__delitem__", "__str__", "__repr__",
     "__bool__", "__int__", "__float__", "__enter__", "__exit__",
 )  # fmt: skip
-"""Special methods that are forwarded to the program's objects. Excludes operators: f(2) - 4 would reveal the 4."""
+"""Special methods that are forwarded to the program's objects. Excludes operators, because f(2) - 4 would reveal the
+expected value 4 to the program."""
 NEVER = (eval, exec, compile, __import__, open, getattr, setattr, breakpoint, input)
 """Functions that may not be passed to the program, because they would let it execute code here."""
 KNOWN = {
@@ -43,7 +44,7 @@ KNOWN = {
 
 
 class Unfit(BaseException):
-    """Raised if the test passes a value to the program that cannot leave this process."""
+    """Raised if the test passes the program a value that cannot be sent to another process."""
 
 
 class ProgramError(Exception):
@@ -133,7 +134,8 @@ class RemoteProgram:
 
 
 class RemoteObject:
-    """An object of the program. Two such objects are equal only if they are identical."""
+    """Stand-in for an object in the program's process that cannot be sent as a plain value. Two stand-ins are equal
+    only if they are identical."""
 
     def __init__(self, program: RemoteProgram, index: int):
         self._program = program
@@ -154,7 +156,8 @@ for _method in FORWARDED:
 
 
 def _change(local: Any, remote: Any) -> None:
-    """Applies the program's changes to an argument. `remote`: value of the argument after the call."""
+    """Applies the changes that the program made to its copy of an argument. `remote`: value of that copy after the
+    call."""
     if type(local) is type(remote) and local != remote:
         if isinstance(local, list):
             local[:] = remote
@@ -166,9 +169,9 @@ def _change(local: Any, remote: Any) -> None:
 def _scope(test: ast.Module, names: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of names that the test uses but does not define.
 
-    abs is Python's, and `np` in np.isclose(...) is NumPy, even if the program defines these names, because otherwise
-    the program could decide every comparison. The program's own abs is used only if no other name of the program is
-    used.
+    For example, abs is Python's, and `np` in np.isclose(...) is NumPy, even if the program defines these names, because
+    otherwise the program could decide every comparison. The program's own abs is used only if no other name of the
+    program is used.
     """
     nodes = list(ast.walk(test))
     used = {node.id for node in nodes if isinstance(node, ast.Name)} & names.keys()

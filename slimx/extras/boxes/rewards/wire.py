@@ -30,8 +30,8 @@ PLAIN: dict[str, Callable[[Any], object]] = {
 def pack(value: object, reference: Callable[[object], dict[str, int]]) -> Any:
     """Converts `value` to JSON.
 
-    `reference`: function that returns the entry, such as {"object": index}, for a value that is not copied but stays
-    with its owner. Instances of subclasses become instances of the plain type: a Counter arrives as a dict.
+    `reference`: function that returns the entry, such as {"object": index}, for a value that is not copied but stays in
+    the sender's process. Instances of subclasses become instances of the plain type: a Counter arrives as a dict.
     """
     if value is None or isinstance(value, bool):
         return value

@@ -89,7 +89,8 @@ def judged(left: bytes, initial: bytes, task: Task, most: int) -> bytes:
 def _members(source: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, IO[bytes] | None]]:
     """Yields the members of an archive that may be copied, with their content.
 
-    They get new headers, because the program that unpacks them might interpret other header fields differently.
+    The members get new headers, because the program that unpacks the archive might interpret other header fields
+    differently.
     """
     leaves = set[str]()
     for member in source:
@@ -122,7 +123,7 @@ def _add(
 
 
 def verdict(box: Box, archive: bytes, task: Task, stop: threading.Event | None = None) -> tuple[bool, ProgramResult]:
-    """Runs the tests on `archive` in a fresh sandbox. Returns True if they passed, and their result.
+    """Runs the tests on `archive` in a fresh sandbox. Returns whether they passed, and the result of the test program.
 
     Raises NoVerdict if the archive cannot be unpacked, BoxRefusal if the sandbox refuses it.
     """
@@ -166,8 +167,8 @@ def _is_kept(path: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _leads_to_kept(member: tarfile.TarInfo, patterns: tuple[str, ...]) -> bool:
-    """Returns True for a link below which one of the patterns may match, because it would match files of the link's
-    target.
+    """Returns True for a link below which one of the patterns may match, because the pattern would then match files of
+    the link's target.
 
     The * of fnmatch also matches /. A * at the start of a pattern is skipped: a path that it matches below the link
     also matches below the target.
@@ -193,7 +194,8 @@ class _Targets:
             self._parents.update(_up(path)[1:])
 
     def bar(self, member: tarfile.TarInfo) -> bool:
-        """Returns True for a member at or below one of the paths, and for a parent of one that is not a directory."""
+        """Returns True for an archive member that must not be copied: it is at or below one of the paths, or it is a
+        parent of one and not a directory."""
         if not self._paths.isdisjoint(_up(member.name)):
             return True
         return member.name in self._parents and not member.isdir()

@@ -39,8 +39,8 @@ class Checks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Directory whose content is copied into the task's `directory` before the tests run; the model never sees it."""
     seconds: Annotated[float, Meta(gt=0)] = 60.0
     expect: tuple[re.Pattern[str], ...] | None = ()
-    """Regular expressions that the tests' output must match, in addition to status 0; `^` and `$` match at line
-    ends."""
+    """Regular expressions that the output of the tests must match, in addition to an exit status of 0; `^` and `$`
+    match at line ends."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -87,8 +87,8 @@ class Terminal:
 
     @classmethod
     def needs_seconds(cls, prompts: Iterable[Prompt], **options: Any) -> tuple[float, float]:
-        """Returns the maximum seconds that `open`, and that the longest `judge` of these prompts, take in normal
-        operation."""
+        """Returns the maximum seconds that `open` takes in normal operation, and those that `judge` takes for the
+        prompt whose tests have the highest time limit."""
         toolbox = cls(**options)
         patience = toolbox._options.patience if toolbox._options.backend == "remote" else 0.0
         tests = max((Task.of(prompt, toolbox._base).tests.seconds for prompt in prompts), default=0.0)
