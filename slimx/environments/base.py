@@ -10,7 +10,7 @@ from slimx.data.records import Prompt
 from slimx.json_types import Json
 
 ENVIRONMENTS = "slimx.environments"
-"""Group of the entry points that register environments under short names for `rollout.options.environment`."""
+"""Entry point group that registers environments under short names for `rollout.options.environment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Step:
     text: str = ""
     """Next turn of the conversation, which the model reads; unused if `done`."""
     role: str = "user"
-    """Role of this turn in the chat template: user or tool."""
+    """Role of `text` in the chat template: user or tool."""
     reward: float = 0.0
     """Reward of the model's turn to which this step responds."""
     done: bool = False

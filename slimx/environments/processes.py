@@ -36,7 +36,7 @@ from slimx.runtime.tasks import in_thread
 
 KEY = "rollout.options.environment"
 CLOSE_S = 5.0
-"""Deadline in seconds of an environment's `close`, after which its process is killed."""
+"""Seconds that an environment's `close` may take before the environment's process is killed."""
 
 
 class Environments:
@@ -99,7 +99,7 @@ class InDriver:
 
 
 class InProcess:
-    """An environment in a separate process, which its first call starts."""
+    """An environment in a separate process, which is started by the first call of the environment."""
 
     def __init__(
         self,

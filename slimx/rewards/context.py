@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 type Engines = Mapping[str, Any]
-"""Clients of frozen models by the name of their engine group. An extra defines the clients' class."""
+"""Clients of frozen models by the name of their engine group. The class of the clients is defined by
+`slimx.extras.served_models`."""
 
 
 class Context(Protocol):

@@ -12,7 +12,8 @@ from slimx.rewards.context import Context
 
 Value = float | Mapping[str, float]
 type Hook[C: Context] = Callable[[C, Trajectory], Coroutine[None, None, Value | Sequence[Value]]]
-"""Type of a reward hook. Repeats `slimx.rollout.hooks.Reward`, which is in a higher layer."""
+"""Type of a reward hook. Repeats `slimx.rollout.hooks.Reward`, which is in a higher layer and cannot be imported
+here."""
 
 
 @dataclass(frozen=True, slots=True)

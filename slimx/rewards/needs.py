@@ -10,7 +10,7 @@ Hook = Callable[..., object]
 
 
 def needs_process[H: Hook](hook: H) -> H:
-    """Marks a hook that computes for long without awaiting.
+    """Marks a hook that computes for long without awaiting, so that it runs in a separate process.
 
     In a thread it could not be stopped at its deadline, and would delay all other hooks.
     """
@@ -46,18 +46,20 @@ def checks_prompts(check: Callable[..., None]) -> Callable[[Hook], Hook]:
 
 
 def needs_answer[H: Hook](hook: H) -> H:
-    """Marks a hook that compares with the prompt's answer and raises SlimxError for a prompt without one."""
+    """Marks a hook that compares responses with the prompt's answer and raises SlimxError for a prompt without an
+    answer."""
     hook.needs_answer = True  # type: ignore[attr-defined]
     return hook
 
 
 def asks_for_answer(hook: object) -> bool:
-    """Returns True if the hook, or the function of a `functools.partial`, is marked by `needs_answer`."""
+    """Returns True if the hook, or the function that it wraps as a `functools.partial`, is marked by `needs_answer`."""
     return getattr(_function(hook), "needs_answer", False)
 
 
 def asks_for_process(hook: object) -> bool:
-    """Returns True if the hook, or the function of a `functools.partial`, is marked by `needs_process`."""
+    """Returns True if the hook, or the function that it wraps as a `functools.partial`, is marked by
+    `needs_process`."""
     return getattr(_function(hook), "needs_process", False)
 
 
@@ -68,8 +70,8 @@ def check(hook: object) -> None:
 
 
 def prompt_check(hook: object) -> Callable[..., None] | None:
-    """Returns the check that `checks_prompts` attached to the hook, or to the function of a `functools.partial`; None
-    if there is none."""
+    """Returns the check that `checks_prompts` attached to the hook, or to the function that it wraps as a
+    `functools.partial`; None if there is no check."""
     return getattr(_function(hook), "check_prompts", None)
 
 

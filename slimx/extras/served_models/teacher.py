@@ -1,4 +1,4 @@
-"""Teachers on frozen engines, one of which scores each finished rollout for on-policy distillation.
+"""Teachers for on-policy distillation, served by frozen engines: each finished rollout is scored by one teacher.
 
 SGLang computes a teacher's log-probs only at temperature 1 and over the whole vocabulary, so rollouts must be sampled
 in this way. The prompt's metadata selects the teacher of its rollouts.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PIECE = 8192
-"""Number of token ids per request for the text of tokens."""
+"""Number of token ids per request that asks a server for the text of each token."""
 
 
 class Teacher:
@@ -84,7 +84,7 @@ class Teacher:
 
 
 class Teachers:
-    """The teachers of a run, one of which a prompt's metadata selects."""
+    """The teachers of a run. The metadata of a prompt selects the teacher that scores its rollouts."""
 
     def __init__(self, algorithm: Algorithm, engines: Mapping[str, FrozenEngine], concurrency: int):
         """Creates the teachers. `concurrency`: maximum number of concurrent requests to each teacher."""
@@ -111,7 +111,8 @@ def make_scorer(config: Config, engines: Mapping[str, FrozenEngine]) -> Score | 
 
 
 def teacher_of(algorithm: Algorithm, prompt: Prompt) -> str:
-    """Returns the name of the frozen group that scores the rollouts of `prompt`. Raises SlimxError if there is none."""
+    """Returns the name of the group of frozen engines that scores the rollouts of `prompt`. Raises SlimxError if there
+    is none."""
     field = algorithm.teacher_field
     value = prompt.metadata.get(field)
     name = algorithm.teacher_engines.get(str(value), algorithm.teacher_engine)
