@@ -61,7 +61,7 @@ class GivenUp(SlimxError):
 
 
 class CompletionStream(Protocol):
-    """Interface of a streamed completion, whose iteration yields pieces; see
+    """Interface of a streamed completion: iteration yields its pieces as they arrive; see
     `slimx.rollout.client.stream.TokenStream`."""
 
     def __aiter__(self) -> AsyncIterator[Completion]: ...
@@ -234,7 +234,7 @@ class RolloutContext(_Logging):
 
 @dataclass(frozen=True, slots=True)
 class RewardContext(_Logging):
-    """Context of one trajectory, or one group, whose reward the hook computes."""
+    """Context of one call of a reward hook, which computes the reward of one trajectory or one group."""
 
     prompt: Prompt
     tokenizer: PreTrainedTokenizerBase

@@ -135,7 +135,8 @@ class BubblewrapBox(Box):
 
     @contextlib.contextmanager
     def _above(self, path: str, *, make: bool) -> Iterator[tuple[int, str]]:
-        """Yields a descriptor of the parent directory of `path`, reached without following links, and the file's name.
+        """Yields a descriptor of the parent directory of `path`, opened without following links, and the last component
+        of `path`.
 
         `make`: True to create missing directories.
         """

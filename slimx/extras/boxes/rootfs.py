@@ -38,7 +38,8 @@ ENTRY = 4096
 SPARSE_PART = 256
 """Bytes counted for each part of a sparse file in addition to its content: the size of the part in memory."""
 UNPACKED = 9
-"""Maximum ratio of the counted size to the archive's size, because an archive has at least 512 bytes per entry."""
+"""Maximum ratio of a root's counted size to the size of its archive, which has at least 512 bytes per entry, while
+`ENTRY` bytes are counted for an entry."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ class Teachers:
 def make_scorer(config: Config, engines: Mapping[str, FrozenEngine]) -> Score | None:
     """Returns a function that scores rollouts with the teachers among the frozen `engines`.
 
-    Returns None if there are no teachers, or for a replay, whose rollouts already have scores.
+    Returns None if there are no teachers, or if `rollout.replay` is set, because saved rollouts already have scores.
     """
     if not config.algorithm.served_teachers or config.rollout.replay:
         return None

@@ -101,7 +101,7 @@ class GenerationClient:
     async def score(self, token_ids: Sequence[int], routed_experts: bool = False) -> Scores:
         """Returns the log-probs of `token_ids` [L] except the first, without sampling.
 
-        `routed_experts`: True to return the experts of the tokens too; a dense model has none.
+        `routed_experts`: True to return the routed experts of the tokens too; a dense model has none.
         """
         routed = routed_experts and self.shape.experts > 0
         fields = {"return_routed_experts": True} if routed else {}

@@ -28,7 +28,7 @@ SAMPLING = frozenset(
         "ebnf",
     }
 )
-"""Sampling parameters that SGLang supports together with a seed; a request with another one is refused."""
+"""Sampling parameters that SGLang supports together with a seed; a request with any other parameter is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class GenerationRequest:
     """Seed of the request: the random number that samples a token depends only on this seed and the token's
     position."""
     routed_experts: bool = False
-    """True to return the experts of every token; a dense model returns none."""
+    """True to return the routed experts of every token; a dense model returns none."""
     affinity: str | None = None
     """Affinity key: requests with the same key go to the same engine if `rollout.affinity` is group or rollout."""
     policy: str = ACTOR
@@ -174,7 +174,7 @@ class Pending:
     def finish(self, reason: str, routed_experts: np.ndarray | None) -> None:
         """Sets the finish reason and the routed experts of the completion.
 
-        `routed_experts`: experts of all prompt and sampled tokens, which the last event of a stream contains.
+        `routed_experts`: routed experts of all prompt and sampled tokens, which the last event of a stream contains.
         """
         self._parts = [replace(self.completion, finish_reason=reason, routed_experts=routed_experts)]
 

@@ -1,7 +1,7 @@
 """A request whose tokens can be read while they are sampled; if its stream breaks, another engine continues it.
 
 Sampling is seeded by position, so an engine with the same weights continues with the tokens that the first engine would
-have sampled. If its weights differ, the versions of the tokens show it.
+have sampled. If the other engine has different weights, the versions of the tokens show it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TokenStream:
         """Prepares the request without sending it.
 
         `body`: function that returns the JSON body of a request that is not streamed. `deadline_s`: time limit of the
-        request in seconds. `score`: function that returns the experts of given tokens.
+        request in seconds. `score`: function that returns the log-probs and routed experts of given tokens.
         """
         self._request = request
         self._sender = sender

@@ -112,7 +112,8 @@ class Interruptible:
     async def segment(
         self, request: GenerationRequest, out: asyncio.Future[None]
     ) -> AsyncIterator[CompletionStream | None]:
-        """Yields a stream of `request`, or None if the gate closed before the request was sent.
+        """Waits until the gate is open, then yields a stream of `request`, or None if the gate closed before the
+        request was sent.
 
         `out`: future by which the gate tracks the stream; the gate cancels it to abandon the stream.
         """

@@ -77,7 +77,7 @@ class RolloutManager:
 
     @property
     def tickets(self) -> Sequence[Ticket]:
-        """Tickets of all admitted prompts that are neither trained nor dropped, ordered by number."""
+        """Tickets of all admitted prompts that are neither in a returned batch nor dropped, ordered by number."""
         return self._tickets
 
     @property

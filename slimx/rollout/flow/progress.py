@@ -78,7 +78,7 @@ class _Entry:
 
 
 class Journal:
-    """The completions of one rollout, by request."""
+    """Record of the completions that one rollout has received, by request, which checkpoints save."""
 
     def __init__(self, recorded: Sequence[Recorded] = ()) -> None:
         self._entries: dict[str, _Entry] = {}

@@ -173,8 +173,8 @@ class Returned:
 
 
 def check_verdict(verdict: object, group: Group, before: Sequence[Trajectory], hook: str | None) -> None:
-    """Raises SlimxError if `verdict`, the return value of a group filter, is neither a bool nor a reason, or if the
-    filter changed the group's trajectories.
+    """Raises SlimxError if `verdict`, the return value of a group filter, is neither a bool nor a string with a reason,
+    or if the filter changed the group's trajectories.
 
     `before`: trajectories of the group before the call. `hook`: name of the filter.
     """

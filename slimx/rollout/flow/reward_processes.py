@@ -103,7 +103,7 @@ class RewardProcesses:
         return verdicts(value, judged, self.reward)
 
     def close(self) -> None:
-        """Kills the workers, whose calls fail."""
+        """Kills the workers; the calls that they are running fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
@@ -165,7 +165,8 @@ class _Worker:
         self._connection: Connection | None = None
         self._closed = False
         self._ending = threading.Lock()
-        """Lock for reaping the process: of two threads that reap it at once, the second would see it as alive."""
+        """Lock that lets one thread at a time reap the process: if two did so at once, the second would see it as
+        alive."""
 
     def offer(self, call: _Call) -> None:
         """Sends a call, and starts a process if none is alive.

@@ -64,7 +64,7 @@ STRAGGLER = "straggler"
 
 @dataclass(slots=True)
 class GroupOutcome:
-    """The group of a prompt, and the reason if it was dropped."""
+    """The group of a prompt, and the reason if the group was dropped."""
 
     group: Group
     reason: str | None = None
@@ -123,7 +123,7 @@ class GroupMaker:
         self.versions = dict.fromkeys(policies, 0)
         """Newest published weight version of each policy, updated by the training loop."""
         self.begun: dict[str, int] = {}
-        """Version of each policy whose publication has started, so that some engines may already have these weights."""
+        """For each policy, the version whose publication has started, so that some engines may already have it."""
         self.outage = outage or Outage()
         self.gate = Gate()
         """Closed while training rollouts may not send requests to engines; evaluations may always send them."""
@@ -141,7 +141,7 @@ class GroupMaker:
 
     @property
     def version(self) -> int:
-        """Oldest of `versions`: no token of a rollout that starts now can be sampled by an older one."""
+        """Oldest of `versions`: no token of a rollout that starts now can be sampled by an older version."""
         return min(self.versions.values())
 
     @version.setter

@@ -1,14 +1,14 @@
 """The queue of tickets, one per admitted prompt, and the rules by which a step selects its batch.
 
-The rules are pure functions of the queue, without tasks or clocks. Batch s is trained at the trainers' version s. A
-ticket whose rollouts started under version b must be trained in batch b + max_staleness at the latest, or it is *late*.
-Two rules keep every ticket in time:
+The rules are pure functions of the queue, without tasks or clocks. The trainers train on batch s at their weight
+version s. A ticket whose rollouts started under version b must be in batch b + max_staleness at the latest, or it is
+*late*. Two rules keep every ticket in time:
 
 - Admission: at most ceil(over_sampling * prompts_per_step) tickets are open while a batch is awaited. By default
   that is max_staleness + 1 - window batches: even a ticket at the end of the queue, overtaken as often as the
   window allows, is not late.
 - Selection: a finished group may overtake an unfinished older one by less than `window` batches of tickets, and only
-  if all tickets that remain can still be trained in time.
+  if all tickets that remain can still be in time.
 
 A *straggler* is an unfinished group that must not be overtaken and for which alone a batch waits, because enough other
 groups are done. The batch waits no longer than `schedule.straggler_deadline`, if that is set.
@@ -43,16 +43,16 @@ class Ticket:
     since: float = 0.0
     """Unix time at which the group was last started."""
     progress: GroupProgress = field(default_factory=GroupProgress)
-    """Finished part of an incomplete group."""
+    """Trajectories and completions that an incomplete group has so far."""
 
     @property
     def running(self) -> bool:
-        """True while its group is being generated."""
+        """True while the ticket's group is being generated."""
         return self.task is not None and self.outcome is None
 
     @property
     def waits(self) -> bool:
-        """True until its group is started."""
+        """True until the generation of the ticket's group is started."""
         return self.task is None and self.outcome is None
 
     @property
@@ -70,7 +70,7 @@ class Batch:
     dropped: Counter[str] = field(default_factory=Counter)
     """Number of dropped groups by reason."""
     regenerated: int = 0
-    """Number of started or finished groups that are generated again because no step could train them in time."""
+    """Number of started or finished groups that are generated again because they were too old for any later step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +119,8 @@ def older_trajectory(group: Group, bound: int) -> Trajectory | None:
 
 @dataclass(kw_only=True, slots=True)
 class SavedTicket:
-    """A ticket as stored in a checkpoint: with its group if that is complete, otherwise with its progress."""
+    """A ticket as stored in a checkpoint: with its group if the group is complete, otherwise with the group's
+    progress."""
 
     number: int
     prompt: Prompt
@@ -194,7 +195,7 @@ class Rules:
         return None
 
     def late(self, ticket: Ticket, version: int) -> bool:
-        """Returns True if `ticket` has been started and is too old to be trained at the trainers' `version`."""
+        """Returns True if `ticket` has been started and is too old to be trained on at the trainers' `version`."""
         return not ticket.waits and ticket.oldest_version + self.staleness < version
 
     def _in_time(self, queue: Sequence[Ticket], taken: Sequence[Ticket], version: int) -> bool:

@@ -1,4 +1,4 @@
-"""Limits what the official SDK reads from an MCP server: the size of responses, and of the standard error."""
+"""Limits what the official SDK reads from an MCP server: the size of its responses and of its standard error."""
 
 from __future__ import annotations
 

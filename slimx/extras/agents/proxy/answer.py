@@ -59,7 +59,8 @@ class AnswerReader:
         return Calls(thought, content, calls, ATTEMPT.search(answer) is not None)
 
     def grammar(self, request: ChatRequest) -> str | None:
-        """Returns the grammar that makes the model call the tools that `request` forces; None if it forces none.
+        """Returns the grammar that makes the model call the tools that `request` forces it to call; None if it forces
+        no call.
 
         Raises ApiError if the tool parser has no grammar.
         """

@@ -5,7 +5,7 @@ continues from that conversation's tokens, and only the new messages are tokeniz
 another agent's conversation, a summary in place of earlier messages, or an answer that the agent rewrote.
 
     prompt -> answer -> tool's result -> answer      trajectory g/0
-                     -> other question -> answer     trajectory g/0-1: does not train the first answer again
+                     -> other question -> answer     trajectory g/0-1: does not train on the first answer again
     summary -> answer                                trajectory g/0-2
 """
 

@@ -45,7 +45,7 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One request, with the state that is needed to answer it."""
+    """One request, with the state that is needed to respond to it."""
 
     request: ChatRequest
     position: Position

@@ -123,7 +123,7 @@ def of_process(pid: int, proc: Path = Path("/proc")) -> MemoryGroup | None:
 
 
 def _group_paths(process: Path) -> dict[str, str]:
-    """Returns the paths of a process's groups by controller; the key of version 2 is ""."""
+    """Returns the paths of a process's cgroups by controller; the key of the cgroup v2 path is ""."""
     paths: dict[str, str] = {}
     for line in (process / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

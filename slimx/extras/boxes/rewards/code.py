@@ -1,6 +1,6 @@
 """A reward for programming tasks: the fraction of a prompt's tests that the program in the final answer passes.
 
-Tests are in the prompt's metadata, in one of two forms:
+Tests are in the prompt's metadata, in one of two formats:
 
     {"tests": [{"input": "2 3\\n", "output": "5"}, ...]}     the program reads stdin and writes stdout
     {"tests": ["assert add(2, 3) == 5", ...]}                 Python that uses what the program defines

@@ -62,7 +62,7 @@ class Terminal:
         self._box: Box | None = None
         self._task: Task | None = None
         self.unjudged: str | None = None
-        """Reason why the tests count as failed without having run; None if they ran."""
+        """Reason why the tests count as failed although they did not run; None if they ran."""
 
     @classmethod
     def check(cls, **options: Any) -> None:

@@ -137,7 +137,8 @@ class ChatWriter(AnswerWriter):
         return _event(self._frame("chat.completion.chunk", {"delta": delta, "finish_reason": finish}, logprobs))
 
     def _frame(self, kind: str, choice: Json | None = None, logprobs: list[Any] | None = None) -> Json:
-        """Returns the fields that a response and its chunks have in common, with one choice or none."""
+        """Returns the fields that a whole response and a chunk have in common. `choice`: only element of the field
+        `choices`; None to leave that field empty."""
         choices = []
         if choice is not None:
             content = None if logprobs is None else {"content": logprobs}
