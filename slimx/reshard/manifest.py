@@ -41,7 +41,8 @@ class Manifest:
     trainer_step: int
     """Number of optimizer steps that produced these weights."""
     membership_epoch: int
-    """Membership epoch in which this publication began; it distinguishes two attempts to publish the same version."""
+    """Membership epoch in which this publication began; the epoch distinguishes two attempts to publish the same
+    version."""
 
     def __post_init__(self) -> None:
         if self.encoding not in get_args(Encoding):
@@ -83,7 +84,7 @@ class EngineOutcome:
     tensors: int = 0
     """Number of tensors that the engine verified; 0 unless it verified all of them."""
     error: SlimxError | None = None
-    """Error for which the engine was quarantined; None if it received the version."""
+    """Error that caused the engine to be quarantined; None if the engine received the version."""
 
 
 @dataclass(slots=True)
@@ -93,9 +94,9 @@ class Publication:
     manifest: Manifest
     engines: dict[str, EngineOutcome] = field(default_factory=dict)
     tensors: int = 0
-    """Number of tensors sent to each engine; every engine that was not lost has verified them all."""
+    """Number of tensors sent to each engine; every engine that was not quarantined has verified all of them."""
     nbytes: int = 0
-    """Bytes of these tensors, which each engine receives."""
+    """Total size in bytes of the tensors sent to each engine."""
     buckets: int = 0
     wire: int | None = None
     """Bytes sent over the network to all engines together; None if the transport does not count them."""

@@ -13,8 +13,8 @@ ON_DEVICE = "cuda-ipc:"
 """Prefix of the path of a bucket in GPU memory (`slimx.reshard.transports.device`)."""
 
 PUBLISHER = 0
-"""Index of the trainer rank that publishes. Its memory contains all buckets, unless every rank can open the memory of
-every other."""
+"""Index of the trainer rank that publishes. Its memory contains all buckets, unless all ranks can open each other's
+memory; buckets are then distributed over the memories of several ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class PackedBucket:
     They contain the regions of further ranks, or copies of the bucket on the other machines of a multi-node engine.
     Empty if every rank opens `path`."""
     chain: tuple[Any, ...] = ()
-    """Files from which the transport's receiver at an engine assembles the bucket, in a class of the transport; empty
-    if `path` contains the bucket."""
+    """Descriptions, in a class that the transport defines, of the files from which the transport's receiver at an
+    engine assembles the bucket; empty if `path` contains the bucket."""
 
     @property
     def on_device(self) -> bool:

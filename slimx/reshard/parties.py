@@ -1,10 +1,10 @@
-"""Interfaces between the publisher and the other participants of a publication.
+"""Interfaces between the publisher and the other participants in a publication.
 
     Source --gather--> Delivery --bring--> Recipient (one per engine; `Members` lists them)
 
-The publisher calls all four. Only the delivery calls another of them: it moves a bucket to an engine and makes the
-engine's recipient stage it. A *verb* is a method of `Receiver`, such as `stage`; a recipient forwards it by name to the
-process that performs it."""
+The publisher calls source, delivery, recipients and members. Only the delivery calls another of them: it moves a bucket
+to an engine and makes the engine's recipient stage the bucket. A *verb* is a method of `Receiver`, such as `stage`; a
+recipient forwards it by name to the process that performs it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ it arrives."""
 
 
 class ReceiverLost(SlimxError):
-    """Raised if an engine died or did not respond in time; an engine that refuses a verb raises another SlimxError."""
+    """Raised if an engine died or did not respond in time. If an engine responds with an error, another SlimxError is
+    raised."""
 
 
 class NoReceiverLeft(SlimxError):
@@ -31,7 +32,8 @@ class NoReceiverLeft(SlimxError):
 
 
 class TransportLost(SlimxError):
-    """Raised if the transport failed and no engine caused it. The same version can be published again."""
+    """Raised if the transport failed for a reason other than a failed engine. The same version can be published
+    again."""
 
 
 class Source(Protocol):
@@ -62,9 +64,8 @@ class Source(Protocol):
 
 
 class Receiver(Protocol):
-    """Methods of a publication that an engine performs, in the process that owns its server.
-
-    Each may raise SlimxError to refuse; the engine is then dropped from the publication."""
+    """Steps of a publication that an engine performs, as methods of an object in the process that owns its server. If a
+    method raises SlimxError, the engine is dropped from the publication."""
 
     async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
         """Returns every tensor that the engine loads in this encoding, in the format of `Source.forms`."""
@@ -107,7 +108,7 @@ class Receiver(Protocol):
         ...
 
     async def commit(self, version: int) -> None:
-        """Ends the publication at the engine and sets the version of its weights."""
+        """Ends the publication at the engine, whose weights then have version `version`."""
         ...
 
     async def resume(self) -> None:
@@ -147,9 +148,8 @@ class LocalRecipient:
 
 
 class Delivery:
-    """Delivery of gathered buckets to the engines; base class of those that transports implement.
-
-    This one moves nothing, because engines open the buckets in the memory of the trainer ranks."""
+    """Delivery of gathered buckets to the engines; base class of the deliveries that transports implement. The base
+    class moves nothing: engines open the buckets in the memory of the trainer ranks."""
 
     keeps = False
     """True if this delivery keeps published weights, so that they can be published again without the trainers
@@ -177,7 +177,7 @@ class Delivery:
         """Ends the current publication, after success or failure."""
 
     def renew(self) -> None:
-        """Discards connections to the source's processes, because these were replaced."""
+        """Discards connections to the source's processes (trainer ranks), which were replaced by new ones."""
 
     def kept(self, version: int) -> Source | None:
         """Returns a source of the weights of `version` if this delivery has kept them, else None."""

@@ -1,4 +1,4 @@
-"""Publishes the trainers' weights as a new, verified version in every engine; an engine that fails is dropped.
+"""Publishes the trainers' weights as a new, verified version in every engine; engines that fail are dropped.
 
     source     gather 0   gather 1   gather 2  ...
     delivery              bring 0    bring 1   ...
@@ -61,10 +61,10 @@ class Publisher:
     ):
         """Configures the publications of one policy.
 
-        `delivery`: None makes engines open buckets in the source's memory. `deadline_s`: limit in seconds for a whole
-        publication. `step_deadline_s`: limit for one step at one engine. `staging`: when engines copy (`Staging`).
+        `delivery`: None makes engines open buckets in the source's memory. `deadline_s`: seconds for a whole
+        publication; `step_deadline_s`: seconds for one step at one engine. `staging`: when engines copy (`Staging`).
         `rule`: quantization rule for the manifest. `vacate`: frees devices that source and engines share; awaited after
-        all engines have committed and before the first of them reallocates its memory. None if no device is shared."""
+        all engines have committed and before the first reallocates its memory; None if no device is shared."""
         self.source = source
         self.members = members
         self.delivery = delivery or Delivery()
@@ -154,7 +154,7 @@ class _Attempt:
     # Stages -----------------------------------------------------------------------------------------------------------
 
     async def _check_tensors(self) -> None:
-        """Compares all names, shapes and dtypes with those of engines that were not checked since they started."""
+        """Compares the names, shapes and dtypes of all tensors with those of engines not checked since their start."""
         with self._timed("check"):
             sent = await self._by_deadline("check", self.source.forms())
         checked = self.publisher.checked
@@ -203,9 +203,9 @@ class _Attempt:
             return taken, False
 
     async def _switch(self, *, load: bool) -> None:
-        """Makes engines load (if `load` is True), verify, commit and serve the staged weights. Each proceeds on its
-        own, so that one that hangs does not keep the others paused; but engines that share devices with the source wait
-        for each other after the commit, because the source frees these devices once."""
+        """Makes engines load (if `load` is True), verify, commit and serve the staged weights. Each engine proceeds on
+        its own, so that one that hangs does not keep others paused; but engines that share devices with the source wait
+        for each other after the commit, as the source frees all devices at once."""
         vacate = self.publisher.vacate
         if vacate is None:
             await self._together(self._take_and_serve(recipient, load=load) for recipient in self.active)
@@ -256,8 +256,8 @@ class _Attempt:
             await self._together(self._timely(recipient, step, partial(work, recipient)) for recipient in self.active)
 
     async def _together[T](self, calls: Iterator[Awaitable[T]]) -> list[T | None]:
-        """Awaits all calls and returns their results, None for engines that were dropped. Another error is raised only
-        after all calls have ended, because none may continue while the publication is aborted."""
+        """Awaits all calls and returns their results, None for engines that were dropped. Any other error is raised
+        after all calls have ended, so that none of them continues while the publication is aborted."""
         results: list[T | None] = []
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, _EngineDropped):
@@ -355,7 +355,7 @@ class _Attempt:
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
-        """Adds the duration of the block to `stage`. Blocks that overlap, for several engines, count once."""
+        """Adds the block's duration to that of `stage`. Overlapping blocks, for several engines, count once."""
         calls, start = self._running.get(stage, (0, time.perf_counter()))
         self._running[stage] = calls + 1, start
         try:

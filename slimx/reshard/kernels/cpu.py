@@ -30,12 +30,12 @@ ABI = 4
 
 
 TRITON_SCALES = Path(__file__).with_name("triton_scales.npy")
-"""Table of scales for the rule triton, [32640, 2] fp32, written by a GPU: scale s = amax / 448 and 1 / s for every
-finite bf16 amax."""
+"""Table of fp8 scales for the quantization rule triton, [32640, 2] fp32, written by a GPU: for every finite bf16 amax
+(largest magnitude of a block) the scale s = amax / 448 and 1 / s."""
 
 _ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3}
 _BF16_AMAX = 0x7F80
-"""Number of bf16 values that are finite and not negative: rows of the table of scales."""
+"""Number of bf16 values that are finite and not negative; the table of scales has one row for each."""
 _NO_MEMORY = 1
 _NO_SUCH_ISA = 2
 
@@ -44,7 +44,7 @@ def seeds(nbytes: Sequence[int] | np.ndarray) -> np.ndarray:
     """Returns the initial value of each tensor's checksum, [tensors] uint64, computed from its size in bytes
     (`nbytes`).
 
-    A complete checksum contains it exactly once, which makes the tensor's size part of its checksum."""
+    Exactly one rank adds this initial value, so that the complete checksum also depends on the tensor's size."""
     sizes = np.ascontiguousarray(nbytes, dtype=np.int64)
     sums = np.zeros(sizes.shape, dtype=np.uint64)
     library().slimx_seed(sizes.ctypes.data, sizes.size, sums.ctypes.data)
@@ -65,10 +65,11 @@ def pack(
     checksums to `sums`, [tensors] uint64.
 
     A tensor's checksum is complete when the sums of all its bytes and its seed (`seeds`) have been added, on any rank
-    and in any order. `flags`, [tensors] uint32, receives bits such as NONFINITE, which the caller forwards or refuses
-    (`refuse_nonfinite`); if it is None, such a value raises SlimxError, after the bucket is written, with the tensor's
-    name from `names`. `isa`: one of `isas()`; all produce the same bits. `threads`: None means torch's
-    number of threads. Raises SlimxError before anything is written if a piece is invalid or outside the bucket."""
+    and in any order. `flags`, [tensors] uint32, receives bits such as NONFINITE, which the caller forwards or turns
+    into an error (`refuse_nonfinite`). If `flags` is None, an infinite or NaN value raises SlimxError after the bucket
+    is written; the message contains the tensor's name from `names`. `isa`: one of `isas()`; all produce the same bits.
+    `threads`: None means torch's number of threads. Raises SlimxError before anything is written if a piece is invalid
+    or outside the bucket."""
     if bucket.dtype != torch.uint8 or bucket.device.type != "cpu" or not bucket.is_contiguous():
         raise SlimxError(
             f"the bucket is a {bucket.dtype} tensor on {bucket.device}: pass a contiguous uint8 tensor in CPU memory",
@@ -118,8 +119,8 @@ def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> N
 
 @functools.cache
 def triton_scales(path: Path) -> np.ndarray:
-    """Returns the table of scales for the rule triton, [32640, 2] fp32, read from `path`. Raises SlimxError if the file
-    is missing or is not that table."""
+    """Returns the table of fp8 scales for the quantization rule triton (`TRITON_SCALES`), read from `path`. Raises
+    SlimxError if the file is missing or does not contain that table."""
     remedy = (
         "put the triton_scales.npy that `make gpu` writes on a machine with a GPU at this path, or use the rule ieee"
     )
@@ -171,8 +172,8 @@ def checksum_tensor(t: torch.Tensor, *, isa: str = "best", threads: int | None =
 
 
 def isas() -> list[str]:
-    """Returns the instruction sets that this processor supports, as names for the parameter `isa`; always includes
-    "best"."""
+    """Returns the names of the instruction sets that this processor supports, for the parameter `isa`; always includes
+    "best", the fastest of them."""
     return [name for name, code in _ISAS.items() if library().slimx_has_isa(code)]
 
 

@@ -25,14 +25,15 @@ ABI = 401
 LONGEST = 2**31 - 1
 """Maximum number of rows of a piece, and of bytes in one of its rows: the kernel counts both in 32 bits."""
 BF16_AMAX = 0x7F80
-"""Number of bf16 values that are finite and not negative: rows of the table of scales for the rule triton."""
+"""Number of bf16 values that are finite and not negative; the table of scales for the rule triton has one row for
+each."""
 
 
 class DevicePlan:
     """The pieces of one bucket, checked, divided into tiles and stored on a device.
 
-    Created once and used for every publication until a source tensor moves in memory. The caller keeps the plan and
-    every source tensor alive until work that uses them has finished on the device."""
+    Created once and used for every publication until a source tensor moves to another address. The caller keeps the
+    plan and every source tensor alive until work that uses them has finished on the device."""
 
     def __init__(
         self,
@@ -49,8 +50,8 @@ class DevicePlan:
 
         `names`: names of the tensors, one per checksum; `names` and `bucket` (its label) appear in errors.
         `bucket_bytes`: size of the bucket; ignored if `checksum` is True. `checksum`: True makes a plan for
-        `checksum_rects` instead of `pack`. `blocks_per_sm`: thread blocks per SM; 0 means as many as fit. Results do
-        not depend on it. Raises SlimxError for invalid pieces."""
+        `checksum_rects` instead of `pack`. `blocks_per_sm`: thread blocks per SM; 0 means as many as fit. The number
+        does not affect results. Raises SlimxError for invalid pieces."""
         self.library = load(LIBRARY)
         self.device = device_of(device)
         self.names = tuple(names)
@@ -92,9 +93,8 @@ class DevicePlan:
 
     def launch(self, bucket: int, sums: torch.Tensor, flags: int, stream: torch.cuda.Stream | None) -> None:
         """Launches the kernel on `stream`, or on the current stream if it is None. Called by `pack_at` and
-        `checksum_rects`, which check the arguments.
-
-        `bucket`, `flags`: device addresses; 0 for checksums."""
+        `checksum_rects`, which check the arguments. `bucket`, `flags`: device addresses; 0 if the plan only computes
+        checksums."""
         with torch.cuda.device(self.device):
             launch_stream = torch.cuda.current_stream() if stream is None else stream
             status = self.library.slimx_cuda_run(
@@ -122,7 +122,8 @@ class DevicePlan:
 
 
 class _Launch(ctypes.Structure):
-    """Mirror of SlimxCudaLaunch in csrc/interface.cuh: the size of a plan's launch and the kernel that it runs."""
+    """Python counterpart of the C struct SlimxCudaLaunch in csrc/interface.cuh: the size of a plan's launch, and the
+    kernel to launch."""
 
     _fields_ = [
         ("tiles", ctypes.c_int64),
@@ -221,8 +222,9 @@ def results(plan: DevicePlan, sums: torch.Tensor, flags: torch.Tensor | None = N
 
 
 def triton_scales(device: torch.device | int) -> np.ndarray:
-    """Returns the table of scales for the rule triton, [32640, 2] fp32: scale s = amax / 448 and 1 / s for every finite
-    bf16 amax, as `device` divides. The CPU kernels use a saved copy (`TRITON_SCALES` in cpu.py)."""
+    """Returns the table of fp8 scales for the quantization rule triton, [32640, 2] fp32: scale s = amax / 448 and 1 / s
+    for every finite bf16 amax, computed on `device` with a GPU's approximate division. The CPU kernels use a saved copy
+    (`TRITON_SCALES` in cpu.py)."""
     library = load(LIBRARY)
     cuda_device = device_of(device)
     with torch.cuda.device(cuda_device):

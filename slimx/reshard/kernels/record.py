@@ -157,14 +157,14 @@ def rectangle(
 
 
 def scale_bytes(pieces: np.ndarray) -> np.ndarray:
-    """Returns the bytes of one block scale of each piece, [pieces]; 0 if the piece's op has no scales."""
+    """Returns for each piece the size in bytes of one block scale, [pieces]; 0 if the piece's op has no scales."""
     op = pieces["op"]
     mx = np.isin(op, (OP.QUANTIZE_MXFP8, OP.DEQUANTIZE_MXFP8))
     return np.select([op < OP.QUANTIZE_FP8, mx, op == OP.QUANTIZE_INT4], [0, 1, 2], 4)
 
 
 def written_cols(pieces: np.ndarray) -> np.ndarray:
-    """Returns the number of elements that each piece writes per row, [pieces]; two columns of INT4 are one written
+    """Returns the number of elements that each piece writes per row, [pieces]; two INT4 columns are packed into one
     element."""
     return np.where(pieces["op"] == OP.QUANTIZE_INT4, pieces["cols"] // 2, pieces["cols"])
 
@@ -258,8 +258,8 @@ def _unaligned(pieces: np.ndarray, item: np.ndarray, out: np.ndarray) -> np.ndar
 
 
 def _too_long(pieces: np.ndarray, cols: np.ndarray, size: np.ndarray) -> Problem:
-    """Returns the problem of pieces whose row of `cols` elements of `size` bytes is longer than a row of their tensor
-    (`pos_ld`). `cols`, `size`: [pieces]."""
+    """Returns the check for pieces whose rows, `cols` elements of `size` bytes, are longer than a row of their tensor
+    (`pos_ld`): error code, mask of such pieces, and description. `cols`, `size`: [pieces]."""
     fit = pieces["pos_ld"] // np.maximum(size.astype(np.int64), 1)
     return "kernel.rows", (pieces["rows"] > 1) & (fit < cols), "has rows longer than those of its tensor"
 
@@ -285,8 +285,8 @@ def _check_room(
     """Raises SlimxError if a piece's `rows` rows of `cols` elements of `size` bytes, all [pieces], do not fit in a
     bucket of `nbytes` bytes.
 
-    `fields`: names of the record's fields with the first byte's offset and the bytes per row. The check only divides,
-    because a product of two wrong numbers could overflow into a valid offset."""
+    `fields`: names of the record's fields with the first byte's offset and the bytes per row. The check divides instead
+    of multiplying, because the product of two invalid numbers could overflow and appear to be a valid offset."""
     first = pieces[fields[0]]
     ld = pieces[fields[1]]
     room = nbytes - np.minimum(first, nbytes + 1).astype(np.int64)

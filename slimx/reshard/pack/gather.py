@@ -84,8 +84,8 @@ class Gatherer:
     def release(self, bucket: int | None = None) -> None:
         """Releases the memory of `bucket`; processes that have mapped it keep their mapping.
 
-        None means that a publication has ended. Memory that is still allocated is kept for the next publication,
-        because touching fresh pages costs several times as much as packing into them."""
+        None means that a publication has ended. Memory that is still allocated is then kept for the next publication,
+        because the page faults of newly allocated memory would take several times as long as packing."""
         if bucket is not None and bucket in self._files:
             for file in self._files.pop(bucket).values():
                 file.close()
@@ -114,7 +114,8 @@ class Gatherer:
 def _inode(path: str) -> int:
     """Returns the inode of the file at `path`, or 0 if there is none.
 
-    It reveals that a path in /proc now refers to another file, because the numbers of closed descriptors are reused."""
+    A changed inode reveals that a path in /proc now refers to another file, because the numbers of closed descriptors
+    are reused."""
     try:
         return os.stat(path).st_ino
     except OSError:

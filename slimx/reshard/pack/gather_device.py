@@ -82,8 +82,8 @@ class DeviceGatherer:
     def release(self, bucket: int | None = None) -> None:
         """Makes the memory of `bucket`, or of all buckets if it is None, available to other buckets.
 
-        The caller guarantees that no engine of the publication still reads the bucket. An engine that does, because it
-        was dropped from the publication, gets bytes that fail verification."""
+        The caller guarantees that no engine of the publication still reads the bucket. An engine that was dropped from
+        the publication may still read it; the bytes that it gets then fail verification."""
         released = list(self._memories) if bucket is None else [bucket]
         for index in released:
             if index in self._memories:
@@ -97,8 +97,8 @@ class DeviceGatherer:
             self._free.pop().close()
 
     def _take(self) -> DeviceMemory:
-        """Returns GPU memory that is large enough for any part of any bucket, from the released memory if there is
-        some."""
+        """Returns GPU memory that is large enough for any part of any bucket: previously released memory if there is
+        some, else newly allocated memory."""
         if self._free:
             return self._free.pop()
         size = max(self.packer.form(bucket).size for bucket in range(self.packer.plan.count))

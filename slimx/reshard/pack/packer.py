@@ -32,8 +32,8 @@ class Contribution:
 
 
 class Packer:
-    """Packs the buckets of `plan` from `parameters`, the tensors of one trainer rank by name, which must not move in
-    memory."""
+    """Packs the buckets of `plan` from `parameters`, the tensors of one trainer rank by name. If tensors move in
+    memory, `refresh_addresses` must be called before the next bucket is packed."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class Packer:
         """Creates the packer of trainer rank `rank`.
 
         `derived`: tensors that are computed before packing and packed instead of parameters; computed once per part of
-        a bucket that contains them. `apart`: True if each target's part of a bucket has its own memory
-        (`slimx.reshard.pack.pieces.BucketForm`). `portion`: size in bytes of the GPU memory through which data is
-        packed into host memory."""
+        a bucket that contains them. `apart`: True if each target's part of a bucket has its own memory; False if all
+        are consecutive in one memory (`slimx.reshard.pack.pieces.BucketForm`). `portion`: size in bytes of the GPU
+        buffer in which data is packed before it is copied to host memory."""
         self.plan = plan
         self.rank = rank
         self.parameters = parameters
@@ -66,7 +66,8 @@ class Packer:
         self._device_plans: dict[tuple[int, int, bool], DevicePlan] = {}
         """(bucket, part, True if its pieces are compacted) -> plan of the launch that packs it."""
         self._portions: dict[tuple[int, int], list[tuple[Portion, DevicePlan]]] = {}
-        """(bucket, part) -> portions in which it is packed into host memory, with the plans of their launches."""
+        """(bucket, part) -> portions in which that part is packed before it is copied to host memory, each with the
+        plan of its launch."""
 
     @property
     def device(self) -> torch.device:
@@ -75,7 +76,8 @@ class Packer:
 
     def refresh_addresses(self) -> None:
         """Reads the addresses of the parameters again after they may have moved in memory
-        (`slimx.trainer.device.offload`); if any did, discards everything that was prepared for the old addresses."""
+        (`slimx.trainer.device.offload`); if any did, discards the records and launch plans that contain the old
+        addresses."""
         addresses = {name: parameter.data_ptr() for name, parameter in self.parameters.items()}
         if addresses != self._addresses:
             self._addresses = addresses
@@ -102,7 +104,8 @@ class Packer:
         self, bucket: int, memory: torch.Tensor | None = None, *, part: int = 0
     ) -> tuple[torch.Tensor, Contribution]:
         """Returns this rank's contribution to one part of `bucket` as a run: its pieces one after the other in host
-        memory, uint8 [bytes]. Receivers place them with `slimx.reshard.pack.pieces.spread`.
+        memory, uint8 [bytes]. Receivers copy the pieces to their positions in the tensors with
+        `slimx.reshard.pack.pieces.spread`.
 
         `memory`: uint8 host memory, at least as large as the run, at whose start the run is written; None allocates
         memory."""
@@ -178,7 +181,8 @@ class Packer:
         """Writes this rank's contribution to one part of `bucket` into `run`, in host memory, and waits until it is
         written.
 
-        It is packed in portions, all in the same GPU memory, and each is copied to its place in `run`."""
+        The contribution is packed in portions, one after the other in the same GPU memory; each is copied to its
+        position in `run`."""
         if (bucket, part) not in self._portions:
             steps = []
             for portion in portions(self._records(bucket, part), self.portion):

@@ -32,7 +32,7 @@ class BucketForm:
         """Index in `tensors` of each target's first tensor, and at the end the number of tensors, [targets + 1]."""
         self.bases: list[int] = []
         self.size = 0
-        """Bytes of the bucket's memory; with `apart`, of each of its memories, which all have the size of the largest
+        """Bytes of the bucket's memory; with `apart`, size of each region's memory, which is that of the largest
         region."""
         self.tensors: list[BucketTensor] = []
         offsets: list[int] = []
@@ -83,8 +83,8 @@ def pieces_of(
 ) -> np.ndarray:
     """Returns records, [moves] of `PIECE`, that read one rank's `parameters` and write a bucket laid out as `form`.
 
-    The records contain the parameters' addresses and are valid until a parameter moves in memory. If `parameters` is
-    None, because they belong to another rank, source addresses are relative to 0, so only the destinations are
+    The records contain the parameters' addresses and are valid until a parameter moves in memory. If the parameters
+    belong to another rank, `parameters` is None; source addresses are then relative to 0, so only the destinations are
     usable."""
     out = np.zeros(len(moves), dtype=PIECE)
     if not len(moves):
@@ -158,7 +158,8 @@ def _quantize(
 
 
 def compact(pieces: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns copies of the records with new destinations, consecutive in one run, and the size of the run in bytes.
+    """Returns copies of the records with new destinations that are consecutive in memory (a run, as in
+    `Packer.pack_run`), and the size of the run in bytes.
 
     The scales of a piece follow its values. Both start at multiples of 16 bytes, the widest access of the kernels."""
     out = pieces.copy()
@@ -247,8 +248,8 @@ def _compact_bytes(pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def spread(pieces: np.ndarray, run: torch.Tensor) -> np.ndarray:
-    """Returns records that copy every piece from `run`, uint8 [bytes], which was written by the records of
-    `compact(pieces)`, to its destination in `pieces`."""
+    """Returns records that copy every piece from `run` to its destination in `pieces`. `run`, uint8 [bytes], was
+    written by the records of `compact(pieces)`."""
     packed, _ = compact(pieces)
     out = []
     for dst, ld, rows, row_bytes in (
@@ -286,8 +287,8 @@ def _source(plan: Plan, index: int, parameters: Mapping[str, torch.Tensor] | Non
     """Returns the address, elements per row and bytes per element of the plan's parameter `index`; the address is 0 if
     `parameters` is None.
 
-    Raises SlimxError if the rank has no such parameter, or one whose dtype, shape or layout is not the one that the
-    plan expects."""
+    Raises SlimxError if the rank has no such parameter, or if the parameter's dtype, shape or layout differs from the
+    plan's."""
     planned = plan.parameters[index]
     if parameters is None:
         return 0, matrix(planned.shape)[1], ITEMSIZE[planned.dtype]

@@ -60,7 +60,7 @@ class BucketTensor(msgspec.Struct, frozen=True):
     scale_of: int = -1
     """Index in the bucket of the codes to which these block scales belong; -1 if the tensor contains no scales."""
     column: bool = False
-    """True if moves address the tensor as a matrix of one column, whatever its shape (`Part.column`)."""
+    """True if moves address the tensor as a matrix with a single column, regardless of its shape (`Part.column`)."""
 
     @property
     def width(self) -> int:
@@ -76,7 +76,7 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """A tensor of the trainer from which moves read, identified by its name on the trainer ranks."""
+    """A tensor of trainer ranks from which moves read, identified by its parameter name."""
 
     name: str
     dtype: str
@@ -87,7 +87,7 @@ class Holders(NamedTuple):
     """Trainer ranks from which each move of a plan could read, because they have the same bytes."""
 
     groups: list[tuple[int, ...]]
-    """Distinct groups of ranks with the same bytes."""
+    """Distinct groups of trainer ranks that have the same bytes."""
     of: np.ndarray
     """Index into `groups` for each move, [moves]."""
 
@@ -106,9 +106,9 @@ class Plan:
     ):
         """Stores a compiled plan.
 
-        `buckets[target][bucket]`: the same number for all targets; a target with fewer has empty ones at the end.
-        `moved`, [moves] of `MOVE`: sorted by bucket, then by source rank. `unread`: checkpoint tensors of the source
-        that no target loads. `holders`: ranks that could send each move; None in a plan that was read from bytes."""
+        `buckets[target][bucket]`: the same number for all targets; the last ones of a target may be empty. `moved`,
+        [moves] of `MOVE`: sorted by bucket, then by source rank. `unread`: checkpoint tensors of the source that no
+        target loads. `holders`: ranks that could send each move; None in a plan that was read from bytes."""
         self.precision = precision
         self.parameters = parameters
         self.buckets = buckets
@@ -199,7 +199,7 @@ class _Compiler:
         self.parameters: list[Parameter] = []
         self.parameter_indices: dict[tuple[str, str, tuple[int, ...]], int] = {}
         self.holders: list[tuple[int, tuple[int, ...]]] = []
-        """Source part -> index of its parameter in `parameters`, and the ranks that have it."""
+        """For each source part: index of its parameter in `parameters`, and the ranks that have it."""
         self.sources: dict[str, tuple[list[Rect], list[int]]] = {}
         """Checkpoint tensor -> its rectangles in source parts, and the index in `holders` of each rectangle's part."""
         for part in source:
@@ -221,7 +221,7 @@ class _Compiler:
         self.rows: list[tuple[int, ...]] = []
         self.groups: dict[tuple[int, ...], int] = {}
         self.group_of: list[int] = []
-        """For each of `rows`, the moves compiled so far: index in `groups` of the ranks that could send it."""
+        """For each move in `rows`: index in `groups` of the ranks that could send it."""
         self.read: set[str] = set()
 
     def compile(self, target: Iterable[Part]) -> Plan:
@@ -305,8 +305,8 @@ class _Compiler:
         return ranks[int(self.load[self.indices[id(ranks)]].argmin())]
 
     def _check_filled(self, part: Part) -> None:
-        """Raises SlimxError unless each element of the target tensor is in exactly one rectangle. Only padding rows at
-        the end may be in none."""
+        """Raises SlimxError unless each element of the target tensor is in exactly one rectangle; padding rows at the
+        end may be in none."""
         key = part.matrix, part.rects
         if key not in self.checked:
             rows, cols = part.matrix
@@ -318,7 +318,7 @@ class _Compiler:
 
     def _meet(self, name: str, rect: Rect, quantized: bool) -> tuple[Move, ...]:
         """Returns the moves that fill `rect`, with target rows and columns relative to its first element. Cached,
-        because the experts of a stack differ only in position."""
+        because experts in a stack have the same moves at different positions."""
         quantization = self.precision.quantization if quantized else None
         high, wide = (1, 1) if quantization is None else quantization.block
         position = rect.row, rect.col, rect.rows, rect.cols, rect.step, rect.local_row % high, rect.local_col % wide
@@ -333,7 +333,7 @@ class _Compiler:
 
     def _check_blocks(self, name: str, move: Move, rect: Rect, block_shape: tuple[int, int]) -> None:
         """Raises SlimxError unless every quantization block of `move` is a block of the checkpoint's tensor and lies in
-        one rectangle of one rank. Otherwise the codes would depend on the sizes of trainers and engines."""
+        one rectangle of one rank. Otherwise quantized values would depend on parallel sizes."""
         if max(move.row_step, rect.step) > 1:
             raise SlimxError(
                 f"plan: rows of {name} are reordered within quantization blocks: publish the model unquantized",
@@ -358,7 +358,7 @@ class _Compiler:
                 )
 
     def _place(self, part: Part, rank: int) -> tuple[int, int]:
-        """Adds `part`, and its scales if quantized, to a bucket of `rank`; returns the bucket and its index there."""
+        """Adds `part`, and its scales if quantized, to a bucket of `rank`; returns the indices of bucket and tensor."""
         quantization = self.precision.quantization if part.quantized else None
         if quantization:
             codes, scales = quantization.shapes(part.shape)

@@ -29,8 +29,8 @@ class Move(NamedTuple):
 
 
 def moves(sources: Sequence[Rect], target: Rect, name: str) -> tuple[Move, ...]:
-    """Returns moves that together fill `target` from `sources`, every element exactly once. All are rectangles of the
-    checkpoint tensor `name`.
+    """Returns moves that together fill `target` from `sources`, every element exactly once. `sources` and `target` are
+    rectangles of the checkpoint tensor `name`.
 
     Raises SlimxError naming the tensor and the position if an element is in no source or in several."""
     found = []
@@ -77,8 +77,8 @@ def _meet(index: int, source: Rect, target: Rect) -> Move | None:
 
 
 def _common_rows(a: Rect, b: Rect) -> tuple[int, int, int] | None:
-    """Returns (first row, number, step) of the checkpoint tensor's rows that are in both rectangles; None if none
-    is."""
+    """Returns (first row, number of rows, step) for the checkpoint tensor's rows that are in both rectangles; None if
+    there are none."""
     if a.step != b.step and 1 not in (a.step, b.step):
         raise SlimxError(
             f"plan: rectangles with row steps {a.step} and {b.step} cannot be intersected: one of the steps must be 1, "

@@ -30,10 +30,10 @@ class PublicationPlan:
     plan: Plan
     encoding: Encoding
     note: str
-    """Description of the encoding and the reason why it was chosen, as a phrase for messages and `slimx plan`."""
+    """Phrase that describes the encoding and the reason for choosing it, for messages and `slimx plan`."""
     adapters: Plan | None = None
-    """Plan of publications that send only LoRA adapters to engines that already have the base (`publish.adapters`);
-    None if every publication sends all weights."""
+    """Plan of publications that send only LoRA adapters, to engines that already have the base weights
+    (`publish.adapters`); None if every publication sends all weights."""
 
 
 def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> PublicationPlan | None:
@@ -41,7 +41,7 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
     "cuda"; None if the run has no engines.
 
     Raises SlimxError if the weights cannot be published. If the sizes split quantization blocks, the message names the
-    nearest sizes that do not."""
+    nearest sizes that do not split blocks."""
     if not config.rollout.policy_engines:
         return None
     try:
@@ -158,8 +158,8 @@ def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
 
 
 def _check_drafts(config: Config, spec: ModelSpec, encoding: Encoding, note: str) -> None:
-    """Raises SlimxError if engines draft tokens with a multi-token prediction layer that is trained but cannot be
-    published in this encoding."""
+    """Raises SlimxError if engines use a multi-token prediction layer for speculative decoding, and this layer is
+    trained but cannot be published with `encoding`."""
     for group in config.rollout.policy_engines:
         if not config.publishes_draft(group):
             continue
@@ -230,8 +230,8 @@ def _not_local(config: Config, spec: ModelSpec) -> str | None:
 def _padded_on_cpu(config: Config, spec: ModelSpec) -> str | None:
     """Returns the reason why SGLang's CPU path would pad the weights, or None if it would not.
 
-    It pads head counts and inner sizes that the ranks do not divide; on GPUs SGLang repeats such heads or refuses the
-    sizes."""
+    It pads numbers of heads and inner sizes that are not divisible by the number of ranks; on GPUs SGLang instead
+    repeats such heads or refuses the sizes."""
     engine = engine_sizes(config.rollout.policy_engines[0])
     model = spec.transformer
     if model["num_query_groups"] % engine.attention_tensor:
@@ -270,5 +270,5 @@ _UNKNOWN_LAYOUTS = {
     "torchao_config": "the engine quantizes weights after loading",
     "modelopt_quant": "the engine quantizes weights after loading",
 }
-"""Fields of SGLang's ServerArgs that change where or how weights are stored, and why slimx then does not know their
-layout."""
+"""Field of SGLang's ServerArgs that changes where or how weights are stored -> the reason why slimx does not know the
+resulting layout."""

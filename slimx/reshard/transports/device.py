@@ -9,7 +9,7 @@ the owner's GPU at all: they reach the memory from their own GPU, over NVLink or
 
 A process opens the memory for one copy or one launch, and closes it when that has finished on the device. Between two
 steps of a publication no process has another's memory open: a reader that dies leaves nothing to clean up, and an owner
-may free its memory. An owner that dies during a step makes only that step fail; readers keep their earlier copies.
+may free its memory. If an owner dies during a step, only that step fails; readers keep their earlier copies.
 
 torch's sharing of CUDA tensors is not used, for two reasons. It counts readers in a file of /dev/shm, so a killed
 reader keeps the memory allocated forever; and it shares whole blocks of its allocator instead of the tensor alone."""
@@ -175,8 +175,8 @@ class _Array:
 
 
 def _process() -> str:
-    """Returns a name of this process, MACHINE/PID-NAMESPACE/PID, that is unique across containers and machines, where
-    PIDs repeat."""
+    """Returns an identifier of this process, MACHINE/PID-NAMESPACE/PID, that is unique across containers and machines;
+    a PID alone is not."""
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{machine}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getpid()}"
 

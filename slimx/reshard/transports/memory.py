@@ -18,12 +18,13 @@ NAME = "slimx-bucket"
 """Name of every memory file; its link in /proc is recognized by this name."""
 DESCRIPTOR = re.compile(r"/proc/(\d+|self)/fd/\d+")
 BUCKET_FILE = re.compile(r"/.*/version-\d+(\.epoch-\d+\.partial)?/bucket-\d+\.(safetensors|delta)")
-"""Path of a file that contains a bucket of a version on disk, or the changes to one (`slimx.extras.disk.versions`)."""
+"""Pattern of the path of a file that contains a bucket of a version on disk, or the changes to a bucket
+(`slimx.extras.disk.versions`)."""
 
 
 class MemoryFile:
-    """Host memory of this process that other processes can map through `path`; their mappings remain valid after
-    `close`."""
+    """Host memory of this process that other processes can map through `path`; mappings of other processes remain valid
+    after `close`."""
 
     def __init__(self, size: int):
         """Allocates `size` bytes, all zero."""
@@ -44,7 +45,7 @@ def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
 
     `path`: another process's memory file, of the same machine and user, or a bucket's file of a version on disk; any
     other path raises SlimxError without being opened. `private`: True makes writes to the tensor invisible to other
-    processes; False writes them to the memory or file."""
+    processes; with False, writes change the shared memory or the file."""
     try:
         if not _offered(path):
             raise SlimxError(
