@@ -19,7 +19,8 @@ decoding."""
 
 
 class Shard(NamedTuple):
-    """Shard of one row of the engine table, with the numbers of tensors that have it; enough to estimate memory."""
+    """Shard of the tensors of one kind (a row of the engine's weight table), with the number of these tensors. Used to
+    estimate memory without listing every tensor."""
 
     row: Row
     shape: tuple[int, ...]
@@ -91,8 +92,8 @@ class EngineLayout:
                 )
 
     def shards(self) -> Iterator[Shard]:
-        """Yields every shard of every row once, with the number of tensors that have it; `parts` yields each of these
-        tensors."""
+        """Yields every shard of every table row once, with the number of tensors that have it; `parts` yields each of
+        these tensors."""
         table = self.table
         stage_of = self._stage_of()
         for row in table.rows:
@@ -106,8 +107,8 @@ class EngineLayout:
                 yield Shard(row, shapes[shard], ranks, layers)
 
     def _stage_of(self) -> list[int]:
-        """Returns the index of the pipeline stage of every layer. If the stages do not divide the layers, the last
-        stages have one layer more, as in SGLang."""
+        """Returns the index of the pipeline stage of every layer. If the number of layers is not divisible by the
+        number of stages, the last stages have one layer more, as in SGLang."""
         base, remainder = divmod(self.table.layers, self.sizes.pipeline)
         stage_of: list[int] = []
         for stage in range(self.sizes.pipeline):
@@ -120,8 +121,8 @@ class EngineLayout:
         return {"first": 0, "last": last, "mtp": last}.get(row.stage, stage_of[layer % self.table.layers])
 
     def _shards(self, row: Row) -> Iterator[tuple[int, int, int, Sequence[int]]]:
-        """Yields every shard of `row` as (index of the shard, number of shards, expert-parallel rank, tensor-parallel
-        ranks that have it). The expert-parallel rank is 0 for rows without experts."""
+        """Yields every shard of the table row `row` as (index of the shard, number of shards, expert-parallel rank,
+        tensor-parallel ranks that have the shard). The expert-parallel rank is 0 for rows without experts."""
         ranks = range(self.sizes.tensor)
         if row.stacked:
             size = self.sizes.expert_tensor

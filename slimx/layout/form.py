@@ -44,18 +44,19 @@ class DerivedTensors:
         return {}
 
     def make(self, bucket: int, moves: np.ndarray) -> None:
-        """Computes the tensors that `moves`, some of the moves of `bucket`, read, and writes them into the bucket's
-        buffers."""
+        """Computes the tensors that are read by `moves`, some of the moves of `bucket`, and writes them into the
+        bucket's buffers."""
 
 
 class AttachedForm:
     """Weight form of one trainer rank. This base class is the plain form, which has no additional parameters."""
 
     keeps_base: ClassVar[bool] = False
-    """True if updates change only the additional parameters, so that the model without them is the reference model."""
+    """True if training changes only the additional parameters, so that the model without them serves as the reference
+    model."""
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Returns the additional parameters; the keys describe them in messages."""
+        """Returns the additional parameters. The keys are names for use in messages."""
         return {}
 
     # `plan` is Any because a package that imports this one defines its class.
@@ -68,7 +69,7 @@ class AttachedForm:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Makes the model compute without the additional parameters inside the block."""
+        """Makes the model compute without the additional parameters within the `with` block."""
         yield
 
 
@@ -78,8 +79,8 @@ class ServedForm:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Names of the policies with a slot of additional parameters in this server. If there are several, a request
-        must name one."""
+        """Names of the policies whose additional parameters this server stores, each in its own slot. If there are
+        several, a request must name its policy."""
         return ()
 
     def server_arguments(self, device: str) -> Json:
@@ -91,8 +92,8 @@ class ServedForm:
         return []
 
     def contract(self) -> Json | None:
-        """Returns the state of the additional parameters that each rank of the server must attest; None if there is
-        none."""
+        """Returns the state of the additional parameters that each rank of the server must report when it attests; None
+        if there are no additional parameters."""
         return None
 
     def check_request(self, request: object) -> None:
@@ -102,8 +103,8 @@ class ServedForm:
         """Registers this form's hooks in SGLang's HookRegistry `registry`. `kinds`: SGLang's HookType."""
 
     def attest(self, runner: object) -> Json | None:
-        """Returns the state, comparable with `contract`, of the rank whose SGLang ModelRunner is `runner`; None if
-        there is none."""
+        """Returns the state of the additional parameters on the rank whose SGLang ModelRunner is `runner`, for
+        comparison with `contract`; None if there are none."""
         return None
 
 

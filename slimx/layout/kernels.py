@@ -1,5 +1,5 @@
-"""Limits of two sets of kernels: SGLang's, which compute with published weights, and those of DeepEP (sgl-deep-ep
-0.1.2), which exchange tokens between expert-parallel ranks.
+"""Limitations of SGLang's kernels, which compute with published weights, and of DeepEP's (sgl-deep-ep 0.1.2), which
+exchange tokens between expert-parallel ranks.
 
 A publication verifies the bytes in a rank's parameters, but some kernels of SGLang 0.5.23 compute with bytes other than
 those that were loaded. On Blackwell (sm100) SGLang requantizes the fp8 weights of linear layers for DeepGEMM and
@@ -21,7 +21,7 @@ DEEP_EP_NODE = 8
 EXPERTS = "moe_runner_backend"
 FP8 = "fp8_gemm_runner_backend"
 PLAIN = {EXPERTS: "triton", FP8: "triton"}
-"""Field of SGLang's ServerArgs that selects kernels -> the value with which weights stay as they were loaded."""
+"""Field of SGLang's ServerArgs that selects kernels -> a value whose kernels do not change weights after loading."""
 BLACKWELL = 10
 """Lowest major CUDA compute capability at which SGLang selects other default kernels."""
 
@@ -46,8 +46,8 @@ def crosses_nodes(hidden: int) -> bool:
 
 
 def deep_ep_lacks(ranks: int, hidden: int) -> str | None:
-    """Returns the reason why DeepEP cannot exchange tokens of hidden size `hidden` among `ranks` ranks, as a predicate
-    for a message; None if it can."""
+    """Returns the reason why DeepEP cannot exchange tokens of hidden size `hidden` among `ranks` ranks, worded as the
+    end of a sentence ("has no settings for ..."); None if it can."""
     if ranks not in RANKS:
         return f"has no settings for {ranks} ranks, only for {', '.join(map(str, RANKS))}"
     if ranks > DEEP_EP_NODE and not crosses_nodes(hidden):

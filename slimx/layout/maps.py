@@ -1,9 +1,9 @@
 """Index maps: which rectangles of which checkpoint tensors make up one tensor of one parallel rank.
 
-A map is the only description of a layout. Loading (Hugging Face -> Megatron), export and publication (Megatron ->
-Hugging Face, Megatron -> engine) read the same rectangles, in one direction or the other. Every tensor is treated as a
-matrix: a vector of n elements as n x 1, a stack of E matrices of M x N as (E * M) x N. Stacks of experts and transposed
-tensors of a checkpoint are expressed by the names of sources instead of by maps (`slimx.layout.table`).
+A map is the only description of a layout: loading (Hugging Face -> Megatron), export and publication (Megatron ->
+Hugging Face, Megatron -> engine) use the same rectangles, with the direction of the copy reversed. Every tensor is
+treated as a matrix: a vector of n elements as n x 1, a stack of E matrices of M x N as (E * M) x N. If a checkpoint
+stacks experts or transposes a tensor, the names of the sources express this instead of the map (`slimx.layout.table`).
 
     Copy()                       one tensor, split in equal parts
     Concat()                     concatenated tensors; a rank has its shard of each (gate and up of a SwiGLU)
@@ -64,8 +64,8 @@ class IndexMap(Protocol):
 
 
 def share(length: int, rank: int, size: int, name: str = "a dimension") -> tuple[int, int]:
-    """Returns the first element and the length of rank `rank`'s shard if a dimension of `length` is split over `size`
-    ranks.
+    """Returns the first element and the length of rank `rank`'s shard of a dimension of `length` elements that is split
+    over `size` ranks.
 
     `name`: description of the dimension for the SlimxError that is raised if `size` does not divide `length`."""
     if length % size:
@@ -79,8 +79,8 @@ def share(length: int, rank: int, size: int, name: str = "a dimension") -> tuple
 
 
 def _shard(length: int, axis: int | None, rank: int, size: int, name: str) -> tuple[int, int]:
-    """Returns the first element and the length of a rank's shard, as `share`; 0 and `length` if `axis` is None (not
-    split)."""
+    """Returns the first element and the length of a rank's shard, as `share` does; 0 and `length` if `axis` is None, so
+    that the dimension is not split."""
     if axis is None:
         return 0, length
     return share(length, rank, size, name)
@@ -131,8 +131,8 @@ class Blocks:
     """Map from several sources, concatenated vertically and split by heads; source i consists of `heads[i]` equal
     heads.
 
-    If there are fewer heads than ranks, several ranks have the same head: key and value heads of an engine with more
-    tensor-parallel ranks than query groups."""
+    If there are fewer heads than ranks, several ranks have the same head, as for key and value heads in an engine with
+    more tensor-parallel ranks than query groups."""
 
     heads: tuple[int, ...]
 
@@ -181,7 +181,7 @@ class InterleaveQKV:
         return (local_row, cols), rects
 
     def _runs(self, group: int, per_group: int) -> list[tuple[int, int, int]]:
-        """Returns (source, first row, number of rows) of every run of consecutive rows in query group `group`."""
+        """Returns (source, first row, number of rows) of every range of consecutive rows in query group `group`."""
         dim = self.head_dim
         heads = range(group * per_group, (group + 1) * per_group)
         if self.gated:
@@ -209,8 +209,8 @@ class Fused:
 
 
 class Cut(NamedTuple):
-    """Rows of source `source` that make up a section: in each block `rows` consecutive rows, the first block's from
-    `row`, and each further block's `stride` rows later."""
+    """Rows of source `source` that make up a section: `rows` consecutive rows in each block. They begin at `row` in the
+    first block, and `stride` rows later in each following block."""
 
     source: int
     row: int
@@ -220,7 +220,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """Map from sources to vertically concatenated sections, each of which has one run of rows per block.
+    """Map from sources to vertically concatenated sections, each of which has one range of consecutive rows per block.
 
     Each rank has its shard of the blocks in every section. The map sorts by kind what the checkpoint interleaves by
     head (q k v q k v ...) or stores in sequence in one tensor."""
@@ -271,7 +271,8 @@ class Deinterleave:
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """Map that gives the first rank the whole source and the other ranks zeros, because the ranks sum them."""
+    """Map that gives the first rank the whole source and the other ranks zeros, for a bias in a layer whose ranks sum
+    their outputs."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         ((rows, cols),) = shapes

@@ -115,7 +115,8 @@ class MegatronLayout:
 def nearly_equal(layers: int, stages: int) -> list[int]:
     """Returns the number of layers of each stage, which differ by at most one.
 
-    The first and the last stage, which also have the embedding and the output layer, get no extra layer if possible."""
+    The first and the last stage, which also contain the embedding and the output layer, get no additional decoder layer
+    if possible."""
     least, extra = divmod(layers, stages)
     preferred = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
     counts = [least] * stages
@@ -136,8 +137,8 @@ class _Shards:
         self._ranks: dict[tuple[int, int | None, int | None], tuple[int, ...]] = {}
 
     def geometry(self, entry: Entry) -> list[Geometry]:
-        """Returns (index, local shape, rectangles) of each shard of the entry's tensor; the index is None if it is not
-        split."""
+        """Returns (index, local shape, rectangles) of each shard of the entry's tensor; the index is None if the tensor
+        is not split."""
         key = id(entry.row)
         if key not in self._geometry:
             self._geometry[key] = [self._shard(entry.row, index) for index in self._indices(entry.row)]
@@ -147,7 +148,7 @@ class _Shards:
         """Returns the ranks of `pipeline_rank` that have the shard with index `shard`, or the unsplit tensor if it is
         None.
 
-        `owner`: expert-parallel rank, for tensors of experts; None for others."""
+        `owner`: expert-parallel rank that has the expert; None for tensors that do not belong to an expert."""
         key = pipeline_rank, shard, owner
         if key not in self._ranks:
             size = self.sizes.tensor

@@ -27,7 +27,7 @@ StoredTensors = dict[str, tuple[tuple[int, ...], Collection[str]]]
 """Name of a stored tensor -> its shape, and the dtypes that it may have, as safetensors names them."""
 ModelDtype = Literal["float32", "bfloat16"]
 ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
-"""Dtype in which weights are sent -> bytes per element."""
+"""Dtype in which weights are published -> bytes per element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +109,10 @@ class TensorFiles(Protocol):
 
 
 class NumberFormat:
-    """Base class of number formats; it represents plain values, which are stored as they are."""
+    """Base class of number formats; represents plain values, which are stored without codes and scales."""
 
     RULES: ClassVar[Collection[str]] = ()
-    """Values of `publish.quantize` that make a publication compute codes of this format."""
+    """Values of `publish.quantize` with which a publication quantizes weights to this format."""
     GROUP: ClassVar[int] = 1
     """Required divisor of the number of columns of a quantized matrix."""
     CONVERTED: ClassVar[bool] = False
@@ -123,8 +123,8 @@ class NumberFormat:
     """Names of parameters that SGLang creates for this format in addition to codes and scales, but never reads."""
 
     def other_scheme(self, described: Json) -> str | None:
-        """Returns the first field of `described`, a `quantization_config`, that specifies another scheme, with its
-        value; None if this format can read the scheme."""
+        """Returns the first field of `described`, a `quantization_config`, with which this format cannot read the
+        checkpoint, together with the field's value; None if the format can read it."""
         return None
 
     # Checkpoints
@@ -140,11 +140,13 @@ class NumberFormat:
         raise NotImplementedError
 
     def read(self, files: TensorFiles, source: Stored, rows: slice, cols: slice) -> torch.Tensor:
-        """Returns rows and columns of a source of a weight table as plain values, [rows, cols]."""
+        """Reads the given rows and columns of a source of a weight table and returns them as plain values, [rows,
+        cols]."""
         raise NotImplementedError
 
     def refuse(self, path: Path, unknown: Sequence[str]) -> None:
-        """Raises SlimxError if the tensors `unknown`, which a trainer cannot load, have this format."""
+        """Raises SlimxError with a remedy if some of the tensors `unknown`, which a trainer cannot load, belong to this
+        format."""
 
     # Publications
 
@@ -158,9 +160,8 @@ class NumberFormat:
         return table
 
     def nearest(self, config: Config, sizes: Sizes) -> Iterable[tuple[str, Config, Sizes]]:
-        """Returns similar settings that do not split blocks, for a `config` whose trainers of `sizes` do split them.
-
-        Each is the changed key's assignment as text, the configuration with it, and the trainers' sizes; the most
+        """Returns alternatives to a `config` whose trainers of `sizes` split quantization blocks. Each does not split
+        them and is given as (assignment of the changed key as text, changed configuration, its trainer sizes); the most
         similar is first."""
         return ()
 

@@ -30,7 +30,8 @@ class Part(NamedTuple):
     copy: bool = False
     """True for a second copy of a tensor, which is loaded like the original but never exported or published."""
     column: bool = False
-    """True if `rects` address the tensor as a matrix of one column, whatever its shape, as for a stack of vectors."""
+    """True if `rects` address the tensor as a matrix with a single column, regardless of its shape, as for a stack of
+    vectors."""
 
     @property
     def matrix(self) -> Shape:
@@ -103,7 +104,7 @@ def check_boxes(name: str, shape: Shape, boxes: np.ndarray) -> None:
     """Raises SlimxError unless `boxes`, [n, 4] of (row, col, rows, cols), cover a matrix of `shape` exactly once.
 
     The edges of the boxes divide the matrix into cells, and each cell must be in exactly one box. The message contains
-    `name` and the position of the first cell that is not."""
+    `name` and the position of the first cell for which this is not true."""
     boxes = boxes[(boxes[:, 2] > 0) & (boxes[:, 3] > 0)]
     ends = boxes[:, :2] + boxes[:, 2:]
     if len(boxes) and (boxes.min() < 0 or (ends > shape).any()):

@@ -15,7 +15,8 @@ Sources = tuple[str, ...]
 
 
 def select(table: Table, patterns: Sequence[str], key: str) -> frozenset[Sources]:
-    """Returns the parameters of the whole model that match any of `patterns`, each identified by its `Part.sources`.
+    """Returns the parameters of the whole model that match any of `patterns`, each identified by the checkpoint tensors
+    that it contains (`Part.sources`).
 
     A pattern is a glob (`*`, `?`, `[...]`) over a full parameter name, either Megatron's, with layers and experts
     numbered over the whole model, or Hugging Face's, where a stack of experts has one name for all of them. Raises

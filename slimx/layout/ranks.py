@@ -71,7 +71,8 @@ class Coordinates:
 
 
 def fewer(sizes: Sizes) -> Iterator[Sizes]:
-    """Yields sizes with fewer data-parallel ranks than `sizes`, the largest first.
+    """Yields sizes with fewer data-parallel ranks than `sizes`, the largest first, with which a run can continue after
+    it has lost ranks.
 
     The new number of data-parallel ranks divides the old one, so that each rank takes over the complete shards of
     several former ranks, and the ranks of a pipeline stage still form complete groups of `expert * expert_tensor`
@@ -98,7 +99,8 @@ def coordinates(rank: int, sizes: Sizes) -> Coordinates:
 
 
 def stage_layers(sizes: Sizes, layers: int) -> list[tuple[int, ...]]:
-    """Returns for each pipeline rank the indices of its decoder layers, from 0 over the whole model, chunk by chunk."""
+    """Returns for each pipeline rank the indices of its decoder layers, chunk by chunk; layers are numbered from 0 over
+    the whole model."""
     counts = sizes.split or (layers // sizes.stages,) * sizes.stages
     first = [0, *accumulate(counts)]
     layers_of_ranks: list[tuple[int, ...]] = []
@@ -129,15 +131,15 @@ class EngineSizes:
     """Parallel sizes of one SGLang engine, in which rank = pipeline rank * tensor + tensor rank.
 
     Attention is split over `tensor / attention_data` ranks and replicated `attention_data` times (DP-attention).
-    Experts are distributed to `expert` groups of ranks and split over the `tensor / expert` ranks of each. Raises
-    SlimxError for sizes that do not divide `tensor`."""
+    Experts are distributed over `expert` groups of ranks, and each expert is split over the `tensor / expert` ranks of
+    its group. Raises SlimxError for sizes that do not divide `tensor`."""
 
     tensor: int = 1
     expert: int = 1
     pipeline: int = 1
     attention_data: int = 1
     redundant: int = 0
-    """Number of physical experts in addition to the model's, for expert load balancing; physical expert p is a copy of
+    """Number of physical experts beyond the model's own, for expert load balancing; physical expert p is a copy of
     logical expert p mod the number of logical experts."""
 
     def __post_init__(self) -> None:

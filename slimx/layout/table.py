@@ -24,14 +24,14 @@ Stage = Literal["first", "layer", "last", "mtp"]
 Group = Literal["tensor", "attention", "undivided"]
 Sources = tuple[tuple[str, tuple[int, ...]], ...]
 _MOST_MATRICES = 100_000
-"""Maximum number of expert tensors in a table. Compiling a plan for that many takes 10 s; Qwen3.5-397B-A17B has 61,000,
-Kimi-K2 46,000."""
+"""Maximum number of expert tensors in a table. Compiling a copy plan for that many takes 10 s; Qwen3.5-397B-A17B has
+61,000 expert tensors, Kimi-K2 46,000."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of local tensor: its name, the checkpoint tensors that it contains, the map between them, and how it is
-    split.
+    """Row of a weight table, which describes one kind of local tensor: its name, the checkpoint tensors that it
+    contains, the map between them, and how it is split over ranks.
 
     Names may contain the indices `{layer}` and `{expert}`. If the sources' names contain `{expert}` and the local name
     does not, the row is one tensor [experts, rows, cols] that stacks the mapped experts."""
@@ -47,7 +47,7 @@ class Row:
     """Axis that is split over the ranks of `group`; None if each rank has the whole tensor."""
     stage: Stage = "layer"
     group: Group | None = None
-    """Ranks of an engine over which the tensor is split. Trainers ignore it.
+    """Ranks of an engine over which the tensor is split. Only for engines; trainers ignore it.
 
     None: all ranks of a stage; for experts, those of one expert-parallel group. "attention": ranks that share one copy
     of the attention. "undivided": all ranks of a stage, but with DP-attention each has the whole tensor."""
@@ -85,8 +85,8 @@ class Row:
 
 
 class Entry(NamedTuple):
-    """One tensor of the whole model: a row with the indices of layer and expert. Layers are numbered as in the
-    checkpoint."""
+    """One tensor of the whole model: a table row with the indices of a layer and an expert. Layers are numbered as in
+    the checkpoint."""
 
     row: Row
     layer: int
@@ -96,9 +96,8 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of a model, with its numbers of layers and experts.
-
-    Creating a table checks that every row is invertible: that its map uses each source element once."""
+    """Weight table of a model: rows that describe its tensors, and its numbers of layers and experts. Creating a table
+    checks that every row is invertible, so that its map uses each source element once."""
 
     rows: tuple[Row, ...]
     layers: int
@@ -106,14 +105,15 @@ class Table:
     mtp_layers: int = 0
     """Number of multi-token prediction layers, which the checkpoint numbers after the decoder layers."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Checkpoint tensor -> the tensor whose bytes it repeats. A checkpoint may omit it."""
+    """Checkpoint tensor that repeats the bytes of another one (tied weights) -> that other tensor. A checkpoint may
+    omit the repeated tensor."""
     frozen: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Name -> shape of checkpoint tensors that the trainer does not have; exports copy their bytes. A checkpoint may
-    omit them."""
+    omit these tensors."""
     _entries: list[Entry] = field(default_factory=list, init=False, repr=False, compare=False)
     _sources: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Checkpoint tensor -> shape. This field, `_entries` and `_sources` are caches, because a plan reads them
+    """Checkpoint tensor -> shape. This field, `_entries` and `_sources` cache results that compiling a plan needs
     repeatedly."""
 
     def __post_init__(self) -> None:
@@ -198,8 +198,8 @@ class Table:
         return frozenset(transposed)
 
     def sources(self) -> Mapping[str, tuple[int, ...]]:
-        """Returns name -> shape of all sources of the rows, in order; items of a stack are separate sources. Raises
-        SlimxError if two rows use the same source."""
+        """Returns name -> shape for all checkpoint tensors that the rows use, in order; each matrix in a stack counts
+        as a separate tensor. Raises SlimxError if two rows use the same source."""
         if not self._sources:
             out: dict[str, tuple[int, ...]] = {}
             owner: dict[str, Row] = {}
@@ -222,8 +222,8 @@ def _check_integer(name: str, value: object, least: int) -> None:
 
 
 def padded_vocabulary(name: str, vocab: int, hidden: int, *, stage: Stage, group: Group) -> Row:
-    """Returns the row of an embedding or output layer in SGLang's `VocabParallelEmbedding`, which pads it to a multiple
-    of 64 rows."""
+    """Returns the table row that describes the tensor of an embedding or output layer in SGLang's
+    `VocabParallelEmbedding`, which pads the vocabulary to a multiple of 64."""
     return Row(name, ((name, (vocab, hidden)),), Pad(64), axis=0, stage=stage, group=group)
 
 
@@ -252,7 +252,7 @@ def check_row(row: Row, experts: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Location of a table's source in its checkpoint: a whole tensor, or one item of a stack of all experts.
+    """Location of a weight table's source in the checkpoint: a whole tensor, or one item of a stack of all experts.
 
     A source named `stack[3]` or `stack[3].T` is item 3 of the checkpoint's tensor `stack`, or the transpose of that
     item, so the rows of a family that stacks its experts look like those of any other family. Stacks are split when a
@@ -276,7 +276,7 @@ class Stored:
 
 
 def stored(source: str) -> Stored:
-    """Returns the location that the name `source` of a table's source expresses."""
+    """Returns the location in the checkpoint that `source`, the name of a weight table's source, expresses."""
     match = _INDEXED.fullmatch(source) if "[" in source else None
     if match is None:
         return Stored(source)
@@ -284,7 +284,7 @@ def stored(source: str) -> Stored:
 
 
 def checkpoint_parts(table: Table, *, mtp: bool = True, served: Table | None = None) -> Iterator[Part]:
-    """Yields the checkpoint as the layout of a single rank: every tensor in full, under its Hugging Face name.
+    """Yields the layout of a checkpoint, as if a single rank had all tensors in full under their Hugging Face names.
 
     A stack is a vertical concatenation of its matrices, which are not transposed back. `mtp`: True to include the
     layers of multi-token prediction, which only a draft model loads. `served`: table of the engine that loads the
