@@ -12,7 +12,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from slimx.runtime.clocks import Clock
 
 LOOK_S = 0.5
-"""Interval in seconds at which another event loop polls whether an outage has ended."""
+"""Interval in seconds at which an event loop other than the outage's own polls whether the outage has ended."""
 
 
 class Outage:
@@ -27,7 +27,7 @@ class Outage:
         self._served = asyncio.Event()
         self._served.set()
         self._clocks: dict[Clock, ExitStack] = {}
-        """Clocks that are paused during outages, each with the context that resumes it."""
+        """Clock that is paused during outages -> context that resumes the clock when it is closed."""
 
     @property
     def lasts(self) -> bool:
@@ -66,7 +66,8 @@ class Outage:
         return self._before + (0.0 if self._began is None else _now() - self._began)
 
     def time(self) -> float:
-        """Returns the event loop's time in seconds, minus the duration of all outages."""
+        """Returns the event loop's time in seconds, minus the duration of all outages, for deadlines that are suspended
+        during outages."""
         return _now() - self.seconds
 
     @contextmanager
@@ -167,8 +168,8 @@ class EnginesTurn:
 
     @asynccontextmanager
     async def ending(self) -> AsyncIterator[None]:
-        """Makes `end` wait until the block, which stops an engine, has ended. Allowed outside the engines' phases as
-        well."""
+        """Makes `end` wait until the block, which stops an engine, has ended. Unlike starts, stops are allowed in every
+        phase."""
         self._busy += 1
         self._idle.clear()
         try:

@@ -1,12 +1,13 @@
-"""Interface of transports, which bring packed buckets from trainers to engines, and the transports for one node.
+"""Interface of transports, which deliver packed buckets from trainers to engines, and the transports for a single node.
 
 Entry points of `slimx.transports`, by their name in `publish.transport`:
 
 memory    engines map the host memory of the trainer ranks
 cuda_ipc  engines copy from the memory of the trainer ranks' GPUs
 
-Extras add others. The part of a transport on trainer ranks is one of the ranks' roles (`slimx.roles`), and its receiver
-at an engine is an `End`. Importing a transport loads neither torch nor Ray, because plans are made without them."""
+Packages in slimx/extras add other transports. On trainer ranks a transport may have a role (entry points `slimx.roles`)
+that sends, and at an engine a receiver, which is an `End`. Importing a transport loads neither torch nor Ray, because
+plans are made without them."""
 
 from __future__ import annotations
 
@@ -66,11 +67,11 @@ class End(Protocol):
 
 
 class Transport:
-    """Base class of transports. This one makes engines open buckets in the memory of trainer ranks."""
+    """Base class of transports. With the base class itself, engines open buckets in the memory of trainer ranks."""
 
     gathers = True
-    """True if trainer ranks gather each bucket in the memory of one or some of them (`TrainerGroup.pack`); False if
-    each sends its own part."""
+    """True if each bucket is gathered in the memory of one or more trainer ranks (`TrainerGroup.pack`); False if every
+    rank sends its own part."""
 
     def on_gpus(self, publish: Publish, device: str, *, colocate: bool) -> bool:
         """Returns True if buckets are in GPU memory in a run on `device`, "cpu" or "cuda". `colocate`: True if trainers
@@ -102,7 +103,7 @@ class MemoryDelivery(Delivery):
     def __init__(self, trainers: Trainers):
         self.trainers = trainers
         self._owners: Sequence[Actor] = ()
-        """Actors whose ranks pack the current publication."""
+        """Actors of the trainer ranks that pack the current publication."""
 
     async def begin(self, manifest: Manifest, buckets: int) -> None:
         self._owners = list(self.trainers.actors)

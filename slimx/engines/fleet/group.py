@@ -39,19 +39,20 @@ KEPT = 5
 
 def keys_of(group: Engines) -> Keys:
     """Returns the keys of the external servers at `group.urls`, read from the environment variables that the group
-    names. Raises SlimxError if one of these is not set."""
+    names. Raises SlimxError if one of these variables is not set."""
     where = f"rollout.engines group {group.name}"
     api_key = key_in(group.api_key_env, os.environ, where)
     return Keys(api_key, key_in(group.admin_api_key_env, os.environ, where))
 
 
 CALLS = 3
-"""Maximum number of consecutive calls to a server when its memory is released or restored, each with a deadline: pause,
-release, resume."""
+"""Maximum number of consecutive calls to a server that releases or restores its memory (pause, release, resume). Each
+call has its own deadline."""
 
 
 class EngineGroup:
-    """Engines that serve one model, the router in front of them, and the record of which of them serve (`members`)."""
+    """Engines that serve one model, the router in front of them, and the record of which engines currently serve
+    (`members`)."""
 
     def __init__(
         self,
@@ -69,9 +70,9 @@ class EngineGroup:
         """Creates the engines' actors and the router without starting servers.
 
         `moe`: True if the model has experts. `note`: receives a line of text for every lost or restarted engine.
-        `record`: receives every restart. `router`: name of the router. `groups`: groups of `rollout.engines`; None
-        means those of the policy. `shared`: placements of trainer ranks, one GPU each, whose GPUs the engines use
-        alternately with the trainers; empty if engines have their own GPUs."""
+        `record`: receives every restart. `router`: name of the router. `groups`: groups of `rollout.engines` to create
+        engines for; None means the policy's groups. `shared`: placements of trainer ranks, one GPU each, whose GPUs the
+        engines use alternately with the trainers; empty if engines have their own GPUs."""
         groups = config.rollout.policy_engines if groups is None else groups
         self.config = config
         self.device = device
@@ -126,8 +127,8 @@ class EngineGroup:
         return EngineHandle(spec, make, log, deadline, nodes=group.nodes)
 
     def _places(self, group: Engines) -> list[Placement]:
-        """Returns the placements of one server of `group`, one per node. Takes them from the shared GPUs if there are
-        any."""
+        """Returns the placements of one server of `group`, one per node; taken from the GPUs that are shared with
+        trainers, if there are any."""
         per_node = group.ranks // group.nodes
         if self.device != "cuda" or group.urls:
             return [Placement()] * group.nodes
@@ -148,15 +149,15 @@ class EngineGroup:
                 self.members.epoch = max(self.members.epoch, rank["epoch"] + 1)
 
     async def interrupt(self) -> None:
-        """Aborts all running requests; each returns the tokens generated so far. An engine that fails to do so is
+        """Aborts all running requests; each returns the tokens generated so far. An engine that fails to abort them is
         quarantined."""
         await self._perform(self.members.members(), "interrupt")
 
     async def sleep(self) -> None:
         """Releases the memory of the engines' weights and KV cache, so that trainers can use the devices.
 
-        An engine that fails to release it is quarantined, and its processes have ended on return. An engine that is
-        being started is awaited and then releases its memory as well."""
+        An engine that fails to release it is quarantined, and its processes have ended when this method returns. If an
+        engine is still starting, its start is awaited, and then it releases its memory as well."""
         await self.members.turn.end()
         await self._perform(self.members.candidates(), "sleep")
         await self.members.turn.end()
@@ -180,7 +181,8 @@ class EngineGroup:
         await asyncio.gather(*map(tried, engines))
 
     async def stop(self) -> None:
-        """Stops the router and all servers with their process trees. An error is raised only after all were tried."""
+        """Stops the router and all servers with their process trees. An error in stopping one of them is raised after
+        the others have been stopped."""
         await self.members.stop()
         await all_tried(self.router.stop(), *(engine.stop() for engine in self.engines))
 
@@ -209,8 +211,8 @@ def placement_of(ranks: Sequence[Placement], name: str) -> Placement:
 
 
 def follow(groups: Sequence[EngineGroup], path: Path) -> None:
-    """Writes the address and state of every engine and router of `groups` to `path`, RUN/engines.json, now and after
-    every change. `slimx status` reads the file."""
+    """Writes the address and state of every engine and router of `groups` to `path` (RUN/engines.json), immediately and
+    again after every change. `slimx status` reads the file."""
 
     def write() -> None:
         engines = [

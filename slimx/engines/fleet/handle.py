@@ -27,8 +27,8 @@ class MemberState(StrEnum):
     OUT = "out"
     """Not started, or being restarted; receives neither requests nor publications."""
     JOINING = "joining"
-    """Its server runs, but with weights that were not published; receives the next publication, and requests only after
-    it."""
+    """Its server runs, but with weights that were not published; receives the next publication, and only after that
+    requests."""
     MEMBER = "member"
     """Has a verified version and is registered with the router."""
     GONE = "gone"
@@ -68,7 +68,8 @@ class EngineHandle:
         self.state = MemberState.OUT
         self.incarnation = 0
         self.attestation: list[Json] = []
-        """Report of each rank at the last start (version, sizes, kernels, ...); empty if the server attests nothing."""
+        """Attestation of each rank at the last start: slimx's version, parallel sizes, kernels, ...; empty if the
+        server attests nothing."""
         self._reason: SlimxError | None = None
         """Error that caused the loss of the engine since its last start; None if it was not lost."""
         self._lost = asyncio.Event()
@@ -106,7 +107,8 @@ class EngineHandle:
             self.actor.mark.options(num_returns=0).remote(text)
 
     def lose(self, error: SlimxError) -> None:
-        """Sets the state to OUT because of `error`: pending calls fail with it, and late responses are discarded."""
+        """Sets the state to OUT because of `error`: pending calls fail with this error, and late responses are
+        discarded."""
         self.state = MemberState.OUT
         self._reason = self._reason or error
         self._lost.set()
@@ -114,8 +116,8 @@ class EngineHandle:
     async def stop(self, grace_s: float = 10.0) -> None:
         """Stops the server with its process tree, within `grace_s` seconds or by killing it.
 
-        If the actor does not respond or fails, it is killed as well; the server's guard process, which watches the
-        actor, then kills the tree."""
+        If the actor fails or does not respond, the actor is killed as well; the server's guard process, which watches
+        the actor, then kills the tree."""
         self.state = MemberState.OUT
         if self.actor is None:
             return
@@ -140,7 +142,8 @@ class EngineHandle:
 
         `verb`: a method of a publication (`slimx.reshard.parties.Receiver`), for the publication that began in
         membership `epoch`, or any method of `slimx.engines.server.engine.Engine` if `epoch` is None. `deadline_s`: None
-        means the engine's. Raises ReceiverLost if the engine or its actor has died or does not respond in time."""
+        means the deadline that was passed to the constructor. Raises ReceiverLost if the engine or its actor has died
+        or does not respond in time."""
         deadline_s = deadline_s or self.deadline_s
         reference = self._living.perform.remote(verb, epoch, deadline_s, *arguments)
         return await self._result(verb, reference, deadline_s)
@@ -160,7 +163,8 @@ class EngineHandle:
             raise ReceiverLost(str(self._reason), code="engine.lost", about=self.name)
 
     async def _result[T](self, operation: str, reference: Awaitable[T], deadline_s: float) -> T:
-        """Awaits the result of a call, described by `operation` in messages, or the loss of the engine.
+        """Waits for the result of a call, or until the engine is lost. `operation`: description of the call in
+        messages.
 
         Raises ReceiverLost if the engine is lost, its actor has died, or the deadline passes."""
         future, _ = await race(self._wait(operation, reference, deadline_s), self._lost.wait())

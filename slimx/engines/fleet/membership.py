@@ -116,8 +116,8 @@ class Membership:
         return {engine.spec.role for engine in engines} == {engine.spec.role for engine in self.engines}
 
     async def admit(self, engine: EngineHandle) -> None:
-        """Registers `engine`, which has a verified version, with the router. Raises ReceiverLost if it was lost before
-        it served."""
+        """Registers `engine`, which has a verified version, with the router. Raises ReceiverLost if the engine was lost
+        meanwhile."""
         incarnation = engine.incarnation
         if engine.state is MemberState.JOINING:
             await self.keeper.add(engine)
@@ -131,8 +131,8 @@ class Membership:
             raise ReceiverLost(message, code="engine.lost", about=engine.name)
 
     async def quarantine(self, engine: EngineHandle, error: SlimxError) -> None:
-        """Removes `engine` from the router because of `error` and restarts it in the background. Does nothing if it was
-        lost before. No new request can reach it on return."""
+        """Removes `engine` from the router because of `error` and restarts it in the background. Does nothing if the
+        engine is lost already. When this method returns, no new request can reach the engine."""
         if engine not in self.candidates():
             return
         self.note(f"engine {engine.name} is quarantined: {first_line(error)}")
@@ -344,7 +344,7 @@ class Membership:
         self.fail(DeadlineError("an engine to come back", limit, f"engines {names} (rollout.health.outage_deadline)"))
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Runs `work` in a task that is cancelled when the run ends. An error in it ends the run."""
+        """Runs `work` in a task that is cancelled when the run ends. An error in the task ends the run."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -387,7 +387,7 @@ class Membership:
 
 
 class Joining:
-    """The engines of a membership that have no published version, as `Members` of a publication to them alone."""
+    """Those engines of a membership that have no published version; the `Members` of a publication to them alone."""
 
     def __init__(self, members: Membership):
         self._members = members

@@ -19,7 +19,7 @@ from slimx.errors import PartLost, SlimxError
 from slimx.runtime.tasks import Ticker
 
 PING_S = 10.0
-"""Maximum time in seconds in which a healthy router responds to a status call, which requires no computation."""
+"""Maximum time in seconds in which a healthy router responds to a status request, for which it computes nothing."""
 
 
 class Fleet(Protocol):
@@ -33,10 +33,10 @@ class Fleet(Protocol):
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]: ...
 
     def changed(self) -> None:
-        """Updates the outage after the router was lost or came back."""
+        """Records the start or the end of an outage after the router was lost or came back."""
 
     async def quarantine(self, engine: EngineHandle, error: SlimxError) -> None:
-        """Removes and restarts an engine that a responding router fails to add."""
+        """Removes and restarts an engine that could not be added although the router responds."""
 
     def fail(self, error: SlimxError) -> None:
         """Ends the run with `error`, because the router's restarts are used up."""
@@ -142,14 +142,14 @@ class RouterKeeper:
         )
 
     async def _register_all(self, deadline_s: float) -> None:
-        """Registers those engines that serve but that the router does not list."""
+        """Registers every serving engine that is missing from the router's list."""
         registered = {worker["url"] for worker in await self.router.workers(deadline_s)}
         missing = [engine for engine in self.membership.members() if engine.url not in registered]
         await asyncio.gather(*(self._add_again(engine) for engine in missing))
 
     async def _add_again(self, engine: EngineHandle) -> None:
-        """Registers an engine; one that the responding router fails to add is quarantined. Raises SlimxError if the
-        router does not respond."""
+        """Registers an engine with the restarted router; quarantines the engine if that fails although the router
+        responds. Raises SlimxError if the router does not respond."""
         try:
             await self._add(engine)
         except SlimxError as error:
@@ -165,8 +165,8 @@ class RouterKeeper:
             await self.router.remove(spec.url)
 
     async def _try(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Awaits `work()`, a call of the router, and repeats it after a restart whenever the router caused its
-        failure."""
+        """Awaits `work()`, a request to the router; if the request fails because of the router, restarts the router and
+        repeats it."""
         while True:
             if self._restarts_now:
                 await self.look()

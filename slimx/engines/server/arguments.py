@@ -43,7 +43,7 @@ BY_HAND = {
 
 
 ACCEPTED: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
-"""Type annotation -> Python types of the values that are accepted for it."""
+"""Type annotation of a field -> Python types of the values that the field accepts."""
 
 
 @functools.cache
@@ -99,8 +99,8 @@ def check_server_args(args: Json, where: str = "rollout.engines.sglang") -> None
 
 
 def command_line(args: Json) -> list[str]:
-    """Returns command-line arguments for `args`, field name -> value, after checking them. None and False add nothing,
-    because they are SGLang's defaults."""
+    """Returns command-line arguments for `args`, field name -> value, after checking them. Values None and False are
+    omitted, because they are SGLang's defaults."""
     check_server_args(args)
     out: list[str] = []
     for name, value in args.items():

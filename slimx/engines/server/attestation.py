@@ -1,4 +1,5 @@
-"""Checks the responses of a server's ranks: raises an error if one is wrong or differs from those of other ranks.
+"""Checks the responses of a server's ranks: raises an error if a response is wrong or differs from those of other
+ranks.
 
 At startup the ranks attest (report for this check) that the server is the one that was started and computes as
 configured. During a publication they report which tensors they accept, have staged, have copied and have verified."""
@@ -24,8 +25,8 @@ from slimx.runtime.process import SupervisedProcess
 
 
 async def attested(wire: ControlClient, spec: EngineSpec, process: SupervisedProcess | None) -> list[Json]:
-    """Returns the attestation of each rank of a server that already generates. Raises SlimxError if one does not match
-    `spec`.
+    """Returns the attestation of each rank of a server that already generates. Raises SlimxError if an attestation does
+    not match `spec`.
 
     `wire`: client for calls to the server. `process`: the server's process; None if the server is external."""
     ranks = await _attest(wire, spec.name)
@@ -140,7 +141,7 @@ class Fact(NamedTuple):
     attested: object
     expected: object
     remedy: str
-    """Instruction to the user if the two values differ."""
+    """Action that the user should take if the two values differ."""
 
 
 def _facts(rank: Json, spec: EngineSpec) -> list[Fact]:
@@ -195,8 +196,8 @@ def forms_of(name: str, ranks: Sequence[Json], encoding: Encoding) -> list[dict[
     """Returns every tensor that engine `name` loads, name -> "dtype:d0,d1": one dict per rank for the encoding "local",
     else one for all ranks.
 
-    `ranks`: their responses to `inventory`. Raises SlimxError if a rank has parameters that cannot be published, or if
-    ranks differ."""
+    `ranks`: responses of the ranks to `inventory`. Raises SlimxError if a rank has parameters that cannot be published,
+    or if the ranks load different tensors."""
     for index, rank in enumerate(ranks):
         uncovered = rank["uncovered"]
         if uncovered:
@@ -247,8 +248,8 @@ def check_copied(name: str, ranks: Sequence[Json]) -> None:
 
 
 def verified_by(name: str, ranks: Sequence[Json]) -> Json:
-    """Returns {checked: number of verified tensors, derived: [names of tensors that the model computed from them]} over
-    all ranks of engine `name`.
+    """Returns {checked: number of verified tensors, derived: [names of tensors that the model computed from verified
+    ones]} over all ranks of engine `name`.
 
     Raises SlimxError if a tensor differs from the published one or was never published."""
     counts = [rank["tensors"] for rank in ranks]

@@ -31,7 +31,8 @@ PauseMode = Literal["retract", "in_place", "abort"]
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
 
 NO_TENSORS = base64.b64encode(pickle.dumps([], protocol=4)).decode()
-"""Body that /update_weights_from_tensor requires although the tensors are already staged: a pickled empty list."""
+"""Request body for SGLang's /update_weights_from_tensor, which requires a list of tensors; the list is empty, because
+the tensors are already staged."""
 
 
 class State(StrEnum):
@@ -40,7 +41,7 @@ class State(StrEnum):
     PAUSED = "PAUSED"
     DIRTY = "DIRTY"
     """Copying into the model has begun, and the weights have not been verified since; the engine must not serve until
-    they are."""
+    they have been."""
     ASLEEP = "ASLEEP"
     DEAD = "DEAD"
 
@@ -71,7 +72,7 @@ class Engine(EngineServer):
         self.versions: dict[str, int] = {}
         """Policy -> version of its verified weights or adapters."""
         self.publication: Manifest | None = None
-        """The publication that has begun and was neither committed nor aborted; None otherwise."""
+        """The publication that has begun and has not yet been committed or aborted; None if there is none."""
         self.staging: Staging = "model"
         self.updating = False
         """True while SGLang's weight update is open: from the first load of a publication until its verification."""
@@ -145,10 +146,9 @@ class Engine(EngineServer):
     # Calls ------------------------------------------------------------------------------------------------------------
 
     async def perform(self, verb: str, epoch: int | None, deadline_s: float, *arguments: object) -> object:
-        """Calls the method `verb` within `deadline_s` seconds and returns its result.
-
-        `epoch`: membership epoch of the publication to which the call belongs; None for calls outside of publications.
-        Raises SlimxError if the publication is outdated."""
+        """Calls the engine's method `verb` within `deadline_s` seconds and returns its result. `epoch`: membership
+        epoch of the publication to which the call belongs; None for calls outside of publications. Raises SlimxError if
+        the engine is in another publication."""
         if epoch is not None:
             self._enter(verb, epoch)
         try:
@@ -206,9 +206,8 @@ class Engine(EngineServer):
         self.move(State.ASLEEP)
 
     async def hold_weights(self) -> None:
-        """Allocates the memory of the weights, without values, for the next publication, and leaves the rest released.
-
-        Does nothing for an engine that is paused or DIRTY, because it has that memory."""
+        """Allocates the memory of the weights, without values, for the next publication; the engine's other memory
+        remains released. Does nothing if the engine is PAUSED or DIRTY, because the weights then have their memory."""
         if self.state is State.READY:  # the server was started after the last publication
             await self.sleep()
         if self.state is State.ASLEEP:
@@ -241,7 +240,8 @@ class Engine(EngineServer):
         return forms_of(self.spec.name, await self.request_ranks("inventory", encoding=encoding), encoding)
 
     async def begin(self, manifest: Manifest, staging: Staging = "model") -> None:
-        """Begins a publication; refused if another of the same membership epoch has begun. Nothing else changes.
+        """Begins a publication, without changing the model. Raises SlimxError if another publication of the same
+        membership epoch has begun.
 
         `staging`: "model" if `load` is called once, after all buckets are staged; "bucket" if it is called after each
         bucket."""
@@ -322,8 +322,8 @@ class Engine(EngineServer):
     async def verify(self) -> Json:
         """Verifies that every rank has all weights of the publication; a DIRTY engine becomes PAUSED.
 
-        Returns {checked: number of verified tensors, derived: [names of tensors that the model computed from them]}
-        over all ranks."""
+        Returns {checked: number of verified tensors, derived: [names of tensors that the model computed from verified
+        ones]} over all ranks."""
         self.require("verify", State.READY, State.PAUSED, State.DIRTY)
         if self.updating:
             await self.call("/end_weight_update", {})

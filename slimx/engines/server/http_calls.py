@@ -18,7 +18,7 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.json_types import Json
 
 RECEIVER = "slimx.adapters.sglang.weights.receiver.load_staged"
-"""Dotted path of the function with which SGLang loads staged weights: its custom weight loader."""
+"""Dotted path of the function that SGLang calls to load staged weights (as a custom weight loader)."""
 REFUSED = (401, 403)
 """HTTP statuses of a call whose key is missing or wrong."""
 
@@ -73,12 +73,14 @@ def message_of(response: Json) -> str:
 
 
 def stamp(versions: Mapping[str, int]) -> str:
-    """Returns the version text of several policies: "actor=7,judge=6"."""
+    """Returns the text that SGLang attaches to tokens as their version if it serves several policies:
+    "actor=7,judge=6"."""
     return ",".join(f"{policy}={version}" for policy, version in versions.items())
 
 
 def version_in(text: str, policy: str | None) -> str:
-    """Returns the version of `policy` in the version text of several policies; "" if none was published.
+    """Returns the version of `policy` in `text`, the version text of several policies (`stamp`); "" if no version of
+    the policy was published.
 
     If `policy` is None, `text` is the version of a single policy and is returned unchanged."""
     if policy is None:

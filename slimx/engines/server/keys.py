@@ -17,7 +17,7 @@ from pathlib import Path
 from slimx.errors import SlimxError
 
 STDIN = "-"
-"""Value of the option --keys that means standard input."""
+"""Value of the option --keys with which the keys are read from standard input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Keys:
         """Returns the keys in the JSON file `where`, or on standard input if it is "-": {"api_key": ...,
         "admin_api_key": ...}.
 
-        Raises SlimxError if other users may read the file, or if it contains anything else."""
+        Raises SlimxError if other users may read the file, or if its content is not such an object."""
         if where == STDIN:
             text = sys.stdin.read()
         else:

@@ -21,9 +21,9 @@ HOST = "127.0.0.1"
 CALL_S = 30.0
 """Deadline of one call to the router, in seconds."""
 JOIN_S = 60.0
-"""Deadline in seconds for the router to start sending requests to a worker that was added."""
+"""Seconds that the router has to start sending requests to a worker that was added."""
 LEAVE_S = 30.0
-"""Deadline in seconds for the router to stop sending requests to a worker that was removed."""
+"""Seconds that the router has to stop sending requests to a worker that was removed."""
 
 
 class Router:
@@ -43,10 +43,11 @@ class Router:
         """Prepares the process without starting it.
 
         `request_deadline_s`: deadline of one generation request, in seconds. `disaggregated`: True if workers are
-        prefill and decode servers, so that each request goes to one of each. `by_key`: True to send all requests with
-        the same key (`slimx.rollout.client.sending.KEY_HEADER`) to one worker, the least loaded one when the first of
-        them arrives; False to route requests by shared prefix unless loads are too unequal. `keys`: keys of the
-        workers; requests to the router need their `api_key` as well. None means new random keys."""
+        prefill and decode servers, so that each request goes to a pair of one prefill and one decode server. `by_key`:
+        True to send all requests with the same key (`slimx.rollout.client.sending.KEY_HEADER`) to one worker, the least
+        loaded one when the first of them arrives; False to route requests by shared prefix unless loads are too
+        unequal. `keys`: keys of the workers; requests to the router need their `api_key` as well. None means new random
+        keys."""
         options = {
             "--host": HOST,
             "--port": port,
@@ -116,9 +117,10 @@ class Router:
     ) -> None:
         """Registers the engine at `url` as a worker, and waits until the router sends requests to it.
 
-        The router's /health returns 200 before that, so the list of workers is polled. A worker with the same URL is
-        removed first, because the engine at that URL may be a new one. `bootstrap_port`: port of a prefill server,
-        which the router passes to decode servers. `keys`: the worker's keys; None means those of the router."""
+        The router's /health returns 200 before the worker is ready, so the list of workers is polled instead. A worker
+        with the same URL is removed first, because the engine at that URL may be a new one. `bootstrap_port`: port of a
+        prefill server, which the router passes to decode servers. `keys`: the worker's keys; None means those of the
+        router."""
         await self.remove(url)
         optional = {
             "worker_type": None if role == "regular" else role,

@@ -30,23 +30,24 @@ from slimx.runtime.tasks import AnyFuture, cancelled, first_of
 ANSWER_S = 5.0
 """Maximum time in seconds in which a healthy server responds to a status call."""
 ENDING_S = 3.0
-"""Maximum seconds from a server's first refused connection until its process has ended."""
+"""Maximum time in seconds from a server's first refused connection until its process has exited."""
 LEAVE_S = 5.0
 """Deadline in seconds of each call to an external server when a run starts or stops using it."""
 LOOK_S = 2.0
 """Interval in seconds at which the other nodes of a multi-node server are checked while it starts."""
 STOP_S = 30.0
-"""Deadline in seconds for the end of a server's process tree."""
+"""Seconds to wait for a server's process tree to exit when the server is stopped."""
 PORT = "engine.port"
-"""Error code raised if another program took a server's HTTP port after it was chosen and before the server used it."""
+"""Code of the error that is raised if another program took a server's HTTP port after the port was chosen and before
+the server used it."""
 PORTS = 3
-"""Maximum number of ports that one start tries if other programs take them."""
+"""Maximum number of ports that are tried for one start of a server, if other programs take the ports chosen before."""
 PORT_TAKEN = "error while attempting to bind on address"
 """Text that uvicorn writes to the server's log if the port is taken."""
 
 
 MACHINES = "slimx.machines"
-"""Group of entry points whose objects are classes that implement `Machines`."""
+"""Entry point group of classes that implement `Machines`."""
 
 
 class Machines(Protocol):
@@ -55,12 +56,13 @@ class Machines(Protocol):
     count: int
 
     async def start(self, host: str, deadline_s: float) -> NodeShare:
-        """Starts the server's processes on these nodes. Returns the share of the first node, whose address is
-        `host`."""
+        """Starts the server's processes on these nodes. Returns the `NodeShare` with which the first node, whose
+        address is `host`, starts its own part."""
         ...
 
     async def ended(self, deadline_s: float) -> str | None:
-        """Returns a description of how the first process to fail ended; None while all run or do not respond."""
+        """Returns a description of how the first process that failed ended; None while all processes run or if nodes do
+        not respond."""
         ...
 
     async def transport(self, method: str, messages: Sequence[object] | None = None) -> list[Any]:
@@ -75,8 +77,8 @@ class Machines(Protocol):
 
 
 class EngineServer:
-    """A server across all its starts. The object is in a process on the server's first node, which starts, monitors and
-    ends it; an external server is only called, and keeps running."""
+    """A server across all its starts. The process that has this object is on the server's first node, and starts,
+    monitors and ends the server; an external server is only called, and keeps running."""
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class EngineServer:
         self._claims: list[socket.socket] = []
         """Sockets that reserve the ports of the current start."""
         self.pending: set[AnyFuture] = set()
-        """Calls that are cancelled when the server is stopped."""
+        """Pending requests to the server, which are cancelled when it is stopped."""
         self.reset(spec)
 
     def reset(self, spec: EngineSpec) -> None:
@@ -124,8 +126,8 @@ class EngineServer:
         """Starts a server and waits until it generates and attests the slimx plugin.
 
         Each start uses a new port, so that messages to an earlier server cannot reach the new one. If another program
-        takes the port while the server imports its modules, the start is repeated with another one, up to `PORTS` times
-        in total."""
+        takes the port while the server is still importing modules, the server is started again with another port,
+        `PORTS` times in total at most."""
         for left in reversed(range(PORTS)):
             try:
                 return await self._launch(deadline_s)
@@ -229,8 +231,8 @@ class EngineServer:
         """Returns a description of how the server ended; None while its processes run and, after startup, accept
         connections.
 
-        A server that has lost its scheduler refuses connections before its process tree has ended; a client that has
-        just lost a request must not consider it healthy."""
+        Connections are checked because a server that has lost its scheduler refuses them before its process tree has
+        ended, and a client that has just lost a request must not consider this server healthy."""
         spec = self.spec
         deadline = time.monotonic() + ENDING_S
         while self.process is None or (end := self.process.ended()) is None:
@@ -243,8 +245,8 @@ class EngineServer:
         return end
 
     async def lasting[T](self, work: Awaitable[T]) -> T:
-        """Awaits `work` and returns its result. Raises ReceiverLost if the server is stopped before that, because the
-        work must not reach the server of the next start."""
+        """Awaits `work` and returns its result. Raises ReceiverLost if the server is stopped before that, because a
+        request of this work must not reach the server of the next start."""
         task = asyncio.ensure_future(work)
         self.pending.add(task)
         try:
@@ -302,11 +304,9 @@ class EngineServer:
         await asyncio.gather(*stopping)
 
     async def release(self, *, paused: bool) -> None:
-        """Prepares an external server for the next user, when a run starts or stops using it; ignores one that does not
-        respond.
-
-        Aborts the publication that has begun there. `paused`: True to resume generation as well; only allowed if its
-        weights are complete."""
+        """Prepares an external server for its next user: aborts the publication that has begun there. Called when a run
+        starts and when it stops using the server; a server that does not respond is ignored. `paused`: True to resume
+        generation as well; only allowed if its weights are complete."""
         if not self.spec.external or self.spec.frozen:
             return
         with contextlib.suppress(SlimxError):

@@ -38,7 +38,7 @@ class NodeShare:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Specification of one SGLang server, from which arguments and environment of its process follow."""
+    """Specification of one SGLang server, which determines the arguments and the environment of its process."""
 
     name: str
     model_path: str
@@ -75,13 +75,14 @@ class EngineSpec:
     sleeps: bool = False
     """True if the server releases its memory while trainers use the device."""
     external: bool = False
-    """True if the server was started outside of the run, which then neither configures nor stops it."""
+    """True if the server was started outside of the run; the run then neither configures nor stops the server."""
     node: NodeShare | None = None
     """This node's part of a server that spans several nodes; None for a server on one node."""
     keys: Keys = field(default_factory=Keys.random, compare=False)
     """Keys that requests to the server must have."""
     gpus: tuple[str, ...] | None = None
-    """GPUs of the server, by index or UUID; None means all that are visible to the process that starts it."""
+    """GPUs of the server, by index or UUID; None means all GPUs that are visible to the process that starts the
+    server."""
 
     @property
     def url(self) -> str:
@@ -198,9 +199,9 @@ def policy_args(spec: EngineSpec) -> Json:
     """Returns SGLang's arguments that publications and trainable rollouts require.
 
     With deterministic inference SGLang samples by the request's seed and computes each token identically in any batch.
-    Its CPU path takes seeds only in this mode. On a GPU, with SGLang's own kernels, that mode would disable the tuned
-    kernels and the custom all-reduce; there the plugin (slimx.adapters.sglang.hooks) passes the seeds to the only
-    sampler that takes them."""
+    On the CPU SGLang accepts seeds only in this mode. On a GPU, with SGLang's own kernels, the mode would disable the
+    tuned kernels and the custom all-reduce; there the plugin (slimx.adapters.sglang.hooks) passes the seeds to the only
+    sampler that accepts them."""
     arguments: Json = {"custom_weight_loader": [RECEIVER], "enable_return_routed_experts": spec.routed_experts}
     if spec.numerics.replaces_layers or spec.device == "cpu":
         arguments["enable_deterministic_inference"] = True
@@ -210,7 +211,7 @@ def policy_args(spec: EngineSpec) -> Json:
 
 
 def server_argv(spec: EngineSpec) -> list[str]:
-    """Returns the command that runs the server with this environment's Python interpreter."""
+    """Returns the command line that starts the server with this process's Python interpreter."""
     options = [*spec.numerics.command_line(), *spec.form.command_line()]
     if spec.draft:
         options.append("--publish-draft")
@@ -258,8 +259,8 @@ def server_env(spec: EngineSpec) -> dict[str, str]:
 
 
 def _cores(spec: EngineSpec) -> list[str]:
-    """Returns the CPU cores of each rank, as a comma-separated list; cores are assigned in order, and again from the
-    first if needed."""
+    """Returns for each rank a comma-separated list of its CPU cores; cores are assigned in order, starting again from
+    the first if there are too few."""
     cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
     return [",".join(map(str, itertools.islice(cores, spec.threads))) for _ in range(spec.sizes.world)]
 
