@@ -2,8 +2,8 @@
 directly into memory on the engine's machine, over NVIDIA's NIXL.
 
 Terms. A *transfer* is the sending of one publication, numbered from 1. A *receiver* is the memory of an engine on one
-machine, or of one of its GPUs, into which trainer ranks write. A *run* is the bytes that one trainer rank packs of one
-bucket for one engine rank."""
+machine, or of one of its GPUs, into which trainer ranks write. A *run* is a contiguous range of bytes: those of one
+bucket that one trainer rank packs for one engine rank."""
 
 SLOTS = 2
 """Number of buckets for which senders and receivers have memory each: a sender packs one bucket while another is in

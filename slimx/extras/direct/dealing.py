@@ -28,10 +28,10 @@ from slimx.reshard.plan.copy_plan import Holders, Plan
 GRAIN = 2**18
 """Minimum bytes of each part into which a move is divided."""
 CLOSE = 1e-3
-"""Convergence criterion of `share`: largest change of a rank's bytes in one sweep, relative to the busiest rank's
-bytes."""
+"""Convergence criterion of `share`: maximum change in any rank's bytes during one sweep over all amounts, relative to
+the busiest rank's bytes."""
 SWEEPS = 200
-"""Maximum number of sweeps over all amounts in `share`."""
+"""Maximum number of iterations of `share`, each a sweep over all amounts."""
 BYTES = 165
 """Maximum bytes of host memory that `deal` needs per move and engine, measured in test_dealing.py."""
 TURN = (5**0.5 - 1) / 2
@@ -40,7 +40,8 @@ fractional part of the golden ratio, whose multiples are evenly distributed modu
 
 
 def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN) -> Plan:
-    """Returns `plan`, which is for one engine, extended to `engines` replicas, with a sender chosen for every move.
+    """Returns `plan`, which sends to one engine, extended to `engines` replicas of the engine, with a sender chosen for
+    every move.
 
     Rank r of engine e is target e * plan.targets + r. `grain`: minimum bytes of each part of a divided move. The same
     inputs give the same plan. Raises SlimxError if the plan has no holders or host memory does not suffice."""
@@ -71,11 +72,12 @@ def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN) -> Plan:
 
 
 def copies_of(plan: Plan, receivers: Sequence[int]) -> tuple[int, list[int]]:
-    """Returns the number of replicas of `plan` to pass to `deal`, and the first target of each receiver in the result.
+    """Returns the number of engine replicas to pass to `deal` for `plan`, and the first target of each receiver in the
+    plan that `deal` returns.
 
     `receivers`: number of receivers of each engine. The list of first targets ends with the total number of targets.
-    The receivers of an engine share the targets of its ranks; if there is a single target for all ranks (Hugging Face
-    names), it is sent to each receiver."""
+    The targets of an engine's ranks are divided among its receivers; a single target for all ranks (Hugging Face names)
+    is sent to each receiver."""
     if plan.targets == 1:
         return sum(receivers), list(range(sum(receivers) + 1))
     edges = []
@@ -94,9 +96,9 @@ def only(plan: Plan, target: int) -> Plan:
 def share(amounts: np.ndarray, holders: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
     """Returns for each amount the fraction that each of its holders sends; the fractions of an amount sum to 1.
 
-    `amounts`: bytes of each amount, [len(holders)]. Each amount in turn is distributed again over its holders, on top
-    of the load from other amounts, until the load converges. This minimizes the sum of squares over ranks, and thereby
-    the bytes of the busiest rank."""
+    `amounts`: bytes of each amount, [len(holders)]. Repeatedly distributes each amount anew over its holders, given the
+    ranks' load from the other amounts, until the loads converge. This minimizes the sum of squares over ranks, and
+    thereby the bytes of the busiest rank."""
     load = np.zeros(1 + max((ranks[-1] for ranks in holders), default=0))
     poured = [np.zeros(len(ranks)) for ranks in holders]
     # Amounts with the fewest holders come first, because they have the least choice.
@@ -120,8 +122,9 @@ def share(amounts: np.ndarray, holders: Sequence[tuple[int, ...]]) -> list[np.nd
 
 
 def _pour(load: np.ndarray, amount: float) -> np.ndarray:
-    """Returns the part of `amount` that each rank gets when it is distributed so that the total loads become as equal
-    as possible. `load`: bytes that the ranks send already; ranks above the common level get nothing."""
+    """Returns the part of `amount` that each rank gets if `amount` is distributed so that the ranks' total loads become
+    as equal as possible. `load`: bytes that each rank sends already; ranks with a higher load than the resulting common
+    one get nothing."""
     low = np.sort(load)
     level = (amount + low.cumsum()) / np.arange(1, len(low) + 1)
     # Filling the k least loaded ranks to a common level is right if that level is below the load of rank k + 1.
@@ -132,7 +135,8 @@ def _pour(load: np.ndarray, amount: float) -> np.ndarray:
 def _cut(
     plan: Plan, holders: Holders, nbytes: np.ndarray, shares: list[np.ndarray], engines: int, grain: int
 ) -> np.ndarray:
-    """Returns the moves to all engines, [moves] of `MOVE`, with their senders; divided moves become several.
+    """Returns the moves to all engines, [moves] of `MOVE`, with their senders. A move that several ranks send becomes
+    several moves.
 
     `nbytes`: bytes of each move of `plan`. `shares`: result of `share`. `grain`: minimum bytes of a part of a divided
     move."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 0.8
 """Fraction of a step's deadline within which a bucket must arrive, so that missing bytes are reported before the
-deadline."""
+deadline passes."""
 MEETING = -1
 """Value used in place of a bucket's index while trainer ranks connect to engines."""
 UNREACHED = ("direct.metadata", "direct.meeting", "direct.missing", "direct.unreached")
@@ -47,7 +47,7 @@ INQUIRY = (1 - PATIENCE) / 4
 
 
 class RankSenders:
-    """Calls of the delivery to all trainer ranks of a run."""
+    """Calls that the delivery makes to all trainer ranks of a run."""
 
     def __init__(self, trainers: Trainers):
         self.trainers = trainers
@@ -90,9 +90,9 @@ class DeliveryOutcome:
     awaited: set[int] = field(default_factory=set)
     """Engines whose outcome is not known yet."""
     reached: bool = False
-    """True once the bytes of all trainer ranks have reached one of the engines."""
+    """True once the bytes of all trainer ranks have reached at least one engine."""
     lacking: dict[int, str] = field(default_factory=dict)
-    """Engine that bytes did not reach -> the trainer rank that should have sent them."""
+    """Engine at which bytes are missing -> the trainer rank that should have sent these bytes."""
     known: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the outcomes at all engines are known."""
 
@@ -146,7 +146,7 @@ class DirectDelivery(Delivery):
         self.engines = {name: index for index, name in enumerate(engines)}
         ends = np.cumsum([0, *map(len, engines.values())]).tolist()
         self._receivers = [range(first, end) for first, end in pairwise(ends)]
-        """Engine -> indices of its receivers, which are counted over all engines."""
+        """Engine -> indices of its receivers; receivers are numbered over all engines."""
         self._gpus = list(chain.from_iterable(engines.values()))
         self.on_gpus = any(gpu is not None for gpu in self._gpus)
         self._deal()
@@ -155,7 +155,7 @@ class DirectDelivery(Delivery):
         self.taking: dict[int, list[int]] = {}
         """Receiver of a participating engine -> for each bucket the transfer whose bytes the receiver has (0: none)."""
         self.failed: dict[int, tuple[str, str]] = {}
-        """Receiver -> the trainer rank that could not write to it, and the reason."""
+        """Receiver -> a trainer rank that could not write to this receiver, and the reason."""
         self.broken: SlimxError | None = None
         """Error that prevents the trainers from sending; None if they can send."""
         self._connected: dict[str, int] = {}
@@ -166,9 +166,9 @@ class DirectDelivery(Delivery):
         self._replaced = asyncio.Event()
         """Set when other ranks have replaced those in `_owners`."""
         self._outcomes: dict[int, DeliveryOutcome] = {}
-        """Bucket of the current publication, or MEETING -> its outcome."""
+        """Bucket of the current publication, or MEETING for the connections -> outcome of its delivery."""
         self._culprits = ""
-        """Trainer ranks whose bytes reached no engine in the previous publication; "" if there are none."""
+        """Names of trainer ranks whose bytes reached no engine in the previous publication; "" if none."""
 
     def _deal(self) -> None:
         """Chooses the senders of all moves among the current ranks."""
@@ -384,7 +384,7 @@ class DirectSource:
 
 
 def _bases(engine: str, attested: object, receivers: int, buckets: int) -> list[list[int]]:
-    """Returns an engine's response to `bases`. Raises SlimxError unless it has a transfer per receiver and bucket."""
+    """Returns an engine's response to `bases`. Raises SlimxError unless it lists a transfer per receiver and bucket."""
     if (
         isinstance(attested, list)
         and len(attested) == receivers

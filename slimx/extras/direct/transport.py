@@ -21,8 +21,8 @@ class DirectTransport(Transport):
     def on_gpus(self, publish: Publish, device: str, *, colocate: bool) -> bool:
         """Returns True if trainers and engines keep buckets in GPU memory.
 
-        This requires staging by bucket without deltas, and separate GPUs, because memory that is released for the other
-        side would have to be registered again."""
+        This requires `publish.staging` "bucket", no deltas, and separate GPUs: on shared GPUs memory is released for
+        the other side, and would have to be registered with NIXL again."""
         return device == "cuda" and publish.staging == "bucket" and publish.delta is None and not colocate
 
     def end(self, publish: Publish) -> type[DirectEnd]:

@@ -1,4 +1,5 @@
-"""Counts the bytes that a plan's moves send over the network: values in the engine's dtype, and scales if quantized."""
+"""Counts the bytes that a plan's moves send over the network: values in the engine's dtype, and block scales if they
+are quantized."""
 
 from __future__ import annotations
 

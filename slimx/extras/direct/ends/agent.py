@@ -23,7 +23,8 @@ BACKEND = "UCX"
 HOST = "DRAM"
 GPU = "VRAM"
 PATIENCE_US = 1000
-"""Microseconds for which an agent's thread waits for a network event before it polls; every event wakes it."""
+"""Maximum time in microseconds for which an agent's thread sleeps before it polls the network; every network event
+wakes the thread earlier."""
 
 
 class LinkError(SlimxError):
@@ -93,7 +94,7 @@ class Agent:
 
     @property
     def metadata(self) -> bytes:
-        """Connection data with which another agent can write into the memory that is registered so far."""
+        """Connection data with which another agent can write into the memory that this agent has registered so far."""
         return self._agent.get_agent_metadata()
 
     def meet(self, metadata: bytes) -> str:
@@ -110,7 +111,8 @@ class Agent:
         return name.decode() if isinstance(name, bytes) else name
 
     def part(self, peer: str) -> None:
-        """Disconnects from the agent `peer`. Prints errors instead of raising them, because the peer may have ended."""
+        """Disconnects from the agent `peer`. Prints errors instead of raising them, because the peer's process may have
+        ended."""
         try:
             self._agent.remove_remote_agent(peer)
         except Exception as error:
@@ -160,7 +162,8 @@ class Transfer:
 
     @property
     def ended(self) -> bool:
-        """True once the write is done or has failed. NIXL makes progress on a write only while this is polled."""
+        """True once the write is done or has failed. Must be polled, because NIXL makes progress on the write only
+        during this call."""
         if self.state == "PROC":
             try:
                 self.state = self._agent.check_xfer_state(self._handle)
@@ -193,8 +196,8 @@ def region_of(memory: torch.Tensor | DeviceMemory) -> Region:
 
 
 def current(memory: torch.Tensor | DeviceMemory) -> AbstractContextManager[object]:
-    """Returns a context in which the GPU that has the registered `memory` is the current one, because UCX uses the
-    thread's CUDA context; for host memory the context does nothing."""
+    """Returns a context manager that makes the GPU of the registered `memory` the current one, because UCX uses the
+    thread's CUDA context; for host memory it does nothing."""
     return torch.cuda.device(memory.device) if isinstance(memory, DeviceMemory) else nullcontext()
 
 
@@ -216,10 +219,8 @@ def load_nixl() -> Any:
 
 
 def _waiting(api: Any) -> Any:
-    """Returns settings for an agent whose thread waits for events instead of polling.
-
-    NIXL's Python interface does not offer this setting; its thread would occupy a core that the trainer or engine
-    needs."""
+    """Returns settings for an agent whose thread waits for events instead of polling, because a polling thread would
+    occupy a core that the trainer or engine needs. NIXL's Python interface does not offer this setting itself."""
     settings = api.nixlBind.nixlAgentConfig()
     settings.useProgThread = True
     settings.syncMode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE.value  # only one thread at a time calls an Agent

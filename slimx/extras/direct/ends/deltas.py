@@ -1,14 +1,15 @@
 """Deltas on direct transfers (`publish.delta`): sender and receiver keep the bytes of the last transfer, and only
 changes are sent.
 
-Each run of bytes (`offer.py`) is sent as a header and a frame, the encoded changes (`frames.py`):
+Each run, a contiguous range of bytes (`offer.py`), is sent as a header and a frame, which encodes the changes
+(`frames.py`):
 
     trainer rank   SentRuns       packed run, compared with the run sent last  ->  frame in the sender's ring
     engine         ReceivedRuns   frame in a slot, applied to the run received last  ->  the whole run as packed
 
-An engine reports for each bucket the transfer whose bytes it has. If the sender does not have the bytes of that
-transfer, it sends full runs: after a restart, a failed transfer, or a missed bucket. Engines verify the whole tensors
-afterwards, as in every publication."""
+An engine reports for each bucket the index of the transfer whose bytes it has. If the sender no longer has the bytes of
+that transfer, because of a restart, a failed transfer or a missed bucket, it sends full runs. Engines verify the whole
+tensors afterwards, as in every publication."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class SentRuns:
     """The bytes that a trainer rank last sent to each engine, by bucket and target, in host memory."""
 
     def __init__(self, item: int):
-        """Creates an empty store. `item`: element size in bytes, in which runs are compared."""
+        """Creates an empty store. `item`: size in bytes of the elements that are compared to find changes."""
         self.item = item
         self._runs: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
         """(bucket, target) -> index of the transfer, and the bytes sent in it."""
@@ -32,11 +33,11 @@ class SentRuns:
     def write(
         self, bucket: int, target: int, fresh: torch.Tensor, out: torch.Tensor, *, transfer: int, base: int
     ) -> int:
-        """Encodes the run `fresh`, uint8 [bytes], as header and frame in `out`, and stores it as that of `transfer`.
-        Returns the number of bytes to send.
+        """Encodes the run `fresh`, uint8 [bytes], as header and frame in `out`, and stores the run as the one sent in
+        `transfer`. Returns the number of bytes to send.
 
-        `out`: uint8 [room_of(bytes)]. `base`: transfer whose bytes the engine has. The frame contains only changes if
-        these bytes are stored here, else the full run."""
+        `out`: uint8 [room_of(bytes)]. `base`: index of the transfer whose bytes the engine has. The frame contains only
+        the changes to these bytes if this store still has them, else the full run."""
         last_transfer, run = self._runs.get((bucket, target), (NO_BASE, None))
         if run is None:
             run = torch.empty(len(fresh), dtype=torch.uint8)
@@ -58,8 +59,8 @@ class ReceivedRuns:
     def __init__(self, item: int, buckets: int):
         self.item = item
         self.bases = [NO_BASE] * buckets
-        """Bucket -> index of the transfer from which all its runs are stored; NO_BASE if they are not of one
-        transfer."""
+        """Bucket -> index of the transfer in which all its stored runs were received; NO_BASE if they are from
+        different transfers or missing."""
         self._runs: dict[PackedRun, torch.Tensor] = {}
 
     def run(self, run: PackedRun) -> torch.Tensor:

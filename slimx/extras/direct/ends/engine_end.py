@@ -13,9 +13,8 @@ from slimx.reshard.packed import PackedBucket
 
 
 class DirectEnd:
-    """Receivers of an engine on one machine, in host memory or in the memory of its GPUs.
-
-    The object on the engine's first machine also calls the objects on the other machines."""
+    """Receivers of an engine on one machine, in host memory or in the memory of its GPUs. The `DirectEnd` on the
+    engine's first machine also calls those on the other machines."""
 
     def __init__(self) -> None:
         self._receivers: list[Any] = []
@@ -24,21 +23,21 @@ class DirectEnd:
 
     async def prepare(self, host: str, nodes: Any = None) -> None:
         """Prepares for a start of the server, as `slimx.engines.transport.End.prepare`; imports torch and NIXL, which
-        nothing else in this process needs."""
+        only this transport needs in the process."""
         self.host = host
         self._nodes = nodes
         await asyncio.to_thread(import_module, "slimx.extras.direct.ends.receiver")
 
     async def join(self, invitations: Sequence[Any]) -> list[Any]:
-        """Creates a receiver for each of `invitations`, distributed evenly over the machines, and returns their offers
-        of memory. Receivers from earlier calls are closed."""
+        """Creates a receiver for each of `invitations`, distributed evenly over the machines, and returns the offers of
+        memory that the receivers make to trainer ranks. Receivers from earlier calls are closed."""
         first, *rest = _shares(invitations, self._machines)
         offered, others = await asyncio.gather(self._join(first), self._others("join", rest))
         return [*offered, *chain.from_iterable(others)]
 
     async def bases(self) -> list[list[int]]:
-        """Returns, for each receiver and bucket, the index of the transfer whose bytes it has, to which changes can be
-        applied (`publish.delta`); 0 if there is none."""
+        """Returns, for each receiver and bucket, the index of the transfer whose bytes the receiver has, so that
+        changes can be applied to them (`publish.delta`); 0 if it has none."""
         others = await self._others("bases")
         return [*(receiver.bases() for receiver in self._receivers), *chain.from_iterable(others)]
 
@@ -88,8 +87,8 @@ class DirectEnd:
 
     @asynccontextmanager
     async def _landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
-        """Yields this machine's part of a bucket. If it is cancelled, closes the receivers and waits for their
-        threads."""
+        """Yields this machine's part of a bucket. If the wait for it is cancelled, closes the receivers and waits for
+        their threads."""
         from slimx.extras.direct.ends.sent_bucket import shares_of, together
 
         shares = zip(self._receivers, shares_of(packed, len(self._receivers)), strict=True)

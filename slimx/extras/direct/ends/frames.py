@@ -11,7 +11,8 @@ from slimx.errors import SlimxError
 from slimx.reshard.kernels import cpu
 
 CHUNK = 65536
-"""Bytes of a chunk, SLIMX_DELTA_CHUNK in csrc/delta.h. Each chunk is sent in full, as changes, or not at all."""
+"""Bytes of a chunk, SLIMX_DELTA_CHUNK in csrc/delta.h. Each chunk is sent in full, as changes, or not at all if it is
+unchanged."""
 STEP = 16
 """Required divisor of the length of encoded data in bytes, SLIMX_DELTA_STEP in csrc/delta.h."""
 ITEMS = (1, 2)

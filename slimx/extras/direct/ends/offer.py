@@ -1,9 +1,9 @@
 """Messages between trainer ranks and engines: an engine's offer of memory to write into, and notices of arrived bytes.
 
-A *run* is the consecutive pieces that one trainer rank packs of one bucket for one engine rank
-(`slimx.reshard.pack.pieces.compact`). It is sent as it is, or with `publish.delta` as a header and a frame of changes
-(`deltas.py`). An offer is sent over the run's control channel in the schema of this file; only the metadata of the NIXL
-agent is in NIXL's opaque format."""
+A *run* is a contiguous range of bytes: the pieces of one bucket that one trainer rank packs for one engine rank
+(`slimx.reshard.pack.pieces.compact`). A run is sent as it is, or with `publish.delta` as a header and a frame of
+changes (`deltas.py`). An offer is sent by Ray calls in the schema of this file; only the metadata of the NIXL agent is
+in NIXL's opaque format."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from slimx.reshard.pack.pieces import PlannedBuckets, pieces_of, run_bytes
 from slimx.reshard.plan.copy_plan import Plan
 
 HEADER = np.dtype([("base", "<i8"), ("length", "<i8")])
-"""Header of a frame: `base`, the transfer whose bytes the frame changes (NO_BASE if it contains full bytes), and
-`length`, the bytes of the frame."""
+"""Header of a frame: `base`, the index of the transfer to whose bytes the frame's changes apply (NO_BASE if the frame
+contains a full run), and `length`, the size of the frame in bytes."""
 NO_BASE = 0
-"""Index that means no transfer; transfers count from 1."""
+"""Value that stands for no transfer where the index of a transfer is expected whose bytes changes apply to; transfers
+are numbered from 1."""
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -34,7 +35,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedRun(msgspec.Struct, frozen=True, array_like=True):
-    """Location of one run in each slot of an offer."""
+    """Location of one run (a contiguous range of bytes) in the slot of an offer in which its bucket arrives."""
 
     bucket: int
     source: int
@@ -99,10 +100,11 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True):
-    """Message to a receiver that all runs of one trainer rank for a bucket have arrived in its memory."""
+    """Message that tells a receiver that everything one trainer rank writes for a bucket is now in the receiver's
+    memory."""
 
     transfer: int
-    """Index of the publication, counted by the driver; a repeated publication has a new one."""
+    """Index of the transfer, as numbered by the driver; a repeated publication has a new index."""
     bucket: int
     source: int
 
@@ -112,7 +114,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def from_bytes(cls, data: bytes) -> Notice | None:
         """Returns the notice that `to_bytes` encoded, or None for any other message, because any process that can reach
-        the port can send one."""
+        the agent's port can send messages."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError:
@@ -120,9 +122,8 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
 
 
 def sizes_of_runs(buckets: PlannedBuckets, bucket: int, moves: np.ndarray, by: str) -> Iterator[tuple[int, int]]:
-    """Yields (rank, bytes) for each run that `moves` of `bucket` form.
-
-    `by`: column of `moves` whose ranks identify the runs, "source" or "target"; `moves` are sorted by it."""
+    """Yields (rank, bytes) for each run, the contiguous range of bytes that the `moves` of one rank form in `bucket`.
+    `by`: column of `moves` that contains the rank, "source" or "target"; `moves` are sorted by this column."""
     if not len(moves):
         return
     nbytes = run_bytes(pieces_of(buckets.plan, moves, buckets.form(bucket), None))
@@ -141,7 +142,8 @@ def room_of(nbytes: int, item: int) -> int:
 def arrivals(parts: list[Plan], item: int = 0) -> tuple[list[PackedRun], int]:
     """Returns the locations of all runs that a receiver gets, and the bytes of each of its slots.
 
-    `parts`: for each rank of the receiver the plan of the bytes that the rank receives. `item`: as in `Offer`."""
+    `parts`: for each engine rank that the receiver serves, the plan of the bytes that this rank gets. `item`: as in
+    `Offer`."""
     runs = []
     room = 0
     planned = [PlannedBuckets(part) for part in parts]

@@ -31,12 +31,12 @@ LOOK_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """Description of the bytes that one receiver will get; the engine creates the receiver from it."""
+    """Description of the bytes that one receiver will get, from which the engine creates the receiver."""
 
     name: str
     """Name of the receiver's NIXL agent, unique for each start of the engine."""
     parts: tuple[bytes, ...]
-    """For each rank of the receiver, the serialized plan of the bytes that the rank gets."""
+    """For each engine rank that the receiver serves, the serialized plan of the bytes that this rank gets."""
     deadline_s: float
     """Seconds within which a bucket must arrive."""
     item: int = 0
@@ -68,15 +68,16 @@ class DirectReceiver:
             else:
                 self._slots.append(self.agent.register_gpu(room, invitation.gpu))
         self._landing: DeviceMemory | None = None
-        """GPU memory in which buckets are assembled, one after the other; None in host memory, or before the first
-        bucket."""
+        """GPU memory in which buckets are assembled, one after the other; None before the first bucket, or if the
+        receiver uses host memory."""
         self._arrived: dict[tuple[int, int], set[int]] = {}
         """(transfer, bucket) -> trainer ranks whose bytes have arrived."""
         self._copies: dict[tuple[int, int], np.ndarray | None] = {}
         """(rank, bucket) -> records that copy received bytes to the tensors; None if the rank receives nothing."""
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        """Lock of the agent and its memory, because `close` and `landed` may be called in different threads."""
+        """Lock that protects the agent and its memory, because `close` and `landed` may be called in different
+        threads."""
 
     def offer(self) -> Offer:
         slots = tuple(map(region_of, self._slots))
@@ -123,7 +124,7 @@ class DirectReceiver:
                     file.close()
 
     def close(self) -> None:
-        """Releases the memory, after ending a pending wait and waiting for copies in progress."""
+        """Releases the memory, after interrupting a pending wait for a bucket and waiting for copies in progress."""
         self._closed.set()
         with self._lock:
             self._slots.clear()
@@ -134,8 +135,8 @@ class DirectReceiver:
 
     @contextmanager
     def _opened(self) -> Iterator[list[torch.Tensor | DeviceMemory]]:
-        """Yields the slots, whose memory is not released inside the block. Raises LinkError if it was released
-        before."""
+        """Yields the slots and prevents the release of their memory within the block. Raises LinkError if it has been
+        released already."""
         with self._lock:
             if self._closed.is_set():
                 raise self._has_closed()

@@ -34,10 +34,8 @@ class DirectRole:
 
     @operation()
     def prepare(self, *, plan: bytes, edges: Sequence[int], item: int, on_gpu: bool) -> None:
-        """Prepares to write buckets to all engines.
-
-        `plan`: serialized plan of all engines with the chosen senders. `edges`, `item`, `on_gpu`: as in
-        `DirectSender`."""
+        """Prepares to write buckets to all engines. `plan`: serialized plan of the moves to all engines, with the
+        sender chosen for each. `edges`, `item`, `on_gpu`: as in `DirectSender`."""
         weights = self.model.weights
         dealt = Plan.from_bytes(plan)
         parameters, derived = weights.attached.leaving("publish", dealt, self.rank, weights.parameters)

@@ -1,4 +1,4 @@
-"""Sender of direct transfers on a trainer rank: packs buckets in a ring of memory and writes them to engines.
+"""Sender of direct transfers on a trainer rank: packs buckets in a ring buffer and writes them to engines.
 
 NIXL makes progress on a write, and sends its notice, only while the write is polled. A thread therefore polls from the
 first write of a bucket to the end of the last one."""
@@ -50,25 +50,25 @@ class EngineLink:
     """Name of the receiver's NIXL agent."""
     offer: Offer
     runs: dict[int, list[PackedRun]]
-    """Bucket -> runs of this rank in the receiver's memory."""
+    """Bucket -> locations of this rank's runs (contiguous ranges of bytes) in the receiver's memory."""
     writes: dict[int, Write] = field(default_factory=dict)
-    """Slot of the ring -> write from it, the older one first. A bucket is written after the previous one is done, so it
-    also arrives later."""
+    """Slot of the ring buffer -> write from this slot, in order of age. The write of a bucket starts after that of the
+    previous bucket is done, so that buckets arrive in order."""
     failed: str = ""
     """Reason why a write to the receiver failed; "" if none did."""
 
 
 class DirectSender:
-    """Packs this rank's part of each bucket for all engines at once, and writes each receiver its runs."""
+    """Packs this rank's part of each bucket for all engines at once, and writes to each receiver the byte ranges (runs)
+    for it."""
 
     def __init__(
         self, packer: Packer, name: str, host: str, *, edges: Sequence[int], item: int = 0, on_gpu: bool = False
     ):
-        """Allocates the ring of packed buckets and starts the polling thread.
-
-        `packer`: of a plan in which receiver e has the targets from `edges[e]` to before `edges[e + 1]`. `name`,
-        `host`: as in `Agent`. `item`: element size in bytes if changes are sent (`publish.delta`), 0 for full runs.
-        `on_gpu`: True to allocate the ring in the memory of the rank's GPU, which requires full runs."""
+        """Allocates the ring buffer for packed buckets and starts the polling thread. `packer`: packer of a plan in
+        which receiver e has the targets `edges[e]` to `edges[e + 1]` - 1. `name`, `host`: as in `Agent`. `item`:
+        element size in bytes if changes are sent (`publish.delta`), 0 for full runs. `on_gpu`: True to allocate the
+        ring buffer in the memory of the rank's GPU, which requires full runs."""
         self.packer = packer
         self.edges = edges
         self.item = item
@@ -88,10 +88,11 @@ class DirectSender:
                 self._ring.append(self.agent.register(room, pinned=pinned))
         self._sent = SentRuns(item) if item else None
         self._packed = torch.empty(max(map(sum, sizes)), dtype=torch.uint8) if item else None
-        """Buffer in which a part of a bucket is packed before it is compared with the last one; None for full runs."""
+        """Buffer in which this rank's part of a bucket is packed before it is compared with the bytes sent last; None
+        if full runs are sent."""
         self.engines: dict[int, EngineLink] = {}
         self._lock = threading.Lock()
-        """Lock of the agent and the writes."""
+        """Lock that protects the agent and the writes."""
         self._wake = threading.Event()
         self._closed = False
         self._watching = threading.Thread(target=self._watch, name="slimx-direct", daemon=True)
@@ -134,8 +135,9 @@ class DirectSender:
         """Packs `bucket` and starts writing it to receivers, without waiting for the writes.
 
         `transfer`: index of the publication. `engines`: receiver -> index of the transfer whose bytes of this bucket it
-        has; 0 if it has none, so that it receives full runs. The bucket reuses the ring memory of an earlier one: a
-        receiver that has not received all of the earlier bucket fails, and the write to it is cancelled."""
+        has; 0 if it has none, so that it receives full runs. The bucket reuses the memory of an earlier one in the ring
+        buffer. If a receiver has not yet received all of the earlier bucket, the write to it is cancelled, and the
+        receiver counts as failed."""
         slot = bucket % len(self._ring)
         failed = self._vacate(slot)
         taking = {index: base for index, base in engines.items() if index not in failed}
@@ -156,7 +158,7 @@ class DirectSender:
         return SentBucket(contribution, failed, written)
 
     def close(self) -> None:
-        """Disconnects from all receivers and releases the ring."""
+        """Disconnects from all receivers and releases the ring buffer."""
         for index in list(self.engines):
             self.disconnect(index)
         self._closed = True
@@ -196,7 +198,8 @@ class DirectSender:
                     time.sleep(LOOK_S)
 
     def _look(self) -> bool:
-        """Polls all writes in flight, and starts each that follows a finished one. Returns True if any are left."""
+        """Polls all writes in flight, and starts the next write to each receiver whose previous one has finished.
+        Returns True if any are left."""
         with self._lock:
             return any([self._go_on(engine) for engine in self.engines.values()])  # a list, so that all are polled
 
@@ -223,11 +226,11 @@ class DirectSender:
         packed: torch.Tensor,
         slot: torch.Tensor,
     ) -> dict[int, Region]:
-        """Encodes the changes in `packed`, this rank's full runs of `bucket`, in `slot`. Returns the encoded region by
-        target.
+        """Writes the encoded changes of `packed`, this rank's full runs of `bucket`, into `slot`. Returns the encoded
+        region by target.
 
-        `sent`: store of the bytes that were sent last. `taking`: receiver -> transfer whose bytes it has; others get
-        nothing."""
+        `sent`: store of the bytes that were sent last. `taking`: receiver -> index of the transfer whose bytes it has;
+        other receivers get nothing."""
         placed = {}
         start = 0
         offset = 0
@@ -244,7 +247,7 @@ class DirectSender:
         return placed
 
     def _places(self, bucket: int) -> dict[int, Region]:
-        """Returns for each target the region of its full run of `bucket` in the ring."""
+        """Returns for each target the region of the ring buffer that contains its full run of `bucket`."""
         placed = {}
         ring = region_of(self._ring[bucket % len(self._ring)])
         address = ring.address
@@ -254,9 +257,10 @@ class DirectSender:
         return placed
 
     def _queue(self, index: int, bucket: int, transfer: int, slot: int, placed: Mapping[int, Region]) -> int:
-        """Queues this rank's runs of `bucket` for writing to receiver `index`. Returns the number of bytes.
+        """Queues this rank's contiguous ranges (runs) of `bucket` for writing to receiver `index`. Returns the number
+        of bytes.
 
-        `placed`: target -> region of its run in the ring."""
+        `placed`: for each target, the region of the ring buffer that contains its run."""
         engine = self.engines[index]
         runs = engine.runs[bucket]
         if not runs:

@@ -32,9 +32,9 @@ def describe_copies(
 ) -> PackedBucket:
     """Returns the description of a bucket that was packed for `engines` engines, as each of them receives it.
 
-    `form`: layout of the bucket for one engine. `contributions`: those of all ranks, with the tensors of all engines.
-    Raises SlimxError naming a tensor that contains an infinite or NaN value, or whose checksum differs between engines,
-    which means that data-parallel replicas of the trainer have diverged."""
+    `form`: layout of the bucket for one engine. `contributions`: contributions of all trainer ranks, each to the
+    tensors of all engines. Raises SlimxError naming a tensor that contains an infinite or NaN value, or whose checksum
+    differs between engines, which means that data-parallel replicas of the trainer have diverged."""
     count = len(form.tensors)
     both = total(contributions)
     sums = both.sums.reshape(engines, count)
@@ -60,8 +60,8 @@ def in_flight(packed: PackedBucket) -> tuple[int, int]:
 
 
 def shares_of(packed: PackedBucket, count: int) -> list[PackedBucket]:
-    """Returns the parts of a bucket for an engine's `count` receivers: the same number of targets for each, or the only
-    target for all of them."""
+    """Returns the parts of a bucket for an engine's `count` receivers: an equal number of targets for each receiver, or
+    the same target for all if there is only one."""
     if len(packed.targets) == 1:
         return [packed] * count
     size = len(packed.targets) // count
