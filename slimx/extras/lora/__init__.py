@@ -1,1 +1,2 @@
-"""Low-rank adapters (LoRA) for frozen weights: trains, merges, publishes, serves, saves and reads them."""
+"""Low-rank adapters (LoRA) for models with frozen weights: trains, merges, publishes, serves, saves and reads
+adapters."""

@@ -30,8 +30,8 @@ class MergingBuffer(DerivedTensors):
     ):
         """Prepares to merge weights of trainer rank `rank` before it packs its `parameters` as `plan` specifies.
 
-        `merging`: parameter name -> function that returns the merged weight, which is packed instead of the
-        parameter."""
+        `merging`: name of an adapted parameter -> function that returns the merged weight, which is packed instead of
+        the parameter."""
         self._parameters = parameters
         self._merging = merging
         self._plan = plan
@@ -61,8 +61,8 @@ class MergingBuffer(DerivedTensors):
 
     @torch.no_grad()
     def make(self, bucket: int, moves: np.ndarray) -> None:
-        """Computes the merged weights that `moves`, some of the moves of `bucket`, read, and overwrites those of the
-        previous bucket."""
+        """Computes the merged weights that are read by `moves`, some of the moves of `bucket`, and overwrites those of
+        the previous bucket."""
         places = self.places(bucket)
         for name in self._names(moves):
             places[name].copy_(self._merging[name]())
@@ -84,12 +84,12 @@ class AttachedAdapters(AttachedForm):
     keeps_base: ClassVar[bool] = True
 
     def __init__(self, adapters: Mapping[str, Adapter], *, alone: bool):
-        """Stores `adapters`, weight name -> adapter. `alone`: True if engines receive A and B instead of merged weights
-        (`publish.adapters`)."""
+        """Stores `adapters`, weight name -> adapter. `alone`: True if engines receive the matrices A and B alone
+        instead of merged weights (`publish.adapters`)."""
         self.adapters = adapters
         self._alone = alone
         self.merging = {name: adapter.merged for name, adapter in adapters.items()}
-        """Weight name -> function that returns the merged weight for engines and exports."""
+        """Weight name -> function that returns the merged weight, for publications and exports."""
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         parameters = {}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 OPTION = "--publish-adapters"
 """Option of `slimx.engines.server.launch` that names the policies whose adapters a server serves: POLICY=ALPHA,..."""
 HEALTH_CHECK = "HEALTH_CHECK"
-"""Prefix of the request ids that SGLang gives to health checks."""
+"""Prefix of the ids that SGLang gives to the requests of health checks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class ServedLora(ServedForm):
     modules."""
 
     alphas: dict[str, float]
-    """Policy -> alpha of its adapters. SGLang knows the adapters by the policy's name. If there is one policy, requests
-    that name no adapters use those of this policy."""
+    """Policy -> alpha of its adapters. In SGLang the adapters have the policy's name. If there is only one policy,
+    requests that name no adapters use this policy's."""
     rank: int = 0
-    """Rank of the adapters; 0 in the server process, which receives rank and modules as SGLang's arguments."""
+    """Rank of the adapters; 0 in the server process, which gets rank and modules from SGLang's arguments instead."""
     modules: tuple[str, ...] = ()
     """Names of the adapted modules, as in checkpoints: "q_proj", ..."""
 

@@ -1,8 +1,9 @@
-"""Merges a weight with its low-rank adapter, weight + scale * B A, by one rule for trainers, publications and exports.
+"""Merges a weight with its low-rank adapter, weight + scale * B A, with the same arithmetic for training, publications
+and exports.
 
-B A is an fp32 product with a fixed order of summation (`slimx.extras.exact.ordered`): an element does not depend on the
-neighboring rows and columns, the number of threads or the device. The product times `scale`, and the sum with the
-weight, are each rounded to fp32; the result is rounded once to the weight's dtype."""
+B A is an fp32 product with a fixed order of summation (`slimx.extras.exact.ordered`): the value of an element does not
+depend on neighboring rows and columns, the number of threads or the device. The product times `scale`, and the sum with
+the weight, are each rounded to fp32; the result is rounded once to the weight's dtype."""
 
 from __future__ import annotations
 

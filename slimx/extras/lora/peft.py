@@ -5,9 +5,9 @@ PEFT adapts modules of transformers. In slimx several of these share one weight 
 values, whose rows of B are separate, and likewise the gate and up projections of a dense layer. If the modules have
 different matrices A, these are stacked and B is block-diagonal: n modules of rank r become one adapter of rank n r,
 with n times their alpha. The experts of a layer are two stacked parameters in transformers 5 (`gate_up_proj` [E, 2 I,
-h], `down_proj` [E, h, I]). PEFT wraps one around the other in this order (`target_parameters`; peft 0.21.2,
-tuners/lora/layer.py, ParamWrapper), with A as [E r, in] and B as [out, r E]. In transformers 4 they are ordinary
-modules."""
+h], `down_proj` [E, h, I]). PEFT wraps the adapter of one parameter around that of the other in this order
+(`target_parameters`; peft 0.21.2, tuners/lora/layer.py, ParamWrapper), with A as [E r, in] and B as [out, r E]. In
+transformers 4 the projections of an expert are ordinary modules."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     # Other values (PiSSA, OLoRA, CorDA, LoftQ) also change the base weights.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-"""Field of adapter_config.json -> values with which the adapter only adds scale * B A to its module."""
+"""Field of adapter_config.json -> values with which the adapter is plain LoRA, which only adds scale * B A to its
+module's weight."""
 
 
 class PeftAdapters:
@@ -77,8 +78,8 @@ class PeftAdapters:
             raise self._error("file", TENSORS, f"{TENSORS} is damaged ({error}): copy it again") from error
         self._names = frozenset(self._file.keys())
         self._read: dict[str, tuple[str, torch.Tensor]] = {}
-        """"A" or "B" -> name and values of the last tensor read. It is kept because one tensor contains all experts of
-        a layer."""
+        """"A" or "B" -> name and values of the last tensor read. This tensor is kept because it may contain all experts
+        of a layer, which are read one after the other."""
 
     def check(self, table: Table, lora: Lora) -> None:
         """Raises SlimxError unless the adapters are exactly those that a run with `lora` trains for a model with
@@ -145,8 +146,8 @@ class PeftAdapters:
         return a, b
 
     def _stacked(self, part: Part) -> list[list[int]]:
-        """Returns the indices of those sources of `part` that have adapters, in one list for each different matrix
-        A."""
+        """Returns the indices of the sources of `part` that have adapters; sources with the same matrix A are in one
+        list."""
         out: list[list[int]] = []
         for index, source in enumerate(part.sources):
             module, _ = self._module(source)
@@ -162,8 +163,8 @@ class PeftAdapters:
         return out
 
     def _pair(self, part: Part, source: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns A and B of the module, or of the projection of one expert, that is source number `source` of
-        `part`."""
+        """Returns A and B of the module, or of one expert's projection, whose weight is the source of `part` with index
+        `source`."""
         name, expert = self._module(part.sources[source])
         a = self._tensor(name, "A")
         b = self._tensor(name, "B")
@@ -222,7 +223,8 @@ class PeftAdapters:
                 )
 
     def _shapes(self, part: Part, experts: int) -> dict[str, tuple[int, ...]]:
-        """Returns name -> shape of the tensors that the directory must contain for the adapter of an unsplit weight."""
+        """Returns name -> shape of the tensors that the directory must contain for the adapter of `part`, an unsplit
+        weight."""
         rank = self.config["r"]
         rows, cols = matrix(part.shape)
         shapes: dict[str, tuple[int, ...]] = {}
@@ -257,7 +259,8 @@ def fill(adapters: Mapping[str, tuple[torch.Tensor, torch.Tensor]], parts: Itera
     """Copies adapters from the directory `path` into A and B of this rank.
 
     `adapters`: weight name -> (A, B). `parts`: the rank's weights; only their rows and columns are read. If A has more
-    rows than in the directory, the additional ones keep their initial values, and their columns of B are zero."""
+    rows than in the directory, the additional rows keep their initial values, and the corresponding columns of B are
+    zero."""
     stored = PeftAdapters(Path(path))
     for part in parts:
         if part.name in adapters:

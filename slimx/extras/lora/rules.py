@@ -47,12 +47,12 @@ UNPROVEN = {
         "rollout.engines.sglang.torchao_config",
     ),
 }
-"""Setting -> keys whose combination with it was never tried (`slimx.rules.unproven.UNPROVEN`)."""
+"""Setting -> keys that were never tried together with this setting (`slimx.rules.unproven.UNPROVEN`)."""
 ARCHITECTURES = {
     "trainer.lora": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
     "publish.adapters=alone": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM"),
 }
-"""Setting -> architectures with which it was tried (`slimx.rules.unproven.other_architectures`)."""
+"""Setting -> model architectures with which the setting was tried (`slimx.rules.unproven.other_architectures`)."""
 
 
 @rule("unproven", "trainer.lora", facts=sections_in(UNPROVEN))
@@ -99,7 +99,8 @@ def shares_a_base(configs: Mapping[str, Config]) -> Problems:
 
 
 def _serving(groups: Iterable[Engines]) -> Iterator[tuple[str, str]]:
-    """Yields (configuration key, name of the engine group) for each key that makes SGLang itself serve adapters."""
+    """Yields (configuration key, name of the engine group) for each key that makes SGLang serve adapters of its own,
+    which slimx does not publish."""
     for group in groups:
         for name in ("enable_lora", "lora_paths"):
             if group.sglang.get(name):
@@ -180,7 +181,8 @@ def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Prob
 
 @rule("lora.alone_transport", "publish.transport")
 def brings_adapters(publish: Publish, device: str) -> Problems:
-    """Checks that the transport, or the one chosen for `device` if it is auto, can publish adapters alone."""
+    """Checks that the transport, or the one chosen for `device` if `publish.transport` is auto, can publish adapters
+    alone."""
     if publish.adapters == "alone" and publish.transport != "memory":
         yield (
             "publish.adapters=alone requires publish.transport=memory, on one machine: set publish.transport "
@@ -200,8 +202,8 @@ def serves_merged_weights(rollout: Rollout) -> Problems:
 
 @rule("lora.served_on_cpu", "rollout.engines.sglang")
 def has_a_gpu(rollout: Rollout, device: str) -> Problems:
-    """Refuses adapters that SGLang serves itself on the CPU, where SGLang 0.5.23 crashes: its layers with adapters pin
-    memory (`srt/lora/layers.py`), which torch supports only with a GPU."""
+    """Refuses settings with which SGLang serves adapters of its own on the CPU: SGLang 0.5.23 would crash, because its
+    layers with adapters pin memory (`srt/lora/layers.py`), which torch supports only with a GPU."""
     if device != "cpu":
         return
     for key, group in _serving(rollout.frozen_engines):

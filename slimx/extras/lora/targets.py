@@ -13,7 +13,8 @@ from slimx.layout.table import Table
 from slimx.reshard.manifest import ADAPTER_PREFIX
 
 SERVED = {"attention": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
-"""Target whose adapters can be published alone -> modules that engines adapt for it."""
+"""Target (a value in `trainer.lora.targets`) whose adapters can be published alone -> names of its modules in
+engines."""
 
 _LAYER = r"decoder\.layers\.[^.]+\."
 _TARGETS = {
@@ -28,7 +29,7 @@ _DEFAULT = tuple(target for target in _TARGETS if target != "router")
 
 def adapts(targets: Collection[str] | None, name: str) -> bool:
     """Returns True if the weight with the Megatron name `name` belongs to one of `targets` (`trainer.lora.targets`). If
-    `targets` is None, every weight that can have an adapter does, except the router's."""
+    `targets` is None, the result is True for every weight that can have an adapter, except the router's."""
     return target_of(name) in (_DEFAULT if targets is None else targets)
 
 
@@ -39,13 +40,13 @@ def target_of(name: str) -> str | None:
 
 
 def absent(targets: Collection[str], table: Table) -> list[str]:
-    """Returns those of `targets` to which no weight of the model with `table` belongs."""
+    """Returns the targets in `targets` to which no weight of the model with weight table `table` belongs."""
     return [target for target in targets if not any(adapts((target,), row.name) for row in table.rows)]
 
 
 def served_modules(targets: Collection[str] | None) -> tuple[str, ...]:
-    """Returns the names of the modules that engines adapt for `targets`, which must be keys of `SERVED`; None means all
-    keys."""
+    """Returns the names of the modules that have adapters in engines for `targets`, which must be keys of `SERVED`;
+    None means all keys."""
     modules: list[str] = []
     for target in SERVED if targets is None else targets:
         modules.extend(SERVED[target])
@@ -60,9 +61,9 @@ def peft_name(source: str, letter: Literal["A", "B"]) -> str:
 def adapter_parts(weights: Iterable[Part], targets: Collection[str] | None, rank: int) -> list[Part]:
     """Returns the parts A [rank, in] and B [out, rank] of the adapters of those of `weights` that belong to `targets`.
 
-    The sources of these parts have PEFT's names. Modules that share a weight share its A, which is named after the
-    first of them. A is split like the weight's columns and B like its rows. Trainer ranks with the same data are in one
-    part."""
+    The sources of these parts have PEFT's names. Modules that share a weight (such as q, k and v) share its matrix A,
+    which is named after the first of these modules. A is split like the weight's columns and B like its rows. Trainer
+    ranks with the same rows and columns are in the same part."""
     adapters: dict[tuple[str, tuple[str, ...], tuple[Rect, ...]], Part] = {}
     for part in weights:
         if part.copy or not adapts(targets, part.name):
@@ -85,8 +86,8 @@ def adapter_parts(weights: Iterable[Part], targets: Collection[str] | None, rank
 
 
 def adapter_targets(table: Table, targets: Collection[str] | None, rank: int) -> Iterator[Part]:
-    """Yields the parts A and B of every module that `targets` select, unsplit and with PEFT's names. If modules share
-    an A, each gets a copy of it."""
+    """Yields the parts A and B of every module that `targets` select, unsplit and with PEFT's names. If several modules
+    share a matrix A, each gets a copy of it."""
     for entry in table.entries():
         if not adapts(targets, entry.row.name):
             continue

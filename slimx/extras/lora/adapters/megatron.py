@@ -11,7 +11,7 @@ Ranks that share an expert have the same tokens, and megatron-core's dispatcher 
 the gradients of replicated matrices are communicated.
 
 A router multiplies by the merged weight instead, rounded as in engines, so that trainers and engines choose the same
-experts. The layers of some numerics modes do so as well."""
+experts. In some numerics modes all layers multiply by the merged weight."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
 
 
 class _Marks(Protocol):
-    """Attributes of parameters that megatron-core reads; for type checking."""
+    """Protocol for type checking: attributes of parameters that megatron-core reads."""
 
     allreduce: bool
     sequence_parallel: bool
 
 
 class _ShardedLayer(Protocol):
-    """A layer with megatron-core's method for sharded checkpoint state; for type checking."""
+    """Protocol for type checking: a layer with megatron-core's method for sharded checkpoint state."""
 
     sharded_state_dict: Callable[..., dict[str, Any]]
 
 
 class _NormLinear(Protocol):
-    """A linear layer into which the preceding norm is fused; for type checking."""
+    """Protocol for type checking: a linear layer into which the preceding norm is fused."""
 
     config: TransformerConfig
     layer_norm_weight: torch.Tensor
@@ -95,8 +95,8 @@ class Adapter:
         else:
             self.group = parallel_state.get_tensor_model_parallel_group()
         self.sequence = not expert and self.group.size() > 1
-        """True if the layer's input or output contains only this rank's tokens, because tensor parallelism implies
-        sequence parallelism."""
+        """True if the layer's input or output contains only this rank's share of the tokens, because slimx uses
+        sequence parallelism whenever it uses tensor parallelism."""
         rows, columns = weight.shape
         split = self.group.size() if axis == 1 else 1
         digest = sha256(f"{seed} {sources}".encode()).digest()
@@ -157,8 +157,8 @@ class Adapter:
         return state
 
     def _mark(self) -> None:
-        """Sets the attributes from which megatron-core determines over which ranks it sums the gradients of A and B,
-        and which ranks' parts it counts in the gradient norm."""
+        """Sets the attributes of A and B that tell megatron-core over which ranks to sum their gradients, and which
+        ranks' parts to count in the gradient norm."""
         for index, parameter in enumerate(self.parameters):
             replicated = (
                 self.axis is None or self.axis == index
@@ -175,8 +175,8 @@ class Adapter:
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=1 - index, stride=1)
 
     def _reduced(self, index: int) -> torch.Tensor:
-        """Returns A (`index` 0) or B (1), with its gradient summed over the ranks that share an expert if each rank has
-        only a part of it."""
+        """Returns A (`index` 0) or B (1), with its gradient summed over the ranks that share an expert if each rank
+        computes only a part of the gradient."""
         parameter = self.parameters[index]
         if self.expert and self.axis == index:
             return copy_to_tensor_model_parallel_region(parameter, group=self.group)
@@ -220,8 +220,8 @@ def attach(
 
 
 def _axis(part: Part, sources: list[tuple[int, ...]]) -> int | None:
-    """Returns the axis along which a rank with `part` has only a part of the concatenated `sources`; None if it has
-    all."""
+    """Returns the axis along which the concatenated `sources` are split over ranks in `part`; None if the ranks with
+    `part` have them in full."""
     rows, columns = matrix(part.shape)
     if rows < sum(shape[0] for shape in sources):
         return 0
@@ -229,7 +229,8 @@ def _axis(part: Part, sources: list[tuple[int, ...]]) -> int | None:
 
 
 def _join(owner: torch.nn.Module, adapters: list[Adapter], *, gated: bool, merging: bool) -> None:
-    """Makes the layer `owner` compute with the adapters of its weights and include them in its checkpoint state.
+    """Makes the layer `owner` compute with the adapters of its weights and include these adapters in its checkpoint
+    state.
 
     `owner`: a layer of slimx or of Transformer Engine. `adapters`: one, or several for a layer of experts."""
     experts = adapters[0].expert

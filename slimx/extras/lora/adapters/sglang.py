@@ -1,8 +1,10 @@
-"""Serves the adapters of policies from slots of SGLang, one per policy, which the policy's publications write.
+"""Serves the adapters of policies from SGLang's adapter slots: one slot per policy, into which the policy's
+publications write.
 
 Written for sglang 0.5.23; active in a server started with `--publish-adapters`. By default SGLang loads the adapters
-that requests name. Here every slot is filled with zeros at the start and pinned, so that nothing evicts published
-adapters. In a server with one policy all requests use its adapters; with several policies, requests name them."""
+that requests name. With slimx every slot is filled with zeros when the server starts and is pinned, so that SGLang
+never evicts published adapters. In a server with one policy all requests use its adapters; with several policies,
+requests name them."""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ PREPARE = "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch"
 
 
 class Unpinned(TorchFunctionMode):
-    """Context in which torch ignores requests to pin memory for copies to a GPU."""
+    """Torch mode for the `with` statement in which torch ignores requests to pin memory for copies to a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
@@ -31,8 +33,8 @@ class Unpinned(TorchFunctionMode):
 
 
 def unpinned() -> AbstractContextManager[Any]:
-    """Returns a context in which SGLang's layers with adapters work on a machine without a GPU: they pin memory, which
-    torch cannot do there. Has no effect on a machine with a GPU."""
+    """Returns a context in which SGLang's layers with adapters work on a machine without a GPU: these layers pin
+    memory, which torch cannot do without a GPU. Has no effect on a machine with a GPU."""
     return nullcontext() if torch.cuda.is_available() else Unpinned()
 
 
@@ -47,8 +49,8 @@ def register(registry: Any, kinds: Any, policies: Mapping[str, float]) -> None:
 def with_slots(
     policies: Mapping[str, float], original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Runs SGLang's `LoRAManager.init_state`, loads zeros as the adapters of each of `policies`, and registers the
-    slots with the receiver of published weights."""
+    """Runs SGLang's `LoRAManager.init_state` (`original`), loads zeros as the adapters of each policy in `policies`,
+    and registers the policies' slots with the receiver of published weights."""
     from sglang.srt.lora.lora_registry import LoRARef
 
     with unpinned():
@@ -84,8 +86,8 @@ def as_the_policy(original: Callable[..., None], manager: Any, batch: Any) -> No
 
 
 def attest(manager: Any) -> dict[str, Any] | None:
-    """Returns {rank: rank of the adapters, scales: {policy: alpha / rank}} for this server rank; None for a server
-    without published adapters."""
+    """Returns what this server rank attests about adapters, {rank: LoRA rank, scales: {policy: alpha / rank}}; None for
+    a server without published adapters."""
     policies = {} if manager is None else receiver_of(manager.base_model).adapters
     if not policies:
         return None

@@ -32,11 +32,12 @@ from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
 
 FUSED: tuple[Split, ...] = (qkv, gate_up)
-"""Layout functions of weights that SGLang fuses from several modules, each with its own matrix A."""
+"""Layout functions of the weights that SGLang fuses from several modules; each of these modules has its own matrix
+A."""
 
 
 class AdaptedLayer(NamedTuple):
-    """A layer with an adapter, and the slot's part of SGLang's buffers for it."""
+    """A layer with an adapter, and the part of SGLang's buffers that contains the slot's adapter for this layer."""
 
     name: str
     """Name of the module in the model."""
@@ -55,8 +56,8 @@ class AdapterSlot:
         self._manager = manager
         self._slot = slot
         self.shares: dict[str, int] | None = None
-        """Tensors that the last publication copied into the slot -> number of their elements that the slot should have;
-        None before the first publication."""
+        """Name of a tensor that the last publication copied into the slot -> number of its elements that this rank's
+        slot should contain; None before the first publication."""
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Returns the matrices A and B of every layer, by the names that `place` records."""
