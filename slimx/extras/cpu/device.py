@@ -8,7 +8,8 @@ from slimx.adapters.device import Device
 
 
 class Cpu(Device):
-    """Device of a machine without a GPU; decides when the changes of `adapters/` are made."""
+    """Device of a machine without a GPU; determines when the changes in `adapters/` to torch, megatron-core and SGLang
+    are made."""
 
     def prepare_megatron(self, *, deep_ep: bool) -> list[str]:
         from slimx.extras.cpu.adapters import megatron

@@ -1,7 +1,7 @@
 """The nodes of a multi-node server other than the first: a Ray actor on each, and the group of these actors.
 
-The actor on the first node (`slimx.engines.server.engine.Engine`) creates and owns the others. They end with it, and
-guard processes then end the server's processes on their nodes."""
+The actor on the first node (`slimx.engines.server.engine.Engine`) creates and owns the others. The other actors end
+when this actor ends, and guard processes then end the server's processes on their nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NodeActor:
     """Ray actor that runs a server's processes on one node other than the first."""
 
     def __init__(self, spec: EngineSpec, log_path: Path, network: str | None, make_end: Callable[[], End] | None):
-        """Stores the configuration of all starts.
+        """Stores the settings that all starts of the server have in common.
 
         `spec`: the server's specification, without ports, address and node. `network`: network that contains this
         node's address (`slimx.runtime.ports.local_address`). `make_end`: factory of the transport's receiver on a node;
@@ -38,7 +38,8 @@ class NodeActor:
         self.process: SupervisedProcess | None = None
 
     async def address(self) -> str:
-        """Returns the address at which this node's processes listen and from which they connect."""
+        """Returns the IP address of this node at which the server's processes listen and from which they connect to
+        other nodes."""
         return self.host
 
     async def start(self, share: NodeShare) -> None:
@@ -95,8 +96,8 @@ class Nodes:
         return len(self._actors)
 
     async def start(self, host: str, deadline_s: float) -> NodeShare:
-        """Starts the server's processes on these nodes, and returns the share of the first node, whose address is
-        `host`."""
+        """Starts the server's processes on these nodes. Returns the `NodeShare` with which the first node, whose
+        address is `host`, starts its own part."""
         hosts = (host, *await self._call("address", deadline_s))
         rendezvous = address(host, free_port(host))
         first, *shares = [NodeShare(rank, len(hosts), rendezvous, hosts) for rank in range(len(hosts))]
@@ -104,8 +105,8 @@ class Nodes:
         return first
 
     async def ended(self, deadline_s: float) -> str | None:
-        """Returns a description of how the first process to fail ended; None while all run, or if a node does not
-        respond."""
+        """Returns a description of how the first process that failed ended; None while all processes run, or if a node
+        does not respond."""
         try:
             answers = await self._call("ended", deadline_s)
         except DeadlineError:
@@ -126,7 +127,7 @@ class Nodes:
 
     async def stop(self, grace_s: float, deadline_s: float) -> None:
         """Ends the processes, within `grace_s` seconds or by killing them, and the actors; never raises. Another start
-        needs a new object."""
+        of the server needs a new `Nodes` object."""
         actors = self._actors
         self._actors = []
         stopping = [asyncio.ensure_future(_result(actor.stop.remote(grace_s))) for actor in actors]
@@ -142,8 +143,8 @@ class Nodes:
     ) -> list[Any]:
         """Calls `method` of all actors and returns the results in the order of the nodes.
 
-        `arguments`: arguments for each actor; None for calls without arguments. Raises the first actor's SlimxError if
-        any call fails."""
+        `arguments`: arguments for each actor; None for calls without arguments. If calls fail, raises the SlimxError of
+        the first actor whose call failed."""
         if arguments is None:
             arguments = [()] * self.count
         calls = []

@@ -5,8 +5,9 @@ step.
                      |                                       ^
                      +--> one piece --> Adam's own kernel ---+--> back to the host
 
-megatron-core's HybridDeviceOptimizer computes steps on the CPU instead and has a different state, so its checkpoints
-fit no other run, and without CUDA it moves nothing. Here results are those of the wrapped optimizer, bit for bit."""
+megatron-core's HybridDeviceOptimizer computes steps on the CPU instead and has a different state, so that other runs
+cannot load its checkpoints; without CUDA it moves nothing. With `HostMoments` results are those of the wrapped
+optimizer, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from slimx.trainer.device.offload import MOMENTS
 from slimx.trainer.step.optimizer import ExternalState
 
 PIECE_BYTES = 512 * 2**20
-"""Maximum bytes of host moments that are on the device at the same time."""
+"""Maximum bytes of offloaded moments that are on the device at the same time during a step."""
 
 
 class HostMoments(ExternalState):
     """Wrapper around an Adam optimizer that keeps a fraction of its moments on the host.
 
-    `inner` must have a state like that of apex's FusedAdam: moments per parameter, and one step count per group. Other
-    attributes are those of `inner`."""
+    `inner` must have a state like that of apex's FusedAdam: moments per parameter, and one step count per group. All
+    other attributes of the wrapper are those of `inner`."""
 
     def __init__(self, inner: torch.optim.Optimizer, fraction: float, piece_bytes: int = PIECE_BYTES):
         """Selects the parameters whose moments are kept on the host.
@@ -81,7 +82,7 @@ class HostMoments(ExternalState):
                 self.inner.state[parameter] = loaded
 
     def make_state(self) -> None:
-        """Creates zero moments on the host for parameters whose moments belong there but do not exist."""
+        """Creates zero moments in host memory for parameters whose moments belong there but do not exist yet."""
         for parameter in self.moved:
             state = self.inner.state[parameter]
             if not state:
@@ -123,8 +124,8 @@ class HostMoments(ExternalState):
                 torch.cuda.current_stream().synchronize()
 
     def _pieces(self, groups: list[list[torch.Tensor]]) -> Iterator[list[list[torch.Tensor]]]:
-        """Yields the parameters to step together, as one list per group: first those whose moments stay on the device,
-        then pieces of the others."""
+        """Yields sets of parameters that the inner optimizer steps together, each as one list per parameter group:
+        first all whose moments stay on the device, then the others piece by piece."""
         on_device: list[list[torch.Tensor]] = [[] for _ in groups]
         for index, parameters in enumerate(groups):
             on_device[index] += [parameter for parameter in parameters if parameter not in self.moved]

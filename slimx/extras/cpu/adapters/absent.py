@@ -20,8 +20,8 @@ PACKAGES = {
 
 
 class StandIn(ModuleType):
-    """A module that has an attribute for every name: capitalized names are empty classes, other names are stand-ins,
-    which raise an error when they are called."""
+    """Module in place of an absent one, with an attribute for every name: capitalized names are empty classes; other
+    names are `StandIn` objects, which raise an error if they are called."""
 
     __path__: list[str] = []
 
@@ -68,8 +68,8 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> tuple[str, ...]:
-    """Installs stand-ins for those of `PACKAGES` that are absent, and returns their names. Must be called before
-    `import sglang`."""
+    """Installs stand-ins for the packages in `PACKAGES` that are absent, and returns the names of these packages. Must
+    be called before `import sglang`."""
     for finder in sys.meta_path:
         if isinstance(finder, StandInFinder):
             return tuple(sorted(finder.absent))

@@ -1,8 +1,9 @@
 """Lets megatron-core 0.19.2 train without CUDA: the device "cuda" becomes the CPU, and NCCL becomes gloo.
 
 `install()` patches torch for the whole process, so only the trainer's process entry calls it, before it imports
-megatron.core. With CUDA it does nothing. Each function below is one change and names the upstream code that requires
-it. A TorchFunctionMode cannot be used instead of patches, because it is off while autograd runs backward."""
+megatron.core. With CUDA it does nothing. Each function below makes one change, and its docstring names the upstream
+code that requires the change. A TorchFunctionMode cannot be used instead of patches, because it is off while autograd
+runs backward."""
 
 from __future__ import annotations
 
@@ -122,7 +123,7 @@ class _CpuStream(torch.cpu.Stream):
 
 
 def _cuda_module() -> None:
-    """Makes torch.cuda behave as one device without streams, with the random state of the CPU."""
+    """Makes torch.cuda behave like a single device without streams, whose random state is that of the CPU."""
     cuda = torch.cuda
     generator = torch.default_generator
     stream = _CpuStream()
@@ -150,8 +151,8 @@ def _cuda_module() -> None:
 
 
 def _collectives() -> None:
-    """Pads shards of unequal sizes, because NCCL's all_gather and reduce_scatter support them (used by EP with ETP >
-    1), but gloo's do not."""
+    """Pads shards of unequal sizes, because NCCL's all_gather and reduce_scatter support unequal sizes (used by EP with
+    ETP > 1), but gloo's do not."""
     dist = torch.distributed
     gather = dist.all_gather
     scatter = dist.reduce_scatter
@@ -199,15 +200,15 @@ def _compile() -> None:
 
 
 def _yarn_device() -> None:
-    """Makes YarnRotaryEmbedding initialize on the CPU. It enters torch.device(torch.cuda.current_device()), and MLA
-    does not pass on that the model is initialized on the CPU."""
+    """Makes YarnRotaryEmbedding initialize on the CPU. Upstream it enters torch.device(torch.cuda.current_device()),
+    because MLA does not pass on the setting that initializes the model on the CPU."""
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
     YarnRotaryEmbedding.__init__ = functools.partialmethod(YarnRotaryEmbedding.__init__, use_cpu_initialization=True)
 
 
 def _token_dispatcher() -> None:
-    """Replaces the token dispatcher's helper that moves split sizes to the host, because it leaves CPU tensors
+    """Replaces the token dispatcher's helper that moves split sizes to the host: the original leaves CPU tensors
     unchanged, but gloo's all_to_all_single requires lists."""
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -218,8 +219,8 @@ def _token_dispatcher() -> None:
 
 
 def _shared_storage() -> None:
-    """Makes `CheckpointWithoutOutput` copy a recomputed output into the storage of the first one. Upstream shares the
-    storage by a C++ extension that is compiled in the first backward pass, which needs ninja and takes 20 seconds."""
+    """Makes `CheckpointWithoutOutput` copy a recomputed output into the storage of the original output. Upstream shares
+    the storage by a C++ extension, whose compilation in the first backward pass needs ninja and takes 20 seconds."""
     from megatron.core.tensor_parallel import random
 
     def share(to: torch.Tensor, of: torch.Tensor) -> None:

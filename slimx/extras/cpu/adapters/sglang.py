@@ -1,9 +1,8 @@
-"""Fixes for the gaps of SGLang's CPU path, applied only if the server runs on the CPU.
-
-Written for sglang 0.5.23. `Gap.open` returns True while SGLang has the gap. If a newer SGLang has closed it, startup
-fails, so that the fix is deleted instead of hiding SGLang's code. Functions are wrapped through SGLang's HookRegistry
-where possible (it also reaches modules that imported the function by name); the other fixes are entries in SGLang's
-tables."""
+"""Fixes for gaps in SGLang's CPU path, where SGLang would fail or compute wrong results; applied only if the server
+runs on the CPU. Written for sglang 0.5.23. `Gap.open` returns True while SGLang has the gap. If a newer SGLang has
+closed it, startup fails, so that developers delete the fix instead of letting it hide SGLang's own code. Functions are
+wrapped through SGLang's HookRegistry where possible (the registry also reaches modules that imported the function by
+name); the other fixes are entries in SGLang's tables."""
 
 from __future__ import annotations
 
@@ -130,8 +129,8 @@ CHOICES = (
         close=lambda: _deterministic_mla_choices().append("torch_native"),
     ),
 )
-"""Gaps in SGLang's checks of its arguments, which refuse values that work on the CPU; closed in every process before
-arguments are parsed."""
+"""Gaps in SGLang's argument checks, which refuse values that would work on the CPU; each process closes these gaps
+before it parses arguments."""
 
 GAPS = (
     Gap(
@@ -166,11 +165,9 @@ def no_batch_invariant_mode(*args: Any, **kwargs: Any) -> None:
 def moe_without_absent_experts(
     native: Callable, layer: Any, x: torch.Tensor, topk_output: Any, config: Any
 ) -> torch.Tensor:
-    """Computes a layer of experts when some expert ids are -1, with which expert parallelism marks experts of other
-    ranks.
-
-    SGLang's native CPU path, `native`, would use -1 as an index. If there are such ids, it is called for one top-k slot
-    at a time, with the rows whose expert is on this rank. x: [tokens, hidden]."""
+    """Computes a layer of experts if some expert ids are -1, which under expert parallelism marks experts of other
+    ranks. SGLang's native CPU path, `native`, would use -1 as an index. If there are such ids, `native` is called for
+    one top-k slot at a time, with the tokens whose expert is on this rank. x: [tokens, hidden]."""
     weights, ids, *_ = topk_output
     if bool((ids >= 0).all()):
         return native(layer, x, topk_output, config)
@@ -186,14 +183,14 @@ def moe_without_absent_experts(
 def scaled_experts(original: Callable, block: Any, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
     """Multiplies the output of Ling-2's routed experts by the model's scaling factor; hidden: [tokens, hidden].
 
-    Ling-2 leaves this to the kernels, but SGLang's native CPU path ignores the factor. Other families apply it
-    in the model."""
+    SGLang's Ling-2 leaves the factor to the kernels, but its native CPU path ignores it; other families apply the
+    factor in the model."""
     return original(block, hidden, batch) * block.routed_scaling_factor
 
 
 def device_module(device: Any = None) -> ModuleType:
-    """Returns torch.cpu in place of torch's choice of device module. A CUDA build of torch chooses torch.cuda even
-    without a GPU, and SGLang would synchronize with it when it releases memory."""
+    """Returns torch.cpu as the device module, in place of the function with which torch chooses it. A CUDA build of
+    torch chooses torch.cuda even without a GPU, and SGLang would synchronize with it when it releases memory."""
     return torch.cpu
 
 
@@ -226,7 +223,7 @@ def normed_by_sums(
 
 
 def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
-    """Registers the fixes of this module that are functions with SGLang's HookRegistry `registry`.
+    """Registers those fixes of this module that wrap or replace functions in SGLang's HookRegistry `registry`.
 
     `kinds`: SGLang's HookType. `experts`: True to include `moe_without_absent_experts`, which is not used in numerics
     modes that replace layers of experts."""
@@ -248,7 +245,7 @@ def open_choices() -> None:
 
 
 def close_gaps() -> None:
-    """Closes the gaps of SGLang's scheduler process."""
+    """Applies the fixes for SGLang's scheduler process."""
     _close(_gaps())
 
 
