@@ -33,8 +33,8 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """Distribution of the tensors of a family's engine table over the ranks of one engine. Raises SlimxError for sizes
-    that do not fit the model."""
+    """Distribution of a model's tensors, as listed in its family's engine weight table, over the ranks of one engine.
+    Raises SlimxError for sizes that do not fit the model."""
 
     table: Table
     sizes: EngineSizes

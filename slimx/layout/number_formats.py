@@ -173,10 +173,11 @@ class NumberFormat:
         return None
 
     def scales[Piece](self, pieces: Iterable[Piece], owner: object) -> Iterator[Piece]:
-        """Yields the pieces (`slimx.adapters.sglang.weights.layout.ServedPiece`) of a parameter of scales.
+        """Yields the parts of Hugging Face tensors (`slimx.adapters.sglang.weights.layout.ServedPiece`) that an
+        engine's parameter of scales stores.
 
-        `pieces`: those of the codes. `owner`: SGLang's module that has both parameters. Raises SlimxError if a piece
-        splits a quantization block."""
+        `pieces`: parts that the corresponding parameter of codes stores. `owner`: SGLang's module that has both
+        parameters. Raises SlimxError if a piece splits a quantization block."""
         raise NotImplementedError
 
 

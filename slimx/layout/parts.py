@@ -14,7 +14,8 @@ from slimx.layout.maps import Rect, Shape
 
 
 class Part(NamedTuple):
-    """One local tensor, which has the same bytes on all ranks in `ranks`."""
+    """Local tensor: the tensor of a rank, described by the checkpoint elements that it contains. All ranks in `ranks`
+    have this tensor with the same bytes."""
 
     name: str
     """Name of the parameter in the rank's module."""

@@ -1,8 +1,6 @@
-"""Weight tables of model families: one row per kind of local tensor, with the checkpoint tensors that it contains.
-
-Rows are data. `Table.entries` expands them to one entry per tensor of the whole model; `MegatronLayout` and
-`EngineLayout` determine which ranks have which part of it. Loading, export and publication are all derived from the
-rows."""
+"""Weight tables of model families, which have one row per kind of local tensor, with the checkpoint tensors that it
+contains. `Table.entries` expands them to one entry per tensor of the whole model; `MegatronLayout` and `EngineLayout`
+determine which ranks have which part of each tensor. Loading, export and publication are all derived from the rows."""
 
 from __future__ import annotations
 
@@ -255,9 +253,9 @@ class Stored:
     """Location of a weight table's source in the checkpoint: a whole tensor, or one item of a stack of all experts.
 
     A source named `stack[3]` or `stack[3].T` is item 3 of the checkpoint's tensor `stack`, or the transpose of that
-    item, so the rows of a family that stacks its experts look like those of any other family. Stacks are split when a
-    checkpoint is read and assembled when it is written, and matrices are transposed at the same time: the kernels copy
-    rows, and a matrix that is both interleaved and transposed has no contiguous rows."""
+    item, so the table rows of a family that stacks its experts look like those of any other family. Stacks are split
+    when a checkpoint is read and assembled when it is written, and matrices are transposed at the same time: the
+    kernels copy rows, and a matrix that is both interleaved and transposed has no contiguous rows."""
 
     name: str
     """Name of the tensor in the checkpoint."""

@@ -47,8 +47,8 @@ class PackedBucket:
     path: str
     """Path of the bucket's memory, or of the first memory if there are several (`others`).
 
-    It is /proc/PID/fd/N, which processes of the same user can open on the same machine, the path of a file, or the name
-    of GPU memory (`on_device`)."""
+    One of: /proc/PID/fd/N (host memory, which processes of the same user can open on the same machine), the path of a
+    file, or the name of GPU memory (`on_device`)."""
     size: int
     """Size in bytes of each memory of the bucket."""
     targets: tuple[tuple[PackedTensor, ...], ...]

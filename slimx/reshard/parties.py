@@ -77,7 +77,7 @@ class Receiver(Protocol):
         ...
 
     async def begin(self, manifest: Manifest, staging: Staging) -> None:
-        """Prepares the engine for one publication. From now on it refuses verbs of earlier publications."""
+        """Prepares the engine for one publication. From now on the engine refuses calls of earlier publications."""
         ...
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
@@ -120,7 +120,7 @@ PROTOCOL = 9
 """Version of the JSON messages with which an engine forwards verbs to its server's ranks
 (`slimx/adapters/sglang/plugin.py`). Both sides must agree on it."""
 BEFORE_BEGIN = ("inventory", "transport", "begin")
-"""Verbs that are allowed before the publication has begun at the engine."""
+"""Verbs (methods of `Receiver`) that may be called before the publication has begun at the engine."""
 
 
 class Recipient(Protocol):
@@ -131,15 +131,16 @@ class Recipient(Protocol):
     """Number that increases with every restart. Results of verbs performed before a restart no longer apply."""
 
     async def perform(self, verb: str, epoch: int, *arguments: object) -> Any:
-        """Makes the engine perform `verb` with `arguments`, in the publication that began in membership `epoch`, and
-        returns the result.
+        """Makes the engine perform `verb`, a method of `Receiver`, with `arguments`, in the publication that began in
+        membership `epoch`, and returns the result.
 
         Raises ReceiverLost if the engine died or does not respond in time."""
         ...
 
 
 class LocalRecipient:
-    """A recipient that performs the verbs itself, as methods of the same name, without a separate process."""
+    """Recipient without a separate process: it performs each step of a publication itself, by its method with the
+    verb's name."""
 
     incarnation = 1
 

@@ -249,7 +249,7 @@ class _Attempt:
     # Calls ------------------------------------------------------------------------------------------------------------
 
     async def _on_engines(self, step: str, work: Callable[[Recipient], Awaitable[None]] | None = None) -> None:
-        """Runs one step on every engine that is left: the verb `step`, or `work(engine)` if given."""
+        """Runs one step on every remaining engine: the method `step` of `Receiver`, or `work(engine)` if given."""
         if work is None:
             await self._together(self._call(recipient, step) for recipient in self.active)
         else:
@@ -270,7 +270,7 @@ class _Attempt:
         return results
 
     async def _call(self, recipient: Recipient, verb: str, *arguments: object) -> Any:
-        """Makes one engine perform `verb` within the step's deadline, and returns the result."""
+        """Makes one engine perform `verb`, a method of `Receiver`, within the step's deadline; returns the result."""
         return await self._timely(recipient, verb, partial(recipient.perform, verb, self.epoch, *arguments))
 
     async def _timely[T](self, recipient: Recipient, step: str, work: Callable[[], Awaitable[T]]) -> T:

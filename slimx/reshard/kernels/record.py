@@ -13,29 +13,30 @@ from slimx.errors import SlimxError
 
 
 class OP(IntEnum):
-    """Operation that a kernel performs on a piece's elements.
-
-    "Flags" means that the op sets the tensor's bit NONFINITE if it writes an infinite or NaN value."""
+    """Operation that a kernel performs on a piece's elements. All but COPY set the tensor's bit NONFINITE if they write
+    an infinite or NaN value."""
 
     COPY = 0
-    """Copies elements of any size, byte for byte; no flags."""
+    """Copies elements of any size, byte for byte, without checking for infinite and NaN values."""
     COPY_CHECKED = 1
-    """Copies bf16 or fp32 elements unchanged; flags."""
+    """Copies bf16 or fp32 elements unchanged; sets NONFINITE for infinite and NaN values."""
     FP32_TO_BF16 = 2
-    """Rounds fp32 to the nearest bf16, ties to even; flags, also for values that are too large for bf16."""
+    """Rounds fp32 to the nearest bf16, ties to even; sets NONFINITE, also for values that are too large for bf16."""
     BF16_TO_FP32 = 3
-    """Converts bf16 to fp32 exactly; flags."""
+    """Converts bf16 to fp32 exactly; sets NONFINITE for infinite and NaN values."""
     QUANTIZE_FP8 = 4
-    """Quantizes bf16 or fp32 to e4m3 codes and fp32 block scales by a RULE; flags. A block with an infinite or NaN
-    value becomes NaN as a whole."""
+    """Quantizes bf16 or fp32 to e4m3 codes and fp32 block scales by a RULE. A block with an infinite or NaN value
+    becomes NaN as a whole and sets NONFINITE."""
     QUANTIZE_MXFP8 = 5
-    """Quantizes bf16 or fp32 like QUANTIZE_FP8, but with E8M0 scales (uint8) of 1 x 32 blocks; flags."""
+    """Quantizes bf16 or fp32 like QUANTIZE_FP8, but with E8M0 scales (uint8) of 1 x 32 blocks."""
     DEQUANTIZE_FP8 = 6
-    """Converts e4m3 codes and fp32 block scales to bf16 or fp32; flags."""
+    """Converts e4m3 codes and fp32 block scales to bf16 or fp32; sets NONFINITE for infinite and NaN results."""
     DEQUANTIZE_MXFP8 = 7
-    """Converts e4m3 codes and E8M0 scales of 1 x 32 blocks to bf16 or fp32; flags."""
+    """Converts e4m3 codes and E8M0 scales of 1 x 32 blocks to bf16 or fp32; sets NONFINITE for infinite and NaN
+    results."""
     QUANTIZE_INT4 = 8
-    """Quantizes bf16 or fp32 to INT4 codes, two per byte, and bf16 scales of complete 1 x 32 blocks; flags."""
+    """Quantizes bf16 or fp32 to INT4 codes, two per byte, and bf16 scales of complete 1 x 32 blocks; sets NONFINITE for
+    infinite and NaN values."""
 
 
 class RULE(IntEnum):

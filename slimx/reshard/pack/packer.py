@@ -122,15 +122,15 @@ class Packer:
         return self._launch(bucket, part, self._records(bucket, part), self.form(bucket).size, address, compacted=False)
 
     def pack_device_run(self, bucket: int, part: int = 0) -> tuple[torch.Tensor, Contribution]:
-        """Returns the run of `pack_run` in new memory of this rank's GPU, with its checksums and flags, after it is
-        written."""
+        """Returns this rank's contribution to one part of `bucket` as a run, as `pack_run` does, but in newly allocated
+        memory of the rank's GPU; waits until it is written."""
         pieces, size = compact(self._records(bucket, part))
         run = torch.empty(size, dtype=torch.uint8, device=self.device)
         return run, self._launch(bucket, part, pieces, size, run.data_ptr(), compacted=True)
 
     def pack_run_at(self, bucket: int, address: int) -> Contribution:
-        """Writes the run of `pack_run` for part 0 into memory of this rank's GPU at `address`, and waits until it is
-        written."""
+        """Writes the run that `pack_run` returns for part 0 into memory of this rank's GPU at `address`, and waits
+        until it is written."""
         pieces, size = compact(self._records(bucket, 0))
         return self._launch(bucket, 0, pieces, size, address, compacted=True)
 
@@ -163,10 +163,9 @@ class Packer:
     def _launch(
         self, bucket: int, part: int, pieces: np.ndarray, size: int, address: int, *, compacted: bool
     ) -> Contribution:
-        """Writes `pieces` into the `size` bytes of GPU memory at `address` with one launch, and waits until it has
-        finished.
-
-        `compacted`: True if `pieces` were laid out by `compact`; it selects the cached launch plan."""
+        """Writes `pieces` into the `size` bytes of GPU memory at `address` with one kernel launch, and waits until the
+        launch has finished. `compacted`: True if `pieces` were laid out by `compact`; determines which cached launch
+        plan is used."""
         if not len(pieces):
             return self._nothing(bucket)
         if (bucket, part, compacted) not in self._device_plans:
@@ -206,7 +205,8 @@ class Packer:
         return DevicePlan(pieces, bucket_bytes=size, names=names, bucket=str(bucket), device=self.device)
 
     def _counters(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns zeroed checksums and flags of the bucket's tensors in GPU memory, [tensors] each."""
+        """Returns zeroed arrays in GPU memory for the checksums and the flags of the bucket's tensors, [tensors]
+        each."""
         count = len(self.form(bucket).tensors)
         sums = torch.zeros(count, dtype=torch.int64, device=self.device)
         flags = torch.zeros(count, dtype=torch.int32, device=self.device)
@@ -229,8 +229,8 @@ def describe(form: BucketForm, paths: Sequence[str], contributions: Sequence[Con
     """Returns the description of a complete bucket for the engines: its tensors with offsets and checksums, and the
     paths of its memory.
 
-    `paths`: paths of its memories, one per part. `contributions`: those of all ranks. Raises SlimxError naming a tensor
-    that contains an infinite or NaN value."""
+    `paths`: paths of its memories, one per part. `contributions`: contributions of all ranks. Raises SlimxError naming
+    a tensor that contains an infinite or NaN value."""
     bucket = total(contributions)
     sums = kernel.seeds(form.nbytes) + bucket.sums
     kernel.refuse_nonfinite(bucket.flags, [tensor.name for tensor in form.tensors])

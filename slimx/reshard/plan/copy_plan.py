@@ -25,9 +25,9 @@ from slimx.reshard.plan.intersect import Move, moves
 FORMAT = 2
 """Version of the format that `Plan.to_bytes` writes."""
 MOVES = 2**22
-"""Maximum number of moves in a plan: 10 times the largest number of any configuration in configs/moe."""
+"""Maximum number of moves in a plan: 10 times as many as any configuration in configs/moe needs."""
 ALIGNMENT = 64
-"""Bytes of a cache line. Each tensor starts at a multiple of it, which aligns the receiver's views for every dtype."""
+"""Size of a cache line in bytes; each tensor starts at a multiple of it, so that views in every dtype are aligned."""
 
 MOVE = np.dtype(
     [
@@ -159,7 +159,7 @@ class Plan:
 
     @property
     def launches(self) -> int:
-        """Maximum number of kernel launches per rank and publication: one per bucket to which it contributes."""
+        """Maximum number of kernel launches per rank and publication: one per bucket to which the rank contributes."""
         return max(Counter(source for _, source in self._slices).values(), default=0)
 
     def to_bytes(self) -> bytes:

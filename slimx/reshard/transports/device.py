@@ -1,6 +1,7 @@
 """GPU memory that processes of one machine share: trainer ranks write buckets into it, and engines copy from it.
 
-Its owner publishes a path, which identifies it as a file path identifies shared host memory:
+The process that owns the memory publishes a path, which identifies the memory as a file path identifies shared host
+memory:
 
     cuda-ipc:MACHINE/PID-NAMESPACE/PID:GPU:BYTES:ADDRESS:HANDLE
 
@@ -81,7 +82,7 @@ class DeviceMemory:
 
     def clear(self) -> None:
         """Sets all bytes to zero and waits until that is done, because other processes do not synchronize with this
-        one's streams."""
+        process's streams."""
         with torch.cuda.device(self.device):
             self.bytes.zero_()
             torch.cuda.current_stream().synchronize()
