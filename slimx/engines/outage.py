@@ -18,7 +18,8 @@ LOOK_S = 0.5
 class Outage:
     """Record of outages, the times in which no engine serves.
 
-    It belongs to one event loop. The owner of the engines reports the start and the end of each outage."""
+    The record belongs to one event loop. The code that manages the engines reports the start and the end of each
+    outage."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -105,7 +106,7 @@ class Outages:
 
 
 class RemoteOutage:
-    """An outage as seen, by polling, from an event loop other than its own."""
+    """View of an `Outage` for code in an event loop other than the outage's own; polls whether the outage has ended."""
 
     def __init__(self, outage: Outage, hopeless: Callable[[], bool]) -> None:
         """Wraps `outage`. `hopeless`: returns True if no engine can serve again, in which case callers do not wait."""

@@ -41,7 +41,7 @@ class MemberState(StrEnum):
 
 
 class EngineHandle:
-    """One engine as the training loop and the publisher see it; the same object across all restarts."""
+    """Handle of one engine for the training loop and the publisher. It remains valid across restarts of the engine."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class EngineHandle:
 
 
 def kernels_of(attestation: list[Json]) -> str:
-    """Returns the kernels that a server's first rank attested as "field value, ...", in the order of the
+    """Returns the kernels that a server's first rank attested, as text: "field value, ...", in the order of the
     attestation."""
     backends = attestation[0].get("backends", {}) if attestation else {}
     return ", ".join(f"{field} {value}" for field, value in backends.items())

@@ -188,11 +188,11 @@ class Membership:
         return self._every_role(self.candidates())
 
     async def available(self) -> None:
-        """Waits until an engine of each role runs. Raises SlimxError if that is impossible, or if it takes too long."""
+        """Waits until an engine of each role runs. Raises SlimxError if the run cannot continue."""
         await self._until(lambda: self.run)
 
     async def starved(self) -> None:
-        """Waits until no engine serves but one could after a publication. Raises SlimxError if the run cannot continue.
+        """Waits until engines run but cannot serve before a publication. Raises SlimxError if the run cannot continue.
 
         With separate prefill and decode servers, serving needs an engine of each role."""
         await self._until(lambda: not self._every_role(self.members()) and self.run)

@@ -1,8 +1,8 @@
 """Keeps the router in front of the engines running.
 
 A router that ends or does not respond is restarted at the same address, and the engines that serve are registered
-again; their list is its only state. Clients repeat requests that were lost with it, and requests that find no router
-wait (slimx/rollout/client/sending.py)."""
+again; the list of engines is the router's only state. Clients repeat requests that were lost with the router, and wait
+while there is none (slimx/rollout/client/sending.py)."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class RouterKeeper:
         restarts.serves()
 
     async def add(self, engine: EngineHandle) -> None:
-        """Registers `engine` with the router, restarting the router if it fails. Raises SlimxError if the engine is the
-        cause of a failure."""
+        """Registers `engine` with the router, restarting the router if it fails. Raises SlimxError if the engine, not
+        the router, is the cause of a failure."""
         await self._try(lambda: self._add(engine))
 
     async def remove(self, url: str) -> None:
@@ -68,7 +68,7 @@ class RouterKeeper:
             await self.restart(error)  # engines that no longer serve are not registered with the new router
 
     async def look(self) -> bool:
-        """Restarts the router if it has ended, and returns True in that case, after it runs again."""
+        """Restarts the router if it has ended, and waits until it runs again. Returns True if it was restarted."""
         end = self.router.ended()
         if end is None and not self._restarts_now:
             return False

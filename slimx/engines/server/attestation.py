@@ -175,7 +175,7 @@ def check_backends(ranks: list[Json], spec: EngineSpec) -> None:
 
 
 def _check_process(ranks: list[Json], spec: EngineSpec, process: SupervisedProcess) -> None:
-    """Raises SlimxError if the responding server is not `process`, because another server took the port first.
+    """Raises SlimxError if the server that responds is not `process`, because another server took the port before it.
 
     Only ranks on this machine are checked: ranks on other nodes joined at a rendezvous address that is private to the
     server."""

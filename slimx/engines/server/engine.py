@@ -214,10 +214,9 @@ class Engine(EngineServer):
             await self.wake(("weights",))
 
     async def wake(self, tags: tuple[Tag, ...] | None = None) -> None:
-        """Reallocates the released memory of the parts in `tags`, or of all parts if it is None.
-
-        If the weights are among them, the engine becomes DIRTY, because their values are lost. Raises SlimxError if
-        none of the parts is released."""
+        """Reallocates the released memory of the parts in `tags`, or of all released parts if `tags` is None. If the
+        weights are among these parts, the engine becomes DIRTY, because the weights' values are lost. Raises SlimxError
+        if none of the parts is released."""
         asleep = set(self.asleep) if tags is None else self.asleep & set(tags)
         if not asleep:
             raise SlimxError(
@@ -279,8 +278,8 @@ class Engine(EngineServer):
             )
 
     async def abort(self) -> None:
-        """Aborts the publication. Before the first copy into the model nothing has changed; after it the engine remains
-        DIRTY."""
+        """Aborts the publication. An engine that has not begun to copy into the model is unchanged; otherwise it
+        remains DIRTY."""
         self.publication = None
         await self.request_ranks("abort")
 
@@ -307,8 +306,8 @@ class Engine(EngineServer):
             check_copied(self.spec.name, await self.request_ranks("status"))
 
     async def _open_update(self) -> None:
-        """Opens SGLang's weight update, which converts weights to the layout that model loaders expect; closing it
-        converts them back."""
+        """Opens SGLang's weight update, which converts the model's weights to the layout that model loaders expect.
+        When the update is closed, SGLang converts the weights back."""
         body = {"selector": "all" if self.spec.draft else "target"}
         try:
             await self.call("/begin_weight_update", body)
@@ -338,7 +337,7 @@ class Engine(EngineServer):
         tokens with `version`.
 
         The engine stays paused until `resume`. If it was paused "in_place", running requests keep their KV cache, so
-        they mix versions; SGLang would refuse to empty it."""
+        they mix versions; SGLang would refuse to empty the cache."""
         self.require("commit", State.PAUSED)
         policy = self._open("commit").policy
         await self.request_ranks("commit", version=version)

@@ -61,7 +61,7 @@ def parse_body(body: str | bytes) -> Json:
 
 
 def message_of(response: Json) -> str:
-    """Returns the server's message in an error response, from whichever of the usual fields contains it."""
+    """Returns the server's message in an error response; servers put it in different fields."""
     error = response.get("error", response.get("message", response.get("text", "")))
     if isinstance(error, dict):
         error = error.get("message", error)
@@ -113,7 +113,8 @@ class ControlClient:
         deadline_s: float | None = None,
         key: str | None = None,
     ) -> Json:
-        """Returns the JSON response of the endpoint `path`, called with `key`, or with the control key if it is None.
+        """Returns the JSON response of the endpoint `path`, called with `key`, or with the control key if `key` is
+        None.
 
         `deadline_s`: None means the client's default. Raises SlimxError for an error status, or if SGLang's response
         has `success` false."""

@@ -1,6 +1,6 @@
 """API keys of a run's servers: random for each run, and never on a command line or in an environment variable.
 
-A server process receives them on its standard input, a pipe that no other process can read. They are SGLang's two keys:
+A server process receives them on its standard input, a pipe that no other process can read. SGLang has two keys:
 `api_key` for generation, `admin_api_key` for everything that changes the server (weights, pauses, aborts, profiles)."""
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ NO_KEYS = Keys()
 def key_in(name: str | None, variables: Mapping[str, str], where: str) -> str | None:
     """Returns the key in the environment variable `name`, or None if `name` is None.
 
-    `variables`: the environment. `where`: the configuration's group, for messages. Raises SlimxError if the variable is
-    not set."""
+    `variables`: the environment. `where`: configuration group that names the variable, for messages. Raises SlimxError
+    if the variable is not set."""
     if name is None:
         return None
     key = variables.get(name)
@@ -109,5 +109,5 @@ def key_in(name: str | None, variables: Mapping[str, str], where: str) -> str | 
 
 
 def bearer(key: str | None) -> dict[str, str]:
-    """Returns the HTTP headers that authenticate a request with `key`; none if it is None."""
+    """Returns the HTTP headers that authenticate a request with `key`; no headers if `key` is None."""
     return {} if key is None else {"Authorization": f"Bearer {key}"}

@@ -1,7 +1,7 @@
 """Runs sglang-router in front of the engines as a supervised process, and registers the engines that may serve.
 
-An engine stays registered while a publication pauses it, even while it is DIRTY: its requests wait in its queue and
-continue after the verification. A failed engine is removed before anything else is done to it."""
+An engine stays registered while a publication pauses it, even while it is DIRTY: requests wait in the engine's queue
+and continue after the verification. A failed engine is removed from the router before anything else is done."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Router:
         return self.process.ended()
 
     async def wait_ready(self, deadline_s: float) -> None:
-        """Waits until the router responds. At that time it has no workers."""
+        """Waits until the router responds. The router has no workers at that time."""
         await self._until(lambda workers: True, deadline_s, f"the router at {self.url} to respond")
 
     async def restart(self, deadline_s: float) -> None:

@@ -1,5 +1,4 @@
-"""The server of an engine: starts and stops its processes, checks whether they run, and calls it.
-
+"""The server of an engine: starts and stops its processes, checks whether they run, and sends requests to it.
 `slimx.engines.server.engine.Engine` adds the state machine."""
 
 from __future__ import annotations
@@ -77,8 +76,8 @@ class Machines(Protocol):
 
 
 class EngineServer:
-    """A server across all its starts. The process that has this object is on the server's first node, and starts,
-    monitors and ends the server; an external server is only called, and keeps running."""
+    """Server of one engine across all its starts. Used in a process on the server's first node, which starts, monitors
+    and ends the server's processes. External servers only receive requests, and keep running."""
 
     def __init__(
         self,
@@ -260,7 +259,7 @@ class EngineServer:
 
     async def call(self, path: str, body: Json | None = None) -> Json:
         """Returns the JSON response of SGLang's endpoint `path`. Raises ReceiverLost if the server has ended or does
-        not respond, and SlimxError if it refuses."""
+        not respond, and SlimxError if it responds with an error."""
         return await self._answer(self.wire.call(path, body))
 
     async def request_ranks(self, verb: str, **arguments: object) -> list[Json]:
