@@ -35,8 +35,9 @@ SWEEPS = 200
 BYTES = 165
 """Maximum bytes of host memory that `deal` needs per move and engine, measured in test_dealing.py."""
 TURN = (5**0.5 - 1) / 2
-"""Fraction of its length by which the line of each bucket is rotated relative to that of the previous bucket. It is the
-fractional part of the golden ratio, whose multiples are evenly distributed modulo 1."""
+"""Fraction by which the line of each bucket's moves (step "cut" of this module) is rotated relative to that of the
+previous bucket. The value is the fractional part of the golden ratio, whose multiples are evenly distributed modulo
+1."""
 
 
 def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN) -> Plan:

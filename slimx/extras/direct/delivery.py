@@ -320,7 +320,7 @@ class DirectDelivery(Delivery):
             ) from error
 
     async def _unless_replaced(self, receiving: Awaitable[Any]) -> None:
-        """Awaits an engine that receives a bucket. Raises TransportLost if the ranks that write it are replaced."""
+        """Awaits an engine that receives a bucket. Raises TransportLost if ranks that write the bucket are replaced."""
         received, _ = await race(receiving, self._replaced.wait())
         if received is None:
             raise TransportLost(

@@ -1,6 +1,6 @@
 """Low-rank adapters as a weight form (`slimx.layout.form`), the entry point of this extra.
 
-Imports neither torch nor megatron-core until they are needed."""
+The module imports torch and megatron-core only when they are needed."""
 
 from __future__ import annotations
 

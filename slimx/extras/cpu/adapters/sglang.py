@@ -254,7 +254,8 @@ def _gaps() -> tuple[Gap, ...]:
 
 
 def _layer_kinds() -> Iterable[Any]:
-    """Returns the modules of layer kinds, each of which may define ROWS, GAPS and REPLACEMENTS."""
+    """Returns the Python modules that entry points register for kinds of layers; each may define ROWS, GAPS and
+    REPLACEMENTS."""
     return entry_points.load_all(GROUP).values()
 
 
@@ -270,5 +271,5 @@ def _close(gaps: tuple[Gap, ...]) -> None:
 
 
 def attest() -> dict[str, bool]:
-    """Returns a dict, name of each gap -> True if it is closed."""
+    """Returns name -> state of each gap; True if the gap is closed."""
     return {gap.name: not gap.open() for gap in (*CHOICES, *_gaps())}

@@ -39,16 +39,17 @@ class PackedRun(msgspec.Struct, frozen=True, array_like=True):
 
     bucket: int
     source: int
-    """Trainer rank that writes the run."""
+    """Trainer rank that writes the bytes of the run."""
     rank: int
-    """Engine rank that receives the run."""
+    """Engine rank that receives the bytes of the run."""
     offset: int
-    """Offset of the run from the start of the slot, in bytes."""
+    """Offset in bytes of the run's first byte from the start of the slot."""
     nbytes: int
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """Memory of one receiver into which trainer ranks may write, with the location of every run."""
+    """Memory of one receiver into which trainer ranks may write, with the location of each run, the contiguous range of
+    bytes that one rank writes for a bucket."""
 
     engine: str
     metadata: bytes
@@ -61,7 +62,7 @@ class Offer(msgspec.Struct, frozen=True):
     sent as they are."""
 
     def of(self, source: int) -> Offer:
-        """Returns the same offer with only the runs of trainer rank `source`."""
+        """Returns a copy of the offer that contains only the runs (byte ranges) of trainer rank `source`."""
         return msgspec.structs.replace(self, runs=tuple(run for run in self.runs if run.source == source))
 
     def to_bytes(self) -> bytes:
@@ -140,7 +141,7 @@ def room_of(nbytes: int, item: int) -> int:
 
 
 def arrivals(parts: list[Plan], item: int = 0) -> tuple[list[PackedRun], int]:
-    """Returns the locations of all runs that a receiver gets, and the bytes of each of its slots.
+    """Returns the locations of all runs (byte ranges) that a receiver gets, and the size in bytes of each of its slots.
 
     `parts`: for each engine rank that the receiver serves, the plan of the bytes that this rank gets. `item`: as in
     `Offer`."""

@@ -93,8 +93,8 @@ class DirectReceiver:
         """Waits until a bucket has arrived, and yields it with the tensors of this receiver's ranks, one memory per
         rank.
 
-        Processes that have opened host memory keep it after the block; GPU memory is reused for the next bucket. Raises
-        LinkError naming the trainer ranks whose bytes did not arrive in time, or if this receiver is closed."""
+        Processes that have opened host memory can use it after the block; GPU memory is reused for the next bucket.
+        Raises LinkError naming the trainer ranks whose bytes did not arrive in time, or if this receiver is closed."""
         transfer, bucket = in_flight(packed)
         with self._opened() as slots:
             first = slots[0]
@@ -191,7 +191,8 @@ class DirectReceiver:
         return self._landing
 
     def _put(self, rank: int, bucket: int, place: MemoryFile | DeviceMemory) -> None:
-        """Copies the received runs of `bucket` for `rank` to the positions of their tensors in `place`."""
+        """Copies the received byte ranges (runs) of `bucket` for `rank` to the positions of their tensors in
+        `place`."""
         if (rank, bucket) not in self._copies:
             self._copies[rank, bucket] = self._records(rank, bucket)
         pieces = self._copies[rank, bucket]
@@ -211,7 +212,7 @@ class DirectReceiver:
             kernel_cuda.results(copies, sums)  # waits until the copies have ended
 
     def _records(self, rank: int, bucket: int) -> np.ndarray | None:
-        """Returns records that copy the received bytes of `bucket` to the tensors of `rank`; None if it receives
+        """Returns records that copy the received bytes of `bucket` to the tensors of `rank`; None if the rank receives
         nothing."""
         part = self._parts[rank]
         slot = self._slots[bucket % len(self._slots)]

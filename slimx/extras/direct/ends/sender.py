@@ -277,7 +277,8 @@ class DirectSender:
         return engine.writes[slot].nbytes
 
     def _sizes(self, bucket: int) -> dict[int, int]:
-        """Returns for each target the bytes of its run of `bucket`, in the order in which the runs are packed."""
+        """Returns for each target the size in bytes of its run of `bucket`, in the order in which the runs are
+        packed."""
         if bucket not in self._known:
             moves = self.packer.plan.moves_of(self.packer.rank, bucket)
             self._known[bucket] = dict(sizes_of_runs(self._buckets, bucket, moves, "target"))

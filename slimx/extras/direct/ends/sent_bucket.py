@@ -14,11 +14,11 @@ from slimx.reshard.pack.pieces import BucketForm
 from slimx.reshard.packed import PackedBucket, PackedTensor
 
 IN_FLIGHT = "nixl:"
-"""Prefix of the path of a bucket in flight; it is followed by the indices of transfer and bucket."""
+"""Prefix of the path of a bucket in flight. In the path it is followed by the indices of transfer and bucket."""
 
 
 class SentBucket(NamedTuple):
-    """One trainer rank's part of a bucket, which it has packed and is writing to engines."""
+    """One trainer rank's part of a bucket, which the rank has packed and is writing to engines."""
 
     contribution: Contribution
     failed: dict[int, str]

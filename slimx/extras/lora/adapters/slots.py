@@ -1,4 +1,4 @@
-"""A policy's adapters on one engine rank: a slot in the buffers of SGLang's memory pool for LoRA.
+"""Storage of a policy's adapters on one engine rank: a slot in the buffers of SGLang's memory pool for LoRA.
 
 Written for sglang 0.5.23 (`srt/lora/mem_pool.py`). If SGLang fuses modules (query, key and value; gate and up), their
 matrices A are concatenated, and the rows of B are those of the fused weight. Ranks split B like the weight's rows, and
