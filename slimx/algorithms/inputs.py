@@ -54,8 +54,8 @@ class LossInputs(LossColumns[torch.Tensor]):
 
 
 Loss = Callable[[LossInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Function that returns the micro-batch's part of the loss, which is a weighted sum, and metrics that are summed over
-micro-batches."""
+"""Function that returns the micro-batch's contribution to the loss, a weighted sum over its tokens, and metrics that
+are summed over micro-batches."""
 
 
 def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class Learner(Protocol):
-    """Interface of the parts of a run that differ if the model outputs scores instead of logits."""
+    """Interface of the operations that a run performs differently for a model that outputs scores instead of logits,
+    such as a reward model."""
 
     columns: Sequence[TableColumn]
     """Columns of the metrics table that the run prints."""
@@ -32,12 +33,12 @@ class Learner(Protocol):
     async def train(
         self, run: object, groups: Sequence[Group], updates: Sequence[Sequence[TrainingRow]]
     ) -> dict[str, float]:
-        """Trains one step, which consists of `updates`, and returns its metrics. `run`: the run that trains."""
+        """Trains one step, which consists of `updates`, and returns the step's metrics. `run`: the training run."""
         ...
 
     async def evaluate(self, run: object, outcomes: Sequence[object]) -> dict[str, float]:
-        """Returns metrics of the held-out prompts whose rollouts are in `outcomes`, and sets their scores as the
-        rewards of the trajectories."""
+        """Returns metrics of the held-out prompts whose rollouts are in `outcomes`, and sets the reward of each
+        trajectory to its score."""
         ...
 
     async def write_head(self, trainers: object, path: Path) -> list[str]:

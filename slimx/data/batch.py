@@ -1,8 +1,8 @@
 """Training batches: trajectories become rows, and rows are packed into micro-batches.
 
-The `weight` of a trained token already includes the denominator of the whole update. The sum of `weight * loss` over
-micro-batches and data-parallel ranks is therefore the loss of the whole update, regardless of how rows are packed, of
-the number of micro-batches, and of the parallel layout."""
+The `weight` of a trained token is already divided by the denominator of the whole update (such as its number of trained
+tokens). The sum of `weight * loss` over micro-batches and data-parallel ranks is therefore the loss of the whole
+update, regardless of how rows are packed, of the number of micro-batches, and of the parallel layout."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from slimx.errors import SlimxError
 
 @dataclass(kw_only=True, slots=True)
 class TrainingRow(TokenColumns):
-    """Columns of one trajectory, aligned with its predicted tokens: entry t belongs to the prediction of token t +
-    1."""
+    """Per-token columns of one trajectory, aligned with its predicted tokens: entry t belongs to the prediction of
+    token t + 1."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -56,8 +56,8 @@ class TrainBatch:
     trained_tokens: int
     """Number of positions with a loss weight above 0."""
     imbalance: float
-    """Predicted time of the update relative to perfect balance, minus 1: the relative time lost by waiting for the
-    slowest data-parallel rank."""
+    """Predicted time of the update divided by its time under perfect balance, minus 1: the relative time lost by
+    waiting for the slowest data-parallel rank."""
 
     def unpack(self, results: Sequence[Sequence[np.ndarray]], rows: Sequence[TrainingRow]) -> list[np.ndarray]:
         """Splits per-token results of all micro-batches into one array [n, ...] per row, in the order of `rows`, and

@@ -30,9 +30,8 @@ class Column:
     """Field of `Trajectory` with L entries, from which the column is copied without the first entry, because the first
     token is not predicted. None: the column is computed."""
     needed: Callable[[Algorithm], Shape | None] | None = None
-    """For an optional `source`, a function that returns the shape per token that an algorithm needs, or None if the
-    algorithm does not need the column. Without a function, the column exists if all trajectories of an update have the
-    `source`."""
+    """For an optional `source`, a function that returns the shape of a token's entry if an algorithm needs the column,
+    else None. Without a function, the column exists if all trajectories of an update have the `source`."""
 
 
 def column(
@@ -55,8 +54,8 @@ class LossColumns[Array]:
     batch or in none of them."""
 
     weight: Array = field(metadata=column())
-    """float32 [n]: loss weights, which include the denominators of the update (`slimx.data.loss_weights`); 0 at tokens
-    that are not trained."""
+    """float32 [n]: loss weights, already divided by the denominator of the update (`slimx.data.loss_weights`); 0 at
+    tokens that are not trained on."""
     advantages: Array = field(metadata=column())
     """float32 [n]: advantage of each predicted token."""
     rollout_logprobs: Array = field(metadata=column(source="logprobs"))
@@ -65,7 +64,7 @@ class LossColumns[Array]:
     values: Array | None = field(default=None, metadata=column())
     """float32 [n]: the critic's value estimates before the step's first update; None without a critic."""
     returns: Array | None = field(default=None, metadata=column())
-    """float32 [n]: regression targets of the critic's values; 0 at tokens that are not trained."""
+    """float32 [n]: regression targets of the critic's values; 0 at tokens that are not trained on."""
     selected: Array | None = field(default=None, metadata=column())
     """float32 [n]: 1 at the tokens that the losses clip_cov and kl_cov select by the covariance of log-prob and
     advantage, else 0; None for other losses."""
@@ -101,7 +100,8 @@ class TokenColumns(LossColumns[np.ndarray]):
     """uint8 or uint16 [n, layers, k]: the experts to which the engine routed the input token, for every decoder layer;
     in a micro-batch for its `route_layers`."""
     support: Support | None = None
-    """The tokens from which each label was sampled, for n positions; None: the whole vocabulary at all positions."""
+    """For n positions, the tokens that top-k and top-p left for sampling the label; None: the whole vocabulary at all
+    positions."""
 
 
 COLUMNS: dict[str, Column] = {item.name: item.metadata["column"] for item in fields(TokenColumns) if item.metadata}

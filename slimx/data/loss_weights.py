@@ -1,4 +1,4 @@
-"""Loss weights of trained tokens, which include the denominator of the whole update."""
+"""Loss weights of trained tokens, already divided by the denominator of the whole update."""
 
 from __future__ import annotations
 

@@ -37,13 +37,14 @@ def pack(
     nearly equal cost. Every rank gets the same number of micro-batches, as few as possible.
 
     - `max_tokens`: maximum number of tokens of a micro-batch.
-    - `multiple_of`: T of each micro-batch is padded to a multiple of it (TP x CP for sequence parallelism). This
-      padding does not count toward `max_tokens`.
-    - `sequence_multiple`: rows are padded at their end to a multiple of it (context parallelism splits each sequence
-      into 2 x CP chunks). This padding counts toward `max_tokens`.
-    - `count_multiple`: the number of micro-batches of a rank is a multiple of it (the PP size for megatron's
+    - `multiple_of`: the number of positions of each micro-batch is padded to a multiple of this number (TP x CP for
+      sequence parallelism). This padding does not count toward `max_tokens`.
+    - `sequence_multiple`: each row is padded at its end to a multiple of this number (context parallelism splits each
+      sequence into 2 x CP chunks). This padding counts toward `max_tokens`.
+    - `count_multiple`: the number of micro-batches of a rank is a multiple of this number (the PP size for megatron's
       interleaved pipeline); a rank with too few rows gets micro-batches of padding only.
-    - `cost`: function that returns the predicted cost of a row from its number of tokens; default: that number.
+    - `cost`: function that returns the predicted cost of a row from its number of tokens; default: the number of
+      tokens.
     - `lockstep`: see `distribute`.
 
     Raises SlimxError if a row alone exceeds `max_tokens`, or if there are fewer rows than ranks.
@@ -98,9 +99,9 @@ def distribute(
     costs are equalized: rows are balanced first over ranks, then over each rank's micro-batches.
 
     With `lockstep`, ranks share experts and synchronize in every micro-batch, so the k-th micro-batches of all ranks
-    should have equal cost: rows are balanced over all micro-batches, which are then sorted by cost. Each run of
-    `data_size` consecutive micro-batches provides the k-th micro-batch of every rank; the heaviest goes to the rank
-    with the lowest total so far.
+    should have equal cost: rows are balanced over all micro-batches, which are then sorted by cost. Each group of
+    `data_size` consecutive micro-batches provides the k-th micro-batch of every rank; the heaviest of the group goes to
+    the rank with the lowest total so far.
     """
     if not lockstep:
         shards = balance(costs, data_size)
@@ -122,8 +123,8 @@ def distribute(
 
 
 def slowdown(split: Split, costs: Sequence[float], *, lockstep: bool) -> float:
-    """Returns the predicted time of a step relative to perfect balance, at least 1. `lockstep`: True if ranks wait for
-    each other in every micro-batch (see `distribute`)."""
+    """Returns the predicted time of a step divided by its time under perfect balance, at least 1. `lockstep`: True if
+    ranks wait for each other in every micro-batch (see `distribute`)."""
     table = []
     for parts in split:
         table.append([total(costs, part) for part in parts])
@@ -282,9 +283,9 @@ def zigzag(lengths: Sequence[int], size: int, rank: int) -> np.ndarray:
     """Returns the positions, int64 [T / size], that rank `rank` of a context-parallel group of `size` ranks processes,
     in the rank's order. `lengths`: number of positions of each packed sequence.
 
-    Each sequence is split into 2 * size equal chunks. A rank has the chunks `rank` and 2 * size - 1 - `rank` (zigzag),
-    which balances the work under a causal mask. megatron-core's rotary embedding and Transformer Engine's attention
-    assume this order.
+    Each sequence is split into 2 * size equal chunks. A rank processes the chunks `rank` and 2 * size - 1 - `rank`
+    (zigzag), which balances the work under a causal mask. megatron-core's rotary embedding and Transformer Engine's
+    attention assume this order.
 
     Raises SlimxError for a sequence that cannot be split into 2 * size chunks."""
     if size == 1:

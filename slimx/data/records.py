@@ -81,7 +81,7 @@ class Trajectory:
 
     id: str
     rollout_id: str
-    """Id that all trajectories of one call of the generate hook share."""
+    """Id shared by all trajectories that one call of the generate hook returns."""
     group_id: str
     index: int
     """Index of the rollout in its group."""
@@ -105,8 +105,8 @@ class Trajectory:
     """float32 [L]: log-probs of the tokens under a served teacher, from the first trained token on; NaN before it. None
     if not requested."""
     teacher_top_ids: np.ndarray | None = None
-    """int32 [L, k]: the teacher's top-k token ids at each position from the first trained token on, 0 before it. None
-    (with `teacher_top_logprobs`) if not requested."""
+    """int32 [L, k]: the teacher's top-k token ids at each position from the first trained token on, 0 before it. None,
+    like `teacher_top_logprobs`, if not requested."""
     teacher_top_logprobs: np.ndarray | None = None
     """float32 [L, k]: the teacher's log-probs of `teacher_top_ids`; NaN before the first trained token."""
     turns: list[Turn] = field(default_factory=list)

@@ -19,7 +19,8 @@ from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError
 
 GROUP = "slimx.advantages"
-"""Entry point group of the subclasses of `Estimator`, by the kind of advantages or of loss that needs them."""
+"""Entry point group for subclasses of `Estimator`. An entry point's name is the kind of advantages or of loss that
+needs the estimator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,8 +60,8 @@ def opo(rewards: Sequence[float], lengths: Sequence[float]) -> np.ndarray:
 
 
 def gradient_share(groups: Sequence[Sequence[float]]) -> float:
-    """Returns the fraction of rollouts that have a gradient, because the rewards in their group differ; 1 if there are
-    none. `groups`: rewards of each group's rollouts.
+    """Returns the fraction of rollouts that have a gradient, because the rewards in their group differ; 1 if no rollout
+    has one. `groups`: rewards of each group's rollouts.
 
     GPG (2504.02546) divides advantages by this fraction, so that a batch with many groups without a gradient does not
     make a smaller step."""

@@ -25,14 +25,14 @@ class LossTokens:
     """Per-token tensors of a micro-batch, each [T], from which objectives are computed."""
 
     logprobs: torch.Tensor
-    """Log-probs under the policy, with gradient; 0 at tokens that are not trained."""
+    """Log-probs under the policy, with gradient; 0 at tokens that are not trained on."""
     log_ratio: torch.Tensor
-    """log(policy / old), with gradient; 0 at tokens that are not trained."""
+    """log(policy / old), with gradient; 0 at tokens that are not trained on."""
     advantages: torch.Tensor
     trained: torch.Tensor
     """bool: True at trained tokens."""
     columns: LossColumns[torch.Tensor]
-    """Columns of the micro-batch, with arbitrary values at tokens that are not trained."""
+    """Columns of the micro-batch, with arbitrary values at tokens that are not trained on."""
     sequence_sum: SequenceSum
 
 
@@ -54,9 +54,9 @@ def gspo(tokens: LossTokens, *, low: float, high: float) -> Objective:
     """Computes the clipped objective with one ratio per sequence: the geometric mean of its tokens' ratios (GSPO,
     2507.18071).
 
-    This is the paper's GSPO-token form: the sequence's ratio is a constant that is multiplied by each token's policy /
-    stop-gradient(policy) = 1. Value and gradient are those of GSPO if all tokens of a sequence have the same advantage
-    and weight; otherwise each token uses its own."""
+    This is the paper's variant GSPO-token: the sequence's ratio is a constant that is multiplied by each token's policy
+    / stop-gradient(policy) = 1. Value and gradient are those of GSPO if all tokens of a sequence have the same
+    advantage and weight; otherwise each token uses its own advantage and weight."""
     constant = tokens.log_ratio.detach()
     count = tokens.sequence_sum(tokens.trained.to(constant.dtype)).clamp(min=1)
     mean = tokens.sequence_sum(constant) / count

@@ -1,1 +1,1 @@
-"""Conversations and their token ids: messages, chat templates, and parts of responses."""
+"""Conversations and their token ids: messages, chat templates, and the turns and final answers of responses."""

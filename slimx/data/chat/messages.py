@@ -1,4 +1,4 @@
-"""Chat messages in the form that chat templates accept, and a check that a rendered conversation contains all of
+"""Chat messages in the format that chat templates accept, and a check that a rendered conversation contains all of
 them."""
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 
 MARK = "(turn {} 8d1f)"
-"""Marker with a message's index that is appended to the message's text to find the message in a rendering."""
+"""Marker that contains a message's index; it is appended to the message's text to find the message in the rendered
+conversation."""
 
 
 def with_text(messages: Sequence[Json], where: str) -> list[Json]:

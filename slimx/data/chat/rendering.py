@@ -1,5 +1,5 @@
-"""Renders chat templates on a short conversation within limits of CPU time and memory. `slimx.data.chat.template` runs
-this module as a separate process.
+"""Renders chat templates on a short conversation within limits of CPU time and memory, to find templates that do not
+terminate. `slimx.data.chat.template` runs this module as a separate process.
 
 stdin: a JSON list of templates          exit status: 0 if every template terminates, by rendering or by an error
 """

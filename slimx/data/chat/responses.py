@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 THOUGHT_BEGINS = "<think>"
 THOUGHT_ENDS = "</think>"
 CHANNEL = "<|channel|>"
-"""Token before the channel of each message in the Harmony format (gpt-oss); messages in the channel `final` are
-answers."""
+"""Token that precedes the channel name of each message in the Harmony format (gpt-oss); messages in the channel `final`
+are answers."""
 _FINAL = re.compile(r"<\|channel\|>\s*final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>")
 _MESSAGE_ENDS = re.compile(r"<\|(?:end|return|call)\|>")
 _TAIL = 16
-"""Number of tokens before a turn that are decoded to see if the chat template opened the model's thinking."""
+"""Number of tokens before a turn that are decoded to find out whether the chat template opened the model's thinking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Response:
     """Sampled text of a trajectory, without special tokens."""
 
     turns: tuple[str, ...]
-    """Text of each run of consecutive sampled tokens; inserted tokens separate the runs."""
+    """Text of each turn: a sequence of consecutive sampled tokens. Inserted tokens separate the turns."""
     final_answer: str
     """Text of the last turn after its thinking; "" if the thinking did not end."""
 
@@ -71,8 +71,8 @@ def read_response(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _sampled_runs(trajectory: Trajectory) -> list[tuple[int, int]]:
-    """Returns [start, stop) of each run of consecutive sampled tokens. A run may include tokens of several weight
-    versions."""
+    """Returns the range [start, stop) of each sequence of consecutive sampled tokens. A sequence may include tokens of
+    several weight versions."""
     runs: list[tuple[int, int]] = []
     for span in trajectory.spans:
         if span.source != "sampled" or span.stop <= span.start:
@@ -91,8 +91,8 @@ def _is_thinking(text: str, thinking: bool) -> bool:
 
 
 def _continues(tokenizer: PreTrainedTokenizerBase, inserted: np.ndarray) -> bool:
-    """Returns True if the model's thinking continues after the `inserted` tokens, as after a hint. Thinking ends if
-    they contain </think>, or special tokens, which open a new turn."""
+    """Returns True if the model's thinking continues after the `inserted` tokens, for example after a hint. Thinking
+    ends if the inserted tokens contain </think>, or special tokens, which open a new turn."""
     raw = _decode(tokenizer, inserted, skip_special_tokens=False)
     return THOUGHT_ENDS not in raw and raw == _decode(tokenizer, inserted, skip_special_tokens=True)
 

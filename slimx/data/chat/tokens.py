@@ -31,7 +31,8 @@ COMPANIONS = (
 """Names of other files that a tokenizer may have."""
 
 MARKER = "(the answer 8d1f)"
-"""Placeholder for an answer in a short conversation. Its position is then searched for in the rendered text."""
+"""Placeholder for the assistant's answer in a short conversation; its position in the rendered text shows what the chat
+template puts after an answer."""
 BATCH = 512
 """Number of prompts per tokenizer call. A batched call uses all cores, and saves a third of the work."""
 
@@ -109,8 +110,8 @@ class PromptIds:
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
         self._rendered: tuple[object, ...] | None = None
-        """Messages, tools and template arguments of the cached ids. They are copies, because hooks may change those of
-        a prompt."""
+        """Messages, tools and template arguments of the cached ids. They are copies, because hooks may change the
+        prompt's own objects."""
         self._ids: list[int] = []
 
     def of(self, prompt: Prompt) -> list[int]:
@@ -160,10 +161,11 @@ def encode_turns(
 ) -> list[int]:
     """Returns the token ids that end the assistant's turn, contain `messages` and open the assistant's next turn.
 
-    For any chat template, a short conversation is rendered in which the assistant's answer is a marker, and the text
-    after the marker is tokenized. The end-of-turn token is omitted if `after`, the tokens so far, ends with it, because
-    the model sampled it. `tools`: tools of the conversation. `calls`: tool calls of the assistant's turn, whose names
-    and ids a template may need to render the tools' results. Raises SlimxError if the template refuses the messages."""
+    To work with any chat template, it renders a short conversation in which a marker stands for the assistant's answer,
+    and tokenizes the text after the marker. The end-of-turn token is omitted if the model sampled it, so that `after`,
+    the tokens so far, already ends with this token. `tools`: tools of the conversation. `calls`: tool calls of the
+    assistant's turn, whose names and ids a template may need to render the tools' results. Raises SlimxError if the
+    template refuses the messages."""
 
     def encode_after(later: Sequence[Json]) -> list[int]:
         if calls:
@@ -243,8 +245,8 @@ def check_prompts(
     max_prompt_tokens: int,
     vocab_size: int,
 ) -> None:
-    """Raises SlimxError for the first prompt of file `path` that has too many tokens, has a token id outside [0,
-    vocab_size), or is refused or rendered without one of its messages by the chat template."""
+    """Raises SlimxError for the first prompt of file `path` that has too many tokens or a token id outside [0,
+    vocab_size), or that the chat template refuses or renders without one of its messages."""
     for prompt, ids in _encoded(tokenizer, prompts, path):
         if len(ids) > max_prompt_tokens:
             raise SlimxError(

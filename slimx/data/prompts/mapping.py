@@ -31,7 +31,7 @@ class RowMapping:
     hook: Callable[[Json], object] | None = None
     """Mapping hook that is used instead of `fields`."""
     system: str | None = None
-    """Text of a system message that is added to prompts without one."""
+    """Text of a system message that is added to prompts without a system message."""
     section: str = "rollout"
     """Name of the configuration section that sets `fields` and `hook`, for error messages."""
 
@@ -51,16 +51,16 @@ class RowMapping:
 def make_mapping(
     fields: RowFields | None, hook: str | None, system: str | None, *, section: str = "rollout"
 ) -> RowMapping:
-    """Returns the mapping with the values of a configuration section's keys `fields` and `map`, and of
-    `rollout.system`. `hook`: value of `map`; `section`: name of the section. Raises SlimxError for a hook that cannot
-    be loaded."""
+    """Returns the mapping from data set rows to prompts that is defined by the keys `fields` and `map` of a
+    configuration section and by `rollout.system`. `hook`: value of `map`; `section`: name of the section. Raises
+    SlimxError for a hook that cannot be loaded."""
     loaded = None if hook is None else load_function(f"{section}.map", hook, ("row",), is_async=False, group=MAPS)
     return RowMapping(fields, loaded, system, section)
 
 
 def mapped(fields: RowFields, row: Mapping[str, object], where: str, key: str) -> Json:
-    """Returns a prompt's fields, read from the columns of `row` that `fields` names. `where` and `key`: location of the
-    row and configuration key of `fields`, for errors."""
+    """Returns a prompt's fields, read from the columns of `row` that `fields` names. For errors, `where` is the
+    location of the row and `key` the configuration key of `fields`."""
 
     def column(name: str) -> object:
         path = getattr(fields, name)
@@ -89,8 +89,8 @@ def mapped(fields: RowFields, row: Mapping[str, object], where: str, key: str) -
 
 def value_at(row: Mapping[str, object], path: str, key: str, where: str) -> object:
     """Returns the value at a dotted path of a row. A column whose name is the whole path, dots included, takes
-    precedence. `key` and `where`: configuration key that sets the path and location of the row, for errors. Raises
-    SlimxError if the row has no such value."""
+    precedence. For errors, `key` is the configuration key that sets the path, and `where` the location of the row.
+    Raises SlimxError if the row has no such value."""
     if path in row:
         return row[path]
     value: object = row

@@ -40,23 +40,24 @@ VALUE_KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a prompt's group, for sources of prompts that adapt to outcomes."""
+    """Outcome of a prompt's group: its rewards, and whether it is trained on. Prompt sources can use outcomes to choose
+    later prompts."""
 
     prompt: str
     """Id of the prompt."""
     rewards: tuple[float, ...]
     """Rewards of the prompt's rollouts; if the group failed, only those of the finished rollouts."""
     dropped: str | None = None
-    """Reason why the group is not trained, as in dropped.jsonl; None if it is trained."""
+    """Reason why the group is not trained on, as in dropped.jsonl; None if it is trained on."""
 
 
 class DataSource(Protocol):
     """Source of prompts for the training loop. A user's class needs only the three methods defined here.
 
     A source whose next prompts depend on earlier outcomes has a fourth method, `learn(outcomes)`. It is called with a
-    list of `Outcome` whenever a step takes its groups, in the order of their prompts. Prompts whose rollouts are
-    running at that time were chosen before the call. A checkpoint contains the source's state after the last step's
-    outcomes."""
+    list of `Outcome`, in the order of the prompts, whenever a training step takes its groups. Prompts whose rollouts
+    are running at that time were chosen without these outcomes. A checkpoint contains the source's state after the call
+    with the last step's outcomes."""
 
     def next(self) -> Prompt:
         """Returns the next prompt. A source never runs out of prompts."""
@@ -79,8 +80,8 @@ def read_prompts(
     subset: str | None = None,
     split: str | None = None,
 ) -> list[Prompt]:
-    """Reads the prompts of a file, a directory or a data set of the Hub, in their order. A prompt without an id gets
-    `{file stem}:{line}`.
+    """Reads the prompts of a file, a directory or a data set of the Hugging Face Hub, in their order. A prompt without
+    an id gets `{file stem}:{line}`.
 
     Lines and rows are counted from 1; blank lines are skipped. `mapping`: converts rows in other formats; `dataset`:
     value of metadata.dataset for rows that have none; `subset` and `split`: parts of a data set to read. Raises
@@ -198,8 +199,8 @@ class PromptSource:
         return prompt
 
     def state(self) -> Json:
-        """Returns the position (`epoch`; `position`: number of prompts returned in it) and the identity of the stream:
-        `seed`, `count` of prompts, fingerprints of their `ids` and of their `contents`."""
+        """Returns the position (`epoch`; `position`: number of prompts returned in this epoch) and the identity of the
+        stream: `seed`, `count` of prompts, fingerprints of their `ids` and of their `contents`."""
         return {"epoch": self._epoch, "position": self._position, **self._identity}
 
     def restore(self, state: Json) -> None:

@@ -20,8 +20,8 @@ BOM = b"\xef\xbb\xbf"
 def read_rows(path: str | Path, subset: str | None = None, split: str | None = None) -> tuple[str, Iterator[Row]]:
     """Returns the prefix of the ids that are given to rows without an id, and the rows of `path` in order.
 
-    An entry point of `slimx.prompt_files` takes the same arguments and returns the same, or None for a path that it
-    does not read. `subset` and `split`: parts of a data set to read.
+    An entry point of `slimx.prompt_files` takes the same arguments and returns the same values, or None for a path that
+    it does not support. `subset` and `split`: parts of a data set to read.
 
     Raises SlimxError, also during iteration, naming the file, the line or row, and the problem.
     """

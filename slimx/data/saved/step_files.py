@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DIRECTORY = "rollouts"
-"""Folder of the files of rollouts in a run directory."""
+"""Name of the folder in a run directory that contains the files of rollouts."""
 TOKENIZER = "tokenizer"
-"""Folder in a run directory of a copy of the tokenizer that decodes the files' tokens."""
+"""Name of the folder in a run directory that contains a copy of the tokenizer, which decodes the tokens in the files of
+rollouts."""
 _NAME = re.compile(r"step-(\d{7,})\.groups")
 _UNRELATED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "quantization_config")
 """Keys of config.json that may differ between copies of the same model."""
@@ -59,7 +60,7 @@ class Origin:
 
     def differences(self, other: Origin) -> dict[str, str]:
         """Returns the properties in which `self`, the origin of a file, differs from `other`, the origin of the run
-        that would train on the file, by configuration key. The values are clauses for a message."""
+        that would train on the file, by configuration key. Each value is a clause of an error message."""
         clauses = {}
         keys = sorted(self.model.keys() | other.model.keys())
         changed = [key for key in keys if self.model.get(key) != other.model.get(key)]
@@ -88,7 +89,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class About:
-    """Description of one step's groups."""
+    """Description of one step's groups, which the header of the step's file contains."""
 
     step: int
     version: int

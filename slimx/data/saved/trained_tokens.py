@@ -30,12 +30,12 @@ class TrainedTokens:
     values."""
 
     logprobs: np.ndarray
-    """float32 [L]: log-probs of the tokens under the trainers' weights, from the forward pass that trained the tokens;
-    NaN for the first token."""
+    """float32 [L]: log-probs of the tokens under the trainers' weights, from the forward pass of the training step; NaN
+    for the first token."""
     advantages: np.ndarray
     """float32 [L]: advantages of the tokens; NaN for the first token."""
     other_experts: np.ndarray | None = None
-    """bool [L]: True if at least one layer used other experts in training than in the engine to predict this token;
+    """bool [L]: True if, to predict this token, at least one layer used other experts in training than in the engine;
     None if the engine returned no experts."""
 
     @classmethod
