@@ -1,7 +1,7 @@
 """Comparison of a conversion's output with its source. The output is read as any other program would read it.
 
-Checksums prove that a disk stored the bytes that were written, not that the bytes were right. The comparison shares no
-code with the writers: it reads the output through the headers of its files, and torch dequantizes the codes.
+Checksums verify that a disk stored the bytes that were written, not that these bytes were correct. The comparison
+shares no code with the writers: it reads the output through the headers of its files, and torch dequantizes the codes.
 """
 
 from __future__ import annotations

@@ -285,8 +285,8 @@ def _tensors(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], str | None]]:
 
 
 def _others(spec: ModelSpec, original: CheckpointReader, dtype: torch.dtype | None) -> list[Unit]:
-    """Returns units for the tensors of `original` that trainers do not have: aliases, which are converted to `dtype`,
-    and frozen tensors and buffers, which are copied as stored."""
+    """Returns units for the tensors of `original` that trainers do not have: aliases (further names of other tensors),
+    which are converted to `dtype`, and frozen tensors and buffers, which are copied as stored."""
     units = []
     for name in spec.table.aliases:
         if name in original.names:

@@ -70,7 +70,8 @@ def _is_size(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Model under given parallel sizes. Raises SlimxError if the model cannot be split into these sizes."""
+    """Model that is split according to given parallel sizes. Raises SlimxError if the model cannot be split into these
+    sizes."""
 
     table: Table
     sizes: Sizes
@@ -139,7 +140,7 @@ def cut(row: Row, ways: int) -> list[ShardBox]:
 
 
 def _runs(local: list[Rect], full: list[Rect]) -> list[tuple[int, int]]:
-    """Returns the runs of consecutive rows of the full tensor that one rank has, each as (first row, number of rows).
+    """Returns the ranges of consecutive rows of the full tensor that one rank has, each as (first row, number of rows).
     `local`: rectangles of the rank's shard; `full`: rectangles of the full tensor."""
     runs: list[tuple[int, int]] = []
     for first, count in sorted(_rows(rect, full) for rect in local):
@@ -151,8 +152,8 @@ def _runs(local: list[Rect], full: list[Rect]) -> list[tuple[int, int]]:
 
 
 def _rows(local: Rect, full: list[Rect]) -> tuple[int, int]:
-    """Returns (first row, number of rows) for the rows of the full tensor that contain the source rows of the rectangle
-    `local`."""
+    """Returns the range, as (first row, number of rows), in which the full tensor contains the source rows of the
+    rectangle `local`. `full`: see `_runs`."""
     for rect in full:
         before, off = divmod(local.row - rect.row, rect.step)
         if rect.source == local.source and not off and 0 <= before < rect.rows:

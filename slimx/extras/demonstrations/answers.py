@@ -1,4 +1,5 @@
-"""Encodes an answer of a data set (a demonstration, or one of a pair) as the chat template renders it."""
+"""Encodes an answer of a data set (a demonstration, or one answer of a preference pair) as the chat template renders
+it."""
 
 from __future__ import annotations
 
@@ -78,9 +79,9 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: str) -
 
 
 def _turns(answer: str, *, apart: bool) -> Iterator[Json]:
-    """Yields assistant messages with the answer in forms that templates accept: with the thinking as a separate field
-    under its usual names, or as one text. `apart`: True to yield only the first form, because the prompt has started or
-    ended the thinking."""
+    """Yields assistant messages with the answer in formats that templates accept: with the thinking as a separate field
+    under its usual names, or as one text. `apart`: True to yield only the first format, because the prompt has started
+    or ended the thinking."""
     thought, ends, rest = answer.partition(THOUGHT_ENDS)
     if ends:
         thought = thought.strip().removeprefix(THOUGHT_BEGINS).strip()

@@ -22,7 +22,7 @@ def check(prompts: Iterable[Prompt], *, tokenizer: "PreTrainedTokenizerBase") ->
 @checks_prompts(check)
 async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     """Returns a trajectory of the prompt and its answer, as the chat template renders them. All tokens of the answer
-    are trained."""
+    are trained on."""
     draft = ctx.draft(prompt)
     draft.add_inserted(encode_answer(ctx.tokenizer, prompt, _answer(prompt)), train=True)
     return draft.finish()

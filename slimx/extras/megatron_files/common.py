@@ -14,7 +14,7 @@ from slimx.models.files import torch_dist
 from slimx.models.files.safe_pickle import read_metadata, safe_classes
 
 _OBJECT = "common_state/shard_0_1"
-"""Key of this object, a list whose only element is the content of `common.pt`."""
+"""Key under which the content of `common.pt` is stored, as the only element of a list."""
 
 
 def read_common(path: Path) -> Json:

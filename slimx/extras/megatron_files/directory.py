@@ -44,10 +44,11 @@ _NOT_WEIGHTS = re.compile(
 """Pattern of the keys of checkpoint entries that are not weights of the model."""
 _PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.")
 _PREDICTION_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.")
-"""Part of a name that checkpoints replace with `transformer_layer`, megatron-core's name for it up to 0.16."""
+"""Pattern of the part of a parameter's name that is `transformer_layer` in checkpoints, as in megatron-core up to
+0.16."""
 _PROJECTION_NORM = re.compile(r"(?<=self_attention\.[qk]_)layernorm(?=\.weight$)")
-"""Part of a key that names a norm over all heads. megatron-core has no such norm: slimx puts it in place of the
-per-head norm, slime (slime_plugins/models/minimax_m2.py) next to it as `q_norm` and `k_norm`."""
+"""Pattern of the part of a key that names a norm over all heads. megatron-core has no such norm: slimx puts it in place
+of the per-head norm, slime (slime_plugins/models/minimax_m2.py) next to the per-head norm as `q_norm` and `k_norm`."""
 
 
 def is_megatron(path: Path) -> bool:
@@ -95,7 +96,7 @@ def _unfit(path: Path, code: str, problem: str) -> SlimxError:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Match of a checkpoint and a model: the names of the model's tensors in the checkpoint."""
+    """Result of matching a checkpoint with a model: the names of the model's tensors in the checkpoint."""
 
     path: Path
     per_layer: bool
@@ -196,7 +197,7 @@ class TensorLocation:
     index: tuple[int, ...]
     """Index of the matrix in the complete tensor: layer, if layers are stacked, then expert."""
     part: Part
-    """The same matrix as a single rank would store it, and the Hugging Face tensors that fill it."""
+    """The matrix or vector as a single rank would store it, and the Hugging Face tensors that provide its values."""
     entry: Entry
     also: tuple[str, ...] = ()
     """Other keys under which the same tensor may be stored."""
@@ -204,8 +205,8 @@ class TensorLocation:
     """True if `key` stores a norm's weights with 1 subtracted (in fp32 if slimx wrote it), and `also` the weights
     themselves."""
     first: int = 0
-    """First row of this section in the tensor of `entry`, because checkpoints store the sections of a tensor
-    separately."""
+    """First row, in the tensor of `entry`, of the section at this location. Checkpoints store the sections of a tensor
+    (ranges of its rows) separately."""
 
 
 def locations(table: Table, *, per_layer: bool) -> Iterator[TensorLocation]:

@@ -17,8 +17,8 @@ from slimx.errors import PartLost
 from slimx.runtime.tasks import in_thread
 
 END_S = 20.0
-"""Timeout in seconds for the end of a killed process. A process that takes longer is blocked in a device driver or a
-file system."""
+"""Seconds to wait for a killed process to exit. A process that takes longer is blocked in a device driver or a file
+system."""
 _LOOK_S = 0.05
 
 
@@ -39,10 +39,10 @@ def kill_workers(pids: Sequence[int]) -> list[int]:
 
 
 async def kill_on_nodes(pids: Mapping[str | None, Sequence[int]], about: str) -> None:
-    """Kills processes on several nodes and waits until they have ended. `pids`: process ids by the Ray id of the node;
+    """Kills processes on several nodes and waits until they have exited. `pids`: process ids by the Ray id of the node;
     None is the local node.
 
-    Processes on a node that Ray has lost count as ended. Raises PartLost naming `about` if a process does not end."""
+    Processes on a node that Ray has lost count as exited. Raises PartLost naming `about` if a process does not exit."""
     work = []
     for node, node_pids in pids.items():
         if node_pids:

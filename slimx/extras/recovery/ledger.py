@@ -1,5 +1,5 @@
-"""Record of the batches that were trained since the newest checkpoint. Training on them again brings new trainers to
-the state of the lost ones."""
+"""Record of the batches that were trained on since the newest checkpoint. Training on these batches again restores the
+state of lost trainers in new ones."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from slimx.data.batch import MicroBatch, TrainBatch
 from slimx.errors import SlimxError
 
 CLOSE = 1e-2
-"""Relative difference of a metric that a changed order of summation may cause. In bf16 the difference is a hundred
-times that in fp32."""
+"""Maximum relative difference of a metric that is attributed to a changed order of summation. In bf16 the difference is
+a hundred times that in fp32."""
 
 
 @dataclass(frozen=True, slots=True)

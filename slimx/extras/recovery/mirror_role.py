@@ -1,4 +1,5 @@
-"""Operations of a trainer rank that send its state to a store and restore it (role "mirror")."""
+"""Operations of a trainer rank that send its state to a `MirrorStore` and restore the state from there (role
+"mirror")."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import xxhash
 from slimx.errors import SlimxError
 
 CHUNK = 16 * 2**20
-"""Number of bytes per message."""
+"""Maximum number of bytes of a state in one message."""
 
 
 class MirrorLost(SlimxError):
@@ -36,12 +36,12 @@ class Mirrored:
     written: int = 0
     """Number of bytes received so far, in order."""
     digest: str | None = None
-    """128-bit XXH3 of the bytes; set when all bytes have been received and match the rank's digest."""
+    """128-bit XXH3 of the bytes; set when all bytes have been received and match the digest that the rank sent."""
 
 
 class MirrorStore:
-    """Ray actor that stores the states of ranks, of another node if there are several nodes, and outlives these
-    ranks."""
+    """Ray actor that stores the mirrored states of ranks (those of another node if there are several nodes) and
+    outlives these ranks."""
 
     def __init__(self) -> None:
         self.states: dict[tuple[int, int], Mirrored] = {}

@@ -1,4 +1,5 @@
-"""The driver's part of mirrors: the states of all ranks are stored in the memory of processes that outlive the ranks.
+"""Mirrors as the driver manages them: the states of all ranks are stored in the memory of processes that outlive the
+ranks.
 
     node 0: ranks 0 1   --state-->   store on node 1
     node 1: ranks 2 3   --state-->   store on node 0        with a single node, its store has its own ranks' states
@@ -60,7 +61,7 @@ class Mirrors:
 
     async def take(self, step: int) -> None:
         """Starts to mirror the state of all ranks after `step` steps, and returns when the ranks may continue. Raises
-        the ranks' errors. If a store is lost, no set of this step is made."""
+        the ranks' errors. If a store is lost, no set of mirrors is made for this step."""
         if self._coming is not None:
             await asyncio.wait([self._coming])
         try:
@@ -149,7 +150,8 @@ class Mirrors:
         return self.log_dir / f"mirrors-{index}.log"
 
     async def _lose(self, error: SlimxError) -> None:
-        """Ends all stores, so that no set is valid; the next set starts new ones. `error`: what was lost."""
+        """Ends all stores, so that no set is valid; new stores are started for the next set. `error`: describes what
+        was lost."""
         self.note(f"mirrors are lost: {first_line(error)}")
         await self._end()
 

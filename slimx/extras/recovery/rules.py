@@ -24,7 +24,8 @@ UNPROVEN = {
         "policies (with further weights)",
     ),
 }
-"""For each feature, the settings with which it is not proven, in the format of `slimx.rules.unproven.UNPROVEN`."""
+"""For each feature, the settings with which it has not been verified, in the format of
+`slimx.rules.unproven.UNPROVEN`."""
 
 
 @rule("unproven", "recovery.trainers", facts=sections_in(UNPROVEN))

@@ -72,7 +72,7 @@ class TrainerRecovery(RankLossHandler):
         self._replacing = asyncio.Lock()
         self._checkpoints: Checkpointer | None = None
         self._final: SlimxError | None = None
-        """Reason why lost ranks are no longer replaced; None as long as they are."""
+        """Reason why lost ranks are no longer replaced; None as long as lost ranks are replaced."""
 
     async def open(self, checkpoints: Checkpointer, step: int, checkpoint: Path | None, *, same_layout: bool) -> None:
         self.ledger.rebase(Base(step, checkpoint, same_layout=same_layout))
@@ -132,7 +132,7 @@ class TrainerRecovery(RankLossHandler):
 
     async def with_retry[T](self, work: Callable[[], Awaitable[T]]) -> T:
         """Awaits `work`, which calls trainers and can be repeated from its beginning, and returns its result. If ranks
-        were lost in the meantime, its error is ignored, and `work` is repeated with new ranks."""
+        were lost in the meantime, the error of `work` is ignored, and `work` is repeated with new ranks."""
         while True:
             async with self._replacing:
                 epoch = self._epoch
@@ -160,8 +160,8 @@ class TrainerRecovery(RankLossHandler):
     # Replacement ------------------------------------------------------------------------------------------------------
 
     async def _replace(self, reason: SlimxError, epoch: int) -> None:
-        """Starts new ranks in place of those of `epoch`, unless this has been done already. `reason`: loss of a rank.
-        Raises SlimxError if ranks cannot be replaced."""
+        """Starts new ranks, unless all ranks have already been replaced since the number of completed replacements was
+        `epoch`. `reason`: error of the lost rank. Raises SlimxError if ranks cannot be replaced."""
         async with self._replacing:
             while self._epoch == epoch:
                 if self._final is None and (self._checkpoints is None or self.replaced >= self.limit):
@@ -254,7 +254,7 @@ class TrainerRecovery(RankLossHandler):
     async def _bring_back(self, new: TrainerGroup, processes: float) -> dict[int, TrainedStep]:
         """Restores the new ranks to the state that the lost ranks had after their last complete step. If `new` has
         other parallel sizes, returns the steps that were trained again, with their new metrics, by the number of steps
-        before each; {} otherwise. `processes`: seconds in which the ranks' processes started."""
+        before each; {} otherwise. `processes`: seconds that the ranks' processes took to start."""
         again: dict[int, TrainedStep] = {}
         clock = [time.perf_counter()]
         await new.start()
@@ -291,9 +291,9 @@ class TrainerRecovery(RankLossHandler):
         return again
 
     async def _load_state(self, new: TrainerGroup) -> tuple[int, str]:
-        """Loads the newest state on new ranks, and returns its step and its description. If a checkpoint must be
-        written again, mirrors of a later step are not used, because the ranks would then skip the step of this
-        checkpoint."""
+        """Loads the newest state on new ranks, and returns the state's step and a description of its source for
+        messages. If a checkpoint must be written again, mirrors of a later step are not used, because the ranks would
+        then skip the step of this checkpoint."""
         base = self.ledger.base
         unwritten_step = self.checkpoints.unwritten_step
         mirrored = self.mirrors.step

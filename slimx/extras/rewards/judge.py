@@ -42,9 +42,10 @@ async def reward(
     """Returns the last number that `pattern` finds in the judge's greedy response, divided by `scale`.
 
     `url`: base URL of the server; or `engine`: name of a frozen group of rollout.engines. `model`: model name in the
-    request. `template`: prompt of the judge; it may contain {question}, {answer} and {text}, the final answer.
-    `max_tokens`: maximum length of the judge's response. `timeout`: seconds per request; `retries`: maximum number of
-    retries. Raises SlimxError for a verdict without a number, and if the server does not respond."""
+    request. `template`: prompt of the judge; it may contain {question}, {answer} (the prompt's answer) and {text} (the
+    final answer of the response). `max_tokens`: maximum length of the judge's response. `timeout`: seconds per request;
+    `retries`: maximum number of retries. Raises SlimxError for a verdict without a number, and if the server does not
+    respond."""
     headers = None
     if url is None:
         url, headers = _server(ctx, engine)

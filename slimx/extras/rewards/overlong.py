@@ -8,8 +8,8 @@ from slimx.rewards.context import Context
 
 
 async def reward(ctx: Context, trajectory: Trajectory, *, limit: int, buffer: int) -> float:
-    """Returns 0.0 for at most `limit - buffer` sampled tokens, and decreases linearly from there to -1.0 at `limit`
-    tokens and more.
+    """Returns 0.0 for up to `limit - buffer` sampled tokens, then a value that decreases linearly to -1.0 at `limit`
+    tokens, and -1.0 for more.
 
     Raises SlimxError unless 0 < buffer <= limit."""
     if not 0 < buffer <= limit:

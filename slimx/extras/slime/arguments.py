@@ -33,7 +33,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Values of a run that slime hooks need in every process, as plain values."""
+    """Values of a run that slime hooks need in every process; they can be sent to other processes as JSON values."""
 
     values: Json = field(default_factory=dict)
     """Attributes of the hooks' `args`, by name."""
@@ -44,7 +44,8 @@ class RunFacts:
 
     @classmethod
     def of(cls, config: Config) -> RunFacts:
-        """Returns the facts of a run with this configuration. ReMax's greedy rollout counts as one of its group."""
+        """Returns the values for a run with this configuration. ReMax's greedy rollout counts as a rollout of its
+        group."""
         group_size = config.rollout.group_size
         if config.algorithm.advantages.kind == "remax":
             group_size += 1
@@ -71,8 +72,8 @@ class RunFacts:
 
 
 def addresses(ctx: Any) -> Json:
-    """Returns the addresses of the engines under slime's names. `ctx`: RolloutContext, or RewardContext, which has only
-    frozen engines."""
+    """Returns the addresses of the engines as attributes of `args`, under slime's names. `ctx`: RolloutContext, or
+    RewardContext, which has only frozen engines."""
     values: Json = {"sglang_model_routers": {name: _host_port(engine.url) for name, engine in ctx.engines.items()}}
     address = getattr(ctx, "address", None)
     if address is None:

@@ -15,7 +15,7 @@ from slimx.extras.slime.arguments import Arguments
 from slimx.json_types import Json
 
 TEXT_ONLY = frozenset({"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens"})
-"""Sampling parameters that change only the text of an answer, not its tokens."""
+"""Sampling parameters that change only the text of a response, not its tokens."""
 PAYLOAD = frozenset(
     {"text", "input_ids", "sampling_params", "return_logprob", "return_routed_experts", "stream", "rid"}
 )
@@ -29,7 +29,7 @@ class Request:
     completion: Any
     """Result of `ctx.engine.generate`, a Completion."""
     text: str | None
-    """Text of the prompt and the answer; None if the prompt was sent as token ids."""
+    """Text of the prompt and the response; None if the prompt was sent as token ids."""
 
     @property
     def ids(self) -> list[int]:
@@ -38,16 +38,16 @@ class Request:
 
 @dataclass(slots=True)
 class HookCall:
-    """State of the running call of a hook, which slime's functions use."""
+    """State of a hook that is running. The functions that slimx provides in place of slime's read this state."""
 
     args: Arguments
     tokenizer: Any
     engines: Mapping[str, Any]
     """Frozen engines, by name."""
     engine: Any = None
-    """The policy's engine, as in RolloutContext; None in the call of a reward."""
+    """The policy's engine, as in RolloutContext; None for a reward hook."""
     address: str = ""
-    """URL of the policy's router; "" in the call of a reward."""
+    """URL of the policy's router; "" for a reward hook."""
     sampling: Json = field(default_factory=dict)
     """Sampling parameters under the names that slime hooks use."""
     semaphore: asyncio.Semaphore | None = None
@@ -95,8 +95,8 @@ class HookCall:
         }
 
     def _prompt(self, payload: Json) -> list[int]:
-        """Returns the token ids of the prompt in `payload`. If a text continues the text of an earlier answer, that
-        answer keeps its sampled token ids, and only the rest is tokenized."""
+        """Returns the token ids of the prompt in `payload`. If the prompt is a text that continues an earlier response,
+        that response keeps its sampled token ids, and only the rest of the prompt is tokenized."""
         ids = payload.get("input_ids")
         text = payload.get("text")
         if isinstance(ids, list) and text is None and all(isinstance(as_whole(token), int) for token in ids):
@@ -119,8 +119,8 @@ class HookCall:
         return prefix + list(self.tokenizer(text[known:], add_special_tokens=False).input_ids)
 
     def _text(self, completion: Any, parameters: Json) -> str:
-        """Returns the text of an answer as SGLang does: without the stop sequence or stop token, unless no_stop_trim is
-        set."""
+        """Returns the text of a response as SGLang would return it: without the stop sequence or stop token, unless
+        no_stop_trim is set."""
         ids = completion.token_ids.tolist()
         stops = _listed(parameters).get("stop", [])
         trim = completion.finish_reason == "stop" and not parameters.get("no_stop_trim", False)
@@ -135,12 +135,13 @@ class HookCall:
 
 
 CURRENT: ContextVar[HookCall] = ContextVar("slime_scene")
-"""The running call of a hook. It is set during each call, and visible in the tasks and threads that the call starts."""
+"""State of the hook that is running. It is set while a hook runs, and visible in the tasks and threads that the hook
+starts."""
 
 
 def current(what: str) -> HookCall:
-    """Returns the running call of a hook. Raises SlimxError naming `what`, the function that needs it, outside a
-    call."""
+    """Returns the state of the hook that is running. Raises SlimxError naming `what`, the function that needs this
+    state, if no hook is running."""
     try:
         return CURRENT.get()
     except LookupError:

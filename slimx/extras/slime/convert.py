@@ -229,9 +229,9 @@ def _as_claimed(sample: Sample, position: int, mask: list[int], ctx: Any, name: 
 def _check_logprobs(
     sample: Sample, completion: Completion, position: int, start: int, mask: list[int], name: str
 ) -> None:
-    """Raises SlimxError if the sample's log-probs of trained tokens differ from those of the engine. `position` and
-    `start`: index of the first token of the completion and of the response; `mask`: loss mask of all tokens; `name`:
-    name of the sample in errors."""
+    """Raises SlimxError if the sample's log-probs of trained tokens differ from those of the engine. `position`: index
+    of the completion's first token; `start`: index of the response's first token; `mask`: loss mask of all tokens;
+    `name`: name of the sample in errors."""
     claimed = sample.rollout_log_probs
     if claimed is None:
         return

@@ -28,7 +28,7 @@ DAPO_STRICT_WINDOW = 100
 CLOSED = ("yes", "no", "noanswer")
 """Answers for which `f1_score` gives no partial credit for shared words."""
 JUDGING: ContextVar[Callable[..., Any] | None] = ContextVar("slime_judging", default=None)
-"""The reward function that is running. It is visible to the functions that it calls."""
+"""The reward function that is running. It is visible to the functions that the reward function calls."""
 
 
 def equal(answer: str | None, right: Any) -> bool:

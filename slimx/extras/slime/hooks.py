@@ -25,7 +25,7 @@ from slimx.extras.slime.sample import Sample
 from slimx.json_types import Json
 
 NAME = "slime"
-"""Name of the hook `reward` of this module in configurations."""
+"""Name by which configurations refer to the hook `reward` of this module."""
 FORMS = {
     "generate": ("async def {}(args, sample, sampling_params)", ("args", "sample", "sampling_params")),
     "reward": ("async def {}(args, sample)", ("args", "sample")),

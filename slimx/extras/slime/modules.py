@@ -1,7 +1,7 @@
 """Modules of slime and Miles that hooks import, by name. An import finder provides them in place of the packages.
 
-Miles (github.com/radixark/miles, read at 31f1ca9, August 2026) started as a fork of slime. Modules that it has under
-the same names are provided for its hooks, too.
+Miles (github.com/radixark/miles, read at 31f1ca9, August 2026) started as a fork of slime. Modules that Miles has under
+the same names as slime are provided for Miles hooks, too.
 """
 
 from __future__ import annotations

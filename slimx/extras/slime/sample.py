@@ -15,7 +15,8 @@ from slimx.json_types import Json
 
 @dataclass
 class Sample:
-    """Sequence of a prompt and a response, which is its last `response_length` tokens. Hooks may add fields."""
+    """Token sequence of a prompt and a response; the response is the last `response_length` tokens. Hooks may add
+    fields."""
 
     class Status(Enum):
         """Final status of a sample; PENDING until the hook sets another one."""
@@ -38,9 +39,9 @@ class Sample:
     """Reference answer: `metadata["label"]` of the prompt if it has one, else the prompt's answer."""
     reward: Any = None
     loss_mask: list[int] | None = None
-    """[response_length]: 1 for trained tokens, else 0; None: all tokens of the response are trained."""
+    """[response_length]: 1 for trained tokens, else 0; None: all tokens of the response are trained on."""
     weight_versions: list[str] = field(default_factory=list)
-    """Version of the weights that answered each request."""
+    """Version of the weights that generated the response to each request."""
     rollout_log_probs: list[float] | None = None
     """[response_length]: log-probs of sampled tokens; 0 for other tokens."""
     rollout_top_p_token_ids: list[int] | None = None
@@ -48,7 +49,7 @@ class Sample:
     rollout_routed_experts: np.ndarray | None = None
     """int32 [tokens - 1, layers, k]: experts to which the engine routed each input token."""
     remove_sample: bool = False
-    """True if no token of the sample is trained."""
+    """True if no token of the sample is trained on."""
     status: Status = Status.PENDING
     metadata: Json = field(default_factory=dict)
     train_metadata: Json | None = None

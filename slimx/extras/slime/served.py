@@ -1,4 +1,5 @@
-"""Functions and classes of slime's modules that slimx provides for hooks. They use the running call of a hook."""
+"""Functions and classes of slime's modules that slimx provides for hooks. They use the state of the hook that is
+running (`slimx.extras.slime.call.HookCall`)."""
 
 from __future__ import annotations
 
@@ -71,8 +72,8 @@ class GenerateState:
         self.tokenizer = call.tokenizer
         self.sampling_params = dict(call.sampling)
         self.semaphore = call.semaphore
-        """Semaphore with slimx's own limit of concurrent rollouts, which requests obey even if the hook does not use
-        it."""
+        """Semaphore with slimx's own limit of concurrent rollouts. Requests obey this limit even if the hook does not
+        use the semaphore."""
 
 
 async def generate(args: Any, sample: Sample, sampling_params: Json) -> Sample:

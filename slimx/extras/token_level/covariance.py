@@ -13,8 +13,8 @@ from slimx.data.batch import TrainingRow
 
 
 class Selection(Estimator):
-    """Estimator that selects the tokens that the losses clip_cov and kl_cov treat differently, from their
-    advantages."""
+    """Estimator that selects, by log-probs and advantages, the tokens that the losses clip_cov and kl_cov treat
+    differently."""
 
     def finish(self, step: StepData) -> dict[str, float]:
         loss = self.algorithm.loss
@@ -31,9 +31,9 @@ def select_tokens(loss: ClipCov | KlCov, rows: Sequence[TrainingRow], seed: Sequ
     """Sets the column `selected` of the rows of one update, and returns metrics.
 
     A trained token's covariance is (log p - mean log p)(A - mean A). The means are over all trained tokens of the
-    update, and log p are the log-probs of the engine that sampled the tokens. They are known before packing, so the
-    selection does not depend on packing or layout (the paper's code uses the current policy's log-probs, micro-batch by
-    micro-batch).
+    update, and log p are the log-probs of the engine that sampled the tokens. These log-probs are known before packing,
+    so the selection does not depend on packing or layout (the paper's code uses the current policy's log-probs,
+    micro-batch by micro-batch).
 
     With n trained tokens, max(1, `share` x n) are selected: those with the highest covariance (kl_cov), or random ones
     with a covariance between `covariance_low` and `covariance_high` (clip_cov), of which there may be fewer. `seed`:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slimx.models.families import ModelSpec
 
 UNPROVEN = {"critic": ("critic.optimizer.kind", "critic.optimizer.moments_dtype")}
-"""Settings that are not proven with a critic, in the format of `slimx.rules.unproven.UNPROVEN`."""
+"""Settings that have not been verified together with a critic, in the format of `slimx.rules.unproven.UNPROVEN`."""
 
 
 @rule("unproven", "critic", facts=sections_in(UNPROVEN))

@@ -1,5 +1,5 @@
-"""Losses of a critic's or reward model's outputs, as pure functions of tensors. The weights that callers pass include
-the global denominator."""
+"""Losses of a critic's or reward model's outputs, as pure functions of tensors. The loss weights that callers pass are
+already divided by the denominator of the whole update."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class ValueInputs(LossColumns[torch.Tensor]):
 
 
 ValueLoss = Callable[[ValueInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Function that returns the micro-batch's part of the loss, which is a weighted sum, and metrics that are summed over
-micro-batches."""
+"""Function that returns the micro-batch's contribution to the loss, a weighted sum over its tokens, and metrics that
+are summed over micro-batches."""
 
 
 def value_loss(inputs: ValueInputs, *, clip: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -66,7 +66,7 @@ class ValueModel(GPTModel):
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """Computes values [1, T] from hidden states [T, 1, hidden], or with sequence parallelism from each rank's part
-        of them. It replaces GPTModel's method of this name."""
+        of the hidden states. This method replaces GPTModel's method of the same name."""
         if not self.post_process:
             return hidden_states
         values = self.value_head(hidden_states)

@@ -139,7 +139,7 @@ class ValueTrainer(TrainedModel):
 
 
 def _heads(modules: list[ValueModel]) -> set[str]:
-    """Returns the names of the value head's parameters on this rank, with the chunk's number as a prefix as in
+    """Returns the names of the value head's parameters on this rank, with the model chunk's number as a prefix, as in
     `Weights`."""
     names = set()
     for chunk, module in enumerate(modules):

@@ -86,8 +86,8 @@ class InOrder:
 
 
 class InBackground:
-    """Tracker that forwards the calls of its methods to `sink` in a background thread, in order. Exceptions are raised
-    later, as in `InOrder`."""
+    """Tracker that forwards the calls of its methods to `sink` in a background thread, in order. An exception of `sink`
+    is raised by a later call, as in `InOrder`."""
 
     def __init__(self, sink: Sink, *, close_s: float = 60.0, room: int = 512) -> None:
         self.name = sink.name

@@ -24,8 +24,8 @@ from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.samples import RecordedSample
 
 FETCH_S = 2.0
-"""Timeout in seconds for connecting to an engine during a scrape, and for periods without progress after that. If it
-expires, the engine's metrics are omitted and `slimx_engine_up` is 0."""
+"""Timeout in seconds for connecting to an engine during a scrape, and for periods without progress after that. If the
+timeout expires, the engine's metrics are omitted and `slimx_engine_up` is 0."""
 AT_ONCE = 16
 REQUEST_S = 10.0
 """Seconds after which an idle connection is closed. The server uses one thread per connection."""

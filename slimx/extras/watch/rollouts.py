@@ -30,7 +30,7 @@ class Choice:
     """Id of the only group to show; None: all groups."""
     reward_below: float | None = None
     """Upper limit of rewards: only trajectories with a lower reward are shown, and only groups that have such
-    trajectories. None: all."""
+    trajectories. None: all trajectories."""
     limit: int = 8
     """Maximum number of groups to show; 0: no limit."""
     tokens: bool = False
@@ -40,7 +40,7 @@ class Choice:
 def show_rollouts(
     directory: Path, step: int | None, choice: Choice, *, buffer: bool, dropped: bool, as_json: bool
 ) -> Iterable[str]:
-    """Returns the lines that one call of the command prints. `buffer`, `dropped` and `as_json`: the options --buffer,
+    """Returns the lines that `slimx rollouts` prints. `buffer`, `dropped` and `as_json`: the options --buffer,
     --dropped and --json. Raises SlimxError for conflicting options and for missing steps or groups."""
     chosen = choice.group is not None or choice.reward_below is not None or choice.tokens
     if buffer and (dropped or step is not None):
@@ -94,7 +94,7 @@ def steps_of(directory: Path) -> Json:
 
 
 def step_of(directory: Path, step: int, choice: Choice) -> Json:
-    """Returns {step, version, groups: [the groups of `choice`], hidden: number of matching groups that exceed
+    """Returns {step, version, groups: [the groups of `choice`], hidden: number of matching groups omitted because of
     `choice.limit`, problems}. Raises SlimxError for a missing step or group."""
     files = _files(directory)
     if step not in files:
@@ -301,7 +301,7 @@ def _decoder(directory: Path) -> tuple[Decode, list[str]]:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """Describes ascending steps by their number, first and last."""
+    """Describes ascending steps by their count, the first and the last step."""
     if len(steps) == 1:
         return f"step {steps[0]}"
     return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

@@ -84,7 +84,7 @@ class WandbSink:
     needs no network.
 
     The step is logged as a metric and used as the x axis, because wandb's own step counter only increases, and wandb
-    would drop the steps that a resumed run repeats. With this axis it draws them twice."""
+    would drop the steps that a resumed run repeats. With this axis, wandb draws repeated steps twice."""
 
     name = "wandb"
 

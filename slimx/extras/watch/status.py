@@ -28,8 +28,8 @@ class RunCondition(StrEnum):
     RUNNING = "running"
     FINISHED = "finished"
     STALLED = "stalled"
-    """A process is training, but its phase takes too long (`track.stall`), or the driver has not written for
-    `SILENT_S`."""
+    """A process is training, but its phase takes too long (`track.stall`), or the driver has not updated its activity
+    for `SILENT_S`."""
     DEAD = "dead"
     """No process is training, and the run is not finished."""
 

@@ -44,7 +44,7 @@ def quantized_names(table: Table, block: tuple[int, int]) -> frozenset[str]:
 
 
 def quantized(name: str, shape: Shape, quantization: Quantization) -> Unit:
-    """Plans a matrix of fp8 output: its e4m3 codes, followed by its scales."""
+    """Plans the output of a matrix in fp8: its e4m3 codes, followed by its scales."""
     block = quantization.block
 
     def parts(reading: Reading) -> Iterator[torch.Tensor]:

@@ -38,7 +38,7 @@ def experts_of(table: Table) -> frozenset[str]:
 
 
 def quantized(name: str, shape: Shape) -> Unit:
-    """Plans a matrix of INT4 output: its codes, followed by its scales and its shape."""
+    """Plans the output of a matrix in INT4: its codes, followed by its scales and its shape."""
     packed = int4.packed_shapes(shape)
 
     def parts(reading: Reading) -> Iterator[torch.Tensor]:
@@ -62,8 +62,9 @@ def quantized(name: str, shape: Shape) -> Unit:
 
 
 def served_plain(spec: ModelSpec) -> Iterator[str]:
-    """Yields the names of the matrices that SGLang's layers keep unquantized, as SGLang looks them up: it fuses some
-    checkpoint matrices into one and looks up the fused name. Yields nothing if SGLang does not serve the model."""
+    """Yields the names of the matrices that SGLang's layers keep unquantized, as SGLang looks them up: for checkpoint
+    matrices that SGLang fuses into one, this is the name of the fused matrix. Yields nothing if SGLang does not serve
+    the model."""
     try:
         table = spec.engine_table()
     except SlimxError:

@@ -62,7 +62,7 @@ def export_adapters(source: Path, out: Path, original: Path, alpha: float) -> in
 
 def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, set[str]], int]:
     """Returns the adapters' tensors by PEFT's names, the names for PEFT's target_modules and target_parameters, and the
-    rank."""
+    rank of the adapters."""
     metadata = read_metadata(path / ".metadata")
     keys = metadata.state_dict_metadata.keys()
     per_layer = any(key.startswith("decoder.layers.0.") for key in keys)
@@ -114,7 +114,7 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
 
 def _endings(modules: set[str], spec: ModelSpec) -> dict[str, str]:
     """Returns, for each module, the shortest suffix of its name that is not also a suffix of the name of a matrix
-    without an adapter."""
+    without an adapter. PEFT selects modules by such suffixes."""
     taken: set[str] = set()
     for key, shape in spec.table.checkpoint_shapes().items():
         name = key.removesuffix(".weight")
@@ -133,8 +133,8 @@ def _endings_of(name: str) -> list[str]:
 
 
 def _by_module(location: TensorLocation, b: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Splits the rows of B [out, r] by transformers' module. The rows of a module are in the order of the
-    checkpoint."""
+    """Splits the rows of an adapter's matrix B [out, r] by the modules of transformers to which they belong, because
+    the trainer may fuse several modules into one layer. The rows of each module are in the order of the checkpoint."""
     rows: dict[int, dict[int, int]] = defaultdict(dict)
     for rect in location.part.rects:
         for index in range(rect.rows):

@@ -59,7 +59,7 @@ _RELEASE = "release"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rectangle of a tensor that is stored separately."""
+    """Rectangle of a tensor that is stored as a separate entry of a file."""
 
     location: TensorLocation
     box: ShardBox
@@ -100,8 +100,8 @@ class Piece:
 
 
 def _section_boxes(location: TensorLocation, boxes: Sequence[ShardBox]) -> Iterator[ShardBox]:
-    """Yields the parts of `boxes` that are in the section of the entry's tensor that `location` stores, with rows
-    relative to this section. `boxes`: shards of the entry's complete tensor."""
+    """Yields the overlaps of `boxes` with the section of a tensor that is stored at `location`, with rows relative to
+    this section. `boxes`: shards of the complete tensor."""
     rows, _ = matrix(location.part.shape)
     for box in boxes:
         top = max(box.row, location.first)

@@ -38,7 +38,7 @@ from slimx.reshard.plan.intersect import Move, moves
 
 _DTYPES = torch.bfloat16, torch.float32, torch.float16
 _HEADERS = threading.Lock()
-"""Lock held while the header of a piece is read, because this uses a process-wide mode of torch."""
+"""Lock held while the header of a piece is read, because reading a header sets a process-wide mode of torch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,8 @@ def hub_files(path: str, subset: str | None, split: str | None) -> list[Path]:
 
 
 def _owners_files(name: str, subset: str | None, split: str) -> list[Path]:
-    """Returns the files of the owner's own branch in huggingface_hub's cache; [] if there are none in a supported
-    format."""
+    """Returns the files that the owner of the data set uploaded, from huggingface_hub's cache; [] if it has none in a
+    supported format."""
     from huggingface_hub import snapshot_download
 
     folder = None if subset == "default" else subset  # "default" is the Hub's name for the only subset of a data set

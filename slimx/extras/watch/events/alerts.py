@@ -28,7 +28,7 @@ class Alerts(Events):
     webhook."""
 
     def __init__(self, name: str, directory: Path, note: Callable[[str], None], *, factor: float, at_least: float):
-        """Takes the run's `name` and `directory`; no webhook is set. `note` receives messages for the user: about
+        """Stores the run's `name` and `directory`; no webhook is set yet. `note` receives messages for the user: about
         stalls and steps without a signal, and at the end about undelivered events. `factor` and `at_least`: settings of
         `track.stall`."""
         self.webhook: Webhook | None = None
@@ -63,7 +63,7 @@ class Alerts(Events):
         )
 
     def look(self, activity: Mapping[str, Any]) -> None:
-        """Reports once that the phase of `activity` has stalled, and later that it has ended."""
+        """Reports once that the phase of `activity` has stalled, and in a later call that this phase has ended."""
         current = (activity["phase"], activity["number"])
         if self._reported is not None and self._reported != current:
             phase, _ = self._reported
@@ -103,8 +103,8 @@ class Alerts(Events):
 
 @contextmanager
 def alerting(alerts: Alerts, url: str | None) -> Iterator[None]:
-    """Sends the events of the `with` block to the webhook at `url`, including one if the block ends with an exception.
-    With `url` None it sends nothing."""
+    """Sends the events of the `with` block to the webhook at `url`, and an event about the exception if the block ends
+    with one. If `url` is None, nothing is sent."""
     if url is not None:
         from slimx.extras.watch.events.webhook import Webhook  # imports aiohttp
 

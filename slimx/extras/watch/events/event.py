@@ -23,6 +23,6 @@ class Event:
     step: int | None
     """Step in progress; None before the first step."""
     about: str
-    """Phase, part or error code that the event concerns; "" for the whole run."""
+    """Phase, part of the run (such as an engine) or error code that the event concerns; "" for the whole run."""
     time: float
     """Unix time of the event in seconds."""

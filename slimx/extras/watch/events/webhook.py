@@ -1,4 +1,4 @@
-"""Webhook that posts every event of a run as JSON in a background thread. No failure stops the run."""
+"""Webhook that posts every event of a run as JSON in a background thread. A failed delivery never stops the run."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ PHASES_KEPT = 20_000
 STEPS_KEPT = 4
 """Number of steps whose groups are cached. A step is read again if one of its files has changed."""
 CHARACTERS = 4000
-"""Maximum number of characters shown for a part of a rollout in the list. The view of tokens shows all of them."""
+"""Maximum number of characters shown for each prompt, sampled turn and inserted text in the list of rollouts; the token
+view shows the full text."""
 
 Json = dict[str, Any]
 
@@ -90,7 +91,7 @@ class Content:
         """For each cached step, the modification times of its files and the values that `rollouts` returns."""
 
     def status(self) -> Json:
-        """Returns the values of `slimx status`, and its text as `lines`."""
+        """Returns the values that `slimx status` shows, and the text that it prints as `lines`."""
         values = run_status(self.directory)
         return {**values, "lines": describe_status(values), "now": time.time()}
 

@@ -1,4 +1,4 @@
-"""HTTP server of the live page. It serves a few fixed paths, read-only, to clients that have its token."""
+"""HTTP server of the live page. It serves a few fixed paths, read-only, to clients that present the server's token."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def application(content: Content, token: str) -> web.Application:
 
 
 class _Access:
-    """Access control for requests. The cookie is valid only for this process, so that another server that later uses
-    the port cannot use it."""
+    """Access control for requests. The cookie is valid only for this process, so that another server that later listens
+    on the same port cannot use the cookie."""
 
     def __init__(self, token: str) -> None:
         self._token = token

@@ -97,7 +97,7 @@ MOST_LOGGED = 12
 def curves(records: Sequence[StepRecord], *, points: int) -> tuple[list[Chart], list[str]]:
     """Returns charts of the panels for which `records` have values, and the titles of the other panels.
 
-    Curves of more than `points` steps are averaged over runs of consecutive steps of nearly equal length."""
+    Curves of more than `points` steps are averaged over groups of consecutive steps of nearly equal size."""
     logged_names: set[str] = set()
     for record in records:
         logged_names.update(record.metrics)
@@ -219,8 +219,8 @@ def _measured(series: Series, records: Sequence[StepRecord], notes: list[str]) -
 def _logarithmic(chart: Chart, lines: Sequence[_Line]) -> None:
     """Makes the y axis logarithmic, and moves values of exactly 0 from the lines to the bottom of the axis.
 
-    A logarithmic axis has no zero, but exactly 0 is the ideal log-prob gap. It is drawn as an open circle at an
-    additional tick, one decade below the smallest value."""
+    A logarithmic axis has no zero, but exactly 0 is the ideal log-prob gap. A value of 0 is drawn as an open circle at
+    an additional tick, one decade below the smallest value."""
     positive = np.concatenate([line.y[line.y > 0] for line in lines])
     low = 0
     high = 0

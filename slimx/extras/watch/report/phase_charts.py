@@ -184,7 +184,7 @@ def _row(item: Placed) -> tuple[str, int, int]:
 
 
 def _track_order(items: Sequence[Placed]) -> Callable[[tuple[str, int, int]], tuple[int, int, int]]:
-    """Returns a sort key for rows that orders tracks by their first phase."""
+    """Returns the sort key of a chart's rows, which orders tracks by the start of their first phase."""
     order: dict[str, int] = {}
     for item in items:
         order.setdefault(item.phase.track, len(order))

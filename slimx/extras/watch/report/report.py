@@ -68,7 +68,7 @@ def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
 
 @dataclass(slots=True)
 class _Writer:
-    """Converter of charts to values for the page's template, and state that all sections share."""
+    """Converter of charts to values for the page's template, with the state that all sections of the page share."""
 
     written: int = 0
     colours: PhaseColours = field(default_factory=PhaseColours)
