@@ -1,5 +1,5 @@
 """The loss of the configured algorithm: a pure function of per-token tensors. The loss weights in its inputs are
-already divided by the denominators of the update."""
+already divided by the denominator of the update."""
 
 from __future__ import annotations
 

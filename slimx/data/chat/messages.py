@@ -17,7 +17,7 @@ conversation."""
 def with_text(messages: Sequence[Json], where: str) -> list[Json]:
     """Returns `messages` with each content as one string: text parts are joined, and missing content of a message that
     calls tools becomes "". Raises SlimxError for a message that chat templates cannot render, and if the last message
-    is an assistant's. `where`: location of the messages, for errors."""
+    is from the assistant. `where`: location of the messages, for errors."""
     out = []
     for turn, message in enumerate(messages):
         if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):

@@ -71,8 +71,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def copy_tokenizer(path: str | Path, into: Path) -> None:
-    """Copies the tokenizer files of directory `path` to directory `into`, and removes those of an earlier tokenizer
-    there. Raises SlimxError if they cannot be written."""
+    """Copies the tokenizer files of directory `path` to directory `into`, and removes the files of an earlier tokenizer
+    from `into`. Raises SlimxError if they cannot be written."""
     into.mkdir(exist_ok=True)
     for name in (*VOCABULARIES, *COMPANIONS):
         file = Path(path) / name

@@ -198,7 +198,7 @@ def _hooked(hook: Callable[[Json], object], row: Json, where: str, key: str) -> 
 
 def _with_turns(row: Json, where: str) -> Json:
     """Returns the row with ShareGPT's turns (from, value) converted to messages with role and content. If the last
-    message is an assistant's, it is moved to `answer`."""
+    message is from the assistant, it is moved to `answer`."""
     messages = row.get("messages")
     if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
         return row

@@ -239,8 +239,8 @@ class Bar(Progress):
         super().__init__(TextColumn("{task.description}"), *columns, console=console, disable=not console.is_terminal)
 
     def begin(self, label: str, total: int, done: int) -> None:
-        """Starts a new bar for a part of the conversion. Bytes of an earlier attempt count as done, but not in the
-        speed."""
+        """Starts a new bar for a part of the conversion. Bytes that an earlier attempt finished count as done, but are
+        not included in the displayed speed."""
         self._part = self.add_task(label, total=total)
         if done:
             self.update(self._part, completed=done)

@@ -79,8 +79,8 @@ class Partial:
 
     @contextlib.contextmanager
     def owned(self, fingerprint: str) -> Iterator[None]:
-        """Creates the directory and locks it during the `with` block, for one process and for the conversion with this
-        `fingerprint`.
+        """Creates the directory and locks it during the `with` block, so that no other process and no conversion with
+        another `fingerprint` uses it.
 
         Raises SlimxError, without changing anything, for a directory of another conversion."""
         self._make()

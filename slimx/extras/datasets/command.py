@@ -147,8 +147,8 @@ def check(
 
 
 def rendered_lines(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[str]:
-    """Yields lines for a prompt with its answer. The prompt is rendered by the chat template, or without a tokenizer as
-    its messages."""
+    """Yields lines for a prompt with its answer. The prompt is rendered by the chat template, or shown as its messages
+    if there is no tokenizer."""
     title = f"--- {prompt.id}"
     if prompt.answer is not None:
         title += f" (answer: {_cut(prompt.answer)})"

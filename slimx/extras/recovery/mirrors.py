@@ -74,7 +74,7 @@ class Mirrors:
         self._coming = asyncio.create_task(self._complete(step))
 
     async def interrupt(self) -> None:
-        """Stops waiting for a set whose ranks have been lost."""
+        """Stops waiting for a set of mirrors whose ranks have been lost."""
         if self._coming is not None:
             await cancelled(self._coming)
             self._coming = None

@@ -82,7 +82,7 @@ class TrainerRecovery(RankLossHandler):
 
     @property
     def checkpoints(self) -> Checkpointer:
-        """Writer of checkpoints, which `open` sets. Ranks are not replaced before that."""
+        """Writer of checkpoints, which the method `open` sets. Ranks are not replaced before it is set."""
         assert self._checkpoints is not None
         return self._checkpoints
 
@@ -323,8 +323,8 @@ class TrainerRecovery(RankLossHandler):
 
 
 async def run_watched[T](group: TrainerGroup, deadline_s: float, work: Awaitable[T]) -> T:
-    """Awaits `work` and returns its result. Raises the error of a rank of `group` if one is lost before that.
-    `deadline_s`: see `watch_ranks`."""
+    """Awaits `work` and returns its result. Raises the error of a rank of `group` if a rank is lost before `work` is
+    done. `deadline_s`: see `watch_ranks`."""
     watch = asyncio.ensure_future(watch_ranks(group, deadline_s))
     task, _ = await race(work, watch)
     if task is not None:

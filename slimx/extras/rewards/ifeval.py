@@ -93,8 +93,8 @@ async def reward(
     instruction.
 
     Logs the number of instructions as "ifeval/instructions", and the numbers of those followed as "ifeval/kept_strict"
-    and "ifeval/kept_loose". Their ratio over an evaluation is IFEval's instruction-level accuracy. Also logs the two
-    prompt-level measures."""
+    and "ifeval/kept_loose". Over an evaluation, the ratio of either number to the number of instructions is IFEval's
+    instruction-level accuracy, strict or loose. Also logs the two prompt-level measures."""
     from if_verifiable.common import evaluate_instructions
 
     pairs = _instructions(ctx.prompt)

@@ -36,7 +36,7 @@ UNSERVED = {
     "generate_function_path": "a run has only one generate hook, rollout.generate",
     "custom_rm_path": "set rewards per data set with reward.parts",
 }
-"""Fields that a hook must not set, and the reasons."""
+"""Fields that a hook must not set, each with the reason or the setting to use instead."""
 _STATUS = {Status.COMPLETED: "completed", Status.TRUNCATED: "truncated", Status.FAILED: "failed"}
 
 

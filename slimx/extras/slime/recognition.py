@@ -11,7 +11,7 @@ ROOTS = ("slime", "slime_plugins", "miles", "miles_plugins")
 
 
 class NotServed(ImportError):
-    """Import of a module or name of slime or Miles that slimx does not provide."""
+    """Raised for the import of a module or name of slime or Miles that slimx does not provide."""
 
 
 def is_form_of(path: str) -> bool:

@@ -71,9 +71,9 @@ class ValueTrainer(TrainedModel):
         """Builds model, optimizer and pipeline.
 
         `config`: configuration whose `trainer` section describes this model; `spec`: model without an output layer;
-        `kind`: class of the model. `head`: initial values of the head, if the initial weights have none. `key`:
-        configuration key of the optimizer in messages; `metrics`: prefix of the optimizer's metrics; `holder`: name of
-        the ranks in messages."""
+        `kind`: class of the model. `head`: initial values of the value head, used if the initial weights do not contain
+        one. `key`: configuration key of the optimizer in messages; `metrics`: prefix of the optimizer's metrics;
+        `holder`: name of the ranks in messages."""
         trainer = config.trainer
         backends = choose_backends(trainer, device=parallel.device.type, packages=installed(), experts=spec.experts)
         chunks, _ = build_model(spec, config, backends, device=parallel.device, kind=kind)
@@ -152,7 +152,7 @@ def _heads(modules: list[ValueModel]) -> set[str]:
 
 def read_score(directory: Path) -> torch.Tensor | None:
     """Reads the weight [1, hidden] of the value head in the checkpoint `directory`. Returns None if the checkpoint has
-    no value head, as for a policy."""
+    no value head, like that of a policy."""
     reader = CheckpointReader(directory)
     if SCORE not in reader.names:
         return None

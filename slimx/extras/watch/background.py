@@ -53,7 +53,7 @@ class InOrder:
 
     def close(self, last: Callable[[], None]) -> None:
         """Waits until all added calls and then `last` have been made, for at most `close_s` seconds in total. Raises
-        SlimxError with the number of remaining calls."""
+        SlimxError with the number of calls that remain after this time."""
         until = time.monotonic() + self._close_s
         ends = 0
         for call in (last, None):

@@ -1,2 +1,2 @@
 """Events of a run, such as stalled phases, lost processes and steps without a training signal, and the webhook that
-posts them."""
+posts these events."""

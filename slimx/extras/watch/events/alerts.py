@@ -38,8 +38,8 @@ class Alerts(Events):
         self._factor = factor
         self._at_least = at_least
         self._reported: tuple[str, int] | None = None
-        """Name and number of the phase whose stall was reported last and has not ended; None if there is no such
-        stall."""
+        """Name and number of a phase whose stall was reported and whose end has not been reported yet; None if there is
+        no such phase."""
 
     def tell(self, kind: Kind, what: str, *, about: str = "") -> None:
         """Sends an event to the webhook; does nothing without one. `what`: a sentence without the run's name; `about`:

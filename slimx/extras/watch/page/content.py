@@ -91,7 +91,7 @@ class Content:
         """For each cached step, the modification times of its files and the values that `rollouts` returns."""
 
     def status(self) -> Json:
-        """Returns the values that `slimx status` shows, and the text that it prints as `lines`."""
+        """Returns the values that `slimx status` shows; `lines` contains the text that the command prints."""
         values = run_status(self.directory)
         return {**values, "lines": describe_status(values), "now": time.time()}
 
