@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slimx.config.sections.policies import ACTOR
 from slimx.data.saved.step_files import DIRECTORY, read_step, step_files
 from slimx.orchestration.state.saves import read_state
 from slimx.trainer.checkpoint.files import read_manifest
@@ -90,7 +91,8 @@ def test_each_policy_trains_its_own_trajectories_under_its_own_keys(two: Path) -
 
 def test_a_resumed_run_of_several_policies_equals_the_whole_one(two: Path, train: Train, tmp_path: Path) -> None:
     state = read_state(two / "checkpoints" / "iter_0000002")
-    assert state.policies.keys() == {"judge"} and state.policies["judge"]["layout"] == state.layout
+    assert state.policies.keys() == {ACTOR, "judge"}
+    assert state.policies["judge"]["layout"] == state.policies[ACTOR]["layout"]
     assert any(name.startswith("policies/judge/") for name in read_manifest(two / "checkpoints" / "iter_0000002"))
     train(tmp_path, "schedule.steps=2", policies=JUDGE)
     resumed = train(tmp_path, policies=JUDGE)
