@@ -13,7 +13,7 @@ GROUP = "slimx.devices"
 
 
 class HookRegistry(Protocol):
-    """The part of SGLang's HookRegistry that slimx uses."""
+    """The method of SGLang's HookRegistry that slimx uses."""
 
     def register(self, target: str, hook: object, kind: object) -> object:
         """Registers `hook` to replace or wrap the function with dotted name `target`, as `kind` (a `HookKinds` member)
@@ -21,7 +21,7 @@ class HookRegistry(Protocol):
 
 
 class HookKinds(Protocol):
-    """Members of SGLang's HookType enum: how a hook and its target combine."""
+    """Members of SGLang's HookType enum: a hook replaces its target function, wraps it, or runs before or after it."""
 
     REPLACE: object
     AROUND: object
@@ -36,7 +36,7 @@ class Gap:
     name: str
     reason: str
     open: Callable[[], bool]
-    """Returns True until `close` has been called."""
+    """Function that returns True while the gap exists, which is until `close` has been called."""
     close: Callable[[], None]
 
 
@@ -56,16 +56,15 @@ class Device:
         """Prepares a server's process for the first import of SGLang."""
 
     def open_choices(self) -> None:
-        """Extends the allowed values of SGLang's server arguments by the values that work on this device only with
-        slimx's changes."""
+        """Makes SGLang's server arguments also accept the values that work on this device only with slimx's changes."""
 
     def register(self, registry: HookRegistry, kinds: HookKinds, *, experts: bool) -> None:
         """Changes SGLang in a scheduler's process by registering hooks. `kinds`: SGLang's HookType. `experts`: True if
         SGLang's own MoE layers compute the experts, False if a numerics mode replaces those layers."""
 
     def attest(self) -> dict[str, bool] | None:
-        """Returns, for each change to SGLang made without a hook, its name and True if it is active; None if the device
-        needs none."""
+        """Returns whether each change that is made to SGLang without a hook is active, by the change's name; None if
+        the device needs no such changes."""
         return None
 
 

@@ -20,8 +20,8 @@ UNUSED = {
     "start_api_server": "the dashboard's program, which ray.init starts and waits for even without a dashboard",
     "start_log_monitor": "the log monitor, which sends workers' output to the driver; each part of a run writes a log",
 }
-"""Names of the methods of Ray's `Node` that start one unneeded program each -> the program, and why a run does not need
-it."""
+"""Name of each method of Ray's `Node` that starts a program which a run does not need -> that program, and why it is
+not needed."""
 
 _PRINTS = "_worker_logs_enabled"
 
@@ -41,9 +41,9 @@ def without_unused() -> Iterator[None]:
 
 
 def be_silent() -> None:
-    """Stops Ray from printing its messages about workers in this process. They are always colored, and the run itself
-    reports when one of its parts ends. `ray.init` has no option for this. Raises AttributeError if Ray lacks the
-    attribute that controls it."""
+    """Stops Ray from printing its messages about workers in this process. The messages are always colored, and the run
+    itself reports when one of its processes exits. `ray.init` has no option for this. Raises AttributeError if Ray
+    lacks the attribute that controls it."""
     getattr(worker, _PRINTS)
     setattr(worker, _PRINTS, False)
 

@@ -104,8 +104,8 @@ class PackedAttention(MegatronModule):
         lengths: list[int],
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Computes the attention outputs [R, heads * dv] of the queries at positions `rows` [R] of the pack; None: of
-        all positions. `lengths`: tokens of each sequence in the pack."""
+        """Computes the attention outputs [R, heads * dv] of the queries at positions `rows` [R] of the packed tokens;
+        `rows` is None for all positions. `lengths`: number of tokens of each packed sequence."""
         window = self.window
         sinks = self.softmax_offset
         if rows is None:
@@ -146,8 +146,8 @@ def install_for_sinks(block: TransformerBlockSubmodules) -> None:
 class LatentAttention(MLASelfAttention):
     """MLASelfAttention that uses its spec unchanged.
 
-    Upstream resolves norms and projections again from the configuration (`QKNormConfigResolver`). A projection of any
-    other class than the backend's would silently be replaced by the backend's class, and a query projection without
+    Upstream resolves norms and projections again from the configuration (`QKNormConfigResolver`). It would silently
+    replace a projection whose class is not the backend's by one of the backend's class, and a query projection without
     low-rank compression would get a norm that none of slimx's models has."""
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:

@@ -1,5 +1,5 @@
-"""Reads and changes the specs of megatron-core's layers, which describe in several forms how to build a module. Written
-for megatron-core 0.19.2."""
+"""Reads and changes the specs of megatron-core's layers. A spec can describe in several ways how to build a module.
+Written for megatron-core 0.19.2."""
 
 from __future__ import annotations
 

@@ -321,8 +321,9 @@ def _router() -> None:
 
 
 def _latent_attention() -> None:
-    """Supplies the class of the down projections, the duplicated Linear, to the modules of MLASelfAttention and its
-    absorbed form. Upstream imports it there only if Transformer Engine is installed."""
+    """Sets the name `Linear`, the class of MLA's down projections, in the two Python modules that define
+    MLASelfAttention and its absorbed variant. Upstream defines the name there only if Transformer Engine is
+    installed."""
     from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.experimental_attention_variant import absorbed_mla
@@ -341,8 +342,8 @@ def _output_discarding_recomputation() -> None:
 
 
 def _gradient_norm() -> None:
-    """Replaces the fallback norm of clip_grads by one that stays on the GPU. Upstream's copies the norm of each
-    parameter from the GPU separately and waits for each copy."""
+    """Replaces the fallback norm function of clip_grads by one whose result stays on the GPU. Upstream's function
+    copies the norm of each parameter from the GPU separately and waits for each copy."""
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads
 

@@ -8,8 +8,8 @@ that other code reads: the output layer's, with which slimx computes log-probs i
 convolution. Here each decoder layer waits for all its weights before it runs, and the model waits for the weights of
 the modules after the decoder once the decoder has run.
 
-Until `gather` has been called, only a forward pass may read weights. All ranks of a pipeline stage must run the same
-passes.
+Only a forward pass may read weights, unless `gather` has been called since the update. All ranks of a pipeline stage
+must run the same passes.
 """
 
 from __future__ import annotations

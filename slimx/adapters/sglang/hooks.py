@@ -32,8 +32,8 @@ KEYS = ("api_key", "admin_api_key")
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 LABEL = "slimx"
 ADJUST = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_from_schedule_batch"
-"""SGLang's method that is called after the sampling parameters of a batch have been built; SGLang's own version does
-nothing."""
+"""SGLang's method that is called after the sampling parameters of a batch have been built; without a hook, the method
+does nothing."""
 UNSEEDED = 42
 """Seed of requests that set none: SGLang's default in deterministic inference."""
 PAUSED = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
@@ -42,7 +42,7 @@ CREATE_STORE = "torch.distributed.rendezvous._create_c10d_store"
 
 
 class Seeded(Protocol):
-    """The part of SGLang's SamplingParams that hooks read."""
+    """The field of SGLang's SamplingParams that hooks read."""
 
     sampling_seed: int | None
 
@@ -108,16 +108,16 @@ def loads_path(ipc_name: str) -> str:
 
 
 def without_keys(original: Callable[..., Json], arguments: object) -> Json:
-    """Returns the result of `ServerArgs.resolved_dict` with both API keys set to None. /server_info returns that
-    dictionary, and a client with only the generation key (`api_key`) could otherwise read the control key
+    """Returns the result of `ServerArgs.resolved_dict` with both API keys set to None. /server_info returns this
+    dictionary; without the hook, a client that has only the generation key (`api_key`) could read the control key
     (`admin_api_key`)."""
     return {name: None if name in KEYS else value for name, value in original(arguments).items()}
 
 
 def take_fields(form: ServedForm, manager: object, request: object, *args: object, **kwargs: object) -> None:
     """Sets the fields of `request` that its client sent as JSON in the custom label "slimx"; runs before
-    `TokenizerManager.generate_request`. `form`: form of the server's weights, such as LoRA adapters on shared base
-    weights. Raises ValueError if `form` does not support the request.
+    `TokenizerManager.generate_request`. `form`: describes the server's weights, for example LoRA adapters on shared
+    base weights. Raises ValueError if a server with such weights cannot answer the request.
 
     sglang-router 0.3.2 drops request fields that it does not define, among them `return_routed_experts`, but forwards
     custom labels. The label is removed from the request because SGLang would pass it to Prometheus, which refuses

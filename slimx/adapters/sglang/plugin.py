@@ -38,8 +38,8 @@ SPAWN = "--spawn"
 SCHEDULER = "sglang.srt.managers.scheduler"
 CHECK_WEIGHTS = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
 ANSWER = "slimx"
-"""Key of a verb's JSON response in the payload's `checksums`. `ERROR`, `CODE` and `ABOUT` are the keys of an error's
-text, code and subject; `PID` is the key of the process ID."""
+"""Key, in the payload's `checksums`, of the JSON response to one of slimx's actions (a verb). `ERROR`, `CODE` and
+`ABOUT` are the keys of an error's text, code and subject; `PID` is the key of the process ID."""
 ERROR = "error"
 CODE = "code"
 ABOUT = "about"
@@ -48,8 +48,8 @@ PREFIX = "slimx."
 """Prefix of /weights_checker actions that call a verb of slimx: a method of `RankReceiver` or an entry point of
 `VERBS`."""
 VERBS = "slimx.server_verbs"
-"""Entry point group of further verbs: functions that take the model runner and the verb's arguments, and return
-JSON."""
+"""Entry point group of further verbs, which are functions that clients call by name on every rank: they take the model
+runner and the verb's arguments, and return JSON."""
 
 
 class Parallelism(Protocol):
@@ -123,9 +123,9 @@ def check_weights(
     """Wraps `ModelRunner.check_weights`: handles actions `slimx.VERB`, and passes all others to `original`. Responses
     have the payload type of SGLang's checksum action.
 
-    The arguments of a verb are one JSON object, the only element of `skip_tensor_list`. With TP the ranks gather their
-    responses afterwards, so this function must not raise on one of them: an error is returned as text under the key
-    "error".
+    The arguments of a verb are one JSON object, the only element of `skip_tensor_list`. With TP, the ranks gather their
+    responses afterwards, so an exception on one rank would block the others: an error is returned as text under the key
+    "error" instead.
     """
     if not action.startswith(PREFIX):
         return original(runner, action, allow_quant_error, skip_tensor_list, role=role)
@@ -219,8 +219,8 @@ def _backends() -> Json:
 
 
 def attest(runner: Runner) -> Json:
-    """Returns this rank's description for the client's checks: versions, position, model, kernel backends, numerics,
-    and for each hook and each CPU change True if it is active."""
+    """Returns a description of this rank for the client to check: versions, position, model, kernel backends, numerics,
+    and whether each hook and each patch of SGLang's CPU code is active."""
     import sglang
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.utils import is_cpu

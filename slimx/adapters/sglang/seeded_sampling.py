@@ -22,9 +22,9 @@ LEAST_NOISE = 2.0**-32
 """SGLang's lower bound of -log(u), where u = hash / `LARGEST_HASH`; without it, -log(u) would be 0 for the largest
 hash."""
 WIDTH = 256
-"""Number of vocabulary entries in a block."""
+"""Number of vocabulary entries in a block, the unit in which candidates for the maximum are selected."""
 BLOCKS = 8
-"""Number of blocks per row whose tokens are scored in fp64."""
+"""Number of vocabulary blocks per request whose tokens are scored in fp64."""
 
 
 def estimated_scores(hashed: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:

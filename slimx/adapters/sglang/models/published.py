@@ -1,7 +1,8 @@
 """SGLang's own classes of the model families to which slimx publishes weights, re-exported for a faster start.
 
 To find one class, SGLang imports all of its 200 model files, which takes 2 s of CPU time per scheduler. It skips this
-if an external package contains the class. A model whose class is missing here still makes SGLang import them all.
+search if an external package, such as this one, contains the class. For a model whose class is missing here, SGLang
+still imports all of its model files.
 """
 
 import importlib

@@ -26,11 +26,10 @@ class Staged:
     """One received tensor whose checksum has been verified."""
 
     view: torch.Tensor
-    """The tensor's values in its complete shape: a view of the publisher's host memory, or a copy on this rank's GPU if
+    """The tensor's values, in its full shape: a view of the publisher's host memory, or a copy on this rank's GPU if
     the bucket is in GPU memory."""
     share: int
-    """Checksum share: the contribution of the part of the tensor that this rank stores to the complete tensor's
-    checksum."""
+    """Checksum share: the amount that this rank's part of the tensor contributes to the checksum of the full tensor."""
 
 
 @dataclass(slots=True)
@@ -39,13 +38,14 @@ class OpenPublication:
 
     manifest: Manifest
     staging: Staging
-    """"model": nothing is copied into the model until all tensors are staged. "bucket": each load copies the tensors
-    staged so far."""
+    """When staged tensors are copied into the model. "model": only after all tensors are staged. "bucket": at each
+    load, those staged so far."""
     layout: Layout
     taken: set[str] = field(default_factory=set)
     """Names of the tensors received so far, including those of which this rank stores no part."""
     waiting: int = 0
-    """Number of buckets staged since the last load, including buckets without tensors for this rank."""
+    """Number of buckets staged since tensors were last copied into the model, including buckets without tensors for
+    this rank."""
     staged: dict[str, Staged] = field(default_factory=dict)
     loaded: dict[str, int] = field(default_factory=dict)
     """Name of each tensor copied so far -> checksum share that the model should now have. Adapter-only publications
@@ -83,8 +83,8 @@ class Slot(Protocol):
         ...
 
     def place(self, layout: Layout) -> None:
-        """Adds the location of each published adapter tensor in this slot to `layout`. A layer whose adapters it cannot
-        map is recorded in `layout.uncovered`."""
+        """Adds the location in this slot of each published adapter tensor to `layout`. A layer whose adapters cannot be
+        located is recorded in `layout.uncovered`."""
         ...
 
     def write(self, layout: Layout, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -106,8 +106,8 @@ def shares_of(tensors: Mapping[str, Staged]) -> dict[str, int]:
 def open_bucket(
     path: str, size: int, entries: Sequence[Json], device: torch.device
 ) -> tuple[dict[str, torch.Tensor], torch.device | None]:
-    """Returns the tensors that `entries` describe in the bucket of `size` bytes at `path`, by name, and the GPU on
-    which they are; None if they are in host memory or `entries` is empty.
+    """Returns the tensors that `entries` describe in the bucket of `size` bytes at `path`, by name, and the GPU that
+    stores them (None if they are in host memory or `entries` is empty).
 
     Tensors in host memory are views: they keep the mapping alive and change when the publisher writes to the bucket.
     Tensors in GPU memory are copied to `device`, this rank's GPU, so the publisher may reuse the bucket.
@@ -125,7 +125,7 @@ def open_bucket(
 
 def base_shares(new: Manifest, layout: Layout, loaded: Mapping[str, int]) -> dict[str, int]:
     """Returns the checksum shares of all base weights of this rank, for the adapter-only publication `new`. `loaded`:
-    shares of the tensors copied by earlier publications. Raises SlimxError if it lacks a base weight."""
+    shares of the tensors copied by earlier publications. Raises SlimxError if `loaded` lacks a base weight."""
     base = [name for name in layout.local if not is_adapter(name)]
     missing = [name for name in base if name not in loaded]
     if missing:

@@ -1,8 +1,8 @@
 """Presents a server's model and its draft model for speculative decoding to the receiver as one model, so that one
 publication updates both.
 
-Written for sglang 0.5.23, for draft models that consist of the target model's multi-token prediction layer. SGLang runs
-such a draft as a separate model that shares the target's embedding and output layer.
+Written for sglang 0.5.23, for draft models that consist of the multi-token prediction layer of the target (the served
+model). SGLang runs such a draft as a separate model that shares the target's embedding and output layer.
 """
 
 from __future__ import annotations

@@ -45,11 +45,11 @@ class ServedPiece:
 
     tensor: str | None
     """Template of the Hugging Face tensor's name, in which `{name}` is the parameter's name and other fields are named
-    groups of the row's pattern; None for padding."""
+    groups of the table row's regular expression; None for padding."""
     shape: tuple[int, ...]
     """Shape of the complete tensor, before it is split over ranks."""
     rects: tuple[Rect, ...]
-    """As in `LocalPart.rects`, but empty if only other ranks store the tensor."""
+    """Rectangles of the tensor that this rank stores, as in `LocalPart.rects`; empty if only other ranks store it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +231,11 @@ ROWS: tuple[tuple[str, Split], ...] = (
     (r"(?P<mlp>.+\.block_sparse_moe)\.experts\.w2_weight", partial(experts_down, part="w2")),
 )
 GROUP = "slimx.engine_layers"
-"""Entry point group of modules whose `ROWS` extend the table by further kinds of layers."""
+"""Entry point group of modules whose `ROWS` add further kinds of layers to the parameter table."""
 
 TOGETHER: tuple[Split, ...] = (latent_down,)
-"""Row functions for tensors that SGLang's `load_weights` fuses only if a single call includes all of them; otherwise it
-drops them silently."""
+"""Functions of table rows whose tensors SGLang's `load_weights` fuses only if a single call includes all of them;
+otherwise it drops them silently."""
 
 
 _BARE_ATTENTION = re.compile(r"(?<=\.layers\.)(\d+)\.(?=(qkv_proj|o_proj|q_norm|k_norm)\.)")
@@ -244,11 +244,11 @@ checkpoints store them under `self_attn`."""
 
 
 class Unexpected(Exception):
-    """Raised for a parameter that no row explains; `hf_layout` records its text in `Layout.uncovered`."""
+    """Raised for a parameter that no table row explains; `hf_layout` records the error's text in `Layout.uncovered`."""
 
 
 def hf_layout(model: nn.Module, experts: object = None) -> Layout:
-    """Returns the locations of all Hugging Face tensors in `model`. A parameter that no row explains is listed in
+    """Returns the locations of all Hugging Face tensors in `model`. A parameter that no table row explains is listed in
     `uncovered`, never skipped.
 
     `experts`: this process's ExpertLocationMetadata of SGLang, which maps physical slots to experts; None if slot i
@@ -269,7 +269,7 @@ def hf_layout(model: nn.Module, experts: object = None) -> Layout:
 
 def _add(layout: Layout, name: str, served: ServedParameter, weights: Parameters) -> None:
     """Adds the tensors stored in the parameter `name` to `layout`, after checking that they cover it exactly.
-    `weights`: all parameters of the model, among which the codes of a scale are found."""
+    `weights`: all parameters of the model, in which the codes are looked up if `name` is a tensor of scales."""
     source = name
     scales_of = None
     for number_format in all_formats().values():
@@ -319,13 +319,13 @@ def place(layout: Layout, name: str, parameter: torch.Tensor, pieces: list[Serve
 
 @functools.cache
 def all_rows() -> tuple[tuple[str, Split], ...]:
-    """Returns the table's rows: those of this module and of all entry points of `GROUP`."""
+    """Returns the rows of the parameter table: those of this module and of all entry points of `GROUP`."""
     return (*ROWS, *chain.from_iterable(kind.ROWS for kind in entry_points.load_all(GROUP).values()))
 
 
 def row_of(name: str) -> tuple[Split, dict[str, str]]:
-    """Returns the function of the first row whose pattern matches the parameter `name`, and the values of the pattern's
-    named groups. Raises Unexpected if none does."""
+    """Returns the function of the first table row whose pattern matches the parameter `name`, and the values of the
+    pattern's named groups. Raises Unexpected if no pattern matches."""
     for pattern, split in all_rows():
         match = re.fullmatch(pattern, name)
         if match:
@@ -363,15 +363,15 @@ def _piece(tensor: str, shape: tuple[int, ...]) -> ServedPiece:
 def share_of_rows(
     tensor: str, total: int, cols: int, shard: int, rank: int, start: int, vector: bool = False
 ) -> ServedPiece:
-    """Returns the piece of `shard` rows from row `rank * shard` of a tensor with `total` rows, which the parameter
-    stores from its row `start` on. `vector`: True if the tensor has one dimension."""
+    """Returns the piece of `shard` rows, from row `rank * shard` on, of a tensor with `total` rows; the parameter
+    stores the piece from its row `start` on. `vector`: True if the tensor has one dimension."""
     shape = (total,) if vector else (total, cols)
     return ServedPiece(tensor, shape, (Rect(0, rank * shard, 0, shard, cols, start, 0),))
 
 
 def _columns(tensor: str, local: tuple[int, int], total: int, rank: int, start: int) -> ServedPiece:
-    """Returns the piece of `shard` columns from column `rank * shard` of a tensor with `total` columns, which the
-    parameter stores from its row `start` on. `local`: (rows, shard)."""
+    """Returns piece number `rank` of a tensor whose `total` columns are split over ranks; the parameter stores the
+    piece from its row `start` on. `local`: (rows, columns) of the piece."""
     rows, shard = local
     return ServedPiece(tensor, (rows, total), (Rect(0, 0, rank * shard, rows, shard, start, 0),))
 
@@ -382,7 +382,7 @@ def rank_in(group: places.ParallelGroup | None) -> int:
 
 
 def _part(rects: tuple[Rect, ...]) -> tuple[tuple[int, ...], ...]:
-    """Returns the positions and sizes of `rects` in the tensor, without those in the parameter."""
+    """Returns the position in the tensor and the size of each of `rects`, without its position in the parameter."""
     return tuple((rect.row, rect.col, rect.rows, rect.cols) for rect in rects)
 
 

@@ -30,7 +30,7 @@ Parameters = Mapping[str, torch.Tensor]
 BASE = "base_layer"
 """Name of the attribute in which a layer that SGLang wrapped for LoRA adapters stores the original layer."""
 CACHE_SCALES = ("k_scale", "v_scale")
-"""Last name components of the parameters that scale an fp8 KV cache."""
+"""Last components of the names of parameters that contain the scales of an fp8 KV cache."""
 
 
 # Type checkers see every attribute of a module as `Tensor | Module`; a cast to one of these protocols gives the real
@@ -137,14 +137,14 @@ class LocalPart:
 
     parameter: str
     shape: tuple[int, ...]
-    """Shape of the parameter when the layout was made."""
+    """Shape that the parameter had when the layout was computed."""
     rects: tuple[Rect, ...]
-    """One rectangle; or several with increasing rows, if the tensor consists of sections that are each split over
-    ranks."""
+    """Rectangles that this rank stores: one; or several with increasing rows, if the tensor consists of sections that
+    are each split over ranks."""
 
     def views(self, parameters: Parameters) -> list[torch.Tensor] | None:
         """Returns a view [rows, cols] of each rectangle in the parameter. Returns None if the parameter no longer
-        exists, or is not contiguous or has another shape now."""
+        exists, is no longer contiguous or has changed its shape."""
         parameter = parameters.get(self.parameter)
         if parameter is None or tuple(parameter.shape) != self.shape or not parameter.data.is_contiguous():
             return None
@@ -164,12 +164,12 @@ class Destination:
     shape: tuple[int, ...]
     """Shape of the complete tensor, before it is split over ranks."""
     parts: list[LocalPart] = field(default_factory=list)
-    """Places where this rank stores its part of the tensor, all with the same values: several if an expert is stored
-    redundantly, none if only other ranks store it."""
+    """Locations of this rank's copies of its part of the tensor, all with the same values: several if an expert is
+    stored redundantly, none if only other ranks store the tensor."""
 
     @property
     def form(self) -> str:
-        """dtype and shape as inventories report them: "dtype:d0,d1"."""
+        """Dtype and shape as text, "dtype:d0,d1", as `RankReceiver.inventory` reports them."""
         return f"{str(self.dtype).removeprefix('torch.')}:{','.join(map(str, self.shape))}"
 
     @property
@@ -180,12 +180,13 @@ class Destination:
 @dataclass(frozen=True, slots=True)
 class Layout:
     places: dict[str, Destination] = field(default_factory=dict)
-    """Name -> locations of each tensor that this engine receives, including tensors of which this rank stores
-    nothing."""
+    """Name of each tensor that this engine receives -> its locations on this rank; includes tensors of which this rank
+    stores nothing."""
     uncovered: dict[str, str] = field(default_factory=dict)
     """Parameter of this rank that no published tensor covers -> reason."""
     together: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Tensor that the model's `load_weights` accepts only in the same call with other tensors -> their names."""
+    """Name of each tensor that the model's `load_weights` accepts only together with other tensors in one call -> names
+    of those other tensors."""
 
     @property
     def local(self) -> list[str]:
@@ -235,11 +236,12 @@ def local_layout(model: nn.Module) -> Layout:
 def staged_sums(
     views: Mapping[str, torch.Tensor], places: Mapping[str, Destination], device: torch.device | None = None
 ) -> dict[str, tuple[int, int]]:
-    """Returns, for each received tensor of `views`, its checksum and the share of this rank's part in it, both computed
-    in one pass over the bytes.
+    """Returns, for each received tensor of `views`, its checksum and its checksum share, both computed in one pass over
+    the bytes.
 
-    The share is the part's contribution to the tensor's checksum; it does not depend on where the bytes are stored.
-    `places`: location of each tensor on this rank; `device`: GPU where `views` are; None: host memory.
+    The share is the amount that this rank's part of the tensor contributes to the checksum; it does not depend on where
+    the bytes are stored. `places`: location of each tensor on this rank; `device`: GPU where `views` are; None: host
+    memory.
     """
     records: list[tuple[int, ...]] = []
     for index, (name, view) in enumerate(views.items()):
@@ -273,7 +275,8 @@ def local_sums(
     weights. The set has one element if all copies agree; None represents a copy whose shape or dtype has changed."""
     shares: dict[str, set[int | None]] = {}
     by_device: dict[torch.device | None, tuple[list[str], list[tuple[int, ...]]]] = {}
-    """Device (None: the CPU) -> names of the tensors stored there, and kernel records of their parts."""
+    """Device (None: the CPU) -> names of the tensors stored there, and the checksum kernel's input records for this
+    rank's parts of them."""
     for name in names:
         destination = places[name]
         shares[name] = set()
@@ -315,8 +318,8 @@ def differing(places: dict[str, Destination], known: dict[str, int], parameters:
 
 
 def derived(model: nn.Module, published: Iterable[torch.Tensor]) -> Iterator[str]:
-    """Yields the names of tensor attributes of modules that share memory neither with parameters nor with `published`
-    tensors. SGLang derived these from weights; registered buffers are not included."""
+    """Yields the names of the tensors that SGLang derived from weights: attributes of modules that share memory neither
+    with parameters nor with `published` tensors. Registered buffers are not included."""
     storages = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *published)}
     for name, module in model.named_modules():
         if hasattr(module, BASE):  # the wrapper's only tensors are output offsets of the wrapped layer
@@ -328,7 +331,8 @@ def derived(model: nn.Module, published: Iterable[torch.Tensor]) -> Iterator[str
 
 def _record(part: torch.Tensor, row: int, col: int, pitch: int, index: int) -> list[tuple[int, ...]]:
     """Returns a list with the checksum kernel's record of `part`, or an empty list if `part` is empty. `row`, `col`:
-    position of `part` in a tensor with `pitch` columns; `index`: index of the sum to which it is added."""
+    position of `part` in a tensor with `pitch` columns; `index`: index, in the kernel's result, of the sum to which
+    `part` is added."""
     if part.numel() == 0:
         return []
     if part.shape[1] == pitch and part.is_contiguous() and part.nbytes <= LONGEST:

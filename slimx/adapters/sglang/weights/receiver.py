@@ -60,22 +60,23 @@ class RankReceiver:
         self.epoch = -1
         """Membership epoch of the last publication that `begin` opened; -1 before the first."""
         self.version: int | None = None
-        """Last committed version; None before the first commit, and after a copy that has not been committed."""
+        """Last committed version; None before the first commit, and between a copy into the model and its commit."""
         self.outcome: Json = {}
-        """Result of the last copy: {"loaded": number of copied tensors}, with "error": text if it failed."""
+        """Result of the last copy into the model: {"loaded": number of copied tensors}, "error": text if it failed."""
         self.copied: OpenPublication | None = None
-        """Publication last copied; its `loaded` contains the checksum shares that weights should have."""
+        """Publication last copied into the model; its `loaded` contains the checksum shares to expect."""
         self.adapters: dict[str, Slot] = {}
         """Adapter slot of each policy, by policy name; empty in a server without adapters."""
         self._layout: tuple[torch.Tensor | None, Layout] | None = None
-        """Map from slots to experts, and the layout of Hugging Face tensors computed for it; None at first."""
+        """SGLang's map from physical slots to experts, and the layout of Hugging Face tensors that was computed for
+        this map; None until a layout is first needed."""
 
     # Verbs of a publication -------------------------------------------------------------------------------------------
 
     def begin(self, *, manifest: Json, staging: Staging = "model") -> Json:
-        """Opens the publication that `manifest` describes, and drops an open one of an older membership epoch.
-        `staging`: as in `OpenPublication`. Raises SlimxError if a publication of the same epoch is open, one of a newer
-        epoch was begun, or the publication does not cover all parameters."""
+        """Opens the publication that `manifest` describes, and drops an open publication of an older membership epoch.
+        `staging`: as in `OpenPublication`. Raises SlimxError if a publication of the same epoch is open, a publication
+        of a newer epoch was begun, or the publication does not cover all parameters."""
         new = Manifest.from_json(manifest)
         check_manifest(new, staging)
         if new.membership_epoch < self.epoch:
@@ -116,7 +117,7 @@ class RankReceiver:
 
         `ranks`: {rank, or "all": {"fd_path", "size": bytes of the memory at that path, "tensors"}}. Each tensor is
         `{name, dtype, shape, offset, nbytes, checksum}` (offset in bytes, checksum as 16 hex digits). The model is
-        unchanged. An error in a tensor ends the publication here.
+        unchanged. An error in a tensor ends the publication on this rank.
         """
         part = ranks.get(str(self.rank), ranks.get("all"))
         if part is None:
@@ -269,7 +270,7 @@ class RankReceiver:
         return self.status()
 
     def abort(self) -> Json:
-        """Drops the open publication, if any. Weights that were already copied from it stay in the model."""
+        """Drops the open publication, if any. Weights that were already copied into the model stay there."""
         self.open = None
         return self.status()
 
@@ -279,8 +280,8 @@ class RankReceiver:
         """Returns `{"open": text or None, "version", "staged": count, "bytes", "missing": count, "first_missing": name
         or None, "outcome": {...}}`.
 
-        `staged`, `bytes`: staged tensors, not yet copied. `missing`: those that this rank needs and has neither staged
-        nor copied; only a count, because this is called for every bucket.
+        `staged`, `bytes`: staged tensors, not yet copied. `missing`: tensors that this rank needs and has neither
+        staged nor copied; only their number, because clients call this for every bucket.
         """
         publication = self.open
         response: Json = {"open": None, "staged": 0, "bytes": 0, "missing": 0, "first_missing": None}
