@@ -35,18 +35,20 @@ def decoder_fields(hf: HfConfig, attention: Attention) -> Json:
 
 
 def mtp_layers(hf: HfConfig) -> int:
-    """Returns 0: most families have no multi-token prediction layers. Families use it as their `mtp_layers`."""
+    """Returns 0: most families have no multi-token prediction layers. Such families use this function as their
+    `mtp_layers`."""
     return 0
 
 
 def layer_kind(hf: HfConfig) -> LayerKind:
-    """Returns the layer kind of most families, with attention in every layer. Families use it as their `layer_kind`."""
+    """Returns the layer kind of most families, with attention in every layer. Such families use this function as their
+    `layer_kind`."""
     return ATTENTION_ONLY
 
 
 def rotary(hf: HfConfig) -> tuple[str, HfConfig]:
     """Returns the type of the rotary embedding ("default" if it is not scaled) and its fields. Reads both transformers'
-    current format (`rope_parameters`) and the older one of most checkpoints (`rope_theta` and `rope_scaling`)."""
+    current fields (`rope_parameters`) and the older ones of most checkpoints (`rope_theta` and `rope_scaling`)."""
     fields = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     types = [name for name in (fields.get("rope_type"), fields.get("type")) if name]
     kind = " and ".join(dict.fromkeys(types)) or "default"
@@ -93,8 +95,8 @@ def contradicting_fractions(hf: HfConfig, head: int) -> str | None:
 
 
 def gpt_arguments(hf: HfConfig) -> Json:
-    """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec, for a model with
-    unscaled rotary embeddings."""
+    """Returns the arguments of megatron-core's GPTModel other than the TransformerConfig and the layer spec, for a
+    model with unscaled rotary embeddings."""
     return {
         "vocab_size": hf["vocab_size"],
         "max_sequence_length": hf["max_position_embeddings"],

@@ -1,5 +1,5 @@
-"""Rows of engine weight tables that families share. Each row relates a parameter, as SGLang 0.5.23 names and fuses it,
-to the checkpoint tensors that it contains."""
+"""Rows of engines' weight tables that several families use. Each table row relates a parameter, as SGLang 0.5.23 names
+and fuses it, to the checkpoint tensors that it contains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYER = "model.layers.{layer}."
 
 def no_engine(architecture: str, reason: str) -> SlimxError:
     """Returns the error for an attempt to publish weights of the family `architecture`, which engines cannot serve.
-    `reason`: why not, as a clause."""
+    `reason`: reason why engines cannot serve the family, as a clause."""
     return SlimxError(
         f"{architecture} cannot be published to engines, because {reason}; train it without engines "
         "(algorithm.name=sft)",
@@ -27,21 +27,21 @@ def no_engine(architecture: str, reason: str) -> SlimxError:
 
 
 def layer(layers: Collection[int] | None = None) -> Layer:
-    """Returns a `Layer` that creates rows of decoder layers under the prefix model.layers.N., which SGLang and
-    checkpoints share. `layers`: indices of the layers that have the rows; None: all."""
+    """Returns a `Layer`, which creates the weight-table rows of decoder layers, with the prefix model.layers.N. that
+    SGLang and checkpoints share. `layers`: indices of the layers that have these parameters; None: all."""
     return Layer(LAYER, LAYER, layers=layers)
 
 
 def same(decoder_layer: Layer, name: str, *shape: int, **options: Unpack[RowOptions]) -> Row:
-    """Returns a row for the parameter `name`.weight, which has the same name in SGLang and in the checkpoint. `shape`:
-    the tensor's; `options`: fields of `Row`."""
+    """Returns a weight-table row for the parameter `name`.weight, which has the same name in SGLang and in the
+    checkpoint. `shape`: shape of the tensor; `options`: further fields of `Row`."""
     return decoder_layer.row(f"{name}.weight", [(name, shape)], **options)
 
 
 def attention(decoder_layer: Layer, sizes: Attention, group: Group = "attention") -> tuple[Row, ...]:
-    """Returns the rows of grouped-query attention (SGLang's `QKVParallelLinear` and `RowParallelLinear`) with the norms
-    before and after it. `group`: group of ranks that split attention; "tensor" if SGLang's model does not support
-    DP-attention, so that all ranks split it (`get_parallel().tp_size`)."""
+    """Returns the weight-table rows of grouped-query attention (SGLang's `QKVParallelLinear` and `RowParallelLinear`)
+    with the norms before and after it. `group`: group of ranks that split attention; "tensor" if SGLang's model does
+    not support DP-attention, so that all ranks split it (`get_parallel().tp_size`)."""
     heads = Blocks((sizes.heads, sizes.groups, sizes.groups))
     matrices = [(name, (count, sizes.hidden)) for name, count in sizes.qkv]
     fused = decoder_layer.row("self_attn.qkv_proj.weight", matrices, map=heads, axis=0, group=group, quantized=True)
@@ -63,8 +63,8 @@ def attention(decoder_layer: Layer, sizes: Attention, group: Group = "attention"
 
 
 def swiglu(decoder_layer: Layer, name: str, hidden: int, inner: int) -> tuple[Row, Row]:
-    """Returns the rows of the gated MLP `name`: gate and up projections fused (`MergedColumnParallelLinear`), and down
-    projection. `inner`: intermediate size."""
+    """Returns the weight-table rows of the gated MLP `name`: gate and up projections fused
+    (`MergedColumnParallelLinear`), and down projection. `inner`: intermediate size."""
     both = [(f"{name}.{kind}_proj", (inner, hidden)) for kind in ("gate", "up")]
     return (
         decoder_layer.row(f"{name}.gate_up_proj.weight", both, map=Concat(), axis=0, quantized=True),
@@ -83,11 +83,11 @@ def moe(
     selection: bool = False,
     gate_dtype: str | None = None,
 ) -> tuple[Row, ...]:
-    """Returns the rows of a MoE layer: the router, and all experts fused into two parameters (`FusedMoE`).
+    """Returns the weight-table rows of a MoE layer: the router, and all experts fused into two parameters (`FusedMoE`).
 
     `inner`: intermediate size of a routed expert. `shared`: total intermediate size of the shared experts. `fused`:
-    True if they follow the routed experts in the same parameters. `selection`: True if the router has a bias that is
-    used only to select experts. `gate_dtype`: dtype of the router's weight; None: the model's."""
+    True if the shared experts follow the routed ones in the same parameters. `selection`: True if the router has a bias
+    that is used only to select experts. `gate_dtype`: dtype of the router's weight; None: the model's dtype."""
     gate = "mlp.gate"
     rows = [same(decoder_layer, gate, experts, hidden, dtype=gate_dtype)]
     if selection:
@@ -111,15 +111,15 @@ def moe(
 
 
 def embedding(hf: HfConfig, group: Group = "attention") -> Row:
-    """Returns the row of the word embedding (`VocabParallelEmbedding`). `group`: group of ranks that split it, as in
-    `attention`."""
+    """Returns the weight-table row of the word embedding (`VocabParallelEmbedding`). `group`: group of ranks that split
+    the embedding, as in `attention`."""
     name = "model.embed_tokens.weight"
     return padded_vocabulary(name, hf["vocab_size"], hf["hidden_size"], stage="first", group=group)
 
 
 def head(hf: HfConfig, *, tied: bool = False) -> tuple[Row, ...]:
-    """Returns the rows of the final norm and the output layer (`ParallelLMHead`). `tied`: True if SGLang uses the
-    embedding as the output layer, which then has no row."""
+    """Returns the weight-table rows of the final norm and the output layer (`ParallelLMHead`). `tied`: True if SGLang
+    uses the embedding as the output layer, so that the table has no row for the output layer."""
     norm = Row("model.norm.weight", (("model.norm.weight", (hf["hidden_size"],)),), stage="last")
     output = padded_vocabulary("lm_head.weight", hf["vocab_size"], hf["hidden_size"], stage="last", group="tensor")
     return (norm,) if tied else (norm, output)

@@ -32,7 +32,7 @@ WITHOUT_MEANING = frozenset(
 )
 """Fields of config.json that never change what a model computes."""
 _READ_ELSEWHERE = ("quantization_config", "vision_config")
-"""Objects whose nested fields need not be read by the family: checkpoint readers read quantization_config, and
+"""Objects in config.json whose nested fields a family need not read: checkpoint readers read quantization_config, and
 vision_config describes a vision tower whose tensors are copied unchanged."""
 _MAY_BE_NULL = ("q_lora_rank",)
 """Fields for which null means something other than a missing field."""
@@ -55,7 +55,7 @@ _NEUTRAL: dict[str, object] = {
     "use_mrope": False,
     "use_sliding_window": False,
 }
-"""Field -> its value that has no effect, with which the field need not be read. A null field never has an effect."""
+"""Field -> the value with which it has no effect. A family need not read a field that has this value or is null."""
 
 
 def without_quantization(hf: HfConfig) -> Json:
@@ -128,5 +128,5 @@ _REDUNDANT_IF: dict[str, Callable[[Any, Json], bool]] = {
     "initial_context_length": lambda value, hf: _repeats(value, hf, "original_max_position_embeddings"),
     "rope_theta": lambda value, hf: _repeats(value, hf, "rope_theta"),
 }
-"""Field -> function (value, config.json's content) that returns True if the value has no effect, so the field need not
-be read."""
+"""Field -> function (value, config.json's content) that returns True if the value has no effect, so that a family need
+not read the field."""

@@ -1,10 +1,10 @@
 """Kinds of decoder layers, for trainer, engines and planner: which parts each layer has, what they cost, and how
 megatron-core builds them.
 
-`LayerKind` describes a decoder with attention in every layer. Decoders with other layers have a subclass, which their
-family's `layer_kind` returns and which is an entry point of the group `slimx.layer_kinds`. The parameter `model` of
-methods contains fields of megatron-core's TransformerConfig. Methods import megatron-core only where they need it,
-because drivers run without torch."""
+`LayerKind` describes a decoder with attention in every layer. For decoders with other layers there are subclasses; a
+family's `layer_kind` returns an instance, and each subclass is an entry point of the group `slimx.layer_kinds`. The
+parameter `model` of methods contains fields of megatron-core's TransformerConfig. Methods import megatron-core only
+where they need it, because drivers run without torch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class LayerKind:
     """Properties of a decoder with attention in every layer; base class of other kinds of decoder layers."""
 
     unproven: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Name of a kind of layers -> configuration keys that were never tested with it, as in
+    """Name of a kind of layer -> configuration keys that were never tested with it, as in
     `slimx.rules.unproven.UNPROVEN`."""
     fuses_rotation: ClassVar[bool] = True
     """True if megatron-core's fused kernels can apply the rotary embeddings to queries and keys."""
@@ -91,7 +91,7 @@ class LayerKind:
 
     def split_rules(self) -> tuple[Rule, ...]:
         """Returns configuration rules that refuse parallel sizes which do not fit these layers, in addition to the
-        rules for all models. They are checked for the policy and, with the critic's keys, for the critic."""
+        rules for all models. These rules are checked for the policy and, with the critic's keys, for the critic."""
         return ()
 
     # FLOPs
@@ -109,7 +109,8 @@ class LayerKind:
 
     def mixer_bytes(self, model: ModelFields, setting: MicrobatchSetting, parts: LayerParts) -> dict[str, float] | None:
         """Returns the activation bytes that a layer's mixer stores for the backward pass, by field name of the
-        planner's `LayerBytes`; None if they are those of grouped-query or latent attention."""
+        planner's `LayerBytes`; None if the mixer is grouped-query or latent attention, whose bytes the planner computes
+        itself."""
         return None
 
     def microbatch_bytes(self, model: ModelFields, setting: MicrobatchSetting, layers: Sequence[int]) -> float:
@@ -137,9 +138,9 @@ class LayerKind:
         return 0
 
     def replay_bytes(self, model: ModelFields, tokens: int, length: int, layers: Sequence[int]) -> int:
-        """Returns the bytes of host memory for the discrete choices, such as selected tokens, that `recorder` keeps of
-        one micro-batch for later passes. `tokens`: tokens on one context-parallel rank; `length`: tokens on all of
-        these ranks; `layers`: indices, from 0, of a pipeline rank's layers."""
+        """Returns the bytes of host memory for the discrete choices of one micro-batch, such as the tokens that sparse
+        attention selects, which `recorder` stores for later passes. `tokens`: tokens on one context-parallel rank;
+        `length`: tokens on all of these ranks; `layers`: indices, from 0, of a pipeline rank's layers."""
         return 0
 
     def exchanged(self, model: ModelFields) -> int:
@@ -150,7 +151,7 @@ class LayerKind:
     # Trainer
 
     def kernels(self, device: str, packages: Collection[str]) -> tuple[str, ...]:
-        """Returns one sentence for the log per kind of recurrent mixer, which names its kernels. `device`: "cpu" or
+        """Returns, for each kind of recurrent mixer, a sentence for the log that names its kernels. `device`: "cpu" or
         "cuda"; `packages`: installed packages."""
         return ()
 
@@ -171,8 +172,9 @@ class LayerKind:
         yield from ()
 
     def recorder(self, trainer: Trainer) -> Callable[[], Packing] | None:
-        """Returns a factory that creates one `Packing` per micro-batch. On its PackedSeqParams, layers record discrete
-        choices in the first pass and replay them in later passes. None: each pass chooses again."""
+        """Returns a function that creates one `Packing` per micro-batch; in the PackedSeqParams that it builds, layers
+        record discrete choices, such as selected tokens, in the first pass and reuse them in later ones. None: each
+        pass chooses again."""
         return None
 
 
@@ -189,8 +191,8 @@ def causal_attention(model: ModelFields, layers: int, pairs: int) -> SequenceFlo
 
 
 def mlps(model: ModelFields) -> tuple[Literal["dense", "experts"], ...]:
-    """Returns the kind of each layer's MLP, in order. In a MoE model, all layers have experts unless `moe_layer_freq`
-    says which."""
+    """Returns the kind of each layer's MLP, in order. In a MoE model, all layers have experts, or those that
+    `moe_layer_freq` selects."""
     layers = model["num_layers"]
     if not model.get("num_moe_experts"):
         return ("dense",) * layers

@@ -1,7 +1,7 @@
-"""Rows of trainer weight tables that families share; a family's module selects those that its model has.
+"""Rows of trainers' weight tables that several families use; a family's module selects those that its model has.
 
-Each row relates a parameter, under megatron-core's name, to the Hugging Face tensors (its sources) that it contains.
-`engine_rows` does the same for SGLang's parameters."""
+Each table row relates a parameter, under megatron-core's name, to the Hugging Face tensors (its sources) that it
+contains. `engine_rows` does the same for SGLang's parameters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Attention:
     @classmethod
     def of(cls, hf: HfConfig, **optional: bool) -> Self:
         """Returns the sizes in config.json `hf`, read from the fields that nearly all families use. `optional`: fields
-        of this class that are True."""
+        of this class to set to True, for tensors that only some families have."""
         hidden = hf["hidden_size"]
         heads = hf["num_attention_heads"]
         groups = hf.get("num_key_value_heads")
@@ -79,35 +79,35 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Factory of the rows of one kind of layer. `prefix` and `source_prefix`: prefixes of the row's name and of its
-    sources' names; `stage`: pipeline stage of the rows."""
+    """Factory of the weight-table rows of one kind of layer. `prefix` and `source_prefix`: prefixes of the parameters'
+    names and of their source tensors' names; `stage`: pipeline stage that stores the parameters."""
 
     prefix: str = "decoder.layers.{layer}."
     source_prefix: str = "model.layers.{layer}."
     stage: Stage = "layer"
     layers: Collection[int] | None = None
-    """Indices of the layers that have the rows; None: all."""
+    """Indices of the layers that have these parameters; None: all."""
 
     def row(self, name: str, sources: Named, *, kind: str = "weight", **options: Unpack[RowOptions]) -> Row:
-        """Returns the row of parameter `name`. Its sources are the tensors `kind`, such as weight or bias, of the
-        modules in `sources`. `options`: further fields of `Row`."""
+        """Returns the weight-table row of parameter `name`, whose sources are the tensors `kind`, such as weight or
+        bias, of the checkpoint's modules in `sources`. `options`: further fields of `Row`."""
         full = tuple((f"{self.source_prefix}{source}.{kind}", shape) for source, shape in sources)
         return Row(self.prefix + name, full, stage=self.stage, layers=self.layers, **options)
 
     def norm(self, name: str, source: str, size: int) -> Row:
-        """Returns the row of a norm's weight `name`, a vector [size] that every rank stores completely. `source`: the
-        checkpoint's module."""
+        """Returns the weight-table row of a norm's weight `name`, a vector [size] that every rank stores completely.
+        `source`: name of the norm in the checkpoint."""
         return self.row(name, [(source, (size,))])
 
     def linear(self, name: str, source: str, shape: tuple[int, int], axis: int | None = None) -> Row:
-        """Returns the row of a matrix `name` that fp8 checkpoints store with block scales. `source`: the checkpoint's
-        module; `axis`: axis split over TP ranks; None: not split."""
+        """Returns the weight-table row of a matrix `name` that fp8 checkpoints store with block scales. `source`: name
+        of its module in the checkpoint; `axis`: axis split over TP ranks; None: not split."""
         return self.row(name, [(source, shape)], axis=axis, quantized=True)
 
     def swiglu(self, name: str, source: str, hidden: int, inner: int, suffix: str = "") -> tuple[Row, Row]:
-        """Returns the rows of the gated MLP `name`: gate and up projections fused, and down projection. `source`: the
-        checkpoint's module; `inner`: intermediate size. For experts, `source` contains `{expert}`, and `suffix` is
-        `{expert}`."""
+        """Returns the weight-table rows of the gated MLP `name`: gate and up projections fused, and down projection.
+        `source`: name of the MLP in the checkpoint; `inner`: intermediate size. For experts, `source` contains
+        `{expert}`, and `suffix` is `{expert}`."""
         gate, up, down = (f"{source}.{kind}_proj" for kind in ("gate", "up", "down"))
         both = [(gate, (inner, hidden)), (up, (inner, hidden))]
         return (
@@ -116,7 +116,7 @@ class Layer:
         )
 
     def attention(self, sizes: Attention) -> tuple[Row, ...]:
-        """Returns the rows of grouped-query attention and of the norm before it."""
+        """Returns the weight-table rows of grouped-query attention and of the norm before it."""
         heads = InterleaveQKV(sizes.heads, sizes.groups, sizes.head, gated=sizes.output_gate)
         matrices = [(name, (count, sizes.hidden)) for name, count in sizes.qkv]
         module = "self_attention."
@@ -141,14 +141,15 @@ class Layer:
         return tuple(rows)
 
     def dense(self, hidden: int, inner: int) -> tuple[Row, ...]:
-        """Returns the rows of a dense layer's gated MLP and of the norm before it. `inner`: intermediate size."""
+        """Returns the weight-table rows of a dense layer's gated MLP and of the norm before it. `inner`: intermediate
+        size."""
         norm = self.norm("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm", hidden)
         return norm, *self.swiglu("mlp", "mlp", hidden, inner)
 
     def moe(
         self, hidden: int, inner: int, experts: int, *, shared: int = 0, selection: bool = False
     ) -> tuple[Row, ...]:
-        """Returns the rows of a MoE layer: router, gated experts, and the norm before them.
+        """Returns the weight-table rows of a MoE layer: router, gated experts, and the norm before them.
 
         `inner`: intermediate size of a routed expert. `shared`: total intermediate size of the shared experts; 0: none.
         `selection`: True if the router has a bias that is used only to select experts (DeepSeek-V3 Technical Report,
@@ -167,8 +168,8 @@ class Layer:
 
 
 def embedding(hf: HfConfig, *, mtp: int = 0) -> Row:
-    """Returns the row of the word embedding. The last pipeline stage has a second copy if the output layer is tied or
-    `mtp` multi-token prediction layers are trained; megatron-core sums the gradients of both copies."""
+    """Returns the weight-table row of the word embedding. The last pipeline stage has a second copy if the output layer
+    is tied or `mtp` multi-token prediction layers are trained; megatron-core sums the gradients of both copies."""
     name = "embedding.word_embeddings.weight"
     copies: tuple[tuple[Stage, str], ...] = ()
     if hf.get("tie_word_embeddings", False):
@@ -180,14 +181,15 @@ def embedding(hf: HfConfig, *, mtp: int = 0) -> Row:
 
 
 def tied_copies(hf: HfConfig) -> dict[str, str]:
-    """Returns the model's `Table.aliases`, which are empty unless embeddings are tied. Some checkpoints with tied
-    embeddings, such as the published Qwen3-0.6B and 1.7B, also store the output layer."""
+    """Returns the model's `Table.aliases` (copies of other checkpoint tensors), which are empty unless embeddings are
+    tied. Some checkpoints with tied embeddings, such as the published Qwen3-0.6B and 1.7B, also store the output
+    layer."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if hf.get("tie_word_embeddings", False) else {}
 
 
 def head(hf: HfConfig) -> tuple[Row, ...]:
-    """Returns the rows of the final norm and of the output layer; a tied output layer has no row, because it is the
-    embedding."""
+    """Returns the weight-table rows of the final norm and of the output layer; a tied output layer has no row, because
+    it is the embedding."""
     hidden = hf["hidden_size"]
     norm = Row("decoder.final_layernorm.weight", (("model.norm.weight", (hidden,)),), stage="last")
     output = Row("output_layer.weight", (("lm_head.weight", (hf["vocab_size"], hidden)),), axis=0, stage="last")

@@ -17,8 +17,8 @@ from slimx.models.files.index import read_object
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Valid values of a config.json field: `accepts` returns True for them, and `description` describes them in error
-    messages."""
+    """Valid values of a config.json field: `accepts` returns True for a valid value, and `description` describes valid
+    values in error messages."""
 
     description: str
     accepts: Callable[[object], bool]
@@ -63,7 +63,8 @@ def _pair(kind: Kind) -> Kind:
 _LAYERS = 1000
 _FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 _DECIDED = Kind(_FLAG.description, _FLAG.accepts, nullable=False)
-"""Switch that must not be null, because a missing one is on, whereas transformers treats null as off."""
+"""Boolean field that must not be null: slimx treats null as a missing field, which means true, but transformers treats
+null as false."""
 _NAME = Kind("a string", lambda value: isinstance(value, str))
 _OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 _OBJECTS = Kind(

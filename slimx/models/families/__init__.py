@@ -40,8 +40,8 @@ class FamilyOptions(Protocol):
     """True if SGLang fuses shared experts only on GPUs and without expert parallelism, and otherwise ignores requests
     to do so."""
     draft_rows: Callable[..., tuple[Row, ...]] | None = None
-    """Function (hf, *, fused_shared_experts) that returns the rows of the multi-token prediction layer in SGLang's
-    draft model; None if they are not known."""
+    """Function (hf, *, fused_shared_experts) that returns the weight-table rows of the multi-token prediction layer in
+    SGLang's draft model; None: slimx has no such rows."""
 
 
 class Family(FamilyOptions, Protocol):
@@ -65,7 +65,7 @@ class Family(FamilyOptions, Protocol):
         ...
 
     def gpt_arguments(self, hf: HfConfig) -> Json:
-        """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec."""
+        """Returns the arguments of megatron-core's GPTModel other than the TransformerConfig and the layer spec."""
         ...
 
     def mtp_layers(self, hf: HfConfig) -> int:
@@ -154,8 +154,8 @@ class ModelSpec:
         return any(row.name.endswith("self_attention.q_layernorm.weight") and row.axis == 0 for row in self.table.rows)
 
     def frozen(self, patterns: Sequence[str]) -> frozenset[Sources]:
-        """Returns the parameters that are not trained, each as the tuple of its sources as in `select`: those that
-        match `patterns` (`trainer.freeze`) or the family's UNTRAINED."""
+        """Returns the parameters that are not trained, each as the tuple of its source tensors as in `select`: those
+        that match `patterns` (`trainer.freeze`) or the family's UNTRAINED."""
         configured = select(self.table, patterns, "trainer.freeze")
         return configured | select(self.table, self.family.UNTRAINED, "UNTRAINED")
 
@@ -186,7 +186,7 @@ class ModelSpec:
         return self.family.draft_rows is not None and self.prediction_layers == 1
 
     def engine_table(self, *, fused_shared_experts: bool = False, draft: bool = False) -> Table:
-        """Returns SGLang's weight table of the model, with `draft` also the rows of its draft model.
+        """Returns SGLang's weight table of the model; if `draft`, it also has the rows of the draft model.
         `fused_shared_experts`: as in `Family.engine_table`."""
         table = self.family.engine_table(self.hf, fused_shared_experts=fused_shared_experts)
         if not draft:
@@ -197,7 +197,7 @@ class ModelSpec:
 
     def without_output_layer(self) -> ModelSpec:
         """Returns the same model without its output layer, for value and reward models. A checkpoint may still contain
-        that layer's tensor or a reward model's score head; trainers do not read them."""
+        the output layer's tensor or a reward model's score head; trainers read neither."""
         table = self.table
         shapes = table.checkpoint_shapes()
         rows: list[Row] = []
@@ -260,12 +260,12 @@ def configured_model(config: Config) -> ModelSpec:
 
 
 def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None = None) -> ModelSpec:
-    """Returns the model that `path`/config.json describes, of which `mtp_layers` multi-token prediction layers are
-    trained.
+    """Returns the model that `path`/config.json describes. `mtp_layers`: number of multi-token prediction layers to
+    train.
 
     `family`: module that describes the model; None: chosen by config.json's architecture. Raises SlimxError if the
     directory is missing, the family is unknown, a field is invalid, unsupported or not read by the family, or the
-    checkpoint has fewer multi-token prediction layers."""
+    checkpoint has fewer multi-token prediction layers than `mtp_layers`."""
     file = Path(path) / "config.json"
     hf, architecture = _config_of(file)
     if not isinstance(mtp_layers, int) or mtp_layers < 0:

@@ -18,7 +18,7 @@ ARCHITECTURE = "Qwen3MoeForCausalLM"
 
 
 def transformer_config(hf: HfConfig) -> Json:
-    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
+    """Returns the fields of megatron-core's TransformerConfig that define the model, except parallelism and dtype."""
     return {
         **decoder_fields(hf, _attention(hf)),
         "num_moe_experts": _experts(hf),
@@ -33,8 +33,8 @@ def transformer_config(hf: HfConfig) -> Json:
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
-    model."""
+    """Returns a description of the first setting in config.json `hf` that slimx does not support; None if all are
+    supported."""
     # SGLang 0.5.23 builds only MoE layers for this architecture and could not serve a checkpoint with dense ones. No
     # published checkpoint has any.
     if hf.get("mlp_only_layers"):
@@ -58,7 +58,8 @@ def _experts(hf: HfConfig) -> int:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's weight table. `mtp` is ignored, because the family has no multi-token prediction layers."""
+    """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
+    contains. `mtp` is ignored, because the family has no multi-token prediction layers."""
     hidden = hf["hidden_size"]
     inner = hf["moe_intermediate_size"]
     experts = _experts(hf)
@@ -68,8 +69,8 @@ def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.qwen3_moe`), with tensors fused as its
-    kernels require.
+    """Returns the table that maps checkpoint tensors to the parameters of SGLang 0.5.23's model
+    (`sglang.srt.models.qwen3_moe`), with tensors fused as its kernels require.
 
     `fused_shared_experts` is ignored, because the family has no shared experts. Raises SlimxError for tied
     embeddings."""

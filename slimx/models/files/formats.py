@@ -16,7 +16,7 @@ class CheckpointFormat(Protocol):
     """A format of checkpoint directories from which a run can load its initial weights."""
 
     name: str
-    """Name of the program that writes checkpoints in this format, for messages."""
+    """Name of the program that writes checkpoints in this format, for error messages."""
 
     def recognizes(self, directory: Path) -> bool:
         """Returns True if `directory` contains a checkpoint in this format."""

@@ -19,7 +19,7 @@ _RESTORE = "restore the file from the checkpoint's source"
 
 def check_downloaded(directory: Path) -> None:
     """Raises SlimxError with the download command if `directory` does not exist and looks like a model name on the
-    Hugging Face Hub. A path whose parent directory exists and contains no models does not count as such a name."""
+    Hugging Face Hub. A path whose parent directory exists and contains no models is not treated as a model name."""
     folder = directory.parent
     local = folder.is_dir() and not any(folder.glob("*/config.json"))
     if not directory.exists() and HUB_ID.fullmatch(str(directory)) and not local:

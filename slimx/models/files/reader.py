@@ -95,8 +95,8 @@ class CheckpointReader:
         return tuple(self.view(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype in which `read` returns `name`, a source of a weight table. Quantized tensors are returned
-        as bf16."""
+        """Returns the dtype in which `read` returns `name`, a source tensor of a weight table. Quantized tensors are
+        returned as bf16."""
         name = stored(name).name
         if self._format(name) is not None:
             return torch.bfloat16
@@ -106,7 +106,7 @@ class CheckpointReader:
         return _DTYPES[dtype]
 
     def _format(self, name: str) -> NumberFormat | None:
-        """Returns the number format in which tensor `name` of a weight table is stored; None if it is stored
+        """Returns the number format in which tensor `name` of a weight table is stored; None if the tensor is stored
         unquantized."""
         for number_format in self._formats:
             if number_format.holds(self, name):
@@ -131,7 +131,7 @@ class CheckpointReader:
 
     def check(self, table: Table, *, quantized: bool = False) -> None:
         """Compares the names, shapes and dtypes of all tensors with a weight table. Raises SlimxError, which names the
-        first tensor that does not fit. The values of repeated tensors are compared by `check_copies`.
+        first tensor that does not match the table. The values of repeated tensors are compared by `check_copies`.
 
         `quantized`: True to accept also number formats from which trainers cannot start (`NumberFormat.CONVERTED`)."""
         shapes = table.checkpoint_shapes()
@@ -179,8 +179,8 @@ class CheckpointReader:
         return number_format.tensors(self, name, shape, transposed=transposed)
 
     def check_copies(self, table: Table) -> None:
-        """Compares each tensor that should repeat another one with its original, bit for bit: a tied output layer, or
-        embedding and output layer of a multi-token prediction layer.
+        """Compares each tensor that should be a copy of another tensor with its original, bit for bit: a tied output
+        layer, or embedding and output layer of a multi-token prediction layer.
 
         Raises SlimxError, which names the first tensor that differs, because the trainer keeps only the original and
         would lose the other values."""
@@ -218,7 +218,8 @@ class CheckpointReader:
             check_finite(view[start : start + step], name, self.path)
 
     def view(self, name: str) -> TensorSlice:
-        """Returns a safetensors slice of tensor `name`, from which parts can be read as they are stored."""
+        """Returns a safetensors slice of tensor `name`, from which any part of the tensor can be read as it is
+        stored."""
         file = self._weight_map[name]
         try:
             return self._open(file).get_slice(name)
@@ -230,8 +231,8 @@ class CheckpointReader:
             ) from error
 
     def read(self, name: str, rect: Rect) -> torch.Tensor:
-        """Returns the elements [rect.rows, rect.cols] that `rect` takes from `name`, a source of a weight table;
-        quantized tensors are dequantized. Raises SlimxError, which names the tensor, if they contain NaN or
+        """Returns the elements [rect.rows, rect.cols] that `rect` selects from `name`, a source tensor of a weight
+        table; quantized tensors are dequantized. Raises SlimxError, which names the tensor, if they contain NaN or
         infinities."""
         source = stored(name)
         row_count, col_count = rect.extent

@@ -1,7 +1,7 @@
 """Reads the pickles of torch_dist checkpoints without executing code that a pickle names.
 
 Unpickling calls any class or function that the file names, and a checkpoint may come from anyone. Only the plain record
-classes of torch's checkpoint format are allowed; any other name is refused with an error that contains it."""
+classes of torch's checkpoint format are allowed; any other name is refused, in an error that contains the name."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Empty:
-    """Placeholder for megatron-core's records, whose contents are not used."""
+    """Placeholder for megatron-core's record classes, whose contents are not used."""
 
 
 @contextmanager

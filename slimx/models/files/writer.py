@@ -19,7 +19,8 @@ from slimx.models.fields import without_quantization
 from slimx.models.files.reader import CheckpointReader
 
 _SHARD_BYTES = 4 * 2**30
-"""Size in bytes at which a file of copied tensors is complete; all tensors of a file are in memory at the same time."""
+"""Size in bytes from which on no more tensors are added to a file of copied tensors; all tensors of a file are in
+memory at the same time."""
 # Files with these suffixes are not copied from the directory from which the run started; all others are.
 TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 
@@ -52,7 +53,7 @@ class Packed(Protocol):
 
 def write_bucket(packed: Packed, path: str, table: Table) -> list[str]:
     """Writes the tensors in the bucket `packed` to the safetensors file `path`; returns their names. `table`: the
-    weight table, which says which of them are stacks of transposed matrices."""
+    weight table, which says which of these tensors are stacks of transposed matrices."""
     memory = torch.from_file(packed.path, shared=True, size=packed.size, dtype=torch.uint8)
     transposed = table.transposed()
     tensors = {}
@@ -70,8 +71,8 @@ def finish_directory(
     configuration and tokenizer files of `source`.
 
     `shards[i]`: names of the tensors in the file `shard_name(i, len(shards))`. `weights`: checkpoint from which frozen
-    tensors of `table` are copied; None: no tensors are added. Aliases that `weights` contains are written with the new
-    values of their originals."""
+    tensors of `table` are copied; None: no tensors are added. Aliases (tensors that repeat another one) in `weights`
+    are written with the new values of their originals."""
     weight_map: dict[str, str] = {}
     for i, tensors in enumerate(shards):
         weight_map |= dict.fromkeys(tensors, shard_name(i, len(shards)))
