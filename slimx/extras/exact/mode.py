@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Exact(NumericsMode):
-    """The mode `numerics.mode: exact` of a run, or of a server started with `--exact-leaves N`."""
+    """Exact mode of a run with `numerics.mode: exact`, or of a server started with `--exact-leaves N`."""
 
     OPTION: ClassVar[str] = "--exact-leaves"
     replaces_layers: ClassVar[bool] = True
@@ -111,8 +111,8 @@ def tree_leaves(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> int:
 
 
 def tensor_sizes(trainer: Trainer, rollout: Rollout) -> dict[str, int]:
-    """Returns the tensor parallel sizes of the trainer and of engines that serve the policy, by a description for
-    messages."""
+    """Returns the tensor parallel sizes of the trainer and of engines that serve the policy, keyed by a description for
+    error messages."""
     sizes = {"trainer.tensor": trainer.tensor, "trainer.expert_tensor": trainer.expert_tensor_size}
     # Frozen groups need not agree with the trainer. A replay starts no engines, but must compute the sums of the run
     # that sampled.

@@ -1,4 +1,5 @@
-"""Configuration rules of `numerics.mode: exact`: what it requires of the other sections, the model and the machine."""
+"""Configuration rules of `numerics.mode: exact`: what exact mode requires of the other sections, the model and the
+machine."""
 
 from __future__ import annotations
 
@@ -78,8 +79,8 @@ FAMILIES = (
 )
 """Architectures whose log-probs were shown to be bitwise equal in trainer and engines (docs/support.md)."""
 ON_GPUS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""Architectures whose code in SGLang was reviewed for GPUs. Exact mode disables all special kernels that this code uses
-on GPUs."""
+"""Architectures with which exact mode may run on GPUs, because their code in SGLang was reviewed: exact mode disables
+all special kernels that this code uses on GPUs."""
 IN_BLOCKS = ("DeepseekV3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Architectures whose log-probs were also shown to be bitwise equal with block-fp8 weights."""
 
@@ -314,7 +315,7 @@ def serves_blocks(numerics: Numerics, publish: Publish, rollout: Rollout, spec: 
 
 def _row_parallel_widths(fields: dict[str, Any]) -> dict[str, int]:
     """Returns the number of elements over which each row-parallel linear layer of a model sums, by a description of the
-    layer. `fields`: those of megatron-core's TransformerConfig."""
+    layer. `fields`: fields of megatron-core's TransformerConfig."""
     experts = fields.get("moe_ffn_hidden_size")
     # In latent attention, the heads of values have a width of their own.
     head_width = fields.get("v_head_dim") or fields["kv_channels"]

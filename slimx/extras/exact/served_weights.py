@@ -20,9 +20,10 @@ class ServedWeights:
     """Copies of one rank's weights that a publication quantizes, rounded to fp8 by the publication's kernel and
     converted back to the model's dtype.
 
-    They are quantized by a copy plan whose source and target are both the rank's own parts. Like any plan, it checks
-    that shards consist of whole blocks of the checkpoint's tensors, so that all layouts of trainers and engines produce
-    the same codes. The copies need one byte per weight for the codes, and the size of the weights for the values.
+    They are quantized by a copy plan whose source and target are both the rank's own parts. Like any copy plan, this
+    one checks that shards consist of whole blocks of the checkpoint's tensors, so that all layouts of trainers and
+    engines produce the same codes. The copies need one byte per weight for the codes, and the size of the weights for
+    the values.
     """
 
     def __init__(
@@ -33,8 +34,8 @@ class ServedWeights:
         dtype: ModelDtype,
     ):
         """Prepares the rounding. `parts`: the rank's parts of checkpoint tensors; `parameters`: the rank's tensors in
-        host memory, by the parts' names; `quantization`: block size and rule; `dtype`: the model's. Raises SlimxError
-        if a shard cuts a block; the error names the first such shard."""
+        host memory, by the parts' names; `quantization`: block size and rule; `dtype`: the model's dtype. Raises
+        SlimxError if a shard cuts a block; the error names the first such shard."""
         quantized = [part._replace(ranks=(0,)) for part in parts if part.quantized]
         precision = Precision(dtype, dtype, quantization)
         plan = compile_plan(quantized, quantized, precision=precision, bucket_bytes=_ONE_BUCKET)
@@ -46,7 +47,7 @@ class ServedWeights:
         """Values that engines have, by parameter name, since the last `refresh`; zeros before the first."""
         self._block = quantization.block
         self._rounded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Codes and scales as matrices, by parameter name."""
+        """fp8 codes and their scales, each as a matrix, by parameter name."""
         packed = {}
         for tensor, start in zip(form.tensors, form.offset.tolist(), strict=True):
             data = self._codes[start : start + tensor.nbytes]

@@ -99,8 +99,8 @@ class BlockFp8(NumberFormat):
         return {name: (shape, (CODES,)), name + SCALE_SUFFIX: (scales, SCALES)}
 
     def read(self, files: Any, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
-        """Returns the bf16 values of rows `rows` and columns `cols` of the tensor `place`, by reading and dequantizing
-        all blocks that overlap them."""
+        """Returns the bf16 values of rows `rows` and columns `cols` of the tensor stored at `place`, by reading and
+        dequantizing all blocks that overlap them."""
         from slimx.extras.low_precision.blocks import dequantize
 
         block = self._block(files)
@@ -137,8 +137,8 @@ class BlockFp8(NumberFormat):
         return parameter.removesuffix(SCALE_SUFFIX) if parameter.endswith(SCALE_SUFFIX) else None
 
     def scales(self, pieces: Iterable[Any], owner: Any) -> Iterator[Any]:
-        """Yields, for each piece of codes, the piece of scales for the same blocks, with rectangles in units of
-        blocks."""
+        """Yields, for each of `pieces` (the parts of code tensors that a parameter stores), the part of the scale
+        tensor for the same blocks. Its rectangles are in units of blocks."""
         block = tuple(owner.quant_method.quant_config.weight_block_size)
         for piece in pieces:
             if piece.tensor is None:
@@ -153,7 +153,8 @@ class BlockFp8(NumberFormat):
 
 
 def _in_blocks(r: Rect, piece: Any, block: Block) -> Rect:
-    """Returns `r`, a rectangle of `piece`, in units of blocks. Raises SlimxError if it cuts a block."""
+    """Returns `r`, a rectangle of `piece`, in units of blocks. Raises SlimxError if an edge of the rectangle cuts
+    through a block."""
     height, width = block
     rows, cols = matrix(piece.shape)
     remainders = [r.row % height, r.local_row % height, r.col % width, r.local_col % width]

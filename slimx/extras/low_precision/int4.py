@@ -58,19 +58,19 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def rounds(row: Row) -> bool:
-    """Returns True if INT4 quantization applies to the tensors of `row`: matrices of routed experts that are separate
-    tensors in the checkpoint."""
+    """Returns True if INT4 quantization applies to the tensors of the weight-table row `row`: matrices of routed
+    experts that are separate tensors in the checkpoint."""
     matrices = all(len(shape) == 2 for _, shape in row.sources)
     return row.per_expert and matrices and stored(row.names(0, 0)[0]).index is None
 
 
 def experts(table: Table) -> Iterator[Entry]:
-    """Yields the entries of `table` to which INT4 quantization applies."""
+    """Yields the tensors in weight table `table` to which INT4 quantization applies."""
     return (entry for entry in table.entries() if rounds(entry.row))
 
 
 def rounded_parts(table: Table, parts: Iterable[Part]) -> list[Part]:
-    """Returns those of a rank's `parts` to which INT4 quantization applies."""
+    """Returns those of `parts`, a rank's parts of checkpoint tensors, to which INT4 quantization applies."""
     sources = {entry.sources for entry in experts(table)}
     return [part for part in parts if part.sources in sources]
 

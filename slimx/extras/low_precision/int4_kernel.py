@@ -1,8 +1,8 @@
-"""Quantizes matrices to INT4 with one bf16 scale per 32 columns, with the kernels in `csrc/int4.h`. They write codes
-and scales as compressed-tensors packs them, or the values with which engines compute.
+"""Quantizes matrices to INT4 with one bf16 scale per 32 columns, by the kernels in `csrc/int4.h`. The kernels write
+either codes and scales as compressed-tensors packs them, or the values with which engines compute.
 
-Conversions write codes and scales, and trainers compute with the values. The same kernel function produces both, on the
-CPU and on a GPU. Quantizing the values again gives the same codes and scales.
+Checkpoint conversions use the codes and scales, and trainers compute with the values. The same kernel function produces
+both, on the CPU and on a GPU. Quantizing the values again gives the same codes and scales.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class Mxfp4(NumberFormat):
         return {name + suffix: (packed, ("U8",)) for suffix, packed in packed_shapes((count, cols, rows)).items()}
 
     def read(self, files: Any, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
-        """Returns the bf16 values of rows `rows` and columns `cols` of the matrix `place`. Files store each matrix in
-        the orientation of the weight table's source."""
+        """Returns the bf16 values of rows `rows` and columns `cols` of the matrix stored at `place`. Files store each
+        matrix in the orientation of the weight table's source."""
         if place.index is None:
             raise NotImplementedError(
                 f"{place.name} is not in a stack of matrices, which MXFP4 needs; restore the checkpoint from its source"

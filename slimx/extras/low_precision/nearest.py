@@ -1,4 +1,4 @@
-"""Suggests parallel sizes close to a configuration's, for use when its sizes split blocks that share a scale."""
+"""Suggests parallel sizes close to those of a configuration whose sizes split blocks that share a scale."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Recipe:
 
     @property
     def width(self) -> int:
-        """Number of elements in a block of inputs."""
+        """Number of elements in a block of inputs, along the summed dimension."""
         return self.vector[1]
 
 

@@ -48,9 +48,10 @@ UNPROVEN = {
     ),
     "publish.quantize=int4": ("rollout.engines.sglang.speculative_algorithm (layers of multi-token prediction)",),
 }
-"""Feature -> configuration keys that were never tested with it, as in `slimx.rules.unproven.UNPROVEN`."""
+"""Feature -> configuration keys that were never tested with the feature, as in `slimx.rules.unproven.UNPROVEN`."""
 ARCHITECTURES = {"trainer.fp8": ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")}
-"""Feature -> the only architectures with which it was tested, as in `slimx.rules.unproven.other_architectures`."""
+"""Feature -> the only model architectures with which the feature was tested, as in
+`slimx.rules.unproven.other_architectures`."""
 ON = {"blockwise": ("h100", "h200"), "mxfp8": ("gb300",)}
 """Recipe of `trainer.fp8` -> the values of `cluster.gpu` whose tensor cores support its blocks. Blackwell GPUs compute
 128-wide blocks as MXFP8, which would need scales that are powers of two."""
@@ -301,9 +302,9 @@ def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelS
 
 
 def _origins(rollout: Rollout, spec: ModelSpec) -> Iterator[tuple[Engines, Path, dict[str, Any]]]:
-    """Yields each group of engines that serve the policy, with the directory from which it starts and the
-    quantization_config there. Groups whose directory has no config.json are skipped. Raises SlimxError for a
-    config.json with an invalid value."""
+    """Yields each group of engines that serve the policy, with the directory from which the engines load their initial
+    weights and that directory's quantization_config. Groups whose directory has no config.json are skipped. Raises
+    SlimxError for a config.json with an invalid value."""
     from slimx.models.schema import read_fields
 
     for group in rollout.policy_engines:

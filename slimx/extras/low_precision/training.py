@@ -57,7 +57,7 @@ class Fp8(Rounding):
 
     def release(self, chunks: Iterable[Any]) -> None:
         """Frees the fp8 copies of weights that Transformer Engine 2.20.2 caches in `chunks`. megatron-core rewrites
-        them in the first micro-batch of every pass, and they would use memory while engines generate on the same
+        them in the first micro-batch of every pass, and the copies would use memory while engines generate on the same
         GPU."""
         for chunk in chunks:
             for module in chunk.modules():

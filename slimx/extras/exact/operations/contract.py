@@ -1,4 +1,5 @@
-"""Attests the arithmetic of a process. The attestations of the trainer and of all engines in a run must be equal."""
+"""Attests the arithmetic of a process by a digest of its results. The attestations of the trainer and of all engines in
+a run must be equal."""
 
 import functools
 import hashlib

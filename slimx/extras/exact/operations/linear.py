@@ -39,8 +39,8 @@ def linear_partial(x: torch.Tensor, weight: torch.Tensor, leaves: int = 1) -> to
     """Computes one rank's part of a row-parallel linear layer's sum, [..., N] in fp32, not rounded. `x` [..., K /
     ranks], `weight` [N, K / ranks].
 
-    `leaves`: leaves on this rank, which are those of the layer divided by the number of ranks. `combine_leaves` adds
-    the parts of all ranks.
+    `leaves`: number of leaves on this rank, which is the layer's number of leaves divided by the number of ranks.
+    `combine_leaves` adds the results of all ranks.
     """
     return linear(x, weight, leaves, dtype=torch.float32)
 

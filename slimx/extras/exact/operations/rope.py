@@ -96,8 +96,8 @@ class Llama3:
 
 
 def yarn_lengthening(factor: float, magnitude: float) -> float:
-    """Returns YaRN's attention factor ("mscale") for a context length extended by `factor`. `magnitude`: its
-    coefficient, mscale or mscale_all_dim in config.json."""
+    """Returns YaRN's attention factor ("mscale") for a context length extended by `factor`. `magnitude`: coefficient of
+    the attention factor, mscale or mscale_all_dim in config.json."""
     return 0.1 * magnitude * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -8,16 +8,18 @@ CONTRACT_VERSION = 3
 have the same version."""
 
 LANES = 16
-"""Number of partial sums in a row's sum, and in the dot product of a query and a key."""
+"""Number of separate partial sums (lanes) from which the sum of a row, and the dot product of a query and a key, are
+computed."""
 SUM_BLOCK = 1024
-"""Number of a row's elements that form a block, whose sum is added to the row's total."""
+"""Number of elements in a block of a row; the sums of blocks are added in order."""
 KEY_BLOCK = 128
-"""Number of keys that form a block, whose sums of weights and values are added to attention's totals."""
+"""Number of keys in a block of attention; each block's sum of weights and weighted sum of values are added to the
+totals in order."""
 
 
 def check_leaves(leaves: int, columns: int | None = None) -> None:
     """Raises SlimxError unless `leaves`, a number of leaves, is a power of two and divides `columns`, the number of
-    elements of a dot product. If `columns` is None, it is not checked."""
+    elements of a dot product. If `columns` is None, only the power of two is checked."""
     if leaves < 1 or leaves & (leaves - 1):
         raise SlimxError(
             f"{leaves} leaves do not form a binary tree; set numerics.leaves to a power of two",

@@ -21,7 +21,7 @@ FP32 = 1
 
 
 class WeightGroup(ctypes.Structure):
-    """A weight matrix and the number of rows that it multiplies: the struct SlimxExactGroup in csrc/exact.h."""
+    """A weight matrix and the number of input rows that it multiplies: the struct SlimxExactGroup in csrc/exact.h."""
 
     _fields_ = [("weight", ctypes.c_void_p), ("rows", ctypes.c_int64)]
 

@@ -1,5 +1,6 @@
 """Matrix products with a fixed order of summation in torch, slow but simple, for any device. This is the specification:
-the kernels in `csrc/exact.h` return the same bits, through the same function in `kernel.py` and `kernel_cuda.py`."""
+the kernels in `csrc/exact.h`, called by functions of the same name in `kernel.py` and `kernel_cuda.py`, return the same
+bits."""
 
 import torch
 import torch.nn.functional as F

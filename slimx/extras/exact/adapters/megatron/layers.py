@@ -66,8 +66,8 @@ WITHOUT_ARITHMETIC = (
     TransformerLayer,
     get_bias_dropout_add,  # without bias and dropout it only adds the residual, as engines do
 )
-"""Modules that a spec may contain unchanged, because they round nothing themselves; their submodules are replaced or
-checked."""
+"""Modules that a spec may contain unchanged in exact mode, because they round nothing themselves; their submodules are
+replaced or checked."""
 
 
 def install(block: Any, *, leaves: int, rotary: exact.Rotary) -> None:
@@ -168,7 +168,7 @@ class ExactLinear(DownProjection):
 
 class _TreeSum(torch.autograd.Function):
     """Autograd function that adds the fp32 partial sums of all ranks as the upper levels of the binary tree. In the
-    backward pass, each rank's part gets the full gradient, which is the same on all ranks."""
+    backward pass, the partial sum of each rank gets the full gradient, which is the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -182,7 +182,8 @@ class _TreeSum(torch.autograd.Function):
 
 
 class ExactRow(RowParallelLinear):
-    """Row-parallel linear layer outside of experts. `leaves`: number of leaves of its sum over all TP ranks."""
+    """Row-parallel linear layer outside of experts. `leaves`: number of leaves, over all TP ranks, of the binary tree
+    in which partial sums are added."""
 
     def __init__(self, *args: Any, leaves: int, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -323,7 +324,8 @@ class _ZeroRotary(torch.nn.Module):
 
 
 class _ExactGrouped(GroupedLinear):
-    """Linear layers of all local experts, computed in one call. `local_leaves`: leaves of each sum on this rank."""
+    """Linear layers of all local experts, computed in one call. `local_leaves`: number of leaves of each sum that this
+    rank computes; a leaf is one of the equal parts whose partial sums are added in a binary tree."""
 
     experts: list[ColumnParallelLinear | RowParallelLinear]
 

@@ -18,7 +18,7 @@ class ExactAttention:
     """Mixin for SGLang's torch backend that computes attention with exact mode's kernels."""
 
     calls: Counter[str]
-    """Number of kernel calls, under the key ATTENTION."""
+    """Number of attention kernel calls, under the key ATTENTION; shows that SGLang uses this backend."""
     token_to_kv_pool: Any
     req_to_token_pool: Any
     swa_out_cache_loc: Any

@@ -22,7 +22,7 @@ EXPERTS_LOADED = f"{_MODULE}.Fp8MoEMethod.process_weights_after_loading"
 
 
 class BlockOperations:
-    """Functions that replace those of SGLang's fp8 layers, through its HookRegistry."""
+    """Functions of exact mode that replace those of SGLang's fp8 layers, through SGLang's HookRegistry."""
 
     def __init__(self, linear: Callable[..., torch.Tensor]):
         """Stores `linear`, the function (quantization method, layer, input, bias) -> output that replaces the matrix
@@ -45,8 +45,8 @@ class BlockOperations:
         return targets
 
     def experts(self, method: Any, layer: Any, dispatch_output: Any) -> Any:
-        """Computes experts with SGLang's function for unquantized experts on the CPU, which exact mode replaces in
-        turn."""
+        """Computes experts by calling SGLang's function for unquantized experts on the CPU, which is itself replaced by
+        exact mode."""
         from sglang.srt.layers.moe import fused_moe_native
         from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 

@@ -31,8 +31,8 @@ def uncovered(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _problem(module: torch.nn.Module, *, in_latent: bool = False) -> str | None:
-    """Returns what `module` computes that exact mode does not cover, as a predicate for an error message; None if exact
-    mode covers it. Submodules are not considered.
+    """Returns what makes `module` unsupported in exact mode, worded as the end of a sentence ("has a bias") for an
+    error message; None if exact mode supports it. Submodules are not considered.
 
     `in_latent`: True if the module is the rotary embedding of latent attention.
     """
@@ -83,8 +83,8 @@ def _problem(module: torch.nn.Module, *, in_latent: bool = False) -> str | None:
 
 
 def _problem_of_experts(module: Any) -> str | None:
-    """Returns what SGLang's FusedMoE `module` computes that exact mode does not cover, as a predicate; None if exact
-    mode covers it."""
+    """Returns what makes SGLang's FusedMoE `module` unsupported in exact mode, worded as the end of a sentence ("is not
+    a plain SwiGLU"); None if exact mode supports it."""
     reason = quantized_otherwise(module)
     if reason is not None:
         return reason
@@ -98,8 +98,9 @@ def _problem_of_experts(module: Any) -> str | None:
 
 
 def _problem_of_choice(config: Any) -> str | None:
-    """Returns why exact mode does not cover the selection of experts by SGLang's TopKConfig `config`, as a predicate;
-    None if it does. With groups and a bias, SGLang uses sigmoid scores regardless of `scoring_func`."""
+    """Returns the reason why exact mode does not support the selection of experts by SGLang's TopKConfig `config`,
+    worded as the end of a sentence ("selects ..."); None if exact mode supports it. With groups and a bias, SGLang uses
+    sigmoid scores regardless of `scoring_func`."""
     if config.use_grouped_topk:
         plain = config.correction_bias is not None
     else:

@@ -32,7 +32,8 @@ class ExpertOperations:
     def __init__(self, leaves: int):
         self.leaves = leaves
         self._shared: torch.Tensor | None = None
-        """Output of the current layer's shared experts, until `experts` adds it to the sum of the routed ones."""
+        """Output of the current layer's shared experts, until `experts` adds it to the sum of the routed experts'
+        outputs."""
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
         """Returns the replacement functions for SGLang's HookRegistry, by dotted name of the function that each

@@ -1,8 +1,8 @@
 """Latent attention (DeepSeek-V3's MLA) of an SGLang server in exact mode. Written for sglang 0.5.23.
 
 SGLang's CPU path applies the up projection to queries and outputs ("absorbed" attention), which rounds differently from
-a trainer. Here, as in training, keys and values are projected from the cached latents, for every token that a step
-attends to. The cache has the same contents as SGLang's, except for the order of the rotated dimensions.
+a trainer. Here, as in training, keys and values are projected from the cached latents for every token to which a step
+attends. The cache has the same contents as SGLang's, except for the order of the rotated dimensions.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Exact mode in an SGLang server: replaces SGLang's operations that round by those of exact mode.
 
-Written for sglang 0.5.23. Active only in a server that was started with `--exact-leaves`. Weight loading, scheduling,
-the KV cache and sampling remain SGLang's. Norms, linear layers, rotary embedding, SwiGLU, attention, top-k, experts,
-output layer and log_softmax are replaced. A model that has any other module with parameters is refused, because it
-would round differently.
+Written for sglang 0.5.23. Exact mode is active only in a server that was started with `--exact-leaves`. Weight loading,
+scheduling, the KV cache and sampling remain SGLang's. Norms, linear layers, rotary embedding, SwiGLU, attention, top-k,
+experts, output layer and log_softmax are replaced. A model that has any other module with parameters is refused,
+because it would round differently.
 
 Operations of MoE layers are in `experts.py`, of attention in `attention.py` and `latent.py`, and sums over ranks in
 `ranks.py`.
@@ -31,8 +31,8 @@ from slimx.extras.exact.adapters.sglang.rotary import rotary_of
 
 
 def open_choices() -> None:
-    """Adds exact mode's attention backend to those that SGLang's server arguments accept: in general, in deterministic
-    mode, and in deterministic mode with a radix cache."""
+    """Adds exact mode's attention backend to SGLang's three lists of accepted backends: for general use, for
+    deterministic mode, and for deterministic mode with a radix cache."""
     from sglang.srt.arg_groups import choices
 
     for listed in (
@@ -77,7 +77,7 @@ LOG_SOFTMAX = "torch.nn.functional.log_softmax"
 
 class ExactServer:
     """Exact mode's operations in one server process. `calls`: number of calls of each operation, by dotted name of the
-    function that it replaces; `leaves`: leaves of row-parallel sums."""
+    function that it replaces; `leaves`: number of equal parts (leaves) into which each row-parallel sum is cut."""
 
     def __init__(self, leaves: int):
         self.leaves = leaves
@@ -86,7 +86,7 @@ class ExactServer:
         self.blocks = BlockOperations(self.linear)
         self.latent = LatentOperations(self._rotate)
         self._gates: set[int] = set()
-        """Values of id() for the linear layers that compute router logits, whose outputs stay in fp32."""
+        """Python id() of each linear layer that computes router logits, whose outputs stay in fp32."""
         self._tables: dict[tuple[exact.Rotary, torch.device], torch.Tensor] = {}
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
@@ -109,8 +109,9 @@ class ExactServer:
         return operation(*args, **kwargs)
 
     def in_force(self, registry: Any, model: torch.nn.Module) -> dict[str, bool]:
-        """Returns, by dotted name, True for each function that is replaced and, if `model` needs it to generate, has
-        been called. Call it after the server's first token."""
+        """Returns, by dotted name of each function that exact mode replaces, True if the replacement is installed and,
+        where `model` needs the function to generate, has been called. Call this after the server has generated its
+        first token."""
         kinds = {type(module).__name__ for module in model.modules()}
         used = {NORM, HEAD} | self.experts.used(kinds) | self.latent.used(kinds) | self.blocks.used(model)
         if "SiluAndMul" in kinds:

@@ -86,15 +86,15 @@ def linear(
 
 
 def check_dtype(name: str, t: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raises SlimxError unless the tensor `t` has dtype `dtype`, because kernels receive only its address. `name`: its
-    name in the error."""
+    """Raises SlimxError unless the tensor `t` has dtype `dtype`, because kernels receive only its address. `name`: the
+    tensor's name in the error."""
     if t.dtype != dtype:
         raise SlimxError(f"{name} has dtype {t.dtype}; convert it to {dtype}", code="kernel.dtype", about=name)
 
 
 def check_weights(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
-    """Returns N, the number of rows of each of `weights` [N, K]. Raises SlimxError unless all have the same shape,
-    which fits `x` [T, K], and x's dtype."""
+    """Returns N, the number of rows of each of `weights` [N, K]. Raises SlimxError unless all weights have the dtype of
+    `x` and the same shape, with as many columns as `x` [T, K]."""
     columns = weights[0].shape[0]
     if any(weight.shape != (columns, x.shape[1]) or weight.dtype != x.dtype for weight in weights):
         raise SlimxError(

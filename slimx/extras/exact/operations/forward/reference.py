@@ -1,5 +1,5 @@
 """Forward functions of exact mode in torch, slow but simple, for any device. They are the specification: the kernels in
-`csrc/exact.h` return the same bits, through the same functions in `kernel.py` and `kernel_cuda.py`.
+`csrc/exact.h`, called by functions of the same names in `kernel.py` and `kernel_cuda.py`, return the same bits.
 
 Each row of a result is computed from the same row of the input, in an order that depends only on the widths.
 """
