@@ -33,22 +33,22 @@ _NAMES = {
     ".mlp.gate.e_score_correction_bias": ".mlp.gate.expert_bias",
     ".shared_head.norm.": ".final_layernorm.",
 }
-"""Part of a GLM-4.5 tensor's name -> the part that this family's checkpoints and SGLang have instead."""
+"""Part of a tensor's name in GLM-4.5 -> the part that replaces it in this family's checkpoints and in SGLang."""
 
 
 def transformer_config(hf: HfConfig) -> Json:
-    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
+    """Returns the fields of megatron-core's TransformerConfig that define the model, except parallelism and dtype."""
     return glm4_moe.transformer_config(_glm(hf))
 
 
 def gpt_arguments(hf: HfConfig) -> Json:
-    """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec."""
+    """Returns the arguments of megatron-core's GPTModel other than the TransformerConfig and the layer spec."""
     return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_dim_fraction(hf, Attention.of(hf).head)}
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
-    model."""
+    """Returns a description of the first setting in config.json `hf` that slimx does not support; None if all are
+    supported."""
     for key in ("max_window_layers", "mtp_loss_scaling_factor"):
         hf.get(key)  # marked as read, because layers have no windows and the run's configuration sets the loss weight
     other = decoder.unsupported_field(
@@ -67,8 +67,9 @@ def unsupported(hf: HfConfig) -> str | None:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's weight table. `mtp`: number of multi-token prediction layers to train; further layers that
-    the checkpoint declares are copied unchanged to exports (`Table.frozen`)."""
+    """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
+    contains. `mtp`: number of multi-token prediction layers to train; further layers that the checkpoint declares are
+    copied unchanged to exports (`Table.frozen`)."""
     trained = _renamed_table(glm4_moe.weight_table(_glm(hf), mtp))
     complete = _renamed_table(glm4_moe.weight_table(_glm(hf), mtp_layers(hf)))
     trained_shapes = trained.checkpoint_shapes()
@@ -78,8 +79,9 @@ def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.bailing_moe`), which has an fp32 router.
-    `fused_shared_experts` is ignored, because the model never fuses the shared expert.
+    """Returns the table that maps checkpoint tensors to the parameters of SGLang 0.5.23's model
+    (`sglang.srt.models.bailing_moe`), which has an fp32 router. `fused_shared_experts` is ignored, because the model
+    never fuses the shared expert.
 
     Raises SlimxError if config.json lacks a field of the published files without which SGLang would serve a different
     model."""
@@ -96,7 +98,8 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
 
 
 def _glm(hf: HfConfig) -> HfConfig:
-    """Returns config.json `hf` with GLM-4.5's names of fields added."""
+    """Returns config.json `hf` with fields added under the names that GLM-4.5 uses, so that GLM-4.5's functions can
+    read it."""
     renamed = {glm_name: hf[name] for glm_name, name in _FIELDS.items()}
     return ChainMap(cast(Json, hf), renamed, {"use_qk_norm": True})
 

@@ -24,7 +24,7 @@ ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 
 def transformer_config(hf: HfConfig) -> Json:
-    """Returns the fields of megatron-core's MLATransformerConfig that define the model, without parallelism and
+    """Returns the fields of megatron-core's MLATransformerConfig that define the model, except parallelism and
     dtype."""
     return {
         "multi_latent_attention": True,
@@ -66,7 +66,7 @@ def _rotary(hf: HfConfig) -> Json:
 
 
 def gpt_arguments(hf: HfConfig) -> Json:
-    """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec."""
+    """Returns the arguments of megatron-core's GPTModel other than the TransformerConfig and the layer spec."""
     return {
         "vocab_size": hf["vocab_size"],
         "max_sequence_length": hf["max_position_embeddings"],
@@ -76,13 +76,13 @@ def gpt_arguments(hf: HfConfig) -> Json:
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
-    model."""
+    """Returns a description of the first setting in config.json `hf` that slimx does not support; None if all are
+    supported."""
     return unsupported_model(hf) or quantized_otherwise(hf)
 
 
 def unsupported_model(hf: HfConfig) -> str | None:
-    """Returns what `unsupported` does, but without checking the checkpoint's quantization."""
+    """Returns the same description as `unsupported`, but does not check the checkpoint's quantization."""
     return _unsupported_rotary(hf) or unsupported_router(hf) or _unsupported_rest(hf)
 
 
@@ -122,14 +122,16 @@ def _unsupported_rest(hf: HfConfig) -> str | None:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's weight table. `mtp`: number of multi-token prediction layers to train; further layers that
-    the checkpoint declares are copied unchanged to exports (`Table.frozen`)."""
+    """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
+    contains. `mtp`: number of multi-token prediction layers to train; further layers that the checkpoint declares are
+    copied unchanged to exports (`Table.frozen`)."""
     return table_with_prediction(hf, partial(attention, hf), mtp=mtp)
 
 
 def attention(hf: HfConfig, layer: Layer, *, fused: bool = True) -> tuple[Row, ...]:
-    """Returns the rows of latent attention and of the norm before it. Every tensor-parallel rank computes all latents,
-    and its shard of the heads. `fused`: True if each norm of a latent is in one module with the projection after it."""
+    """Returns the weight-table rows of latent attention and of the norm before it. Every tensor-parallel rank computes
+    all latents, and its shard of the heads. `fused`: True if each norm of a latent is in one module with the projection
+    after it."""
     hidden = hf["hidden_size"]
     heads = hf["num_attention_heads"]
     query = hf["q_lora_rank"]

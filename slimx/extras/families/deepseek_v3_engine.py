@@ -20,25 +20,25 @@ def engine_table(
     gate_dtype: str | None = None,
     more_attention: Callable[[Layer], tuple[Row, ...]] = lambda _: (),
 ) -> Table:
-    """Returns the weight table of SGLang's model, without its draft model.
+    """Returns the table that maps checkpoint tensors to the parameters of SGLang's model, without its draft model.
 
     `fused_shared_experts`: True if SGLang stores the shared expert after the routed ones in the same parameters.
-    `gate_dtype`: dtype of the router's weight; None: the model's. `more_attention`: function that returns further rows
-    of each layer's attention."""
+    `gate_dtype`: dtype of the router's weight; None: the model's dtype. `more_attention`: function that returns further
+    rows of each layer's attention."""
     layer = engine_rows.layer()
     attention = (*_attention(hf, layer), *more_attention(layer))
     return engine_moe_table(hf, attention, fused=fused_shared_experts, gate_dtype=gate_dtype)
 
 
 def draft_rows(hf: HfConfig, *, fused_shared_experts: bool = False) -> tuple[Row, ...]:
-    """Returns the rows of the multi-token prediction layer in SGLang's draft model
+    """Returns the weight-table rows of the multi-token prediction layer in SGLang's draft model
     (`sglang.srt.models.deepseek_nextn`). `fused_shared_experts`: as in `engine_table`."""
     return engine_draft_rows(hf, partial(_attention, hf), fused=fused_shared_experts)
 
 
 def _attention(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
-    """Returns the rows of latent attention and of the norms around it. The down projections of query and key-value are
-    fused into one parameter, unless queries have no low-rank projection."""
+    """Returns the weight-table rows of latent attention and of the norms around it. The down projections of query and
+    key-value are fused into one parameter, unless queries have no low-rank projection."""
     hidden = hf["hidden_size"]
     heads = hf["num_attention_heads"]
     query = hf["q_lora_rank"]

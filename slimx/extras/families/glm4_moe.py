@@ -22,38 +22,40 @@ requests to do so (`shared_experts_fusion_disable_reason` in `sglang.srt.models.
 
 
 def transformer_config(hf: HfConfig) -> Json:
-    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
+    """Returns the fields of megatron-core's TransformerConfig that define the model, except parallelism and dtype."""
     return {**decoder.decoder_fields(hf, _attention(hf)), **moe_fields(hf)}
 
 
 def gpt_arguments(hf: HfConfig) -> Json:
-    """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec."""
+    """Returns the arguments of megatron-core's GPTModel other than the TransformerConfig and the layer spec."""
     return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_fraction(hf, default=0.5)}
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
-    model."""
+    """Returns a description of the first setting in config.json `hf` that slimx does not support; None if all are
+    supported."""
     other = decoder.unsupported_field(hf, ("hidden_act", "silu"), ("tie_word_embeddings", False))
     scaled = decoder.scaled_otherwise(hf, "default")
     return scaled or unsupported_router(hf) or decoder.quantized_otherwise(hf) or other
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's weight table. `mtp`: number of multi-token prediction layers to train; further layers that
-    the checkpoint declares are copied unchanged to exports (`Table.frozen`)."""
+    """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
+    contains. `mtp`: number of multi-token prediction layers to train; further layers that the checkpoint declares are
+    copied unchanged to exports (`Table.frozen`)."""
     return table_with_prediction(hf, lambda layer: layer.attention(_attention(hf)), mtp=mtp)
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.glm4_moe`), which has an fp32 router.
-    `fused_shared_experts`: True if SGLang stores the shared expert after the routed ones in the same parameters."""
+    """Returns the table that maps checkpoint tensors to the parameters of SGLang 0.5.23's model
+    (`sglang.srt.models.glm4_moe`), which has an fp32 router. `fused_shared_experts`: True if SGLang stores the shared
+    expert after the routed ones in the same parameters."""
     attention = engine_rows.attention(engine_rows.layer(), _attention(hf))
     return engine_moe_table(hf, attention, fused=fused_shared_experts, gate_dtype="float32")
 
 
 def draft_rows(hf: HfConfig, *, fused_shared_experts: bool = False) -> tuple[Row, ...]:
-    """Returns the rows of the multi-token prediction layer in SGLang's draft model
+    """Returns the weight-table rows of the multi-token prediction layer in SGLang's draft model
     (`sglang.srt.models.glm4_moe_nextn`). `fused_shared_experts`: as in `engine_table`."""
     attention = partial(engine_rows.attention, sizes=_attention(hf))
     return engine_draft_rows(hf, attention, fused=fused_shared_experts, gate_dtype="float32")

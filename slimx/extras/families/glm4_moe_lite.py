@@ -18,12 +18,13 @@ FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM = True
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
-    model."""
+    """Returns a description of the first setting in config.json `hf` that slimx does not support; None if all are
+    supported."""
     return unsupported_layers(hf) or deepseek_v3.unsupported(hf)
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.glm4_moe_lite`). `fused_shared_experts`:
-    True if SGLang stores the shared expert after the routed ones in the same parameters."""
+    """Returns the table that maps checkpoint tensors to the parameters of SGLang 0.5.23's model
+    (`sglang.srt.models.glm4_moe_lite`). `fused_shared_experts`: True if SGLang stores the shared expert after the
+    routed ones in the same parameters."""
     return deepseek_v3_engine.engine_table(hf, fused_shared_experts=fused_shared_experts, gate_dtype="float32")

@@ -30,7 +30,7 @@ _WINDOWED = {"sliding_attention": 1, "full_attention": 0}
 
 
 def transformer_config(hf: HfConfig) -> Json:
-    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
+    """Returns the fields of megatron-core's TransformerConfig that define the model, except parallelism and dtype."""
     scaling = decoder.rotary(hf)[1]
     return {
         **decoder.decoder_fields(hf, _attention(hf)),
@@ -60,13 +60,13 @@ def transformer_config(hf: HfConfig) -> Json:
 
 
 def gpt_arguments(hf: HfConfig) -> Json:
-    """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec."""
+    """Returns the arguments of megatron-core's GPTModel other than the TransformerConfig and the layer spec."""
     return {**decoder.gpt_arguments(hf), "position_embedding_type": "yarn"}
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
-    model."""
+    """Returns a description of the first setting in config.json `hf` that slimx does not support; None if all are
+    supported."""
     scaled = decoder.scaled_otherwise(hf, "yarn")
     if scaled:
         return scaled
@@ -89,7 +89,8 @@ def unsupported(hf: HfConfig) -> str | None:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's weight table. `mtp` is ignored, because the family has no multi-token prediction layers."""
+    """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
+    contains. `mtp` is ignored, because the family has no multi-token prediction layers."""
     sizes = _attention(hf)
     layer = Layer()
     hidden = sizes.hidden
@@ -116,9 +117,9 @@ def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.gpt_oss`) with the expert kernel `triton`.
-    The attention backend must not be trtllm_mha, whose sinks are fp32. `fused_shared_experts` is ignored, because the
-    family has no shared experts.
+    """Returns the table that maps checkpoint tensors to the parameters of SGLang 0.5.23's model
+    (`sglang.srt.models.gpt_oss`) with the expert kernel `triton`. The attention backend must not be trtllm_mha, whose
+    sinks are fp32. `fused_shared_experts` is ignored, because the family has no shared experts.
     """
     sizes = _attention(hf)
     layer = engine_rows.layer()

@@ -22,13 +22,13 @@ _INT4 = "compressed-tensors"
 
 
 def transformer_config(hf: HfConfig) -> Json:
-    """Returns the fields of megatron-core's MLATransformerConfig that define the model, without parallelism and
+    """Returns the fields of megatron-core's MLATransformerConfig that define the model, except parallelism and
     dtype."""
     return deepseek_v3.transformer_config(hf["text_config"])
 
 
 def gpt_arguments(hf: HfConfig) -> Json:
-    """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec."""
+    """Returns the arguments of megatron-core's GPTModel other than the TransformerConfig and the layer spec."""
     return deepseek_v3.gpt_arguments(hf["text_config"])
 
 
@@ -38,8 +38,8 @@ def mtp_layers(hf: HfConfig) -> int:
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
-    model."""
+    """Returns a description of the first setting in config.json `hf` that slimx does not support; None if all are
+    supported."""
     text = hf["text_config"]
     for prefix, fields in (("", hf), ("text_config.", text)):
         quantized = quantized_otherwise(fields, _INT4)
@@ -56,8 +56,9 @@ def unsupported(hf: HfConfig) -> str | None:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's weight table. `mtp`: number of multi-token prediction layers to train. Further layers that
-    the checkpoint declares and the vision tower are copied unchanged to exports (`Table.frozen`)."""
+    """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
+    contains. `mtp`: number of multi-token prediction layers to train. Further layers that the checkpoint declares and
+    the vision tower are copied unchanged to exports (`Table.frozen`)."""
     table = deepseek_v3.weight_table(hf["text_config"], mtp)
     return replace(
         table,

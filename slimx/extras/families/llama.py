@@ -20,21 +20,21 @@ _SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_posit
 
 
 def transformer_config(hf: HfConfig) -> Json:
-    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
+    """Returns the fields of megatron-core's TransformerConfig that define the model, except parallelism and dtype."""
     return decoder.decoder_fields(hf, Attention.of(hf))
 
 
 def gpt_arguments(hf: HfConfig) -> Json:
-    """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec. From Llama 3.1 on,
-    rotary frequencies are scaled."""
+    """Returns the arguments of megatron-core's GPTModel other than the TransformerConfig and the layer spec. From Llama
+    3.1 on, rotary frequencies are scaled."""
     kind, fields = decoder.rotary(hf)
     scaled = {"rope_scaling": True, "rope_scaling_factor": fields["factor"]} if kind == "llama3" else {}
     return decoder.gpt_arguments(hf) | scaled
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
-    model."""
+    """Returns a description of the first setting in config.json `hf` that slimx does not support; None if all are
+    supported."""
     scaled = decoder.scaled_otherwise(hf, "default", "llama3")
     if scaled:
         return scaled
@@ -48,11 +48,12 @@ def unsupported(hf: HfConfig) -> str | None:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's weight table. `mtp` is ignored, because the family has no multi-token prediction layers."""
+    """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
+    contains. `mtp` is ignored, because the family has no multi-token prediction layers."""
     return dense_table(hf, Attention.of(hf))
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns the weight table of SGLang's model (`sglang.srt.models.llama`). `fused_shared_experts` is ignored,
-    because the model has no experts."""
+    """Returns the table that maps checkpoint tensors to the parameters of SGLang's model (`sglang.srt.models.llama`).
+    `fused_shared_experts` is ignored, because the model has no experts."""
     return dense_engine_table(hf, Attention.of(hf), "tensor")

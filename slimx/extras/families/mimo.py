@@ -21,14 +21,15 @@ ARCHITECTURE = "MiMoForCausalLM"
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
-    model."""
+    """Returns a description of the first setting in config.json `hf` that slimx does not support; None if all are
+    supported."""
     return qwen2.unsupported(hf) or unsupported_field(hf, ("attention_bias", True), ("tie_word_embeddings", False))
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's weight table. `mtp` is ignored, because multi-token prediction layers are not trained, but
-    copied unchanged to exports (`Table.frozen`)."""
+    """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
+    contains. `mtp` is ignored, because multi-token prediction layers are not trained, but copied unchanged to exports
+    (`Table.frozen`)."""
     table = qwen2.weight_table(hf)
     hidden = hf["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {

@@ -21,7 +21,7 @@ _MOE = "block_sparse_moe"
 
 
 def transformer_config(hf: HfConfig) -> Json:
-    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
+    """Returns the fields of megatron-core's TransformerConfig that define the model, except parallelism and dtype."""
     return {
         **decoder.decoder_fields(hf, _attention(hf)),
         "num_moe_experts": hf["num_local_experts"],
@@ -35,13 +35,13 @@ def transformer_config(hf: HfConfig) -> Json:
 
 
 def gpt_arguments(hf: HfConfig) -> Json:
-    """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec."""
+    """Returns the arguments of megatron-core's GPTModel other than the TransformerConfig and the layer spec."""
     return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_dim_fraction(hf, _attention(hf).head)}
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
-    model."""
+    """Returns a description of the first setting in config.json `hf` that slimx does not support; None if all are
+    supported."""
     problem = decoder.scaled_otherwise(hf, "default") or decoder.contradicting_fractions(hf, _attention(hf).head)
     if problem:
         return problem
@@ -63,8 +63,8 @@ def unsupported(hf: HfConfig) -> str | None:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's weight table. `mtp` is ignored, because no published checkpoint contains multi-token
-    prediction layers."""
+    """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
+    contains. `mtp` is ignored, because no published checkpoint contains multi-token prediction layers."""
     hidden = hf["hidden_size"]
     inner = hf["intermediate_size"]
     experts = hf["num_local_experts"]
@@ -90,10 +90,11 @@ def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.minimax_m2`), which has an fp32 router.
-    `fused_shared_experts` is ignored, because the family has no shared experts.
+    """Returns the table that maps checkpoint tensors to the parameters of SGLang 0.5.23's model
+    (`sglang.srt.models.minimax_m2`), which has an fp32 router. `fused_shared_experts` is ignored, because the family
+    has no shared experts.
 
-    Raises SlimxError if config.json lacks a field of the published files for which SGLang's default would be a
+    Raises SlimxError if config.json lacks a field of the published files whose default in SGLang would result in a
     different model.
     """
     for key in ("use_qk_norm", "use_routing_bias", "scoring_func", "rotary_dim"):
@@ -129,7 +130,7 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
 
 
 def _selection(layer: Layer, name: str, experts: int) -> Row:
-    """Returns the row of parameter `name`, the router's bias that is used only to select experts."""
+    """Returns the weight-table row of parameter `name`, the router's bias that is used only to select experts."""
     return layer.row(name, [(_MOE, (experts,))], kind="e_score_correction_bias", dtype="float32")
 
 

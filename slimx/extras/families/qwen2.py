@@ -23,25 +23,26 @@ ARCHITECTURE = "Qwen2ForCausalLM"
 
 
 def transformer_config(hf: HfConfig) -> Json:
-    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
+    """Returns the fields of megatron-core's TransformerConfig that define the model, except parallelism and dtype."""
     return decoder_fields(hf, _attention(hf))
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
-    model."""
+    """Returns a description of the first setting in config.json `hf` that slimx does not support; None if all are
+    supported."""
     usual = (("use_sliding_window", False), ("hidden_act", "silu"))
     return scaled_otherwise(hf, "default") or unsupported_field(hf, *usual) or quantized_otherwise(hf)
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's weight table. `mtp` is ignored, because the family has no multi-token prediction layers."""
+    """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
+    contains. `mtp` is ignored, because the family has no multi-token prediction layers."""
     return dense_table(hf, _attention(hf))
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns the weight table of SGLang's model (`sglang.srt.models.qwen2`). `fused_shared_experts` is ignored,
-    because the model has no experts."""
+    """Returns the table that maps checkpoint tensors to the parameters of SGLang's model (`sglang.srt.models.qwen2`).
+    `fused_shared_experts` is ignored, because the model has no experts."""
     return dense_engine_table(hf, _attention(hf), "tensor")
 
 

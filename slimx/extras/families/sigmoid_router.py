@@ -29,7 +29,8 @@ def moe_fields(hf: HfConfig) -> Json:
 
 
 def router_fields(hf: HfConfig) -> Json:
-    """Returns the fields of megatron-core's TransformerConfig for routed experts and their router."""
+    """Returns the fields of megatron-core's TransformerConfig for routed experts and their router (see `moe_fields` for
+    shared experts)."""
     return {
         "num_moe_experts": hf["n_routed_experts"],
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
@@ -45,17 +46,17 @@ def router_fields(hf: HfConfig) -> Json:
 
 
 def moe_rows(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
-    """Returns the trainer's rows of a MoE layer and of the norm before it. `layer`: factory of rows for the layers that
-    have experts."""
+    """Returns the rows of a MoE layer and of the norm before it in the trainer's weight table. `layer`: factory of rows
+    for the layers that have experts."""
     return layer.moe(**_sizes(hf), selection=True)
 
 
 def engine_moe_table(hf: HfConfig, attention: tuple[Row, ...], *, fused: bool, gate_dtype: str | None = None) -> Table:
-    """Returns SGLang's weight table of a model whose first layers are dense and whose other layers have this router and
-    its experts. `attention`: rows of all layers' attention.
+    """Returns SGLang's weight table of a model whose first layers are dense and whose other layers have DeepSeek-V3's
+    sigmoid router and experts. `attention`: rows of all layers' attention.
 
     `fused`: True if SGLang stores the shared expert after the routed ones in the same parameters; `gate_dtype`: dtype
-    of the router's weight; None: the model's."""
+    of the router's weight; None: the model's dtype."""
     if fused and hf.get("n_shared_experts") != 1:
         raise SlimxError(
             "SGLang can fuse exactly one shared expert with the routed ones, but n_shared_experts is "
@@ -82,9 +83,9 @@ def engine_draft_rows(
     fused: bool,
     gate_dtype: str | None = None,
 ) -> tuple[Row, ...]:
-    """Returns the rows of a multi-token prediction layer with this router in SGLang's draft model, which shares the
-    target model's embedding and output layer. `attention`: function that returns the rows of a layer's attention;
-    `fused`, `gate_dtype`: as in `engine_moe_table`."""
+    """Returns the weight-table rows of a multi-token prediction layer with DeepSeek-V3's sigmoid router in SGLang's
+    draft model, which shares the target model's embedding and output layer. `attention`: function that returns the rows
+    of a layer's attention; `fused`, `gate_dtype`: as in `engine_moe_table`."""
     layer = Layer(f"{DRAFT}model.", engine_rows.LAYER, stage="mtp")
     inside = Layer(f"{layer.prefix}decoder.", layer.source_prefix, stage=layer.stage)
     hidden = hf["hidden_size"]
@@ -106,8 +107,8 @@ class _Sizes(TypedDict):
 
 
 def _sizes(hf: HfConfig) -> _Sizes:
-    """Returns the sizes of a MoE layer, as arguments of functions that return its rows. Key `shared` is the total
-    intermediate size of the shared experts; 0 if there are none."""
+    """Returns the sizes of a MoE layer, as keyword arguments of functions that return the layer's weight-table rows.
+    Key `shared` is the total intermediate size of the shared experts; 0 if there are none."""
     inner = hf["moe_intermediate_size"]
     shared = (hf.get("n_shared_experts") or 0) * inner
     return {"hidden": hf["hidden_size"], "inner": inner, "experts": hf["n_routed_experts"], "shared": shared}
@@ -142,5 +143,6 @@ def unsupported_layers(hf: HfConfig) -> str | None:
 
 
 def _grouped(hf: HfConfig) -> bool:
-    """Returns True if selecting groups excludes some experts, that is, if not all groups are selected."""
+    """Returns True if the router's group selection excludes some experts, that is, if not all expert groups are
+    selected."""
     return (hf.get("n_group") or 1) > (hf.get("topk_group") or 1)

@@ -76,8 +76,8 @@ class DeltaNet:
 
     @property
     def mixed(self) -> tuple[Cut, Cut, Cut]:
-        """Cuts that take the query, key and value rows of each key head from source 0, which stores all queries, then
-        all keys, then all values."""
+        """Cuts (row ranges, one per key head) for queries, keys and values in source 0, the tensor that stores all
+        queries, then all keys, then all values."""
         queries = Cut(0, 0, self.key_head, self.key_head)
         keys = Cut(0, self.key, self.key_head, self.key_head)
         values = Cut(0, 2 * self.key, self.value_rows, self.value_rows)
@@ -106,7 +106,7 @@ class DeltaNets(LayerKind):
 
     def mixer_products(self, model: Mapping[str, Any]) -> int:
         """Returns the multiply-adds per token of one delta net in the forward pass: products with weights, including
-        the convolution's, and those of the gated delta rule (2412.06464, section 3.3) in chunks of 64 tokens, as in
+        the convolution's, and products of the gated delta rule (2412.06464, section 3.3) in chunks of 64 tokens, as in
         flash-linear-attention.
 
         For each value head, the rule multiplies key and query by the chunk's keys, the chunk's scores by its new
@@ -121,8 +121,8 @@ class DeltaNets(LayerKind):
         """Returns the bytes of one delta net's activations by field of `LayerBytes`; None for a layer with attention.
         The result was never compared with a measurement.
 
-        Tensor-parallel ranks split heads, but not tokens. Under context parallelism a rank has fewer heads of more
-        tokens, which is the same number of elements. Keys and queries are repeated for each value head, as in
+        Tensor-parallel ranks split heads, but not tokens. Under context parallelism, a rank has fewer heads but more
+        tokens, so the number of elements stays the same. Keys and queries are repeated for each value head, as in
         megatron-core."""
         if parts.mixer == "attention":
             return None

@@ -41,7 +41,7 @@ class HybridLayers(LayerKind):
 
     def mixer_products(self, model: Mapping[str, Any]) -> int:
         """Returns the multiply-adds per token of one Mamba-2 layer in the forward pass: products with weights,
-        including the convolution's, and those of the state-space rule."""
+        including the convolution's, and products of the state-space rule."""
         sizes = StateSpace.of(model)
         weights = sizes.hidden * (sizes.projected + sizes.inner) + sizes.width * sizes.mixed
         return weights + sizes.rule(STATE_CHUNK)

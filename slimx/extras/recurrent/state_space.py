@@ -42,7 +42,7 @@ class StateSpace:
 
     @property
     def inner(self) -> int:
-        """Number of channels of all heads: that of the input x, of the gate z, and of the output."""
+        """Number of channels of all heads, which the input x, the gate z and the output each have."""
         return self.heads * self.head
 
     @property
@@ -52,7 +52,7 @@ class StateSpace:
 
     @property
     def mixed(self) -> int:
-        """Number of input channels of the convolution: those of x, B and C."""
+        """Number of input channels of the convolution: the channels of x, B and C."""
         return self.inner + 2 * self.keys
 
     def rule(self, chunk: int) -> int:
@@ -63,5 +63,5 @@ class StateSpace:
 
     @property
     def projected(self) -> int:
-        """Number of rows of the input projection: those of z, x, B and C, and one time step per head."""
+        """Number of rows of the input projection: rows for z, x, B and C, and one row per head for the time step."""
         return self.inner + self.mixed + self.heads

@@ -31,7 +31,7 @@ UNTRAINED = ("*.core_attention.indexer.*",)
 
 
 def transformer_config(hf: HfConfig, *, interleaved: bool = False) -> dict[str, Any]:
-    """Returns the fields of megatron-core's MLATransformerConfig that define the model, without parallelism and dtype.
+    """Returns the fields of megatron-core's MLATransformerConfig that define the model, except parallelism and dtype.
     `interleaved`: True if the indexer's rotary embedding rotates adjacent pairs."""
     interval, offset = period(indexers(hf)) or (1, 0)
     return {
@@ -54,8 +54,8 @@ def transformer_config(hf: HfConfig, *, interleaved: bool = False) -> dict[str, 
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
-    model."""
+    """Returns a description of the first setting in config.json `hf` that slimx does not support; None if all are
+    supported."""
     if hf.get("indexer_rope_interleave"):
         return "indexer_rope_interleave true"
     if not all(indexers(hf)):
@@ -83,14 +83,16 @@ def unsupported_sparse(hf: HfConfig) -> str | None:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's weight table. `mtp`: number of multi-token prediction layers to train; further layers that
-    the checkpoint declares are copied unchanged to exports (`Table.frozen`)."""
+    """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
+    contains. `mtp`: number of multi-token prediction layers to train; further layers that the checkpoint declares are
+    copied unchanged to exports (`Table.frozen`)."""
     return table_with_prediction(hf, partial(_attention, hf), mtp=mtp)
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.deepseek_v2`). `fused_shared_experts`: True
-    if SGLang stores the shared expert after the routed ones in the same parameters."""
+    """Returns the table that maps checkpoint tensors to the parameters of SGLang 0.5.23's model
+    (`sglang.srt.models.deepseek_v2`). `fused_shared_experts`: True if SGLang stores the shared expert after the routed
+    ones in the same parameters."""
 
     def indexer(layer: Layer) -> tuple[Row, ...]:
         heads = hf["index_n_heads"]
@@ -106,8 +108,8 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
 
 
 def engine_indexer(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
-    """Returns the rows of an indexer that are the same in all of SGLang's models: query projection and key norm, which
-    every rank stores completely."""
+    """Returns the weight-table rows for the parts of an indexer that are the same in all of SGLang's models: query
+    projection and key norm, which every rank stores completely."""
     head = hf["index_head_dim"]
     norm = [("self_attn.indexer.k_norm", (head,))]
     return (
@@ -120,15 +122,15 @@ def engine_indexer(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
 
 
 def _attention(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
-    """Returns the rows of latent attention, of the norm before it, and of the indexer, which every tensor-parallel rank
-    stores completely. Norms of latents are modules of their own, because the indexer reads the normalized query
-    latent."""
+    """Returns the weight-table rows of latent attention, of the norm before it, and of the indexer, which every
+    tensor-parallel rank stores completely. Norms of latents are modules of their own, because the indexer reads the
+    normalized query latent."""
     return *deepseek_v3.attention(hf, layer, fused=False), *_indexer(hf, with_indexers(hf, layer))
 
 
 def with_indexers(hf: HfConfig, layer: Layer) -> Layer:
-    """Returns `layer`, restricted to those of its layers that have an indexer. All multi-token prediction layers have
-    one."""
+    """Returns the row factory `layer`, restricted to those of its layers that have an indexer. All multi-token
+    prediction layers have one."""
     if layer.stage == "mtp" or all(indexers(hf)):
         return layer
     every = range(hf["num_hidden_layers"]) if layer.layers is None else layer.layers

@@ -23,24 +23,24 @@ ARCHITECTURE = "GlmMoeDsaForCausalLM"
 
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
-    """Returns the fields of megatron-core's MLATransformerConfig that define the model, without parallelism and
+    """Returns the fields of megatron-core's MLATransformerConfig that define the model, except parallelism and
     dtype."""
     return deepseek_v32.transformer_config(hf, interleaved=True)
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
-    model."""
+    """Returns a description of the first setting in config.json `hf` that slimx does not support; None if all are
+    supported."""
     if not hf.get("indexer_rope_interleave", True):
         return "indexer_rope_interleave false"
     return deepseek_v32.unsupported_sparse(hf) or deepseek_v3.unsupported(hf)
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns the weight table of SGLang 0.5.23's model on CUDA (`sglang.srt.models.glm4_moe`). It fuses two
-    projections of an indexer whose rotary embedding rotates adjacent pairs. `fused_shared_experts`: True if SGLang
-    stores the shared expert after the routed ones in the same parameters. Raises SlimxError if config.json lacks the
-    field from which SGLang determines the indexer's rotation."""
+    """Returns the table that maps checkpoint tensors to the parameters of SGLang 0.5.23's model on CUDA
+    (`sglang.srt.models.glm4_moe`). SGLang fuses two projections of an indexer whose rotary embedding rotates adjacent
+    pairs. `fused_shared_experts`: True if SGLang stores the shared expert after the routed ones in the same parameters.
+    Raises SlimxError if config.json lacks the field from which SGLang determines the indexer's rotation."""
     if hf.get("indexer_rope_interleave") is not True:
         raise SlimxError(
             f"SGLang 0.5.23 would serve a {ARCHITECTURE} without indexer_rope_interleave as a different model; set it "

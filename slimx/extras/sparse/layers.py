@@ -23,7 +23,7 @@ class SparseAttention(LayerKind):
     earlier layer with an indexer selected."""
 
     indexers: tuple[bool, ...]
-    """True for each layer with an indexer, in order."""
+    """For each layer, in order: True if it has an indexer."""
 
     unproven = {"megatron-core's experimental attention": ("trainer.offload_activations",)}
     fuses_rotation = False
@@ -133,8 +133,9 @@ class SparseAttention(LayerKind):
             yield from module.k_norm.parameters()
 
     def recorder(self, trainer: Trainer) -> Callable[[], Packing] | None:
-        """Returns, if `trainer.indexer_replay` is R2, a factory of callables that create a micro-batch's
-        SparseSequences, all with the same record of selected tokens; else None."""
+        """Returns, if `trainer.indexer_replay` is R2, a function that creates one callable per micro-batch. The
+        SparseSequences objects that this callable creates share one record of selected tokens, so that later passes can
+        replay them. None otherwise."""
         if trainer.indexer_replay != "R2":
             return None
         from slimx.extras.sparse.adapters.megatron.sparse import SparseSequences

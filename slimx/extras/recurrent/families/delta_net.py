@@ -27,8 +27,8 @@ _KINDS = {_DELTA_NET, "full_attention"}
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """Storage of a delta net's input projections in one or several tensors. `sources`: name and number of rows of each
-    tensor."""
+    """How a delta net's input projections are stored in one or several tensors. `sources`: name and number of rows of
+    each tensor."""
 
     sources: tuple[tuple[str, int], ...]
     cuts: tuple[Cut, ...]
@@ -60,8 +60,8 @@ def by_key_head(net: DeltaNet) -> Projections:
 
 
 def by_kind(net: DeltaNet) -> Projections:
-    """Returns how Qwen3.5's checkpoints store the input projections: queries, keys and values in one tensor, and each
-    other kind in a tensor of its own."""
+    """Returns how Qwen3.5's checkpoints store the input projections: queries, keys and values in one tensor, and gates,
+    learning rates and decays in a tensor each."""
     return Projections(
         (
             ("in_proj_qkv", net.channels),
@@ -153,13 +153,13 @@ def moe_fields(hf: HfConfig) -> dict[str, Any]:
 
 
 def gpt_arguments(hf: HfConfig) -> dict[str, Any]:
-    """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec."""
+    """Returns the arguments of megatron-core's GPTModel other than the TransformerConfig and the layer spec."""
     return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_fraction(hf, default=0.25)}
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
-    model."""
+    """Returns a description of the first setting in config.json `hf` that slimx does not support; None if all are
+    supported."""
     scaled = decoder.scaled_otherwise(hf, "default")
     if scaled:
         return scaled
@@ -186,8 +186,9 @@ def unsupported(hf: HfConfig) -> str | None:
 
 
 def weight_table(hf: HfConfig, store: Store, frozen: Mapping[str, tuple[int, ...]] | None = None) -> Table:
-    """Returns the trainer's weight table. `store`: how the checkpoint stores a delta net's input projections; `frozen`:
-    names and shapes of checkpoint tensors that are not trained, but copied to exports."""
+    """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
+    contains. `store`: how the checkpoint stores a delta net's input projections; `frozen`: names and shapes of
+    checkpoint tensors that are not trained, but copied to exports."""
     attention = Layer(layers=layers_of(hf, "full_attention")).attention(attention_of(hf))
     linear = Layer(layers=layers_of(hf, _DELTA_NET))
     experts = hf.get("num_experts") or 0
@@ -209,8 +210,8 @@ def weight_table(hf: HfConfig, store: Store, frozen: Mapping[str, tuple[int, ...
 
 
 def _trained(layer: Layer, net: DeltaNet, store: Store) -> tuple[Row, ...]:
-    """Returns the rows of a delta net as megatron-core's GatedDeltaNet stores it, and of the norm before it. `store`:
-    as in `weight_table`."""
+    """Returns the weight-table rows of a delta net as megatron-core's GatedDeltaNet stores it, and of the norm before
+    it. `store`: as in `weight_table`."""
     prefix = "self_attention."
     source_prefix = "linear_attn."
     stored = store(net)
@@ -239,8 +240,9 @@ def _trained(layer: Layer, net: DeltaNet, store: Store) -> tuple[Row, ...]:
 
 
 def _head_vectors(layer: Layer, prefix: str, source_prefix: str, net: DeltaNet) -> tuple[Row, Row]:
-    """Returns the rows of A_log and dt_bias, which have one element per value head. megatron-core, SGLang and
-    checkpoints use these names after the prefix of a delta net: `prefix` or `source_prefix`."""
+    """Returns the weight-table rows of A_log and dt_bias, which have one element per value head. megatron-core, SGLang
+    and checkpoints use these names after a delta net's prefix, which is `prefix` in the model and `source_prefix` in
+    checkpoints."""
 
     def row(name: str) -> Row:
         source = f"{layer.source_prefix}{source_prefix}{name}", (net.values,)
@@ -250,7 +252,8 @@ def _head_vectors(layer: Layer, prefix: str, source_prefix: str, net: DeltaNet) 
 
 
 def _experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
-    """Returns the rows of a MoE layer: router, routed experts, gated shared expert, and the norm before them."""
+    """Returns the weight-table rows of a MoE layer: router, routed experts, gated shared expert, and the norm before
+    them."""
     hidden = hf["hidden_size"]
     inner = hf["moe_intermediate_size"]
     shared = hf["shared_expert_intermediate_size"]
@@ -286,8 +289,8 @@ def prediction_tensors(hf: HfConfig) -> Mapping[str, tuple[int, ...]]:
 
 
 def check_served(hf: HfConfig, architecture: str, *, fused_shared_experts: bool) -> None:
-    """Raises SlimxError if SGLang 0.5.23 would build a different model from config.json `hf`; checks what Qwen3-Next
-    and Qwen3.5 have in common. `architecture`: name for the error."""
+    """Raises SlimxError if SGLang 0.5.23 would build a different model from config.json `hf`; checks the fields that
+    Qwen3-Next and Qwen3.5 have in common. `architecture`: the model's architecture, for the error."""
     if hf.get("full_attention_interval") is None:
         raise unserved(
             architecture,
@@ -326,9 +329,9 @@ def unserved(architecture: str, key: str, problem: str) -> SlimxError:
 
 
 def engine_table(hf: HfConfig, served: Served, *, embedding: Group = "attention", tied: bool = False) -> Table:
-    """Returns the weight table of SGLang 0.5.23's model. `served`: its parameters for a delta net's input projections;
-    `embedding`: group of ranks that split the word embedding; `tied`: True if the embedding is also the output
-    layer."""
+    """Returns the table that maps checkpoint tensors to the parameters of SGLang 0.5.23's model. `served`: function
+    that returns SGLang's parameters for a delta net's input projections; `embedding`: group of ranks that split the
+    word embedding; `tied`: True if the embedding is also the output layer."""
     layers = hf["num_hidden_layers"]
     hidden = hf["hidden_size"]
     experts = hf.get("num_experts") or 0
@@ -351,8 +354,8 @@ def _without_attention_module(row: Row) -> Row:
 
 
 def _served_experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
-    """Returns the rows of a MoE layer in SGLang (`Qwen2MoeSparseMoeBlock`): router, routed experts and gated shared
-    expert."""
+    """Returns the weight-table rows of a MoE layer in SGLang (`Qwen2MoeSparseMoeBlock`): router, routed experts and
+    gated shared expert."""
     hidden = hf["hidden_size"]
     return (
         *engine_rows.moe(layer, hidden, hf["moe_intermediate_size"], hf["num_experts"]),
@@ -362,8 +365,8 @@ def _served_experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
 
 
 def _served(layer: Layer, net: DeltaNet, served: Served) -> tuple[Row, ...]:
-    """Returns the rows of a delta net in SGLang (`Qwen3GatedDeltaNet`, `Qwen3_5GatedDeltaNet`), and of the norms before
-    and after it. `served`: as in `engine_table`."""
+    """Returns the weight-table rows of a delta net in SGLang (`Qwen3GatedDeltaNet`, `Qwen3_5GatedDeltaNet`), and of the
+    norms before and after it. `served`: as in `engine_table`."""
     source_prefix = "linear_attn."
     split: dict[str, Any] = {"axis": 0, "group": "attention"}
     projections = []

@@ -53,8 +53,8 @@ _EXPERT_FIELDS = (
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
-    model."""
+    """Returns a description of the first setting in config.json `hf` that slimx does not support; None if all are
+    supported."""
     pattern = _pattern(hf)
     for name in _WITHOUT_EFFECT:
         hf.get(name)
@@ -101,8 +101,8 @@ def unsupported(hf: HfConfig) -> str | None:
 
 
 def _pattern(hf: HfConfig) -> str:
-    """Returns the pattern of the model's layers, one `Kind` per layer, from the field in published config.json files or
-    from that which transformers writes. Raises ValueError if fields disagree."""
+    """Returns the pattern of the model's layers, one `Kind` per layer, from the config.json field of published
+    checkpoints or from the field that transformers writes. Raises ValueError if fields disagree."""
     names = hf.get("layers_block_type")
     pattern: str | None = hf.get("hybrid_override_pattern")
     if names is None:
@@ -123,7 +123,7 @@ def _layers(hf: HfConfig, kind: Kind) -> tuple[int, ...]:
 
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
-    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
+    """Returns the fields of megatron-core's TransformerConfig that define the model, except parallelism and dtype."""
     attention = Attention.of(hf)
     pattern = _pattern(hf)
     fields = {
@@ -155,12 +155,13 @@ def transformer_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def layer_kind(hf: HfConfig) -> LayerKind:
-    """Returns the kind of the decoder's layers, which contains the model's pattern."""
+    """Returns the description of the decoder's layers, which contains the model's pattern (the kind of each layer)."""
     return HybridLayers(_pattern(hf))
 
 
 def gpt_arguments(hf: HfConfig) -> dict[str, Any]:
-    """Returns the arguments of megatron-core's HybridModel, except TransformerConfig, layer spec and pattern."""
+    """Returns the arguments of megatron-core's HybridModel other than the TransformerConfig, the layer spec and the
+    pattern."""
     return {
         "vocab_size": hf["vocab_size"],
         "max_sequence_length": hf["max_position_embeddings"],
@@ -170,7 +171,8 @@ def gpt_arguments(hf: HfConfig) -> dict[str, Any]:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's weight table. `mtp` is ignored, because multi-token prediction layers are not supported."""
+    """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
+    contains. `mtp` is ignored, because multi-token prediction layers are not supported."""
     hidden = hf["hidden_size"]
     experts = hf["n_routed_experts"] if "E" in _pattern(hf) else 0
     mamba = _layer(hf, "M")
@@ -198,8 +200,8 @@ def _layer(hf: HfConfig, kind: Kind) -> Layer:
 
 
 def _mamba(layer: Layer, sizes: StateSpace) -> tuple[Row, ...]:
-    """Returns the rows of a Mamba-2 mixer and of the norm before it. Tensor-parallel ranks split the groups, with their
-    heads."""
+    """Returns the weight-table rows of a Mamba-2 mixer and of the norm before it. Tensor-parallel ranks split the
+    groups, with their heads."""
     groups = sizes.groups
     inner = sizes.inner // groups
     state = sizes.state
@@ -249,8 +251,8 @@ def _sections(groups: int, kinds: dict[str, int]) -> dict[str, Any]:
 
 
 def _attention(layer: Layer, sizes: Attention) -> tuple[Row, ...]:
-    """Returns the rows of grouped-query attention and of the norm before it. Checkpoints call attention a mixer,
-    too."""
+    """Returns the weight-table rows of grouped-query attention and of the norm before it. Checkpoints call attention a
+    mixer, too."""
     rows = []
     for row in layer.attention(sizes):
         sources = []
@@ -262,8 +264,9 @@ def _attention(layer: Layer, sizes: Attention) -> tuple[Row, ...]:
 
 
 def _plain_mlp(layer: Layer, name: str, source: str, hidden: int, inner: int, suffix: str = "") -> tuple[Row, Row]:
-    """Returns the rows of the MLP `name` without gate: up and down projections. `source`: prefix of the checkpoint's
-    names; `inner`: intermediate size. For experts, `source` contains `{expert}`, and `suffix` is `{expert}`."""
+    """Returns the weight-table rows of the MLP `name` without gate: up and down projections. `source`: prefix of the
+    checkpoint's names; `inner`: intermediate size. For experts, `source` contains `{expert}`, and `suffix` is
+    `{expert}`."""
     return (
         layer.linear(f"{name}.linear_fc1.weight{suffix}", f"{source}up_proj", (inner, hidden), axis=0),
         layer.linear(f"{name}.linear_fc2.weight{suffix}", f"{source}down_proj", (hidden, inner), axis=1),
@@ -271,15 +274,15 @@ def _plain_mlp(layer: Layer, name: str, source: str, hidden: int, inner: int, su
 
 
 def _mlp(layer: Layer, hidden: int, inner: int) -> tuple[Row, ...]:
-    """Returns the rows of an MLP layer and of the norm before it. `inner`: intermediate size."""
+    """Returns the weight-table rows of an MLP layer and of the norm before it. `inner`: intermediate size."""
     return layer.norm("mlp.linear_fc1.layer_norm_weight", "norm", hidden), *_plain_mlp(
         layer, "mlp", "mixer.", hidden, inner
     )
 
 
 def _experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
-    """Returns the rows of a MoE layer: router with a bias that is used only to select experts, routed experts, shared
-    expert, and the norm before them."""
+    """Returns the weight-table rows of a MoE layer: router with a bias that is used only to select experts, routed
+    experts, shared expert, and the norm before them."""
     hidden = hf["hidden_size"]
     experts = hf["n_routed_experts"]
     inner = hf["moe_intermediate_size"]

@@ -16,6 +16,6 @@ ARCHITECTURE = "Qwen3_5ForCausalLM"
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns the weight table of SGLang 0.5.23's model. Raises SlimxError if SGLang would build a different model from
-    config.json `hf`."""
+    """Returns the table that maps checkpoint tensors to the parameters of SGLang 0.5.23's model. Raises SlimxError if
+    SGLang would build a different model from config.json `hf`."""
     return qwen3_5_text.engine_table(hf, ARCHITECTURE, fused_shared_experts=fused_shared_experts)

@@ -1,5 +1,5 @@
-"""Family Qwen3.5 with experts, text model only: as Qwen3-Next, but a delta net's input projections are stored by kind
-of row."""
+"""Family Qwen3.5 with experts, text model only: as Qwen3-Next, but checkpoints group the rows of a delta net's input
+projections by kind (queries, keys, values, gates) instead of by head."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ARCHITECTURE = "Qwen3_5MoeForCausalLM"
 
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
-    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
+    """Returns the fields of megatron-core's TransformerConfig that define the model, except parallelism and dtype."""
     return {**delta_net.transformer_config(hf), **delta_net.moe_fields(hf)}
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns the weight table of SGLang 0.5.23's model. Raises SlimxError if SGLang would build a different model from
-    config.json `hf`."""
+    """Returns the table that maps checkpoint tensors to the parameters of SGLang 0.5.23's model. Raises SlimxError if
+    SGLang would build a different model from config.json `hf`."""
     return qwen3_5_text.engine_table(hf, ARCHITECTURE, fused_shared_experts=fused_shared_experts)

@@ -1,5 +1,5 @@
-"""Common part of Qwen3.5's language models, dense or with experts, saved without the vision tower. Their delta nets'
-input projections are stored by kind of row."""
+"""Common part of Qwen3.5's language models, dense or with experts, saved without the vision tower. Their checkpoints
+group the rows of a delta net's input projections by kind (queries, keys, values, gates)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from slimx.models.fields import HfConfig
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
-    model."""
+    """Returns a description of the first setting in config.json `hf` that slimx does not support; None if all are
+    supported."""
     for key in ("mrope_section", "mrope_interleaved"):
         decoder.rotary(hf)[1].get(key)  # read and ignored, because text uses only one of the axes of image positions
     return delta_net.unsupported(hf)
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's weight table. `mtp` is ignored, because multi-token prediction layers are not trained."""
+    """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
+    contains. `mtp` is ignored, because multi-token prediction layers are not trained."""
     return delta_net.weight_table(hf, delta_net.by_kind, delta_net.prediction_tensors(hf))
 
 
 def engine_table(hf: HfConfig, architecture: str, *, fused_shared_experts: bool) -> Table:
-    """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.qwen3_5_text`). `architecture`: name for
-    errors.
+    """Returns the table that maps checkpoint tensors to the parameters of SGLang 0.5.23's model
+    (`sglang.srt.models.qwen3_5_text`). `architecture`: the model's architecture, for errors.
 
     Raises SlimxError if SGLang would build a different model from config.json `hf`.
     """

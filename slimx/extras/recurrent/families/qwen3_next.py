@@ -18,17 +18,19 @@ ARCHITECTURE = "Qwen3NextForCausalLM"
 
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
-    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
+    """Returns the fields of megatron-core's TransformerConfig that define the model, except parallelism and dtype."""
     return {**delta_net.transformer_config(hf), **delta_net.moe_fields(hf)}
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's weight table. `mtp` is ignored, because multi-token prediction layers are not trained."""
+    """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
+    contains. `mtp` is ignored, because multi-token prediction layers are not trained."""
     return delta_net.weight_table(hf, delta_net.by_key_head, delta_net.prediction_tensors(hf))
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.qwen3_next`).
+    """Returns the table that maps checkpoint tensors to the parameters of SGLang 0.5.23's model
+    (`sglang.srt.models.qwen3_next`).
 
     Raises SlimxError if SGLang would build a different model from config.json `hf`, including if `hf` lacks a field
     whose default in SGLang differs from the published value.

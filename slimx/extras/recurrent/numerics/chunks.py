@@ -19,8 +19,8 @@ class Chunks:
         self.order = counts.argsort(descending=True, stable=True)
         starts = counts.cumsum(0) - counts
         self.steps = []
-        """For step i, the indices of the i-th chunk of each sequence that has one, with the sequences in the order of
-        `order`."""
+        """List whose element i contains the indices, in the batch of chunks, of chunk i of every sequence that has such
+        a chunk; sequences are in the order of `order`."""
         for index in range(int(counts.max())):
             sequences = int((counts > index).sum())
             self.steps.append((starts[self.order][:sequences] + index).to(device))

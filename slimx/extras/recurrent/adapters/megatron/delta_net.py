@@ -16,8 +16,8 @@ from slimx.extras.recurrent.numerics.delta_rule import causal_convolution, gated
 
 
 class OutputNorm:
-    """Builder of the norm of a delta net's heads, which multiplies by `weight` even if the model's other norms multiply
-    by 1 + weight. megatron-core has only one setting for all norms."""
+    """Builder of the norm over a delta net's heads. The norm multiplies by `weight` even if the model's other norms
+    multiply by 1 + weight; megatron-core has only one setting for all norms."""
 
     def __new__(cls, *, config: TransformerConfig, hidden_size: int, eps: float) -> Any:
         plain = copy.copy(config)
@@ -29,8 +29,8 @@ def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> Any:
     """Returns the spec (TransformerBlockSubmodules) of a decoder whose `linear_attention_freq` in `config` has a 1 for
     each delta net. `vp_stage`: index of the virtual pipeline stage; None without virtual stages.
 
-    The gated delta rule is flash-linear-attention's on CUDA if that package is installed, otherwise this extra's, in
-    plain torch.
+    The gated delta rule is computed by flash-linear-attention on CUDA if that package is installed, otherwise in plain
+    torch by this extra.
     """
     if not (torch.cuda.is_available() and common.HAVE_FLA):
         _install_torch()

@@ -47,7 +47,7 @@ def stack_spec(config: TransformerConfig) -> StackSpec:
     """Returns the spec of a HybridStack whose layers are Mamba-2, attention, MLPs or experts.
 
     megatron-core's own `hybrid_layer_specs` always uses Transformer Engine's layers. This spec uses the same layers as
-    GPTModel's, which may be plain torch.
+    the spec of GPTModel, which may be plain torch.
     """
     kernels = mamba_mixer.HAVE_MAMBA_SSM and mamba_mixer.causal_conv1d_fn is not None
     if not (torch.cuda.is_available() and kernels):

@@ -92,7 +92,8 @@ ROWS = (
     (_DELTA_NET + r"norm\.weight", whole),
     (_DELTA_NET + r"out_proj\.weight", columns_split),
 )
-"""Rows that extend the table in `slimx.adapters.sglang.weights.layout`."""
+"""Pairs of a pattern of parameter names and the function that locates matching parameters' tensors; they extend the
+table in `slimx.adapters.sglang.weights.layout`."""
 GAPS = (
     Gap(
         "delta-net-operators",
@@ -108,7 +109,7 @@ GAPS = (
         close=delta_net.add_functions,
     ),
 )
-"""Functions and operators that SGLang's scheduler process lacks for delta nets on the CPU."""
+"""Functions and operators that SGLang's scheduler process lacks for delta nets on the CPU, and how slimx adds them."""
 REPLACEMENTS = (
     (delta_net.GATED_NORM, delta_net.rms_norm_gated),
     (delta_net.GATED_LAYER_NORM, delta_net.layer_norm_gated),

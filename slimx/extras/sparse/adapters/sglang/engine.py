@@ -36,6 +36,7 @@ ROWS = (
     (_INDEXER + r"k_norm\.(weight|bias)", whole),
     (_INDEXER + r"wk_weights_proj\.weight", indexer_keys),
 )
-"""Rows that extend the table in `slimx.adapters.sglang.weights.layout`."""
+"""Pairs of a pattern of parameter names and the function that locates matching parameters' tensors; they extend the
+table in `slimx.adapters.sglang.weights.layout`."""
 GAPS = ()
 REPLACEMENTS = ()
