@@ -13,11 +13,11 @@ GROUP = "slimx.devices"
 
 
 class HookRegistry(Protocol):
-    """The method of SGLang's HookRegistry that slimx uses."""
+    """SGLang's HookRegistry, with the only method that slimx uses."""
 
     def register(self, target: str, hook: object, kind: object) -> object:
-        """Registers `hook` to replace or wrap the function with dotted name `target`, as `kind` (a `HookKinds` member)
-        says."""
+        """Registers `hook` for the function with dotted name `target`. `kind`, a member of `HookKinds`, determines
+        whether the hook replaces or wraps the function or runs before or after it."""
 
 
 class HookKinds(Protocol):

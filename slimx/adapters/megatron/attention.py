@@ -156,8 +156,8 @@ class LatentAttention(MLASelfAttention):
     def _run_core_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object, **kwargs: object
     ) -> torch.Tensor:
-        """Runs core attention, without upstream's padding of values to the head dimension of queries if it is
-        `PackedAttention`: only Transformer Engine needs the padding."""
+        """Runs core attention. If that is `PackedAttention`, omits upstream's padding of values to the head dimension
+        of queries, which only Transformer Engine needs."""
         if isinstance(self.core_attention, PackedAttention):
             return self.core_attention(query, key, value, *args, **kwargs)
         return super()._run_core_attention(query, key, value, *args, **kwargs)
@@ -173,7 +173,7 @@ def install_latent(block: TransformerBlockSubmodules) -> None:
 
 class DownProjection(torch.nn.Module):
     """Base class of replacements for an MLA down projection (hidden states to latents), which every TP rank computes
-    completely. It takes over the weight and the checkpoint keys of megatron-core's layer `original`."""
+    completely. The replacement takes over the weight and the checkpoint keys of megatron-core's layer `original`."""
 
     def __init__(self, original: Linear):
         super().__init__()

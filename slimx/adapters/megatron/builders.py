@@ -21,8 +21,8 @@ def kind_of(builder: Builder) -> Callable[..., object]:
 
 
 def submodules_of(builder: Builder) -> dict[str, Builder]:
-    """Returns the builders of a module's submodules, by their field name in its submodules dataclass; empty if it has
-    none."""
+    """Returns the builders of a module's submodules, by field name in the module's submodules dataclass; empty if the
+    module has none."""
     parts = get_submodules(builder) if isinstance(builder, ModuleSpec | partial) else None
     if parts is None:
         return {}

@@ -39,8 +39,8 @@ def _uncompiled(model: object = None, **options: object) -> object:
 
 @contextlib.contextmanager
 def untracked() -> Iterator[None]:
-    """Makes imports of `TRACKERS` inside the block fail, unless they are already imported: only the driver writes
-    metrics."""
+    """Makes imports of `TRACKERS` inside the block fail, unless they are already imported, because only the driver
+    writes metrics."""
     hidden = [name for name in TRACKERS if name not in sys.modules]
     # None makes imports of the name raise ImportError.
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]

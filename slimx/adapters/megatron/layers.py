@@ -168,7 +168,7 @@ class GroupedLinear(torch.nn.Module):
         self, x: torch.Tensor, tokens_per_expert: Iterable[int]
     ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         """Applies each expert's linear layer to its tokens in `x` [tokens sorted by expert, input]. Returns the
-        outputs, and with `skip_bias_add` the biases, which the caller then adds; otherwise None."""
+        outputs, and the biases if the caller must add them (`skip_bias_add`), else None."""
         parts = x.split(list(tokens_per_expert))
         pairs = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
         if pairs[0][1] is None:

@@ -92,8 +92,9 @@ def loads_path(ipc_name: str) -> str:
     """Replaces `load_snapshot.shm_path_for`: returns the path of the file through which the scheduler reports its load
     to the server. `ipc_name` is ignored.
 
-    SGLang's file in /dev/shm is never removed. This one is a memory file of the server's first process, which that
-    process and its children find through /proc. It has no entry in a file system and disappears with the server.
+    SGLang's file in /dev/shm is never removed. The file at the returned path is a memory file of the server's first
+    process, which that process and its children find through /proc. It has no entry in a file system and disappears
+    with the server.
     """
     for process in (psutil.Process(), *psutil.Process().parents()):
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
@@ -151,8 +152,8 @@ def wait_while_paused(result: None, scheduler: Scheduler) -> None:
     started with `--sleep-on-idle`.
 
     With that option SGLang itself waits only when idle. Without this hook, a paused scheduler would poll at full speed
-    during each publication, and while trainers on the same devices need the CPU core. Only the rank that receives
-    messages has an `idle_sleeper`; the server's other ranks wait for that rank.
+    during each publication, and would occupy a CPU core that trainers on the same devices need. Only the rank that
+    receives messages has an `idle_sleeper`; the server's other ranks wait for that rank.
     """
     if scheduler.idle_sleeper is not None:
         scheduler.idle_sleeper.maybe_sleep()

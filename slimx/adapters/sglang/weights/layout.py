@@ -54,7 +54,7 @@ class ServedPiece:
 
 @dataclass(frozen=True, slots=True)
 class ServedParameter:
-    """A parameter of this rank with the module that owns it, that module's parent, and the map of experts."""
+    """A parameter of this rank, the module that owns it, that module's parent, and the map from slots to experts."""
 
     parameter: torch.Tensor
     owner: nn.Module
@@ -268,7 +268,7 @@ def hf_layout(model: nn.Module, experts: object = None) -> Layout:
 
 
 def _add(layout: Layout, name: str, served: ServedParameter, weights: Parameters) -> None:
-    """Adds the tensors stored in the parameter `name` to `layout`, after checking that they cover it exactly.
+    """Adds the tensors stored in parameter `name` to `layout`, after checking that they cover the parameter exactly.
     `weights`: all parameters of the model, in which the codes are looked up if `name` is a tensor of scales."""
     source = name
     scales_of = None
@@ -298,8 +298,8 @@ def _add(layout: Layout, name: str, served: ServedParameter, weights: Parameters
 
 
 def place(layout: Layout, name: str, parameter: torch.Tensor, pieces: list[ServedPiece]) -> None:
-    """Records in `layout` where the parameter `name` stores the tensors of `pieces`, after checking that they cover it
-    exactly. Raises Unexpected or SlimxError otherwise."""
+    """Records in `layout` where the parameter `name` stores the tensors of `pieces`, after checking that the pieces
+    cover it exactly. Raises Unexpected or SlimxError otherwise."""
     _expect(parameter.data.is_contiguous(), f"strides {parameter.stride()} are not those of a contiguous tensor")
     rects = chain.from_iterable(piece.rects for piece in pieces)
     boxes = [(rect.local_row, rect.local_col, rect.rows, rect.cols) for rect in rects]
@@ -382,7 +382,8 @@ def rank_in(group: places.ParallelGroup | None) -> int:
 
 
 def _part(rects: tuple[Rect, ...]) -> tuple[tuple[int, ...], ...]:
-    """Returns the position in the tensor and the size of each of `rects`, without its position in the parameter."""
+    """Returns the position and size in the tensor of each of `rects`, to check that this rank's copies are the same
+    part."""
     return tuple((rect.row, rect.col, rect.rows, rect.cols) for rect in rects)
 
 

@@ -300,8 +300,8 @@ def derive(model: nn.Module) -> None:
     without `load_weights`.
 
     `load_weights` does this itself (model_loader.loader.post_load_weights), and /end_weight_update runs
-    process_weights_after_loading in both cases. Zero-centered norms (GemmaRMSNorm) store 1 + weight next to the weight,
-    which normally their weight loader computes.
+    process_weights_after_loading with either way of copying. Zero-centered norms (GemmaRMSNorm) also store 1 + weight,
+    which the norm's weight loader normally computes.
     """
     for module in model.modules():
         if isinstance(module, Refreshes):

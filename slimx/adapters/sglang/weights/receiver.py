@@ -163,8 +163,8 @@ class RankReceiver:
         return self.status()
 
     def _load(self) -> None:
-        """Copies the staged tensors into the model. Raises SlimxError, with the model unchanged, if nothing or too
-        little is staged. After any other exception, the model may contain part of the new weights."""
+        """Copies the staged tensors into the model. Raises SlimxError, with the model unchanged, if no tensors or not
+        all required tensors are staged. After any other exception, the model may contain part of the new weights."""
         publication = self.open
         if publication is None or not publication.waiting:
             raise SlimxError(
