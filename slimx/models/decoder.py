@@ -76,8 +76,8 @@ def rotary_fraction(hf: HfConfig, *, default: float) -> float:
 
 def rotary_dim_fraction(hf: HfConfig, head: int) -> float:
     """Returns the fraction of each head's dimensions that the rotary embedding rotates, for families whose config.json
-    may set the number of rotated dimensions (`rotary_dim`) instead; 1.0 if it sets neither. `head`: dimensions of a
-    head."""
+    may set either this fraction (`partial_rotary_factor`) or the number of rotated dimensions (`rotary_dim`); 1.0 if it
+    sets neither. `head`: dimensions of a head."""
     dimensions = hf.get("rotary_dim")
     if dimensions is None:
         return rotary_fraction(hf, default=1.0)

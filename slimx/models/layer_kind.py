@@ -172,9 +172,9 @@ class LayerKind:
         yield from ()
 
     def recorder(self, trainer: Trainer) -> Callable[[], Packing] | None:
-        """Returns a function that creates one `Packing` per micro-batch; in the PackedSeqParams that it builds, layers
-        record discrete choices, such as selected tokens, in the first pass and reuse them in later ones. None: each
-        pass chooses again."""
+        """Returns a function that creates one `Packing` per micro-batch. In the PackedSeqParams that a `Packing`
+        builds, layers record discrete choices, such as selected tokens, in the first pass and reuse them in later
+        passes. None: each pass chooses again."""
         return None
 
 

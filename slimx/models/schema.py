@@ -217,7 +217,7 @@ def _invalid(fields: HfConfig, schema: Schema) -> Iterator[Problem]:
 
 
 def _contradictions(hf: HfConfig) -> Iterator[Problem]:
-    """Yields the fields whose values contradict those of other fields. Each value must be valid by itself."""
+    """Yields the fields whose values contradict those of other fields. Assumes that each value is valid by itself."""
     layers = hf.get("num_hidden_layers")
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((name for name in names if hf.get(name) is not None), "")

@@ -30,8 +30,8 @@ class FamilyOptions(Protocol):
     UNTRAINED: Sequence[str] = ()
     """Glob patterns of parameters that get no gradient from any loss and are therefore frozen."""
     UNCHECKED_FIELDS: Collection[str] = ()
-    """Fields of config.json that are exempt from the types and bounds of `slimx.models.schema`, because they differ in
-    this family."""
+    """Fields of config.json that are exempt from the types and bounds of `slimx.models.schema`, because the family
+    allows other values."""
     ENGINE_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
     """Field of SGLang's ServerArgs -> the value that `engine_table` requires."""
     NO_CPU_ENGINE: str | None = None
@@ -56,12 +56,12 @@ class Family(FamilyOptions, Protocol):
 
     def unsupported(self, hf: HfConfig) -> str | None:
         """Returns a description, beginning with the field's name, of the first setting in config.json `hf` that slimx
-        cannot build; None if it can build the model."""
+        does not support; None if it supports the model."""
         ...
 
     def transformer_config(self, hf: HfConfig) -> Json:
         """Returns the fields of megatron-core's TransformerConfig (with `multi_latent_attention`: MLATransformerConfig)
-        that define the model, without parallelism and dtype. A dense model has no `num_moe_experts`."""
+        that define the model, except parallelism and dtype. A dense model has no `num_moe_experts`."""
         ...
 
     def gpt_arguments(self, hf: HfConfig) -> Json:
@@ -171,8 +171,8 @@ class ModelSpec:
 
     def unfused(self, *, cpu: bool, expert: int) -> str | None:
         """Returns the condition under which SGLang ignores a request to fuse shared experts, as a phrase for an error
-        message, in an engine with expert parallel size `expert`; None if it fuses them. `cpu`: True if the engine runs
-        on the CPU."""
+        message, in an engine with expert parallel size `expert`; None if SGLang fuses them. `cpu`: True if the engine
+        runs on the CPU."""
         if not self.family.FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM:
             return None
         if cpu:

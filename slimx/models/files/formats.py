@@ -29,7 +29,7 @@ class CheckpointFormat(Protocol):
 
     def load(self, directory: Path, spec: object, chunks: list[torch.nn.Module]) -> None:
         """Loads the weights in `directory` into a trainer rank's model chunks. Collective over all trainer ranks.
-        `spec`: the ModelSpec."""
+        `spec`: the model, a ModelSpec."""
         ...
 
 

@@ -30,8 +30,8 @@ def check_downloaded(directory: Path) -> None:
 
 
 def read_object(file: Path) -> Json:
-    """Returns the JSON object in `file`. Raises SlimxError, which names the file, if it cannot be read or contains
-    anything else."""
+    """Returns the JSON object in `file`. Raises SlimxError, which names the file, if the file cannot be read or
+    contains anything but a JSON object."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # errors of JSON and of UTF-8 are ValueErrors
@@ -51,8 +51,8 @@ def indexed_files(directory: Path) -> dict[str, str] | None:
     """Returns the file name of each tensor, by tensor name, according to the index in `directory`; None if it has no
     index.
 
-    Raises SlimxError if the model must be downloaded first, if the index is invalid, or if it names a file that is
-    missing or in another directory."""
+    Raises SlimxError if the model must be downloaded first, if the index is invalid, or if the index names a file that
+    is missing or in another directory."""
     check_downloaded(directory)
     index = directory / INDEX
     if not index.is_file():

@@ -28,8 +28,8 @@ _CODES = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 _BLOCK_BYTES = 32 * 2**20
 """Approximate number of bytes of a tensor that are compared or checked at a time."""
 BUFFER = ".rotary_emb.inv_freq"
-"""Suffix of the names of rotary frequencies, which transformers saved in checkpoints until 4.31. In Kimi-K2's files
-their shape does not fit its config.json."""
+"""Suffix of the names of tensors with rotary frequencies, which transformers saved in checkpoints until 4.31. In
+Kimi-K2's files, the shape of these tensors does not fit its config.json."""
 
 
 class CheckpointReader:
@@ -205,7 +205,7 @@ class CheckpointReader:
         return all(torch.equal(bits(copy[block]), bits(original[block])) for block in blocks)
 
     def check_finite(self, name: str) -> None:
-        """Reads tensor `name` completely, in blocks. Raises SlimxError, which names it, if it contains NaN or
+        """Reads tensor `name` completely, in blocks. Raises SlimxError, which names the tensor, if it contains NaN or
         infinities. Tensors with dtypes outside `_FLOATS` and buffers are skipped."""
         view = self.view(name)
         if view.get_dtype() not in _FLOATS or name.endswith(BUFFER):
@@ -289,8 +289,8 @@ def check_finite(values: torch.Tensor, name: str, path: Path) -> None:
 
 def _finite(values: torch.Tensor) -> bool:
     """Returns True if all values are finite. A sum is checked first, because it is the cheapest reduction (over rows if
-    memory is not contiguous) and is finite only if all values are. If it is not, it may have overflowed, so minimum and
-    maximum decide.
+    memory is not contiguous) and is finite only if all values are. A sum that is not finite may have overflowed, so
+    minimum and maximum then decide.
     """
     least = _CODES.get(values.dtype)
     if least is not None:

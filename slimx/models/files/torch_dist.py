@@ -14,9 +14,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 VERSION = 3.0
 """Megatron-LM's `checkpoint_version`, which determines the order of query, key and value in a fused weight."""
 _HEADS_NORM = re.compile(r"(?<=\.self_attention\.out_norm\.)weight$")
-"""Pattern of the checkpoint key of a gated delta net's norm over heads. megatron-core 0.19.2 builds it zero-centered,
-like all norms of such a model, so Megatron-Bridge stores the factor minus 1. Hugging Face's weight is the factor
-itself."""
+"""Pattern of the checkpoint key of a gated delta net's norm over heads. megatron-core 0.19.2 builds this norm
+zero-centered, like all norms of such a model, so Megatron-Bridge stores the factor minus 1. Hugging Face's weight is
+the factor itself."""
 
 
 def preloaded(
@@ -32,10 +32,10 @@ def preloaded(
     """Returns the content of `common.pt`, whose arguments Megatron-LM compares with its own when it loads the
     checkpoint.
 
-    `transformer`: fields of megatron-core's TransformerConfig, of which numbers, strings, dtypes and None are copied.
-    `tied`: True if embedding and output layer share one weight. `content_metadata`: megatron-core's description of the
-    checkpoint's content. `arguments`: further arguments of Megatron-LM, named as in megatron/training/arguments.py,
-    core_r0.16.0."""
+    `transformer`: fields of megatron-core's TransformerConfig; only values that are numbers, strings, dtypes or None
+    are copied. `tied`: True if embedding and output layer share one weight. `content_metadata`: megatron-core's
+    description of the checkpoint's content. `arguments`: further arguments of Megatron-LM, named as in
+    megatron/training/arguments.py, core_r0.16.0."""
     import torch  # not at module level, because callers that only locate checkpoints run without torch
 
     plain = {k: v for k, v in transformer.items() if isinstance(v, int | float | str | torch.dtype | None)}
@@ -80,6 +80,6 @@ def factor_key(key: str) -> str | None:
     """Returns the checkpoint key under which slimx stores the factors of a delta net's norm over heads if `key` is that
     of the factors minus 1; None for all other keys.
 
-    Subtracting 1 rounds most factors in bf16, and some in fp32. slimx therefore writes both, and reads the factors if a
-    checkpoint contains them."""
+    Subtracting 1 rounds most factors in bf16, and some in fp32. slimx therefore writes both tensors, and reads the
+    factors if a checkpoint contains them."""
     return _HEADS_NORM.sub("factor", key) if _HEADS_NORM.search(key) else None
