@@ -16,7 +16,8 @@ def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def logprobs(logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Computes the log-probs [T] of `labels` [T] from this rank's fp32 `logits` [T, V / TP], already divided by the
-    temperature. Every rank of `group` gathers the logits of the whole vocabulary; None: the logits are complete."""
+    temperature. Every rank of `group` gathers the logits of the whole vocabulary; `group` is None if `logits` already
+    contain it."""
     if group is not None and group.size() > 1:
         shards = [torch.empty_like(logits) for _ in range(group.size())]
         dist.all_gather(shards, logits, group=group)

@@ -1,5 +1,5 @@
-"""Exact mode's implementation of `slimx.numerics.mode.NumericsMode`, through which the core uses this extra. It imports
-torch and the operations only when they are needed."""
+"""Exact mode's implementation of `slimx.numerics.mode.NumericsMode`, through which the core uses this extra. This
+module imports torch and the operations only when they are needed."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Exact(NumericsMode):
 
 def tree_leaves(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> int:
     """Returns the number of leaves of row-parallel sums: `numerics.leaves`, or the run's largest tensor parallel size
-    if it is not set."""
+    if `numerics.leaves` is not set."""
     return numerics.leaves or max(tensor_sizes(trainer, rollout).values())
 
 

@@ -40,7 +40,7 @@ SERVER_ARGUMENTS = (
     "enforce_shared_experts_fusion",
     "moe_a2a_backend",
 )
-"""Arguments of SGLang servers that would change an engine's results."""
+"""Arguments of SGLang servers that exact mode refuses, because they would change an engine's results."""
 MEGATRON_FIELDS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",

@@ -28,8 +28,8 @@ def unsupported(hf: HfConfig) -> str | None:
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
     """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
-    contains. `mtp` is ignored, because multi-token prediction layers are not trained, but copied unchanged to exports
-    (`Table.frozen`)."""
+    contains. `mtp` is ignored, because multi-token prediction layers are not trained; exports contain unchanged copies
+    of them (`Table.frozen`)."""
     table = qwen2.weight_table(hf)
     hidden = hf["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {

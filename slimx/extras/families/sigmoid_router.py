@@ -115,8 +115,8 @@ def _sizes(hf: HfConfig) -> _Sizes:
 
 
 def unsupported_router(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting of the router in config.json `hf` that slimx cannot build; None if it
-    can build the router."""
+    """Returns a description of the first setting of the router in config.json `hf` that slimx does not support; None if
+    all are supported."""
     for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if hf.get(key, only) != only:
             return f"{key} {hf[key]}"

@@ -1,4 +1,4 @@
-"""fp8 linear layers for megatron-core without Transformer Engine, on the CPU. They round as publications do.
+"""fp8 linear layers for megatron-core without Transformer Engine, on the CPU. The layers round as publications do.
 
 Each module replaces one of `slimx.adapters.megatron.layers` and computes its matrix products with `products`; names,
 shapes and checkpoint keys of parameters stay the same. On GPUs, Transformer Engine's layers are used instead

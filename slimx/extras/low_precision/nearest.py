@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def nearest(config: Config, sizes: Sizes) -> Iterator[tuple[str, Config, Sizes]]:
-    """Yields alternatives to `config`, whose trainers have `sizes`. Each is the changed key with its new value, such as
-    trainer.tensor=2; the changed configuration; and the trainers' sizes in it.
+    """Yields alternatives to `config`, whose trainers have `sizes`. Each alternative is a tuple: the changed key with
+    its new value, such as trainer.tensor=2; the changed configuration; and the trainers' sizes in that configuration.
 
     Changes of engines come first: larger expert parallel sizes, then smaller tensor parallel sizes. Smaller sizes of
     trainers follow. An alternative may not fit the model or the number of ranks.

@@ -15,7 +15,8 @@ class Recipe:
     vector: tuple[int, int]
     """Rows and columns of a block of inputs and of output gradients, which extends along the summed dimension."""
     weight: tuple[int, int]
-    """Rows and columns of a block of weights. If it is not square, it also extends along the summed dimension."""
+    """Rows and columns of a block of weights. A block that is not square extends along the summed dimension, like
+    blocks of inputs."""
     scale_bytes: int
     """Bytes of one scale."""
 
@@ -32,4 +33,4 @@ RECIPES = {
         Recipe("mxfp8", "mxfp8", vector=(1, 32), weight=(1, 32), scale_bytes=1),
     )
 }
-"""Recipes by name, the values of `trainer.fp8`."""
+"""Recipes by name; the names are the values of `trainer.fp8`."""

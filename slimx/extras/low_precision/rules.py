@@ -100,8 +100,8 @@ def one_rule(trainer: Trainer, publish: Publish) -> Problems:
 
 @rule("fp8.blocks", "trainer.fp8")
 def whole_blocks(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
-    """Checks that the fp8 blocks of a rank's matrices are also blocks of the checkpoint's tensors, which publications
-    quantize."""
+    """Checks that the fp8 blocks of a rank's matrices are also blocks of the checkpoint's tensors, because publications
+    quantize the latter."""
     if trainer.fp8 is None or spec.family.ARCHITECTURE not in ARCHITECTURES["trainer.fp8"]:
         return
     from slimx.extras.low_precision.recipes import RECIPES
@@ -132,8 +132,9 @@ def _splits_evenly(row: Row, ways: int, width: int, *, cut: bool) -> bool:
 
 
 def _aligned(rect: Rect, source: Shape, local: Shape, width: int, *, cut: bool) -> bool:
-    """Returns True if the blocks of `width` rows and columns in `rect` are blocks of the checkpoint's tensor (`source`)
-    and of the rank's (`local`). `cut`: True to allow smaller last blocks where both tensors end."""
+    """Returns True if `rect` consists of whole blocks, `width` rows by `width` columns, both of the checkpoint's tensor
+    of shape `source` and of the rank's tensor of shape `local`. `cut`: True to allow a smaller last block where both
+    tensors end."""
     if rect.step != 1:
         return False
     rows = rect.row, rect.local_row, rect.rows, source[0], local[0]
@@ -172,7 +173,8 @@ def has_experts(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Problems
 
 @rule("qat.groups", "trainer.qat")
 def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
-    """Checks that each group of columns is on one rank, so that it has the same scale as in the whole matrix."""
+    """Checks that each group of columns that share an INT4 scale is on one rank, so that the group gets the same scale
+    as in the whole matrix."""
     if trainer.qat is None:
         return
     from slimx.extras.low_precision.int4 import GROUP, rounds
@@ -198,8 +200,8 @@ def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
 
 @rule("publish.int4", "publish.quantize")
 def takes_codes(publish: Publish, numerics: Numerics, rollout: Rollout) -> Problems:
-    """Refuses engines that rearrange codes. Codes must be stored in rows, as in checkpoints, which only SGLang's Triton
-    kernel supports."""
+    """Refuses engines that rearrange codes. Engines must store codes in rows, as checkpoints do, and only SGLang's
+    Triton kernel uses this order."""
     if publish.quantize != "int4":
         return
     codes = "publish.quantize=int4"
@@ -243,7 +245,7 @@ def rounded_from(publish: Publish, numerics: Numerics) -> Problems:
 @rule("publish.quantize_on_cpu", "publish.quantize")
 def has_kernels(publish: Publish, numerics: Numerics, rollout: Rollout, device: str, sizes: Sizes) -> Problems:
     """Refuses quantized publications for which SGLang has no kernels on the CPU. `sizes`: restricts the rule to
-    configurations with trainers, because others publish nothing."""
+    configurations with trainers, because without trainers nothing is published."""
     if publish.quantize is None or device != "cpu" or numerics.exact or not rollout.policy_engines:
         return
     if publish.in_fp8:
@@ -268,8 +270,8 @@ def starts_in_plain_values(rollout: Rollout, spec: ModelSpec) -> Problems:
 
 @rule("engines.fp8_model", "rollout.engines.model")
 def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
-    """Refuses engines that start from bf16 weights but get fp8 publications, because their parameters cannot store fp8.
-    Directories that do not exist yet are not checked."""
+    """Refuses engines that start from bf16 weights but get fp8 publications, because the engines' parameters cannot
+    store fp8. Directories that do not exist yet are not checked."""
     if not publish.in_fp8:
         return
     for group, directory, quantization in _origins(rollout, spec):

@@ -29,7 +29,7 @@ class DeltaNet:
 
     hidden: int
     keys: int
-    """Number of key heads, equal to that of query heads."""
+    """Number of key heads, equal to the number of query heads."""
     values: int
     """Number of value heads."""
     key_head: int
@@ -51,12 +51,12 @@ class DeltaNet:
 
     @property
     def key(self) -> int:
-        """Number of projection rows of all query heads, equal to that of all key heads."""
+        """Number of projection rows for all query heads, equal to the number for all key heads."""
         return self.keys * self.key_head
 
     @property
     def value(self) -> int:
-        """Number of projection rows of all value heads, equal to that of all output gates."""
+        """Number of projection rows for all value heads, equal to the number for all output gates."""
         return self.values * self.value_head
 
     @property
@@ -71,7 +71,7 @@ class DeltaNet:
 
     @property
     def rates(self) -> int:
-        """Number of learning rates that belong to one key head, equal to that of decays."""
+        """Number of learning rates that belong to one key head, equal to the number of decays."""
         return self.values // self.keys
 
     @property
@@ -86,7 +86,8 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class DeltaNets(LayerKind):
-    """Decoder with delta nets in the layers with a 1 in `linear_attention_freq`, and attention in the others."""
+    """Decoder with delta nets in the layers that have a 1 in `linear_attention_freq`, and attention in the other
+    layers."""
 
     unproven = {
         "delta nets": ("rollout.engines.role", "rollout.engines.sglang.speculative_algorithm"),

@@ -14,8 +14,8 @@ from slimx.trainer.model.policy_model import PolicyOutput
 
 
 class HybridPolicyModel(PolicyOutput, HybridModel):
-    """megatron-core's HybridModel for policy training: its forward pass ends like PolicyModel's, instead of in logits
-    or a loss. Written for megatron-core 0.19.2."""
+    """megatron-core's HybridModel for policy training: its forward pass returns the outputs of PolicyModel instead of
+    logits or a loss. Written for megatron-core 0.19.2."""
 
     def forward(
         self,
@@ -39,7 +39,7 @@ class HybridPolicyModel(PolicyOutput, HybridModel):
 
 def segments(pattern: str, layers: Sequence[int], stages: int) -> str:
     """Returns `pattern`, one character per layer, with a | between pipeline stages. `layers`: number of layers in each
-    stage; empty: equal stages, `stages` in number."""
+    stage; empty: `stages` stages of equal length."""
     counts = layers or [len(pattern) // stages] * stages
     cut = []
     start = 0

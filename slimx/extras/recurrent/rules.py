@@ -1,5 +1,5 @@
-"""Configuration rules for recurrent layers: parallel sizes that split their heads, and what trainers and engines do not
-support."""
+"""Configuration rules for recurrent layers: parallel sizes by which the layers' heads can be split, and what trainers
+and engines do not support."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class StateSpace:
 
     @property
     def keys(self) -> int:
-        """Number of projection rows of B for all groups, equal to that of C."""
+        """Number of projection rows for B in all groups, equal to the number for C."""
         return self.groups * self.state
 
     @property

@@ -64,8 +64,8 @@ def unsupported(hf: HfConfig) -> str | None:
 
 
 def unsupported_sparse(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting of sparse attention in config.json `hf` that slimx cannot build; None
-    if it can build sparse attention."""
+    """Returns a description of the first setting of sparse attention in config.json `hf` that slimx does not support;
+    None if all are supported."""
     if hf["q_lora_rank"] is None:
         return "q_lora_rank null, although the indexer computes its queries from the query latent,"
     if hf["index_head_dim"] < hf["qk_rope_head_dim"]:

@@ -46,7 +46,7 @@ class SparseAttention(LayerKind):
         """Returns the bytes of one layer's attention activations, by field of `LayerBytes`.
 
         Without a fused kernel (`setting.materialized`), scores are computed for every pair of tokens in the
-        micro-batch, even of different sequences, and every rank computes the indexer's scores for all of its heads."""
+        micro-batch, even of different sequences, and every rank computes the scores of all indexer heads."""
         itemsize = setting.itemsize
         tokens = setting.tokens
         rank = model["kv_lora_rank"]
@@ -183,5 +183,5 @@ def period(with_indexer: tuple[bool, ...]) -> tuple[int, int] | None:
 
 
 def layer_kind(hf: HfConfig) -> LayerKind:
-    """Returns the layer kind of DeepSeek-V3.2 and GLM-5, with their indexers."""
+    """Returns the layer kind of DeepSeek-V3.2 and GLM-5, which records the layers that have an indexer."""
     return SparseAttention(indexers(hf))

@@ -1,4 +1,4 @@
-"""Configuration rules for sparse attention: limits of its indexer, of pipeline stages, and of replaying selected
+"""Configuration rules for sparse attention: limits of the indexer, of pipeline stages, and of replaying selected
 tokens."""
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ def attention(
     def plain(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Computes the result of `exact` with torch's kernels in fp32, for the gradient."""
+        """Computes the same attention as `exact`, but with torch's ordinary kernels in fp32; the backward pass uses its
+        gradient."""
         query_fp32 = query.float()
         key_fp32 = key.float()
         value_fp32 = value.float()

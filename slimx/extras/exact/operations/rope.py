@@ -34,8 +34,9 @@ def rope_frequencies(dimensions: int, base: float) -> torch.Tensor:
     """Computes the frequencies 1 / base^(2 i / dimensions), fp32 [dimensions / 2], with exponent, power and quotient
     each rounded to fp32.
 
-    transformers and SGLang use the same formula, but their power depends on the C library. Here it is the nearest fp32
-    number on every machine. Exponents are rounded, too, because models were trained with rounded exponents.
+    transformers and SGLang use the same formula, but the result of their power function depends on the C library. Here
+    the power is rounded to the nearest fp32 number on every machine. Exponents are rounded, too, because models were
+    trained with rounded exponents.
     """
     exponents = torch.arange(0, dimensions, 2, dtype=torch.float32) / dimensions
     powers = [float(_POWERS.power(Decimal(base), Decimal(exponent))) for exponent in exponents.tolist()]

@@ -4,8 +4,8 @@
 from slimx.errors import SlimxError
 
 CONTRACT_VERSION = 3
-"""Version of exact mode's contract: order of operations, roundings, and the constants below. Trainer and engines must
-have the same version."""
+"""Version of exact mode's contract: order of operations, roundings, and the constants in this file. Trainer and engines
+must have the same version."""
 
 LANES = 16
 """Number of separate partial sums (lanes) from which the sum of a row, and the dot product of a query and a key, are

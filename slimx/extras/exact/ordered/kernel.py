@@ -17,7 +17,7 @@ ABI = 1
 """Version of the library's interface: SLIMX_EXACT_ABI in csrc/exact.h."""
 ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3, "amx": 4}
 FP32 = 1
-"""Code for fp32 in kernel calls."""
+"""Number that stands for the dtype fp32 in the arguments of kernels."""
 
 
 class WeightGroup(ctypes.Structure):
@@ -27,7 +27,7 @@ class WeightGroup(ctypes.Structure):
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Computes `reference.product` for fp32 tensors on the CPU."""
+    """Computes the matrix product of fp32 tensors on the CPU, like `reference.product`."""
     x = x.contiguous()
     weight = weight.contiguous()
     out = x.new_empty(len(x), len(weight))

@@ -23,7 +23,7 @@ ABI = 102
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Computes `reference.product` for fp32 tensors on a GPU."""
+    """Computes the matrix product of fp32 tensors on a GPU, like `reference.product`."""
     x = x.contiguous()
     weight = weight.contiguous()
     rows = len(x)

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 K_BLOCK = 32
-"""Number of elements of a dot product that form a block; its even and its odd elements are two chains of
-multiply-adds."""
+"""Number of elements of a dot product that form a block; the block's even and odd elements are summed in two separate
+chains of multiply-adds."""
 LEAST_NORMAL = 2.0**-126
 _MOST = 2**20
 """Maximum number of elements in a temporary tensor; rows are processed in parts of at most this size."""

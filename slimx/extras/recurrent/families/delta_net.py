@@ -84,7 +84,8 @@ contains, and in which order of rows."""
 
 
 def as_stored(net: DeltaNet) -> dict[str, Projections]:
-    """Returns SGLang's parameters for Qwen3-Next's input projections, which are the checkpoint's tensors."""
+    """Returns SGLang's parameters for Qwen3-Next's input projections, which store the checkpoint's tensors
+    unchanged."""
     served = {}
     for name, rows in by_key_head(net).sources:
         head_rows = rows // net.keys
@@ -123,7 +124,7 @@ def layers_of(hf: HfConfig, kind: str) -> tuple[int, ...]:
 
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
-    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism, dtype and
+    """Returns the fields of megatron-core's TransformerConfig that define the model, except parallelism, dtype and
     experts (`moe_fields`)."""
     linear = layers_of(hf, _DELTA_NET)
     # If all layers have experts, config.json may omit intermediate_size.

@@ -200,8 +200,8 @@ def _layer(hf: HfConfig, kind: Kind) -> Layer:
 
 
 def _mamba(layer: Layer, sizes: StateSpace) -> tuple[Row, ...]:
-    """Returns the weight-table rows of a Mamba-2 mixer and of the norm before it. Tensor-parallel ranks split the
-    groups, with their heads."""
+    """Returns the weight-table rows of a Mamba-2 mixer and of the norm before it. Groups, with their heads, are split
+    over tensor-parallel ranks."""
     groups = sizes.groups
     inner = sizes.inner // groups
     state = sizes.state

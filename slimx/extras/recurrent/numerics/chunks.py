@@ -1,5 +1,5 @@
-"""Cuts packed sequences into chunks of CHUNK tokens, for the gated delta rule and the state-space rule. Both compute
-all chunks in parallel and pass only states from chunk to chunk."""
+"""Cuts packed sequences into chunks of CHUNK tokens, for the gated delta rule and the state-space rule. Both rules
+compute all chunks in parallel and pass only states from chunk to chunk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slimx.extras.recurrent.numerics.chunk_sizes import CHUNK
 
 class Chunks:
     """Map between packed sequences of `lengths` tokens and a batch of their chunks. A sequence's last chunk is padded
-    with zeros, which do not change its state. `order`: indices of the sequences, longest first."""
+    with zeros, which do not change the sequence's state. `order`: indices of the sequences, longest first."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device):
         counts = torch.tensor([-(-length // CHUNK) for length in lengths])

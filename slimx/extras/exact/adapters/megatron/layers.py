@@ -267,7 +267,7 @@ class ExactAttention(PackedAttention):
 
     def _table_and_positions(self, lengths: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the table of cosines and sines, and the position of each of this rank's tokens in its sequence.
-        `lengths`: tokens of each sequence in the pack."""
+        `lengths`: number of tokens of each packed sequence."""
         if max(lengths) > len(self._table):
             self._table = self.rotary.table(1 << (max(lengths) - 1).bit_length()).to(device)
         rows = torch.from_numpy(zigzag(lengths, self.context.size(), self.context.rank()))

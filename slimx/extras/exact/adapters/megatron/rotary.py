@@ -13,7 +13,7 @@ from slimx.extras.exact.operations import Llama3, Rotary, Yarn, yarn_lengthening
 
 def rotary_of(transformer: TransformerConfig, gpt: dict[str, Any]) -> Rotary:
     """Returns the rotary embedding of the model with configuration `transformer` and GPTModel arguments `gpt`. Raises
-    SlimxError if it uses other position embeddings."""
+    SlimxError if the model uses other position embeddings."""
     scaling: Llama3 | Yarn | None
     if isinstance(transformer, MLATransformerConfig):
         scaling = _yarn(transformer) if transformer.rope_type == "yarn" else None

@@ -65,9 +65,9 @@ def methods_of(model: torch.nn.Module) -> set[str]:
 
 def quantized_otherwise(module: Any) -> str | None:
     """Returns a description, for an error message, of why exact mode does not support the weights of a linear layer or
-    of experts; None if it does.
+    of experts; None if exact mode supports them.
 
-    It supports unquantized weights, and e4m3 codes with one fp32 scale per block in host memory.
+    Supported are unquantized weights, and e4m3 codes with one fp32 scale per block in host memory.
     """
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod

@@ -16,8 +16,8 @@ from slimx.extras.exact.adapters.sglang.experts import BLOCKS
 from slimx.extras.exact.adapters.sglang.rotary import KINDS
 
 GATES = ("MoEGate", "Glm4MoeGate")
-"""Class names of modules that only store a router's weight, with which MoE layers of the classes in BLOCKS compute
-logits."""
+"""Class names of modules that only store a router's weight, with which the MoE layers in `BLOCKS` (`experts.py`)
+compute logits."""
 
 
 def uncovered(model: torch.nn.Module) -> Iterator[str]:

@@ -135,8 +135,8 @@ class ExpertOperations:
 
 def _sum_over_ranks(partial: torch.Tensor, parts: int) -> torch.Tensor:
     """Returns the complete fp32 outputs of all selected experts from this rank's `partial` outputs. Each expert is
-    split into `parts` partial sums on consecutive ranks (SGLang's initialize_model_parallel). Other ranks contribute
-    zeros, so adding them changes no value."""
+    split into `parts` partial sums on consecutive ranks (SGLang's initialize_model_parallel). Ranks that did not
+    compute an expert contribute zeros to its output, so adding them changes no value."""
     from sglang.srt.runtime_context import get_parallel
 
     by_rank = sglang_ranks.gathered(partial, get_parallel().tp_group)

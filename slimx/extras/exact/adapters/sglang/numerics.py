@@ -201,9 +201,9 @@ class ExactServer:
     # Attention ------------------------------------------------------------------------------------------------------
 
     def attention_backend(self, runner: Any) -> Any:
-        """Creates the attention backend. SGLang calls it once the model is loaded and `runner` knows the names of its
-        backends. Raises SlimxError if exact mode does not cover the model, or if SGLang would use another backend for
-        prefill or decode."""
+        """Creates the attention backend. SGLang calls this function after loading the model, when `runner` knows the
+        names of the configured attention backends. Raises SlimxError if exact mode does not cover the model, or if
+        SGLang would use another backend for prefill or decode."""
         for step in ("prefill", "decode"):
             backend = getattr(runner, f"{step}_attention_backend_str")
             if backend != ATTENTION:

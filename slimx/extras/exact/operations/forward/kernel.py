@@ -1,5 +1,5 @@
-"""Python interface of exact mode's CPU kernels (`csrc/exact.h`), whose results are bitwise equal to those of the same
-functions in `reference.py`."""
+"""Python interface of exact mode's CPU kernels (`csrc/exact.h`), whose results are bitwise equal to those of the
+functions with the same names in `reference.py`."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def linear(
     *,
     isa: str = "best",
 ) -> torch.Tensor:
-    """Computes `reference.linear`. `isa`: instruction set of the kernel, one of `ordered.kernel.isas()`; "best": the
-    fastest that this processor supports."""
+    """Computes one linear layer per expert, like `reference.linear`. `isa`: instruction set of the kernel, one of
+    `ordered.kernel.isas()`; "best": the fastest that this processor supports."""
     if leaves > MOST_LEAVES:
         raise SlimxError(
             f"row-parallel sums of {leaves} leaves exceed the kernels' limit of {MOST_LEAVES}; lower numerics.leaves",
@@ -107,8 +107,8 @@ def check_weights(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, isa: str = "best") -> torch.Tensor:
-    """Computes `reference.rms_norm`. If the dtypes of x and weight differ, both are first converted to fp32. `isa`: as
-    in `linear`."""
+    """Computes RMSNorm, like `reference.rms_norm`. If the dtypes of x and weight differ, both are first converted to
+    fp32. `isa`: as in `linear`."""
     if weight.dtype != x.dtype:
         return rms_norm(x.float(), weight.float(), eps, isa=isa).to(x.dtype)
     x = x.contiguous()
@@ -119,7 +119,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, isa: str = "b
 
 
 def silu_and_mul(x: torch.Tensor, *, isa: str = "best") -> torch.Tensor:
-    """Computes `reference.silu_and_mul`. `isa`: as in `linear`."""
+    """Computes SwiGLU's product silu(gate) * up, like `reference.silu_and_mul`. `isa`: as in `linear`."""
     x = x.contiguous()
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     _call("silu_and_mul", isa, x.data_ptr(), *out.shape, wide_of(x), out.data_ptr())
@@ -129,7 +129,8 @@ def silu_and_mul(x: torch.Tensor, *, isa: str = "best") -> torch.Tensor:
 def log_normalizer(
     logits: torch.Tensor, temperature: torch.Tensor, *, isa: str = "best"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes `reference.log_normalizer`. `isa`: as in `linear`."""
+    """Computes the two terms that log-softmax subtracts from logits, like `reference.log_normalizer`. `isa`: as in
+    `linear`."""
     check_dtype("temperature", temperature, torch.float32)
     logits = logits.contiguous()
     temperature = temperature.contiguous()
@@ -142,7 +143,8 @@ def log_normalizer(
 def attend(
     query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None, *, isa: str = "best"
 ) -> torch.Tensor:
-    """Computes `reference.attend`. All tensors except `sinks` must be contiguous. `isa`: as in `linear`."""
+    """Computes attention over cached keys and values, like `reference.attend`. All tensors except `sinks` must be
+    contiguous. `isa`: as in `linear`."""
     sinks = None if sinks is None else sinks.float().contiguous()
     out = query.new_empty(*query.shape[:2], read.value.shape[2])
     record = AttentionCall.of(query, read, scale, sinks, out)
@@ -168,7 +170,8 @@ def _declare() -> None:
 
 
 def wide_of(t: torch.Tensor) -> int:
-    """Returns the kernels' code for the dtype of `t`: 1 for fp32, 0 for bf16. Raises SlimxError for any other dtype."""
+    """Returns the number that stands for the dtype of `t` in the arguments of kernels: 1 for fp32, 0 for bf16. Raises
+    SlimxError for any other dtype."""
     if t.dtype not in _WIDE:
         raise SlimxError(
             f"exact mode computes in bf16 or fp32, but got a tensor of {t.dtype} on {t.device}; convert it",

@@ -1,5 +1,5 @@
 """Python interface of exact mode's CUDA kernels (`csrc/exact_interface.cuh`), whose results are bitwise equal to those
-of the same functions in `reference.py`.
+of the functions with the same names in `reference.py`.
 
 Kernels run in the current stream. This module can be imported without the compiled library, which is loaded on first
 use.
@@ -38,7 +38,8 @@ def linear(
     leaves: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Computes `reference.linear` with one kernel launch per leaf; torch adds the leaves."""
+    """Computes one linear layer per expert, like `reference.linear`, with one kernel launch per leaf of the sum; torch
+    adds the leaves' results."""
     x = x.contiguous()
     weights = [weight.contiguous() for weight in weights]
     columns = check_weights(x, weights)
@@ -58,7 +59,8 @@ def linear(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Computes `reference.rms_norm`. If the dtypes of x and weight differ, both are first converted to fp32."""
+    """Computes RMSNorm, like `reference.rms_norm`. If the dtypes of x and weight differ, both are first converted to
+    fp32."""
     if weight.dtype != x.dtype:
         return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
     x = x.contiguous()
@@ -71,7 +73,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Computes `reference.silu_and_mul`."""
+    """Computes SwiGLU's product silu(gate) * up, like `reference.silu_and_mul`."""
     x = x.contiguous()
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     if len(x):
@@ -80,7 +82,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def log_normalizer(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes `reference.log_normalizer`."""
+    """Computes the two terms that log-softmax subtracts from logits, like `reference.log_normalizer`."""
     check_dtype("temperature", temperature, torch.float32)
     logits = logits.contiguous()
     temperature = temperature.contiguous()
@@ -92,7 +94,8 @@ def log_normalizer(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[tor
 
 
 def attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Computes `reference.attend`. Waits for the GPU once, to read the largest length and whether rows share keys."""
+    """Computes attention over cached keys and values, like `reference.attend`. Waits for the GPU once, to read the
+    largest number of keys of a query and whether queries share keys."""
     out = query.new_empty(*query.shape[:2], read.value.shape[2])
     if not len(query):
         return out
@@ -138,7 +141,8 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def _checked_shape(x: torch.Tensor) -> tuple[int, int]:
-    """Returns the number of rows of `x` and their width. Raises SlimxError if the width exceeds MOST_WIDTH."""
+    """Returns the number of rows of `x` and of elements in each row. Raises SlimxError if a row has more than
+    MOST_WIDTH elements."""
     if x.shape[1] > MOST_WIDTH:
         raise SlimxError(
             f"rows of {x.shape[1]} elements exceed the CUDA kernels' limit of {MOST_WIDTH}; run this model on the CPU "

@@ -44,7 +44,7 @@ def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> Any:
 
 def _install_torch() -> None:
     """Replaces the three functions that megatron-core's GatedDeltaNet imports from flash-linear-attention by torch
-    functions. Its constructor checks for that package, so the package is also marked as installed."""
+    functions. GatedDeltaNet's constructor checks for that package, so the package is also marked as installed."""
     common.HAVE_FLA = True
     common.l2norm = l2norm
     gdn.causal_conv1d = causal_conv1d

@@ -126,8 +126,8 @@ def fused_sigmoid_gating_delta_rule_update(
     softplus_beta: float,
     softplus_threshold: float,
 ) -> torch.Tensor:
-    """Computes the gated delta rule for the next token of each request: `chunk_gated_delta_rule` with the decays and
-    learning rates of `fused_gdn_gating`."""
+    """Computes the gated delta rule for the next token of each request, like `chunk_gated_delta_rule` with the decays
+    and learning rates that `fused_gdn_gating` returns."""
     g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
     lengths = [1] * q.shape[1]
     return _apply_rule(q[0], k[0], v[0], g[0], beta[0], lengths, initial_state_source, initial_state_indices)[None]
@@ -298,7 +298,8 @@ def _apply_rule(
     slots: torch.Tensor,
 ) -> torch.Tensor:
     """Computes the gated delta rule and returns its outputs [T, value heads, dv]. Queries and keys are L2-normalized,
-    and each of their heads is used for consecutive value heads. Reads and updates the slots `slots` of `states`."""
+    and each query and key head is used for several consecutive value heads. Reads and updates the slots `slots` of
+    `states`."""
     times = v.shape[1] // q.shape[1]
     q = l2norm(q.float()).repeat_interleave(times, dim=1)
     k = l2norm(k.float()).repeat_interleave(times, dim=1)

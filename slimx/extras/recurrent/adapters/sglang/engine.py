@@ -1,5 +1,5 @@
-"""Gated delta nets in SGLang: where an engine's parameters store their tensors, and what SGLang lacks for them on the
-CPU. Written for sglang 0.5.23."""
+"""Gated delta nets in SGLang: where an engine's parameters store the tensors of delta nets, and which functions and
+operators SGLang lacks for delta nets on the CPU. Written for sglang 0.5.23."""
 
 from __future__ import annotations
 

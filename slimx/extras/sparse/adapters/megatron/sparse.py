@@ -51,8 +51,8 @@ int32 [1, T, k] in host memory, positions in the pack (-1: none) for the T queri
 
 @dataclass
 class SparseSequences(PackedSeqParams):
-    """Bounds of a micro-batch's sequences, and the tokens that its indexers selected. A layer that is in `chosen`
-    replays its selected tokens; any other layer selects tokens and adds them to `chosen`."""
+    """Bounds of a micro-batch's sequences, and the tokens that the layers' indexers selected for the micro-batch. A
+    layer that is in `chosen` replays its selected tokens; any other layer selects tokens and adds them to `chosen`."""
 
     chosen: ChosenTokens = field(default_factory=dict)
 

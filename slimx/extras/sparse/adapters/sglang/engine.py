@@ -1,4 +1,4 @@
-"""Sparse attention's indexers in SGLang: where an engine's parameters store their tensors. Written for sglang
+"""Sparse attention's indexers in SGLang: where an engine's parameters store the indexers' tensors. Written for sglang
 0.5.23."""
 
 from __future__ import annotations
