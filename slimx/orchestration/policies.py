@@ -86,8 +86,8 @@ def of_policy(groups: Sequence[Group], policy: str) -> list[Group]:
 
 
 def in_order[T](groups: Sequence[Group], by_policy: Mapping[str, Sequence[T]]) -> list[T]:
-    """Merges values that belong to trajectories, one list for each policy in `by_policy`, into one list in the order of
-    the trajectories in `groups`."""
+    """Merges per-trajectory values, given as one list for each policy in `by_policy`, into one list in the order of the
+    trajectories in `groups`."""
     remaining = {name: iter(values) for name, values in by_policy.items()}
     return [next(remaining[trajectory.policy]) for trajectory in trajectories_of(groups)]
 
@@ -95,8 +95,8 @@ def in_order[T](groups: Sequence[Group], by_policy: Mapping[str, Sequence[T]]) -
 async def metrics_of(
     policies: Mapping[str, TrainedPolicy], measure: Callable[[TrainedPolicy], Awaitable[Mapping[str, float]]]
 ) -> dict[str, float]:
-    """Returns the metrics that `measure` computes for each policy, under the policies' prefixes. The calls run
-    concurrently; the first failure cancels the others."""
+    """Returns the metrics that `measure` computes for each policy, with the policy's prefix in their names. The calls
+    of `measure` run concurrently; the first failure cancels the remaining calls."""
     results = await all_or_none(measure(policy) for policy in policies.values())
     metrics: dict[str, float] = {}
     for policy, measured in zip(policies.values(), results, strict=True):

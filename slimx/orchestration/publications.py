@@ -24,8 +24,8 @@ from slimx.runtime.tasks import in_thread, while_served
 type Deliver = Callable[[int], Awaitable[Publication]]
 """Function that publishes the weights of a step, and retries until at least one engine has them."""
 type WithRetry = Callable[[Callable[[], Awaitable[Publication]]], Awaitable[Publication]]
-"""Function that calls its argument, a coroutine function that needs trainers, and returns its result. It calls the
-argument again if trainer ranks are lost and replaced during the call."""
+"""Function that runs a coroutine function that uses trainer ranks, and returns the coroutine's result. If ranks are
+lost and replaced in the meantime, it runs the coroutine function again."""
 
 
 async def _once(work: Callable[[], Awaitable[Publication]]) -> Publication:
@@ -36,11 +36,12 @@ class Publications:
     """Publications of a policy's weights. This base class is used without engines and publishes nothing."""
 
     with_retry: WithRetry = staticmethod(_once)
-    """Function that calls a coroutine function that needs trainers: by default once, without retries.
-    `RankLossHandler.with_retry` calls it again after replacing lost ranks."""
+    """Function that runs a coroutine function that uses trainer ranks: by default once, without retries.
+    `RankLossHandler.with_retry`, which may replace this default, runs the coroutine function again after lost ranks
+    were replaced."""
 
     def renew(self) -> None:
-        """Prepares for new trainer ranks, which have replaced lost ones."""
+        """Prepares to publish from new trainer ranks that have replaced lost ones."""
 
     async def publish(self, step: int) -> Publication | None:
         """Publishes the weights after `step` steps as version `step`. Returns None without engines."""
@@ -51,7 +52,7 @@ class Publications:
         return {}
 
     async def watched[T](self, work: Awaitable[T], step: int, *, training: bool = False) -> T:
-        """Returns the result of `work`. Raises SlimxError if all engines of the run are lost while waiting for it.
+        """Awaits `work` and returns its result. Raises SlimxError if all engines of the run are lost in the meantime.
         `step`: number of completed steps. `training`: True if `work` changes the trainers' weights."""
         return await work
 
@@ -91,8 +92,8 @@ class EnginePublications(Publications):
         source, self.delivery = transport.connect(config, trainers, engines, WeightSource(trainers, "publish"))
         self._shared = shared
         self._based: dict[str, int] = {}
-        """Name of an engine -> its incarnation (the number of its start) that has received the base weights of the
-        adapters."""
+        """For each engine that has received the base weights of the adapters, by name: its incarnation at that time
+        (how often it had been started), because a restarted engine has lost them."""
         self._brought = False
         """True once these trainers have published their base weights, which engines compare with those of other
         policies."""
@@ -131,7 +132,8 @@ class EnginePublications(Publications):
         return await self._shared.publish(self.policy, step)
 
     async def _deliver(self, step: int) -> Publication:
-        """Publishes the weights of `step`, and retries until at least one engine has completed the publication."""
+        """Publishes the weights of step `step`, and retries until at least one engine has received and verified
+        them."""
         self._maker.begun[self.policy] = step
         while True:
             if self.config.schedule.colocate:
@@ -172,13 +174,13 @@ class EnginePublications(Publications):
         self.engines.members.turn.begin()
 
     async def watched[T](self, work: Awaitable[T], step: int, *, training: bool = False) -> T:
-        """Returns the result of `work`. Raises SlimxError if all engines of the run are lost while waiting for it and
-        none can be restarted.
+        """Awaits `work` and returns its result. Raises SlimxError if all engines of the run are lost in the meantime
+        and none can be restarted.
 
         If no engine serves and one restarts, the weights of `step` are published to it, except in two cases, in which a
         publication follows anyway: with `training`, when the trainers' weights are between two versions, and while
-        colocated engines sleep. If the delivery stores versions and the engines are awake, every engine that restarts
-        receives the current version from it."""
+        colocated engines sleep. If the transport stores published versions, for example on disk, and the engines are
+        awake, every engine that restarts receives the current version from this store."""
         if self._shared is not None and self._shared.owner != self.policy:
             return await work  # shared engines are watched by the policy that owns them
         members = self.engines.members
@@ -203,8 +205,8 @@ class EnginePublications(Publications):
         return await while_served(work, needed, supply)
 
     async def catch_up(self) -> bool:
-        """Sends the current version to restarted engines from the copy that the delivery stores. Returns False if the
-        delivery has no copy of this version."""
+        """Sends the current version of the weights to restarted engines from a copy that the transport has stored, for
+        example on disk. Returns False if the transport has no copy of this version."""
         members = self.engines.members
         version = self._maker.versions[self.policy]
         try:

@@ -38,12 +38,12 @@ class RankLossHandler:
         `same_layout`: True if `checkpoint` was written with the current parallel sizes."""
 
     def trained(self, step: int, version: int, updates: list[TrainBatch], metrics: dict[str, float]) -> None:
-        """Records a training step, so that new ranks can repeat it. `step`: number of steps completed before it.
+        """Records a training step, so that new ranks can repeat it. `step`: number of steps completed before this one.
         `version`: version of the engines' weights during the step. `metrics`: metrics of the step."""
 
     async def with_retry[T](self, work: Callable[[], Awaitable[T]]) -> T:
-        """Returns the result of `work`, which calls trainers. If ranks are lost and replaced during the call, calls
-        `work` again."""
+        """Awaits `work`, which calls trainer ranks, and returns its result. If ranks are lost and replaced during the
+        call, calls `work` again."""
         return await work()
 
     async def after_step(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -51,7 +51,8 @@ class RankLossHandler:
         manager that marks a named phase of the step in the timeline."""
 
     def bases(self) -> set[int]:
-        """Returns the steps whose states new ranks may start from; the references of these steps must be kept."""
+        """Returns the steps whose saved states new ranks may start from. The reference models that belong to these
+        steps must not be deleted."""
         return set()
 
     def metrics(self) -> dict[str, float]:
@@ -59,7 +60,7 @@ class RankLossHandler:
         return {}
 
     async def stop(self) -> None:
-        """Stops processes that store states for new ranks. Does not raise."""
+        """Stops helper processes that store copies of the trainers' state for replacement ranks. Does not raise."""
 
 
 def make_recovery(trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan) -> RankLossHandler:

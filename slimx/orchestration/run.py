@@ -143,7 +143,7 @@ class Run:
     # Waiting ----------------------------------------------------------------------------------------------------------
 
     async def watched[T](self, work: Awaitable[T], *, training: bool = False) -> T:
-        """Returns the result of `work`. Raises SlimxError if all engines of the run are lost while waiting for it
+        """Awaits `work` and returns its result. Raises SlimxError if all engines of the run are lost in the meantime
         (`EnginePublications.watched`). `training`: True if `work` changes the trainers' weights."""
         for policy in self.policies.values():
             work = policy.publications.watched(work, self.step, training=training)
@@ -200,8 +200,8 @@ class Run:
         return groups
 
     def _in_flight(self) -> str:
-        """Returns a message about the requests in flight and their groups, which are sent again after the router is
-        lost."""
+        """Returns part of the message about a lost router: the number of requests in flight and their groups, which are
+        sent again."""
         if not isinstance(self.rollouts, RolloutManager):
             return ""
         groups = [f"g{ticket.number}" for ticket in self.rollouts.tickets if ticket.running]
@@ -262,7 +262,7 @@ class Run:
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """Marks the part of a step in which trainers compute. Colocated trainers use the devices of the engines, which
-        sleep until it ends."""
+        sleep until the `with` block ends."""
         colocated = self.config.schedule.colocate
         if colocated:
             with self.phase("sleep"):
@@ -276,9 +276,9 @@ class Run:
 
     @asynccontextmanager
     async def trainers_turn(self, *, publish: bool = True) -> AsyncIterator[None]:
-        """Gives the trainers their devices for work between two steps, such as a checkpoint. Colocated engines sleep
-        during that work and then receive the current weights again; `publish=False` leaves that to a later
-        publication."""
+        """Makes the devices available to the trainers for work between two steps, such as writing a checkpoint.
+        Colocated engines sleep during that work and then receive the current weights again. `publish=False`: engines
+        receive weights only with a later publication."""
         if not self.config.schedule.colocate:
             yield
             return
@@ -312,7 +312,8 @@ class Run:
             await self.checkpoints.settle()
 
     async def restore(self, path: Path, state: RunState) -> None:
-        """Loads `state` and the trainers' state from the checkpoint in `path`, to resume there."""
+        """Resumes from the checkpoint in `path`: restores the run from `state`, and loads the trainers' state from the
+        files."""
         await self.checkpoints.restore(path, state)
         self.step = state.step
         self.maker.version = state.version

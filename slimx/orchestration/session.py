@@ -67,8 +67,8 @@ def run_training(config: Config, console: Console) -> Path:
 
 
 def run_session(config: Config, console: Console, work: Callable[[Run], Awaitable[None]]) -> Path:
-    """Checks `config`, starts all parts of the run, awaits `work` with it, and stops everything. Returns the run's
-    directory.
+    """Checks `config`, starts all parts of the run, awaits `work`, which is called with the run, and stops everything.
+    Returns the run's directory.
 
     Raises SlimxError, Interrupted if a signal stopped the run, or Preempted if SIGUSR1 did and a checkpoint was saved.
     """
@@ -100,8 +100,8 @@ def _attempt(
     console: Console,
     work: Callable[[Run], Awaitable[None]],
 ) -> None:
-    """Starts the run from its newest checkpoint, if it has one, and awaits `work`. Raises Damaged if the checkpoint is
-    damaged."""
+    """Starts the run from its newest checkpoint, if it has one, and awaits `work`, which is called with the run. Raises
+    Damaged if the checkpoint is damaged."""
     directory = Path(config.run.dir)
     resume_from = resume_point(config, directory, saves)
     state = None
@@ -221,7 +221,8 @@ async def _session(
 
 
 def _note_backends(prepared: Prepared, service: EngineService, note: Callable[[str], None]) -> None:
-    """Reports which kernels trainers and engines use, or which replay replaces the engines."""
+    """Reports the kernels that trainers and engines use, or, if recorded rollouts are replayed instead of sampled, from
+    which directory."""
     for policy in prepared.policies.values():
         for reason in policy.backends.reasons:
             note(reason)
@@ -272,8 +273,8 @@ def _watched(trainers: Mapping[str, TrainerGroup], critic: CriticGroup | None) -
 
 
 def _replanned(prepared: PreparedPolicy, device: str, sizes: Sizes) -> dict[str, Plan]:
-    """Returns the plans of exports and publications for new trainer ranks of parallel sizes `sizes`, which replace
-    those in `prepared`."""
+    """Returns new export and publication plans, to replace those in `prepared` when trainers are restarted with the
+    parallel sizes `sizes`."""
     plans, encoding = make_plans(prepared.config, prepared.spec, sizes, device)
     assert encoding == prepared.encoding, "the encoding must not change, because engines received it at their start"
     return plans

@@ -56,14 +56,15 @@ class FrozenEngines:
         self.config = config
         self.groups: dict[str, EngineGroup] = {}
         self.clients: dict[str, Any] = {}
-        """Clients of each group by its name, for use by hooks."""
+        """Clients that hooks use to send requests to each group, by the group's name."""
 
     async def start(self) -> None:
-        """Starts the servers of all groups and returns when they serve. From then on they are watched and restarted."""
+        """Starts the servers of all groups and returns when they accept requests. From then on, servers that fail are
+        restarted."""
 
     async def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises SlimxError if the model of a group cannot be used with a policy that has `tokenizer`. Called when all
-        servers have started."""
+        """Raises SlimxError if the model of a group cannot be used together with a policy whose tokenizer is
+        `tokenizer`. Called when all servers have started."""
 
     def scorer(self) -> Score | None:
         """Returns the function that scores finished rollouts with the frozen models; None if no group scores
@@ -100,9 +101,9 @@ class EngineService:
         record: Callable[[Restart], None] = lambda restart: None,
         lost: Callable[[str, SlimxError], None] = lambda name, error: None,
     ):
-        """Prepares the service without starting anything. `directory` receives `logs/` and `engines.json`. `note`
-        receives a message about each event of an engine, `record` each restart, and `lost` the name and error of each
-        engine that is taken out of service."""
+        """Prepares the service without starting anything. The directory `logs/` and the file `engines.json` are written
+        into `directory`. `note` is called with a message about each event of an engine, `record` with each restart, and
+        `lost` with the name and error of each engine that is taken out of service."""
         self.config = config
         self.sources = sources
         self.directory = directory
@@ -116,7 +117,7 @@ class EngineService:
             served = entry_points.load(FROZEN, "routers")
             self.frozen = served(config, self.device, self.logs, note=note, record=record)
         self.groups: dict[str, EngineGroup] = {}
-        """Engine group of each policy by name; empty if nothing is sampled."""
+        """Engine group of each policy by the policy's name; empty if the command samples nothing."""
         self.clients: dict[str, GenerationClient] = {}
         """Clients of the engines by policy, added by `open`."""
         self.proxy: AgentServer | None = None
@@ -208,8 +209,8 @@ class EngineService:
         )
 
     async def watched[T](self, work: Awaitable[T]) -> T:
-        """Returns the result of `work`. Raises SlimxError when all of the actor's engines are lost and none can be
-        restarted."""
+        """Awaits `work` and returns its result. Raises SlimxError when all of the actor's engines are lost and none can
+        be restarted."""
         return await while_served(work, self.groups[ACTOR].members.failed)
 
 
@@ -285,8 +286,8 @@ async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
 
 def refuse_elsewhere(transport: str, publisher: str, remote: Mapping[str, str]) -> None:
     """Raises SlimxError naming an engine that is on a different machine from the publisher, if there is one. `remote`:
-    addresses of all such engines by name. `publisher`: address of the publisher. `transport`: value of
-    `publish.transport`."""
+    addresses of all engines on other machines than the publisher, by name. `publisher`: address of the publisher.
+    `transport`: value of `publish.transport`."""
     for name, engine in remote.items():
         raise SlimxError(
             f"publish.transport={transport} works only within one machine, but engine {name} is on {engine} and "

@@ -37,7 +37,8 @@ async def serving(
     """Starts all engines of `config`, as returned by `without_trainers` (slimx.orchestration.start.checks), and stops
     them when the block ends. Ray must be running.
 
-    `directory` receives `logs/` and `engines.json`. `note` receives a message about each event of an engine."""
+    The directory `logs/` and the file `engines.json` are written into `directory`. `note` is called with a message
+    about each event of an engine."""
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     async with EngineService(config, sources, directory, note=note) as service:
         (engines,) = service.place().values()
@@ -58,8 +59,8 @@ async def serving(
 
 
 async def _stamp_version_0(engine: EngineHandle) -> None:
-    """Sets the version of the weights on a server to 0, because tokens that a server reports without a version are
-    refused."""
+    """Sets the version of the weights on a server to 0, because clients refuse tokens that a server reports without a
+    version."""
     await engine.perform("stamp", None, "0")
 
 

@@ -33,24 +33,25 @@ class SharedEngines:
         self.membership = members
         self.owner = policies[0]
         self.based: dict[str, int] = {}
-        """Name of an engine -> its incarnation (the number of its start) that has received the base weights."""
+        """For each engine that has received the base weights, by name: its incarnation at that time (how often it had
+        been started), because a restarted engine has lost them."""
         self._loaded: dict[str, dict[str, int]] = {policy: {} for policy in policies}
-        """Policy -> name of an engine -> its incarnation (the number of its start) that has loaded the policy's
-        adapters."""
+        """For each policy, and each engine that has loaded the policy's adapters, by name: the engine's incarnation at
+        that time, because a restarted engine has lost them."""
         self._newest: dict[str, int] = {}
-        """Policy -> step of its last publication."""
+        """Step of the last publication of each policy, by the policy's name."""
         self._deliver: dict[str, Deliver] = {}
         self._turn = asyncio.Lock()
 
     def enter(self, policy: str, deliver: Deliver) -> SharedMembers:
-        """Registers `deliver`, which publishes the weights of `policy`, and returns the engines in the form that the
-        policy's publisher expects."""
+        """Registers `deliver`, which publishes the weights of `policy`, and returns the view of the engines that the
+        policy's publisher must use."""
         self._deliver[policy] = deliver
         return SharedMembers(self, policy)
 
     async def publish(self, policy: str, step: int) -> Publication:
         """Publishes the weights of `policy` for `step`, and then publishes the weights of other policies for the same
-        step again if a restarted engine lacks them. Calls run one at a time."""
+        step again if a restarted engine lacks them. Concurrent calls wait for each other."""
         async with self._turn:
             done = await self._deliver[policy](step)
             self._newest[policy] = step
@@ -75,7 +76,7 @@ class SharedEngines:
 
 
 class SharedMembers:
-    """The shared engines as the publisher of one policy sees them (`slimx.reshard.parties.Members`)."""
+    """View of the shared engines for the publisher of one policy; implements `slimx.reshard.parties.Members`."""
 
     def __init__(self, shared: SharedEngines, policy: str):
         self._shared = shared

@@ -33,7 +33,7 @@ WRITE_S = 45.0
 them."""
 
 SILENT = ("rank.silent", "engine.silent", "engine.useless")
-"""Error codes of a part of the run that did not respond, or responded without doing its work."""
+"""Codes of errors that report a rank or engine which did not respond in time, or responded without doing its work."""
 
 PACKAGE = str(Path(__file__).parents[2])
 SAY_S = 10.0
@@ -48,7 +48,8 @@ SIGNAL = signal.SIGRTMAX
 """Signal for which faulthandler is registered: it writes the stacks of all threads from C code, without needing the
 GIL."""
 STACKS_S = 1.0
-"""CPU seconds between the signal that writes the stacks of all threads and the end of the process."""
+"""CPU seconds that the process has for writing the stacks of all threads, between the signal that starts this and the
+signal that ends the process."""
 SIGEV_SIGNAL = 0
 SIGEV_THREAD = 2
 
@@ -148,8 +149,9 @@ def main_location() -> str:
 
 
 def pulse_deadline(config: Config) -> float:
-    """Returns for how long the driver's event loop may be blocked, in seconds: the shorter deadline of a rollout and of
-    a step, or the time for which a rank may be silent (`trainer.watch_deadline`), whichever is longer."""
+    """Returns the number of seconds for which the driver's event loop may be blocked: the longer of
+    `trainer.watch_deadline` (the time for which a rank may not respond) and the shorter of the rollout and step
+    deadlines."""
     rollouts = min(config.rollout.rollout_deadline, config.schedule.step_deadline)
     return max(rollouts, config.trainer.watch_deadline)
 
@@ -159,8 +161,8 @@ class Pulse:
     or the thread did not run (SIGSTOP, garbage collection) does not count: see RunningClock."""
 
     def __init__(self, deadline_s: float, strike: Callable[[DeadlineError], None], time: Callable[[], float]):
-        """Sets the deadline. `strike` is called once, in the thread, if the loop is blocked for `deadline_s` seconds,
-        measured by the clock `time`."""
+        """Sets the deadline. `strike` is called once, in the pulse's thread, if the event loop is blocked for
+        `deadline_s` seconds, measured by the clock `time`."""
         self._deadline_s = deadline_s
         self._strike = strike
         self._time = time

@@ -36,10 +36,10 @@ SAVING = (signal.SIGTERM, signal.SIGHUP)
 """Signals that announce the loss of the machine or the terminal. After one of them a run has `checkpoint.grace` seconds
 to save."""
 START_END_S = 5.0
-"""Deadline for the process to exit, in seconds, if a signal arrives while Ray is starting, because Ray's library may
-ignore signals then."""
+"""Seconds that the process has to exit if a signal arrives while Ray is starting. After that it is killed, because
+Ray's library may ignore signals during startup."""
 LINGER_S = 10.0
-"""Deadline for the remaining tasks to end when the event loop is closed, in seconds; tasks that need longer are
+"""Seconds to wait for the remaining tasks to end when the event loop is closed; tasks that need longer are
 abandoned."""
 
 
@@ -95,12 +95,13 @@ async def _nothing(error: BaseException) -> None: ...
 
 
 class EndingStack(AsyncExitStack):
-    """An exit stack that first stops the alarm's watches: closing one part of the run ends others, which must not count
-    as lost. Then it reports how the run ends, so that the deadline for stopping starts before any part is closed."""
+    """An exit stack that first stops the alarm's watches: closing one part of the run makes other parts exit, which
+    must not be reported as failures. Then the stack reports how the run ends, so that the deadline for stopping starts
+    before any part is closed."""
 
     def __init__(self, alarm: Alarm, failing: Callable[[BaseException], Awaitable[None]] = _nothing):
-        """Creates the stack. If the run ends with an error, `failing` is called with it while all parts are still
-        running."""
+        """Creates the stack. If the run ends with an error, `failing` is called with the error while all parts are
+        still running."""
         super().__init__()
         self._alarm = alarm
         self._failing = failing
@@ -287,7 +288,8 @@ def stopping(stop: Callable[[], Awaitable[None]], note: Callable[[str], None]) -
 
 
 async def together(starting: Sequence[Callable[[], Awaitable[object]]]) -> None:
-    """Calls all of `starting` concurrently and waits for them. The first failure cancels the rest and is raised."""
+    """Runs all coroutine functions in `starting` concurrently and waits for them. If one fails, cancels the rest and
+    raises the failure."""
     tasks = [asyncio.ensure_future(work()) for work in starting]
     try:
         await asyncio.gather(*tasks)

@@ -27,12 +27,12 @@ from slimx.runtime.process import end_with_parent
 LOOK_S = 2.0
 """Interval between two searches for the log that Ray's library writes in the driver, in seconds."""
 SENT = (0, -1, -6)
-"""Values of `si_code` for signals that were sent by a process (SI_USER, SI_QUEUE, SI_TKILL); only these are forwarded.
-Signals of a terminal reach the driver directly."""
+"""Values of `si_code` for signals that were sent by a process (SI_USER, SI_QUEUE, SI_TKILL). Only these signals are
+forwarded to the driver, because signals from a terminal reach it directly."""
 ENDED = (1, -signal.SIGABRT)
 """Exit statuses with which Ray's library ends its process."""
 LOG = "/python-core-driver-"
-"""Part of the path of the log that Ray's library writes in a driver."""
+"""Substring that identifies the log of Ray's library among the paths of the driver's open files."""
 WORDS = re.compile(r"Terminate the process|Exiting because the Raylet|Check failed")
 """Pattern of the messages with which the library of ray 2.60 ends its process, in the log at `LOG`."""
 AGENT = re.compile(r"agent_name = (\w+)")

@@ -28,9 +28,9 @@ from slimx.trainer.worker import TrainerWorker
 PLACED_S = 5.0
 """Time within which a rank that has a process must respond, in seconds."""
 DOMAIN = "slimx-domain"
-"""Key of the label of a Ray node whose value is the node's NVLink domain (set by scripts/launch/common.sh)."""
+"""Key of the Ray node label that contains the node's NVLink domain (set by scripts/launch/common.sh)."""
 ORDER = "slimx-order"
-"""Key of the label of a Ray node whose value is the node's number in the cluster job."""
+"""Key of the Ray node label that contains the node's number in the cluster job."""
 
 
 async def _result[T](reference: Awaitable[T]) -> T:
@@ -39,11 +39,11 @@ async def _result[T](reference: Awaitable[T]) -> T:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingCall:
-    """A call that some ranks have not finished."""
+    """A call to several ranks that has not been finished by all of them."""
 
     description: str
     ranks: dict[Awaitable[object], int]
-    """Reference of each result -> rank that computes it."""
+    """Rank that computes each result, by Ray's reference to the result."""
 
 
 class RankGroup:
@@ -175,7 +175,7 @@ class RankGroup:
         description: str,
         deadline_s: float | None = None,
     ) -> list[T]:
-        """Returns the results of calls that were sent to `ranks`, in the same order. Until then, `description` is
+        """Returns the results of calls that were sent to `ranks`, in the same order. While it waits, `description` is
         reported as the current call. Raises DeadlineError naming the ranks that miss the deadline (default:
         `trainer.deadline`)."""
         call = PendingCall(description, dict(zip(references, ranks, strict=True)))
@@ -213,8 +213,9 @@ class RankGroup:
         return self._calls[-1].description if self._calls else None
 
     def late(self) -> Json | None:
-        """Returns the current call for `slimx status`; None between calls. `what`: description of the call. `ranks` and
-        `logs`: names and logs of the ranks that have not finished. `of`: number of ranks called."""
+        """Returns a dict about the current call, which `slimx status` shows; None between calls. Key `what`:
+        description of the call; `ranks` and `logs`: names and log files of the ranks that have not finished; `of`:
+        number of ranks called."""
         if not self._calls:
             return None
         call = self._calls[-1]

@@ -304,7 +304,7 @@ class TrainerGroup(RankGroup):
 
 
 def folded[T](shards: Sequence[Sequence[T]], shards_per_rank: int) -> list[list[T]]:
-    """Merges every `shards_per_rank` consecutive shards into one list."""
+    """Merges every `shards_per_rank` consecutive shards into one list, the micro-batches of one data-parallel rank."""
     by_rank = []
     for first in range(0, len(shards), shards_per_rank):
         by_rank.append(list(chain.from_iterable(shards[first : first + shards_per_rank])))
@@ -312,7 +312,7 @@ def folded[T](shards: Sequence[Sequence[T]], shards_per_rank: int) -> list[list[
 
 
 def unfolded[T](by_rank: Sequence[Sequence[T]], shards_per_rank: int) -> list[Sequence[T]]:
-    """Splits lists that `folded` merged into their shards."""
+    """Reverts `folded`: splits the merged list of each rank into one list per shard."""
     if shards_per_rank == 1:
         return list(by_rank)
     shards: list[Sequence[T]] = []

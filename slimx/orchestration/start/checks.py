@@ -102,7 +102,8 @@ LOADED = {
     "critic_weights": "critic.load",
     "teacher_weights": "algorithm.teacher",
 }
-"""Name in `weight_facts` -> configuration key of the directory."""
+"""Configuration key that sets each directory from which weights are loaded, by the directory's name in the result of
+`weight_facts`."""
 
 
 def check_training(config: Config) -> None:
@@ -189,8 +190,8 @@ def check_parts(config: Config) -> None:
 
 
 def _check_state(point: Path | None, check: Callable[[RunState], None]) -> None:
-    """Calls `check` with the state saved at `point`, if there is one. A damaged checkpoint is ignored here, because the
-    start of the run handles it."""
+    """Calls `check` with the run state saved in `point`, the checkpoint to resume from, if any. Ignores a damaged
+    checkpoint, because the run handles it when it starts."""
     if point is not None:
         with suppress(Damaged):
             check(read_state(point))

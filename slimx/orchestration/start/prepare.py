@@ -48,8 +48,8 @@ class ServedPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedPolicy(ServedPolicy):
-    """Everything that the checks determine about a trained policy. Its `config` is its value of `Config.by_policy`,
-    with `publish.transport` set to the chosen transport."""
+    """Everything that the checks determine about a trained policy. `config` is the policy's entry in
+    `Config.by_policy`, with `publish.transport` set to the chosen transport."""
 
     sizes: Sizes
     plans: dict[str, Plan]
@@ -71,8 +71,8 @@ class Sources[P: ServedPolicy]:
     """Policies by name, the actor first."""
     hooks: Hooks
     by_source: dict[str, list[Prompt]]
-    """Prompts of each of `rollout.sources` by its name, or those of `rollout.prompts` under ""; empty, like
-    `eval_prompts`, if rollouts are replayed."""
+    """Prompts of each source in `rollout.sources` by the source's name, or those of `rollout.prompts` under the name
+    "". If rollouts are replayed, this and `eval_prompts` are empty."""
     eval_prompts: dict[str, list[Prompt]]
     """Prompts of each evaluation file by its name in `eval.files`."""
 
@@ -87,7 +87,7 @@ class Prepared(Sources[PreparedPolicy]):
     """Everything that the checks of a run determine, and the inputs that they read."""
 
     critic: Sizes | None
-    """Parallel sizes of the critic, which are those of the trainers if it shares their ranks; None without a critic."""
+    """Parallel sizes of the critic (those of the trainers if the critic shares their ranks); None without a critic."""
 
 
 def check_run(config: Config) -> Prepared:

@@ -126,8 +126,8 @@ def source_prompts(rollout: Rollout) -> dict[str, list[Prompt]]:
 def heldout_prompts(
     config: Config, name: str, path: str, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec
 ) -> list[Prompt]:
-    """Reads and checks the prompts of the evaluation file `path`. `name`: its name in `eval.prompts`, "" if it has
-    none."""
+    """Reads and checks the prompts of the evaluation file `path`. `name`: name of the file in `eval.prompts`; "" if it
+    has no name there."""
     mapping = make_mapping(config.eval.fields, config.eval.map, config.rollout.system, section="eval")
     prompts = read_prompts(path, mapping, dataset=name or None)
     check_prompts(tokenizer, prompts, path, config.rollout.max_prompt_tokens, spec.vocab_size)

@@ -48,7 +48,8 @@ class Checkpointer:
         self.config = policies[ACTOR].config
         self.sizes = {name: trainers.sizes for name, trainers in policies.items()}
         self._parts = {part_of(name): (trainers.name, trainers.sizes.world) for name, trainers in policies.items()}
-        """Folder of each part in the checkpoint -> name of the rank group that writes it and number of its ranks."""
+        """For each folder of the checkpoint that ranks write: the name of their rank group, and the number of its
+        ranks."""
         if critic is not None:
             self._parts[CRITIC] = (critic.ranks.name, critic.sizes.world)
         self.timeline = timeline
@@ -59,8 +60,8 @@ class Checkpointer:
         """Called with step and directory of each checkpoint when it is complete."""
         self._writing: asyncio.Task[None] | None = None
         self._unwritten: tuple[int, dict[str, bytes]] | None = None
-        """Step and the driver's files of a save that is in progress or interrupted, so that replaced ranks can write it
-        again; None if there is none."""
+        """Step and driver's files of a save that is in progress or interrupted, kept so that replacement ranks can
+        repeat the save; None if there is none."""
         self._committing = False
         self.saved_step = -1
         """Step of the newest checkpoint that this process wrote or resumed from; -1 if there is none."""
@@ -87,7 +88,8 @@ class Checkpointer:
         )
 
     async def save(self, state: RunState) -> None:
-        """Writes a checkpoint of `state` and of the trainers' current state. Returns when both may change again.
+        """Writes a checkpoint of `state` and of the trainers' current state. Returns when both states may be changed
+        again.
 
         With `checkpoint.asynchronous` the files are written in the background, and `check` and `settle` raise the error
         of a failed save."""
@@ -122,7 +124,8 @@ class Checkpointer:
         return None if self._unwritten is None else self._unwritten[0]
 
     def resize(self, sizes: Sizes) -> None:
-        """Changes the parallel sizes of the actor's ranks to `sizes`, for later saves and for an interrupted one."""
+        """Changes the parallel sizes of the actor's ranks to `sizes`, for later saves and for an interrupted save that
+        is repeated."""
         self.sizes[ACTOR] = sizes
         self._parts["."] = self.policies[ACTOR].name, sizes.world
         if self._unwritten is not None:
@@ -142,8 +145,8 @@ class Checkpointer:
             await cancelled(writing)
 
     async def write_again(self, trainers: TrainerGroup, step: int) -> None:
-        """Makes `trainers`, which have the state after `step` steps, write the interrupted save, if it was of that
-        step."""
+        """Repeats the interrupted save with `trainers`, which have the state after `step` steps; does nothing if there
+        is none, or if it was for another step."""
         if self._writing is None and self._unwritten is not None and self._unwritten[0] == step:
             partial = await self._begin(step)
             await trainers.save(partial, step=step)

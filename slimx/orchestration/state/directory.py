@@ -64,8 +64,8 @@ def check_start(config: Config, directory: Path, saves: Saves) -> None:
 
 
 def check_generation(config: Config, directory: Path, saves: Saves) -> None:
-    """Raises SlimxError if `slimx generate` cannot start in `directory`, or cannot resume at the newest position in
-    `saves`."""
+    """Raises SlimxError if `slimx generate` cannot start in `directory`, or cannot resume from the newest saved
+    position in the prompts (`saves`)."""
     if config.run.fork:
         raise SlimxError(
             "run.fork is set, but it continues training and slimx generate does not train; remove run.fork",

@@ -91,7 +91,7 @@ class Records:
         self._tell_restart("restart_failed" if restart.error else "trainers_replaced", restart)
 
     def trainers_shrunk(self, reason: str) -> None:
-        """Reports that the run continues with fewer trainer ranks. `reason`: the message."""
+        """Reports that the run continues with fewer trainer ranks. `reason`: message that says so, with the reason."""
         self.table.note(reason)
         self.events.tell("trainers_shrunk", reason, about="trainers")
 
@@ -127,8 +127,9 @@ class Records:
         self.timeline.add(Phase(name="start", step=None, track=part, start=since, seconds=seconds))
 
     def activity(self) -> Json:
-        """Returns for `slimx status`: name of the current phase, number of phases so far in this process, and start of
-        the phase in Unix time by the current system clock, which may have been set since."""
+        """Returns for `slimx status`: name of the current phase, number of phases so far in this process, and Unix time
+        at which the phase started. The time is computed from the phase's duration, because the system clock may have
+        been changed since."""
         since = time.time() - (time.monotonic() - self._began)
         return {"phase": self._phase, "number": self._phases, "since": since}
 

@@ -29,7 +29,7 @@ class SavedPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ComparedPolicy:
-    """A `SavedPolicy` for checks before a run is prepared."""
+    """Implementation of `SavedPolicy` for checks that run before a run's models are read."""
 
     config: Config
     sizes: Sizes
@@ -101,8 +101,9 @@ def _listed(policies: Collection[str]) -> str:
 
 
 def _check_policy(path: Path, keys: str, saved: Json, config: Config, sizes: Sizes) -> None:
-    """Checks that the trainers of one policy in this run fit `saved`, its fields in the checkpoint `path`. `keys`:
-    configuration key of the policy's section trainer, for messages. Raises SlimxError."""
+    """Raises SlimxError if the trainers of one policy cannot resume from checkpoint `path`. `saved`: fields that
+    describe the policy's trainers in the checkpoint. `keys`: configuration key of the policy's section trainer, for
+    messages."""
     if saved["lora"] != _adapters(config):
         raise SlimxError(
             f"{path} was written with {keys}.lora={saved['lora']}, but this run has {_adapters(config)}, and "
@@ -132,9 +133,9 @@ def _check_policy(path: Path, keys: str, saved: Json, config: Config, sizes: Siz
 
 
 def _check_move(path: Path, keys: str, saved: Json, sizes: Sizes, distributed: bool, config: Config) -> None:
-    """Checks that the saved optimizer state of a model can be resharded from the parallel sizes `saved` to `sizes`.
-    `distributed`: True if it was written by a distributed optimizer. `keys`: configuration key of the model's parallel
-    sizes, for messages. Raises SlimxError."""
+    """Raises SlimxError if the saved optimizer state of a model cannot be resharded from the parallel sizes `saved` to
+    `sizes`. `distributed`: True if a distributed optimizer wrote the state. `keys`: configuration key of the model's
+    parallel sizes, for messages."""
     current = layout_of(sizes)
     about = ""
     refused = ""

@@ -147,7 +147,7 @@ class Saves:
 
     def _track(self, newest: Path) -> None:
         """Records checkpoint `newest` in the file from which Megatron-LM reads the step to load. If the run is killed
-        before that, the file still names the previous checkpoint."""
+        before this call, the file still names the previous checkpoint."""
         match = re.fullmatch(_NAME, newest.name)
         assert match is not None
         write_atomic(self.directory / TRACKER, str(int(match[1])).encode())
@@ -171,8 +171,8 @@ def saved_step(directory: Path) -> int:
 
 
 def read_state(path: Path) -> RunState:
-    """Reads the run's state from checkpoint `path`. Raises Damaged naming a damaged file, and SlimxError if a release
-    of slimx with different fields wrote it."""
+    """Reads the run's state from checkpoint `path`. Raises Damaged naming a damaged file, and SlimxError if the state
+    was written by a release of slimx that stores different fields."""
     fields = _read(path, _RUN, json.loads)
     tickets = _read(path, _TICKETS, lambda data: decode(list[SavedTicket], data))
     try:

@@ -21,14 +21,14 @@ from slimx.orchestration.step.measure import hook_metrics, part_metrics
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 
 FIRST_NUMBER = 1 << 30
-"""Number of the first group of an evaluation. Sampling seeds derive from the numbers of groups: those of evaluations
-never occur in training and are the same in every evaluation."""
+"""Number of the first group of an evaluation. Sampling seeds derive from group numbers. Because numbers start here in
+every evaluation, all evaluations use the same seeds, and training never uses them."""
 
 
 async def evaluate(run: Run) -> dict[str, float]:
     """Generates `eval.samples` answers to every held-out prompt, and returns metrics of their rewards (`score`); {} if
-    there are no held-out prompts. The answers to a prompt that failed score 0, and `eval/failed` counts it. Raises
-    SlimxError if all prompts failed."""
+    there are no held-out prompts. If generation fails for a prompt, its answers score 0, and `eval/failed` counts the
+    prompt. Raises SlimxError if all prompts failed."""
     if not any(run.eval_prompts.values()):
         return {}
     with run.phase("eval"):
@@ -54,8 +54,8 @@ async def answer_all(maker: GroupMaker, prompts: Mapping[str, Sequence[Prompt]])
 
 
 def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequence[GroupOutcome]) -> dict[str, float]:
-    """Returns the metrics of `outcomes`, a result of `answer_all` for `prompts`: those of `score`, those of reward
-    parts and those that hooks logged, and `eval/failed`. Raises SlimxError if every prompt failed."""
+    """Returns the metrics of `outcomes`, a result of `answer_all` for `prompts`: the metrics of `score`, of the named
+    parts of rewards, and of values that hooks logged, and `eval/failed`. Raises SlimxError if every prompt failed."""
     failed = [outcome for outcome in outcomes if outcome.failed]
     if len(failed) == len(outcomes):
         raise SlimxError(
@@ -80,7 +80,8 @@ def answered_groups(outcomes: Sequence[GroupOutcome]) -> list[Group]:
 
 
 def _of(outcome: GroupOutcome, policy: TrainedPolicy) -> GroupOutcome:
-    """Returns a copy of `outcome` with only the trajectories of `policy`; a failed one if there are none."""
+    """Returns a copy of `outcome` with only the trajectories of `policy`; a failed outcome if the group contains none
+    of them."""
     groups = policy.select(answered_groups([outcome]))
     if not groups:
         return GroupOutcome(outcome.group, outcome.reason or "no answer", outcome.detail or f"none of {policy.name}")
@@ -97,7 +98,7 @@ def answers(group: Group) -> list[float]:
 
 def score(rewards: Mapping[str, Sequence[Sequence[float]]], passing: float, ks: Sequence[int]) -> dict[str, float]:
     """Returns `eval/accuracy`, the mean reward of all answers (avg@k), and `eval/pass@k` for each k in `ks`, over all
-    prompts and for each set that has a name. A k larger than the number of answers to some prompt of a set is left out.
+    prompts and for each named prompt set. A k larger than the number of answers to some prompt of a set is left out.
 
     `rewards`: rewards of the answers by set and prompt. `passing`: minimum reward of a correct answer. pass@k is the
     unbiased estimate of the probability that at least one of k answers is correct, 1 - C(n - c, k) / C(n, k) if c of n

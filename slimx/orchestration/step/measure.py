@@ -79,8 +79,8 @@ def part_metrics(trajectories: Sequence[Trajectory], section: str = "reward") ->
 
 
 def hook_metrics(trajectories: Sequence[Trajectory], section: str = "hook") -> dict[str, float]:
-    """Returns mean, extremes and count of each metric that hooks logged (`ctx.log`). Values that are not finite are
-    only counted. `section`: first component of the metrics' names."""
+    """Returns mean, minimum, maximum and count of each metric that hooks logged (`ctx.log`). Values that are not finite
+    are only counted. `section`: first component of the metrics' names."""
     out: dict[str, float] = {}
     for name, values in _by_name(trajectory.metrics for trajectory in trajectories).items():
         prefix = f"{section}/{name}"
@@ -99,7 +99,7 @@ def hook_metrics(trajectories: Sequence[Trajectory], section: str = "hook") -> d
 
 def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Returns count, mean reward and response length of the trajectories of each data set that prompts name as their
-    source; {} if no prompt names one."""
+    source; {} if no prompt names a source."""
     by_source: dict[str, list[Trajectory]] = defaultdict(list)
     for group in groups:
         if group.prompt.source is not None:
@@ -119,9 +119,9 @@ def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def length_metrics(trajectories: Sequence[Trajectory], lengths: Sequence[int], passing: float) -> dict[str, float]:
-    """Returns the mean response length of the trajectories that passed, failed and were completed; a metric without
-    trajectories is left out. `lengths`: number of sampled tokens of each trajectory. `passing`: minimum reward of a
-    correct answer."""
+    """Returns the mean response lengths of three sets of trajectories: those with a correct answer, those with an
+    incorrect one, and those that ended by themselves (`completed`). Omits the metric of an empty set. `lengths`: number
+    of sampled tokens of each trajectory. `passing`: minimum reward of a correct answer."""
     outcomes = {
         "passed": [t.reward is not None and t.reward >= passing for t in trajectories],
         "failed": [t.reward is not None and t.reward < passing for t in trajectories],

@@ -45,8 +45,8 @@ async def _train(run: Run, groups: Sequence[Group], rows: StepRows, batches: Bat
     """Trains all policies concurrently. A critic is trained at the same time if it has dedicated ranks, else after the
     policy. Returns the metrics.
 
-    `rows` and `batches`: the updates of `groups` for each policy, before and after packing. While the critic warms up,
-    the policy is not trained, and only its log-prob gap is measured."""
+    `rows` and `batches`: for each policy, the training data of each update made from `groups`, before and after
+    packing. While the critic warms up, the policy is not trained, and only its log-prob gap is measured."""
     critic = run.critic
     if critic is None:
         step = run.step
@@ -88,7 +88,7 @@ async def estimate_advantages(
     run: Run, groups: Sequence[Group], updates: Sequence[Sequence[TrainingRow]]
 ) -> dict[str, float]:
     """Computes the values and log-probs that the advantages of `updates` need, on the critic and the trainers, and
-    completes the advantages (`finish_advantages`). Returns its metrics."""
+    completes the advantages. Returns the metrics of `finish_advantages`."""
     algorithm = run.config.algorithm
     rows = list(chain.from_iterable(updates))
     pairs = algorithm.advantages.demonstrated
