@@ -40,7 +40,7 @@ class Role(Protocol):
         """Moves the role's weights to the device, and with `training` also gradients and optimizer state."""
 
     def offload(self, *, weights: bool = True) -> None:
-        """Releases the role's device memory; that of weights only if `weights` is True."""
+        """Releases the role's device memory; the memory of its weights only if `weights` is True."""
 
 
 class TrainerRank:
@@ -80,8 +80,8 @@ class TrainerRank:
         self.hardware = {"gpu": gpu.uuid, "cpus": len(cpus)}
 
     def meet(self, init_method: str) -> None:
-        """Creates the process groups together with all other ranks. `init_method`: address of the rendezvous, in the
-        form of torch.distributed."""
+        """Creates the process groups together with all other ranks. `init_method`: address at which the ranks meet, in
+        the format of torch.distributed."""
         self._parallel = ParallelState(
             sizes_of(self.config.trainer),
             rank=self.number,
@@ -136,7 +136,8 @@ class TrainerRank:
 
     @operation()
     def offload(self, *, weights: bool = True) -> None:
-        """Releases the device memory of all roles for colocated engines; that of weights only if `weights` is True."""
+        """Releases the device memory of all roles for colocated engines; the memory of weights only if `weights` is
+        True."""
         for role in self.roles.values():
             role.offload(weights=weights)
 

@@ -1,4 +1,5 @@
-"""A trained model on one rank: what policy and critic have in common, without their forward and backward passes."""
+"""A trained model on one rank: base class with the common parts of policy and critic, without their forward and
+backward passes."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ class TrainedModel:
         optimizer: ChainedOptimizer,
         holder: str,
     ):
-        """Takes the parts of the model. `config`: configuration whose `trainer` section describes this model. `holder`:
-        name of its rank group in messages."""
+        """Combines the parts of the model. `config`: configuration whose `trainer` section describes this model.
+        `holder`: name of the model's rank group in messages."""
         self.config = config
         self.parallel = parallel
         self.chunks = chunks

@@ -143,10 +143,10 @@ class PolicyTrainer(TrainedModel):
     ) -> dict[str, float]:
         """Runs forward and backward passes and one optimizer step, and returns their metrics.
 
-        `batches`: micro-batches with this rank's tokens. `others`: results of earlier forward passes on them. `replay`:
-        experts to use; None if each router chooses. `packings`: choices of other layers to repeat, or None. `totals`:
-        denominators of the auxiliary losses of routers. `step`: number of optimizer steps before this one. `version`:
-        version of the engines' weights, if they are those of this update; None otherwise."""
+        `batches`: micro-batches with this rank's tokens. `others`: results of earlier forward passes on these
+        micro-batches. `replay`: experts to use; None if each router chooses. `packings`: see `Pipeline.train`.
+        `totals`: denominators of the auxiliary losses of routers. `step`: number of optimizer steps before this one.
+        `version`: version of the engines' weights, if they are those of this update; None otherwise."""
         self._zero_gradients()
         with self.routing.training(batches, totals=totals, replay=replay):
             results = self.pipeline.train(batches, self.loss, others, packings)
@@ -182,7 +182,7 @@ class PolicyTrainer(TrainedModel):
     @operation("logprobs", needs="weights")
     def logprobs(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[np.ndarray]:
         """Returns the log-prob of every label, one array [T] per micro-batch; [] except on the last pipeline stage.
-        `under`: whose weights to use."""
+        `under`: weights to use, those of the policy, the reference or the teacher."""
         return [scores["logprobs"] for scores in self.scores(batches, under=under)]
 
     @operation("probe", needs="weights")
@@ -207,8 +207,8 @@ class PolicyTrainer(TrainedModel):
             self.passes.load_reference(path)
 
     def _before(self, differs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        """Extends the marks in `differs`, for this rank's tokens of one micro-batch, to all later tokens of the same
-        sequence."""
+        """Extends the mask `differs`, which marks some of this rank's tokens of one micro-batch, to all later tokens of
+        the marked tokens' sequences."""
         full = self.context.gather(differs.to(torch.uint8), lengths)
         return self.context.local(within_sequence(full, lengths), lengths)
 
@@ -231,9 +231,10 @@ class PolicyTrainer(TrainedModel):
         *,
         mismatch: bool = True,
     ) -> dict[str, float]:
-        """Computes the metrics of a pass from its `results` by micro-batch, reduced over ranks. `version`: version
-        whose tokens show the log-prob gap; None for no gap. `differs`: result of `_differing`. `mismatch`: False if the
-        tokens are not those of a training step, so that only the gap is measured."""
+        """Computes the metrics of a pass from its `results` by micro-batch, reduced over ranks. `version`: version of
+        the weights on whose sampled tokens the log-prob gap is measured; None to measure no gap. `differs`: result of
+        `_differing`. `mismatch`: False if the tokens are not those of a training step, so that only the gap is
+        measured."""
         if not self.parallel.last_stage:
             return {}
         values = summed([metrics for metrics, _ in results])

@@ -40,8 +40,8 @@ class TrainerWorker:
         self.rank: TrainerRank | None = None
 
     def ping(self) -> None:
-        """Returns when all earlier calls are complete. Raises the error of a background save that could not be reported
-        otherwise."""
+        """Returns when all earlier calls of this actor are complete. Raises the error of a background save that could
+        not be reported otherwise."""
         if self.rank is not None:
             self.rank.check_saves()
 

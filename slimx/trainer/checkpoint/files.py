@@ -41,8 +41,8 @@ class Damaged(SlimxError):
         self.problem = problem
 
     def __reduce__(self) -> tuple[type, tuple[Path, Path, str]]:
-        """Pickles the arguments of `__init__`. By default, only the message would be passed to it when the error is
-        unpickled."""
+        """Pickles the arguments of `__init__`. By default, unpickling an error would pass only the message to
+        `__init__`."""
         return type(self), (self.checkpoint, Path(self.about), self.problem)
 
 
@@ -60,8 +60,8 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Report of a rank that has written all of its files of a checkpoint: the files, and the shards and objects in
-    them."""
+    """Report of a rank that has written all of its files of a checkpoint. Lists the files, and the shards and objects
+    in them."""
 
     files: dict[str, FileRecord]
     """Size and digest of each file, by path relative to the checkpoint."""

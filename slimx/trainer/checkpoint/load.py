@@ -56,8 +56,8 @@ _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 """Keys of a parameter group that only megatron-core's scheduler uses. slimx sets learning rate and weight decay itself
 before every step."""
 _EXTRA = "_extra_state"
-"""Part of the keys of the fp8 scales of Transformer Engine's layers. Checkpoints of models without such layers have no
-such keys."""
+"""Substring of the keys under which the fp8 scales of Transformer Engine's layers are stored. Checkpoints of models
+without such layers have no such keys."""
 
 
 def restore(
@@ -175,9 +175,10 @@ def load_sharded(state: ShardedStateDict, path: Path, *, tensors_only: bool) -> 
 
 
 def _in_place(value: object) -> object:
-    """Returns `value` unchanged unless it is a sharded tensor factory. For a factory, returns one that skips merging if
-    the parts were read directly into the parameter: merged copies of all joined projections would need about as much
-    memory as the weights."""
+    """Returns `value` unchanged unless it is a sharded tensor factory, which splits a joined projection, such as gate
+    and up, for the checkpoint. For a factory, returns one that does not merge the loaded parts if they were read
+    directly into the parameter: merged copies of all joined projections would need about as much memory as the
+    weights."""
 
     if not isinstance(value, ShardedTensorFactory):
         return value
@@ -227,7 +228,8 @@ def _read(sharded: ShardedStateDict, path: Path, metadata: Metadata, *, tensors_
 
 
 class _Reader(torch_checkpoint.FileSystemReader):
-    """Reader of checkpoint files that uses `metadata`, which has already been read."""
+    """torch's reader of checkpoint files, with `metadata` that was parsed safely, because torch itself would unpickle
+    the file `.metadata`."""
 
     def __init__(self, path: str | Path, metadata: Metadata):
         super().__init__(path)
@@ -238,8 +240,8 @@ class _Reader(torch_checkpoint.FileSystemReader):
 
 
 class _Planner(MCoreLoadPlanner):
-    """Planner that loads objects without executing code: they may consist of plain values, tensors and, for Transformer
-    Engine's extra state, byte streams."""
+    """torch's load planner with objects restricted to data that executes no code: the objects may consist of plain
+    values, tensors and, for Transformer Engine's extra state, byte streams."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         with safe_classes(io.BytesIO):

@@ -67,8 +67,8 @@ _PREFIX = "optimizer.state"
 
 
 def in_pieces(optimizer: ChainedOptimizer) -> bool:
-    """Returns True if `optimizer` is saved in pieces, because all of its parts are distributed optimizers, whose shards
-    may start and end within a parameter."""
+    """Returns True if the state of `optimizer` is saved as boxes, because all of its chained optimizers are distributed
+    optimizers, whose shards may start and end within a parameter."""
     return all(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
 
 
@@ -88,8 +88,8 @@ def sharded_optimizer(optimizer: ChainedOptimizer, model: ShardedStateDict) -> S
 
 
 def load_groups(optimizer: ChainedOptimizer, saved: StateDict) -> None:
-    """Restores the step counts, learning rates and other values of the parameter groups from `saved`, a loaded result
-    of `sharded_optimizer` with the same parts and groups."""
+    """Restores the step counts, learning rates and other values of the parameter groups from `saved`, the loaded result
+    of `sharded_optimizer` for an optimizer with the same parameter groups."""
     parts = optimizer.chained_optimizers
     for index, part in enumerate(parts):
         saved_part = saved if len(parts) == 1 else saved[index]
@@ -178,8 +178,8 @@ def _pieces(
 
 
 def _piece(sharded: ShardedTensor, kind: str, data: torch.Tensor, local: Sequence[int]) -> ShardedTensor:
-    """Returns `data`, a part of the optimizer state of `sharded`, as a sharded tensor. `local`: offsets of the part
-    within the local shard."""
+    """Returns `data`, a part of the optimizer state of the tensor that `sharded` describes, as a sharded tensor.
+    `local`: offsets of the part within the tensor's local shard."""
     axes = sharded.prepend_axis_num
     data = data[(None,) * axes]
     inner = [start + offset for start, offset in zip(sharded.global_offset[axes:], local, strict=True)]

@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 class _NvmlProcess(Protocol):
-    """Attributes of NVML's record of a process on a GPU that are used here."""
+    """Protocol of NVML's record of a process on a GPU, with the attributes that slimx reads."""
 
     pid: int
     usedGpuMemory: int | None
@@ -194,8 +194,8 @@ def set_affinity(
     apply: Callable[[int, set[int]], None] = os.sched_setaffinity,
 ) -> set[int]:
     """Restricts this process to the CPUs in the GPU's NUMA node, and returns the CPUs that it may use afterwards.
-    `allowed`: CPUs that it may use before (default: its current affinity). If none of them is in that node, as in a
-    small cgroup, nothing changes. `apply`: function that sets the affinity."""
+    `allowed`: CPUs that it may use beforehand (default: its current affinity). If none of these CPUs is in the NUMA
+    node, as in a small cgroup, nothing changes. `apply`: function that sets the affinity."""
     present = os.sched_getaffinity(0) if allowed is None else allowed
     near = gpu.cpus() & present
     if not near:

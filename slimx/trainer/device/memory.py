@@ -60,7 +60,8 @@ class PhasePeaks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures the `with` block as phase `name`. Within another phase, the block counts as a part of that phase."""
+        """Measures the memory peak of the `with` block as phase `name`. A block within another phase counts as a part
+        of the outer phase."""
         if self._inside:
             yield
             return

@@ -33,7 +33,8 @@ class StorageGroup:
     sizes: list[int] = field(default_factory=list)
     """Size of each storage in bytes while the group is offloaded; empty otherwise."""
     host: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Index of each storage -> its bytes in (on CUDA pinned) host memory, which later offloads reuse."""
+    """Copy of each storage in host memory (pinned on CUDA), by the storage's index. Later offloads reuse this
+    memory."""
 
     @property
     def away(self) -> bool:

@@ -27,8 +27,8 @@ SMALLEST_CHUNK = 128
 """Minimum number of tokens in a chunk by default: with fewer, a product with the output layer would mostly wait for
 reading the layer's weight."""
 OUTSIDE = -1e30
-"""Logit of a token outside the support. Its probability is exactly 0 and, unlike with infinity, so is the product of
-both."""
+"""Logit of a token outside the support. Its probability is exactly 0, and so is the product of logit and probability,
+which would be NaN for an infinite logit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,8 @@ class Targets:
 
 
 class KeptTokens:
-    """A `Support` (the tokens that sampling kept at each position) on the device, for use in ranges of positions."""
+    """A `Support` (the tokens that sampling kept at each position) on the device; masks the logits of one chunk of
+    positions at a time."""
 
     def __init__(self, support: Support, device: torch.device):
         self._offsets = np.concatenate([[0], np.cumsum(support.counts, dtype=np.int64)])
@@ -57,8 +58,8 @@ class KeptTokens:
         self._restricted = to_device(support.counts > 0, device)
 
     def mask_(self, logits: torch.Tensor, first: int, vocabulary: range) -> None:
-        """Sets the logits of tokens outside the support to `OUTSIDE`, in place. `logits` [C, V / TP]: their rows are
-        the positions from `first` on, their columns the token ids in `vocabulary`."""
+        """Sets the logits of tokens outside the support to `OUTSIDE`, in place. `logits` [C, V / TP]: the rows are C
+        consecutive positions, beginning with `first`; the columns are the token ids in `vocabulary`."""
         last = first + len(logits)
         start = self._offsets[first]
         stop = self._offsets[last]

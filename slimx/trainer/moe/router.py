@@ -33,7 +33,7 @@ class RoutedTokens:
     replayed: torch.Tensor | None
     """Experts that the routers must use, [routers, t, k]; None if each router chooses."""
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Experts that each router used, [t, k], by the router's index among those that can replay."""
+    """Experts that each router used, [t, k], by the router's index among the routers that can replay."""
 
 
 class Cursor:
@@ -53,8 +53,8 @@ class RouterWatch:
 
     def __init__(self, name: str, cursor: Cursor, row: int | None, tally: LayerTally | None):
         """Creates the watch for one pass. `name`: name of the router in messages. `cursor`: cursor of the router's
-        chunk. `row`: index of the router among those that can replay; None if it cannot. `tally`: counts loads and
-        auxiliary losses in training; None in forward-only passes."""
+        chunk. `row`: index of the router among the routers that can replay; None if this one cannot. `tally`: counts
+        loads and auxiliary losses in training; None in forward-only passes."""
         self.name = name
         self.row = row
         self.tally = tally
@@ -62,8 +62,8 @@ class RouterWatch:
         self._again: deque[RoutedTokens] = deque()
 
     def arrive(self) -> RouterChoice:
-        """Returns the object that chooses the experts for the current call of the router, with the micro-batch that the
-        call belongs to."""
+        """Returns a `RouterChoice`, which chooses the experts for the current call of the router and knows the
+        micro-batch of the call."""
         tokens = self._cursor.tokens
         if tokens is None:
             if not self._again:
@@ -128,9 +128,9 @@ class PolicyRouter(TopKRouter):
     """megatron-core's TopKRouter with a RouterWatch, adapted to megatron-core 0.19.2.
 
     megatron-core's own auxiliary losses and bias update stay off: they count padding, weight all micro-batches equally,
-    treat packed sequences as one, and divide by TP x CP with calculate_per_token_loss. Its RouterReplay stores one
-    target per router in a global list and must be notified when a backward pass starts, which is impossible while
-    several micro-batches are in flight. A RouterChoice replaces it."""
+    treat packed sequences as one, and divide by TP x CP with calculate_per_token_loss. megatron-core's RouterReplay
+    stores one target per router in a global list and must be notified when a backward pass starts, which is impossible
+    while several micro-batches are in flight. A RouterChoice replaces it."""
 
     router_replay: RouterChoice | None
 
@@ -138,8 +138,8 @@ class PolicyRouter(TopKRouter):
     """Watch of the current pass; without one, the router behaves like megatron-core's."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Computes the logits of `input` with the router's weight as engines receive it (`served`), such as after
-        quantization."""
+        """Computes the logits of `input` with the router's weight as engines receive it (`served`), for example rounded
+        by quantization."""
         weight = served(self.weight)
         if weight is self.weight:
             return super().gating(input)
@@ -171,7 +171,7 @@ class PolicyRouter(TopKRouter):
 
 
 def install(decoder: TransformerBlockSubmodules, kind: type[PolicyRouter] = PolicyRouter) -> None:
-    """Changes the spec of a decoder so that the routers of its MoE layers are built as `kind`."""
+    """Changes the spec of a decoder so that the routers of its MoE layers are instances of the class `kind`."""
     for layer in decoder.layer_specs:
         parts = get_submodules(layer.submodules.mlp) if isinstance(layer, ModuleSpec) else None
         if isinstance(parts, MoESubmodules):

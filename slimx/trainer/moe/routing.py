@@ -23,8 +23,8 @@ from slimx.trainer.moe.routes import differing, engine_routes, known_routes
 from slimx.trainer.parallel import ParallelState
 
 Routes = list[torch.Tensor]
-"""Experts chosen for the tokens of each micro-batch of a pass, in the form that `slimx.trainer.moe.routes`
-describes."""
+"""Experts chosen for the tokens of each micro-batch of a pass, in the tensor layout that the module
+`slimx.trainer.moe.routes` describes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _LocalRouter:
     layer: int
     """Global index of the router's layer, from 0; layers of multi-token prediction follow the decoder's."""
     row: int | None
-    """Index among the routers that can replay; None if the router cannot."""
+    """Index among the routers that can replay; None if this router cannot."""
     name: str
     """Name of the router in messages."""
 
@@ -46,9 +46,9 @@ class Routing:
     """All routers in the chunks of this rank.
 
     The context managers `forward` and `training` wrap a pass, in which the pipeline runs; `microbatch` wraps each
-    forward pass of a chunk. Outside of a pass, such as for the reference's log-probs, routers choose by themselves and
-    nothing is recorded. Routers of multi-token prediction have the same auxiliary losses and are counted, but do not
-    replay, because engines report no routes for them."""
+    forward pass of a chunk. Outside of these context managers, for example when the reference's log-probs are computed,
+    routers choose by themselves and nothing is recorded. Routers of multi-token prediction have the same auxiliary
+    losses and are counted, but do not replay, because engines report no routes for them."""
 
     def __init__(self, chunks: Sequence[GPTModel], parallel: ParallelState, settings: Moe):
         """Finds the routers in `chunks`, the GPT models inside their wrappers in the order of the forward pass."""
@@ -196,7 +196,7 @@ class Routing:
         return torch.cat(out)
 
     def _join(self, part: torch.Tensor) -> torch.Tensor:
-        """Joins the parts of all tensor-parallel ranks to bool [T]."""
+        """Joins a mask's parts on all tensor-parallel ranks into the mask of all tokens, bool [T]. Collective."""
         size = self._parallel.sizes.tensor
         if size == 1:
             return part

@@ -30,7 +30,7 @@ class TokenScores(NamedTuple):
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
-    """Entropy of the distribution that the label's log-prob is from, in nats."""
+    """Entropy of the distribution from which the label's log-prob was computed, in nats."""
 
 
 Output = tuple[torch.Tensor, ...]
@@ -89,8 +89,9 @@ class Pipeline:
         policy's log-probs for each micro-batch; [] except on the last pipeline stage.
 
         `others`: for each micro-batch, fields of `LossInputs` from earlier forward passes, by name; used on the last
-        pipeline stage. `packings`: for each micro-batch, the constructor of the object with its sequence bounds, in
-        which layers record choices or find choices to repeat; None if all layers choose anew."""
+        pipeline stage. `packings`: for each micro-batch, a function that creates its PackedSeqParams. Layers record
+        discrete choices there, such as the tokens that sparse attention selects, or reuse those that an earlier pass
+        recorded. None if layers choose again in every pass."""
         earlier = iter(others)
 
         def compute(batch: MicroBatch, output: Output) -> tuple[torch.Tensor, torch.Tensor, Trained]:

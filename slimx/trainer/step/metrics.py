@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 Sums = dict[str, tuple[str, torch.Tensor]]
-"""Name of a metric -> its reduction over ranks ("sum" or "max"), and its value on this rank."""
+"""For each metric by name, its reduction over ranks ("sum" or "max") and its value on this rank."""
 
 GAP_LIMIT = 1e-5
 """Log-prob gap in fp32 above which trainer and engine have probably used different experts for a token."""
 
 
 def summed(metrics: Sequence[Mapping[str, torch.Tensor]]) -> Sums:
-    """Sums the metrics of all micro-batches by name. The results must also be summed over ranks."""
+    """Sums each metric over all micro-batches of this rank. The caller must also sum the results over ranks."""
     out: Sums = {}
     for name, first in metrics[0].items():
         total = first
@@ -35,9 +35,9 @@ def gap_metrics(
 ) -> Sums:
     """Computes, for this rank's tokens, the log-prob gap |trainer - engine| over the tokens in `measured`. All
     arguments have shape [T]. `rollout`: the engine's log-probs. `other_routes`: True where the engine chose different
-    experts for this token. `other_routes_before`: True where it did for this or an earlier token of the sequence.
-    `comparable`: True where the engine's experts are known, or the model has none. The caller reduces the results over
-    ranks."""
+    experts for this token. `other_routes_before`: True where the engine chose different experts for this or an earlier
+    token of the sequence. `comparable`: True where the engine's experts are known, or the model has none. The caller
+    reduces the results over ranks."""
     gap = (logprobs - rollout).abs().double()[measured]
     above = gap > GAP_LIMIT
     explained = other_routes_before[measured]
@@ -90,7 +90,7 @@ def mismatch_metrics(sums: dict[str, float]) -> dict[str, float]:
 
 
 def quotient(value: float, count: float) -> float:
-    """Returns value / count; NaN if `count` is 0, because nothing was measured then."""
+    """Returns value / count; NaN if `count` is 0, which means that nothing was measured."""
     return value / count if count else float("nan")
 
 

@@ -43,8 +43,8 @@ class ExternalState:
     """Wrapper of a torch optimizer that stores the optimizer's state elsewhere, such as on the host."""
 
     def make_state(self) -> None:
-        """Creates the state of parameters that have none and whose state is stored elsewhere: zeros, with which Adam
-        starts."""
+        """Creates the initial state, zeros for Adam, of parameters that have no state yet and whose state is stored
+        elsewhere."""
         raise NotImplementedError
 
 
@@ -97,8 +97,8 @@ def _precision(options: Optimizer) -> dict[str, object]:
 
 
 def make_moments(part: MegatronOptimizer) -> None:
-    """Creates the moments of parameters that have none in `part`, one of the chained optimizers: zeros, with which Adam
-    starts."""
+    """Creates Adam's initial moments, zeros, for the parameters of `part` (one of the chained optimizers) that have no
+    moments yet."""
     inner = part.optimizer
     if part.config.use_precision_aware_optimizer:
         # megatron-core 0.19.2 does not pass the second argument, which Transformer Engine 2.20.2 requires.
@@ -174,8 +174,8 @@ class OptimizerStep:
 
         The step is skipped if a gradient is not finite, or if the gradient, of all terms of the loss together, is
         exactly 0 everywhere. Then weights, moments and Adam's step count stay unchanged, bit for bit. Raises SlimxError
-        on every rank after `max_skipped` consecutive steps with non-finite gradients, naming the parameters where the
-        backward pass met the first one."""
+        on every rank after `max_skipped` consecutive steps with non-finite gradients, naming the parameters where
+        non-finite gradients first appeared in the backward pass."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
             # megatron-core's scheduler, which is not used here, would apply wd_mult (0 in groups without weight decay).

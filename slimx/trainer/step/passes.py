@@ -28,8 +28,9 @@ class PriorResults(NamedTuple):
     routes: Routes | None
     """For each micro-batch, the experts that training must use; None if each router chooses."""
     packings: list[Packing] | None
-    """For each micro-batch, the constructor of the object with its sequence bounds, which contains choices of layers
-    that training repeats; None if all layers choose anew."""
+    """For each micro-batch, a function that creates its PackedSeqParams with the discrete choices that layers made in
+    these passes, such as the tokens that sparse attention selected, so that training reuses the choices; None if layers
+    choose again in training."""
 
 
 class ForwardPasses:
@@ -75,7 +76,8 @@ class ForwardPasses:
 
     def scores(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[TokenScores]:
         """Returns log-probs and entropies of all labels for each micro-batch; [] except on the last pipeline stage.
-        `under`: whose weights to use. Collective. Raises SlimxError if the run has no reference or teacher."""
+        `under`: weights to use, those of the policy, the reference or the teacher. Collective. Raises SlimxError if the
+        run has no reference or teacher."""
         if under == "policy":
             return self._pipeline.scores(batches)
         if under == "reference" and self._base:
