@@ -37,17 +37,17 @@ class Events:
         or error code that the event concerns; "" for the whole run."""
 
     def look(self, activity: Json) -> None:
-        """Receives, every few seconds, the current activity of the run in the form of
-        `slimx.observability.live.activity.read_activity`."""
+        """Receives the current activity of the run every few seconds. `activity`: dict as
+        `slimx.observability.live.activity.read_activity` returns it."""
 
     def recorded(self, metrics: Mapping[str, float]) -> None:
-        """Receives the metrics of a step when they are logged."""
+        """Receives the metrics of a step when the step is logged."""
 
 
 def open_events(config: object, note: Callable[[str], None]) -> AbstractContextManager[Events]:
     """Returns the receiver of a run's events as a context manager that must be entered for the whole run. The entry
-    point of `slimx.event_receivers` creates it from the same arguments. `note` shows a message to the user. Raises
-    SlimxError if there are several entry points."""
+    point of `slimx.event_receivers` creates the receiver from `config` and `note`. `note` shows a message to the user.
+    Raises SlimxError if there are several entry points."""
     name, *others = entry_points.find("slimx.event_receivers")
     if others:
         raise SlimxError(

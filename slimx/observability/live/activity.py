@@ -19,7 +19,7 @@ EVERY_S = 2.0
 """Interval between two writes of the file, in seconds."""
 FILE = "activity.json"
 SHOWN = 8
-"""Maximum number of late ranks that are listed."""
+"""Maximum number of late ranks (those that have not finished the current call) that `slimx status` lists."""
 
 PARTS: Mapping[str, tuple[str, str]] = {
     "start": ("start", "start"),

@@ -159,7 +159,8 @@ class LiveTable:
             self._live = None
 
     def start(self, line: str, since: float) -> None:
-        """Shows `line` and the seconds since the time `since` (of the clock) until the first phase starts."""
+        """Shows `line` until the first phase starts, with the seconds that have passed since `since`, a time of
+        `clock`."""
         self._start = (line, since)
 
     def phase(self, name: str) -> None:

@@ -238,8 +238,8 @@ METRICS = (
 )
 
 LEAVES = ("mean", "min", "max", "count", "nonfinite")
-"""Last parts of the names of metrics that derive from values logged by hooks. Hooks must not log names that end in one
-of them."""
+"""Last components of the names of metrics that slimx computes from values logged by hooks. Hooks must not log names
+that end in one of these components."""
 _FORM = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
 

@@ -149,7 +149,7 @@ class Timeline:
 
 
 def _record(phase: Phase) -> Json:
-    """Returns the line of `phase` in the file, without `detail` if it is empty."""
+    """Returns the JSON object of `phase` for timeline.jsonl, without `detail` if it is empty."""
     record = asdict(phase)
     if not record["detail"]:
         del record["detail"]

@@ -16,7 +16,7 @@ class RecordedSample:
     """Step in which the rollout was recorded."""
     prompt: str
     answer: str | None
-    """Reference answer of the prompt; None or empty if it has none."""
+    """Reference answer of the prompt; None or "" if the prompt has none."""
     response: str
     reward: float
     version: int
@@ -31,11 +31,11 @@ class SampleRow:
 
     prompt: str
     samples: list[RecordedSample | None]
-    """Rollout of the prompt at each step of the comparison; None where it has none."""
+    """Rollout of the prompt at each step of the comparison; None for a step without one."""
 
     @property
     def answer(self) -> str:
-        """Reference answer of the prompt, from its first rollout; "" if it has none."""
+        """Reference answer of the prompt, from its first rollout; "" if the prompt has no reference answer."""
         for sample in self.samples:
             if sample is not None:
                 return sample.answer or ""
@@ -47,13 +47,14 @@ class Comparison:
     """Rollouts of the same prompts at several steps."""
 
     steps: list[int]
-    """First and last recorded step, and steps between them; only one step if no other has samples."""
+    """Steps compared: the first and the last recorded step, and steps between them; a single step if only one has
+    samples."""
     evaluation: bool
     """True if the rollouts are those of evaluations. Rollouts of training are compared only if there are no
     evaluations."""
     rows: list[SampleRow]
-    """A row for each prompt: first the prompts that both the first and the last step have, then the others, each in the
-    order of the file."""
+    """One row per prompt: first the prompts with rollouts at both the first and the last step, then all other prompts,
+    both in the order of the file."""
 
     @property
     def common(self) -> int:

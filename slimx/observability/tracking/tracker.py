@@ -59,7 +59,8 @@ class Tracker:
             guard.call(partial(sink.log, record))
 
     def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:
-        """Sends recorded rollouts of a step to all sinks. Either all or none of them belong to an evaluation."""
+        """Sends recorded rollouts of a step to all sinks. The rollouts of one call must be either all from an
+        evaluation or all from training."""
         if not samples:
             return
         for sink, guard in self._others:
@@ -114,7 +115,7 @@ def make_tracker(
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """Identity and configuration of a run, as its sinks receive them."""
+    """Identity and configuration of a run, for its sinks."""
 
     directory: Path
     project: str
