@@ -98,12 +98,13 @@ class NumericsMode:
         """Registers this mode's operations with `registry`, SGLang's HookRegistry. `kinds`: SGLang's HookType."""
 
     def in_force(self, registry: object, model: torch.nn.Module) -> dict[str, bool]:
-        """Returns, for each operation of this mode by name, True if the server uses this mode's version of it."""
+        """Returns, by name of each operation that this mode replaces in SGLang, True if the server uses this mode's
+        implementation."""
         return {}
 
 
 def mode_of(config: Config) -> NumericsMode:
-    """Returns the numerics mode of a run."""
+    """Returns the numerics mode that the configuration of a run selects."""
     return entry_points.load(GROUP, config.numerics.mode).configured(config)
 
 

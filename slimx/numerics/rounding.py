@@ -58,6 +58,6 @@ class Rounding:
 
 
 def rounding_of(trainer: Trainer) -> Rounding:
-    """Returns the rounding that section trainer selects."""
+    """Returns the rounding that section trainer of the configuration selects."""
     name = trainer.fp8 or trainer.qat
     return Rounding() if name is None else entry_points.load(GROUP, name)

@@ -28,8 +28,8 @@ def assign_slopes(
     """Sets `advantages` in the rows of an update to the negative derivatives of the loss with respect to the scores,
     and returns the update's metrics. Chosen and rejected answers alternate in `rows`.
 
-    `values`: for each row, the values [positions] of the current weights at all positions; the last one is the score.
-    `margins`: margin of each pair."""
+    `values`: for each row, the model's outputs [positions] with the current weights at all positions; the last output
+    is the score. `margins`: margin of each pair."""
     scores = np.array([value[-1] for value in values], np.float64).reshape(-1, 2)
     difference = scores[:, 0] - scores[:, 1]
     missing = np.asarray(margins, np.float64) - difference

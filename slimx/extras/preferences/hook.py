@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def check(prompts: Iterable[Prompt], *, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raises SlimxError for a prompt that is not a pair of answers, or has an answer that `encode_answer` does not
-    accept."""
+    """Raises SlimxError for a prompt without a pair of different answers, with an invalid margin, or with an answer
+    that `encode_answer` does not accept."""
     for prompt in prompts:
         check_pair(prompt)
         for answer in (prompt.answer or "", prompt.metadata["rejected"]):

@@ -33,7 +33,8 @@ UNPROVEN = {
         "schedule.colocate",
     )
 }
-"""Setting -> settings that were never tested together with it, in the form of `slimx.rules.unproven.UNPROVEN`."""
+"""For each setting, the settings that were never tested together with it, in the format of
+`slimx.rules.unproven.UNPROVEN`."""
 
 
 @rule("unproven", "algorithm.loss", facts=sections_in(UNPROVEN))
