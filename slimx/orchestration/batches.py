@@ -1,9 +1,9 @@
-"""Builds the updates of one step, the batches of its optimizer steps, from the step's groups.
+"""Builds the updates of one training step from the step's groups; an update is the batch of one optimizer step.
 
-A step trains `prompts_per_step` groups of `group_size` rollouts in `updates_per_step` updates. An update is one
-optimizer step on whole groups, and its loss is normalized over the update alone. The trajectories of an update are
-packed into micro-batches, the same number for every data-parallel rank. Their gradients are summed before the optimizer
-step."""
+A step trains `prompts_per_step` groups of `group_size` rollouts in `updates_per_step` updates. An update consists of
+whole groups, and its loss is normalized over the update alone. The trajectories of an update are packed into
+micro-batches, the same number for every data-parallel rank. The gradients of all micro-batches are summed before the
+optimizer step."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from slimx.models.flops import sequence_flops
 from slimx.numerics.rounding import rounding_of
 
 Packer = Callable[[Sequence[TrainingRow]], TrainBatch]
-"""Function that packs the rows of one update into micro-batches for every data-parallel rank."""
+"""Function that packs the training rows (one per trajectory) of one update into micro-batches for every data-parallel
+rank."""
 
 
 def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
-    """Returns a function that packs the rows of an update into micro-batches for the parallel sizes `sizes`. Section
-    trainer of `config` sets the token limit of a micro-batch and the cost that is balanced over data-parallel ranks.
-    `spec`: model whose FLOPs are the cost if `trainer.balance` is "flops"."""
+    """Returns a function that packs the training rows of an update into micro-batches for the parallel sizes `sizes`.
+    Section trainer of `config` sets the token limit of a micro-batch and the cost that is balanced over data-parallel
+    ranks. `spec`: model whose FLOPs are the cost if `trainer.balance` is "flops"."""
     cost: Callable[[int], float] = float
     if config.trainer.balance == "flops":
         cost = sequence_flops(spec.transformer, spec.vocab_size, spec.layer_kind)
@@ -49,7 +50,8 @@ def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
 
 def longest_trajectory(config: Config, spec: ModelSpec, *layouts: Sizes) -> int:
     """Returns the length in tokens of the longest trajectory that the model supports and that the trainers of every
-    layout in `layouts` can train. A trajectory of n tokens occupies n - 1 positions of a micro-batch."""
+    layout in `layouts` can train. A trajectory of n tokens occupies n - 1 positions of a micro-batch; for a reward
+    model, n positions."""
     limit = config.trainer.max_tokens_per_microbatch
     positions = min(limit // sizes.sequence_multiple * sizes.sequence_multiple for sizes in layouts)
     # A reward model also reads the last token, so n tokens occupy n positions.
@@ -66,8 +68,8 @@ def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
 def make_update_rows(
     config: Config, groups: Sequence[Group], advantages: Callable[[Sequence[Group]], Sequence[float | np.ndarray]]
 ) -> list[list[TrainingRow]]:
-    """Returns the training rows of each update of a step; no group is split between updates. `advantages` computes the
-    advantages of all trajectories of the groups that it is called with, group by group."""
+    """Returns the training rows of each update of a step; no group is split between updates. `advantages`: function
+    that computes the advantages of all trajectories in a sequence of groups, group by group."""
     learner = learner_of(config.algorithm)
     if learner is not None:
         return [learner.rows(part) for part in split_groups(groups, config.schedule.updates_per_step)]
@@ -86,7 +88,7 @@ def make_update_rows(
 
 def split_groups(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]:
     """Splits groups, in their order, into `updates` consecutive parts of nearly equal size, so that the update in which
-    a group is trained does not depend on its length or reward."""
+    a group is trained does not depend on the group's length or reward."""
     size, remainder = divmod(len(groups), updates)
     parts = []
     start = 0

@@ -13,16 +13,16 @@
                             Publisher: gather -> stage -> verify -> commit
 
 The same loop runs every schedule. `schedule.max_staleness` is the number of batches of groups that are generated in
-addition to the one that the loop waits for. With 0, the engines idle while the trainers train (synchronous). With 1,
+addition to the batch that the loop waits for. With 0, the engines idle while the trainers train (synchronous). With 1,
 they generate the next batch in the meantime (one step off). With more, they are several batches ahead, and weights are
 published in the middle of rollouts (fully asynchronous). `run.rollouts.next_batch` guarantees that the staleness of a
 trajectory does not exceed this number when it is trained (slimx/rollout/flow/manager.py, docs/flow.md). With
 `rollout.partial` it interrupts unfinished rollouts when it returns, and its next call resumes them. A run without
 engines (supervised fine-tuning) runs the same loop and publishes nothing.
 
-A run may train several policies (section `policies`): a rollout may call all of them, each trajectory belongs to the
-policy that sampled it, and every policy has its trainers and its publisher. All policies take their steps at the same
-time and have the same version number.
+A run may train several policies (section `policies`): a rollout may call all of these policies, each trajectory belongs
+to the policy that sampled it, and every policy has its trainers and its publisher. All policies take their steps at the
+same time and have the same version number.
 
 The loop does not handle the loss of an engine: the other engines continue, the lost one restarts in the background, and
 the publication after the next step lets it serve again (slimx/engines/fleet/membership.py). If no engine is left, the

@@ -34,7 +34,7 @@ class TrainedPolicy:
 
     name: str
     config: Config
-    """Configuration of this policy, a value of `Config.by_policy`."""
+    """Configuration of this policy, as in `Config.by_policy`."""
     trainers: TrainerGroup
     engines: EngineGroup | None
     """Engines that generate for the policy; None, like `client`, if nothing is sampled."""
@@ -51,9 +51,9 @@ class TrainedPolicy:
         return of_policy(groups, self.name)
 
     def updates(self, groups: Sequence[Group]) -> list[list[TrainingRow]]:
-        """Returns the policy's training rows of each update of a step, from the groups of the step. With a critic,
-        their advantages are computed later. Raises SlimxError if fewer groups than updates contain a trajectory of the
-        policy."""
+        """Returns the policy's training rows (one per trajectory) for each update of a step, made from the groups of
+        the step. With a critic, the rows' advantages are computed later. Raises SlimxError if fewer groups than updates
+        contain a trajectory of the policy."""
         groups = self.select(groups)
         updates = self.config.schedule.updates_per_step
         if len(groups) < updates:
@@ -69,7 +69,7 @@ class TrainedPolicy:
         return make_update_rows(self.config, groups, partial(all_advantages, self.config.algorithm))
 
     def named(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Returns `metrics` of this policy with the policy's prefix in their names; those of the actor have no
+        """Returns `metrics` of this policy with the policy's prefix in their names; the actor's metrics have no
         prefix."""
         return {prefix_of(self.name) + name: value for name, value in metrics.items()}
 

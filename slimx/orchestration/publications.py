@@ -92,11 +92,11 @@ class EnginePublications(Publications):
         source, self.delivery = transport.connect(config, trainers, engines, WeightSource(trainers, "publish"))
         self._shared = shared
         self._based: dict[str, int] = {}
-        """For each engine that has received the base weights of the adapters, by name: its incarnation at that time
-        (how often it had been started), because a restarted engine has lost them."""
+        """Incarnation (number of starts) that each engine had when it received the base weights of the adapters, by the
+        engine's name. A restarted engine has a higher one and needs the base weights again."""
         self._brought = False
-        """True once these trainers have published their base weights, which engines compare with those of other
-        policies."""
+        """True once these trainers have published their base weights. Every policy must do so once, because engines
+        verify that all policies that they serve have the same base weights."""
         members: Membership | SharedMembers = engines.members
         if shared is not None:
             self._based = shared.based
@@ -148,8 +148,8 @@ class EnginePublications(Publications):
             return done
 
     async def _publish_once(self, step: int) -> Publication:
-        """Publishes only the adapters if every engine has the base weights and these trainers have published them
-        before; else publishes all weights."""
+        """Publishes only the adapters if every engine has the base weights and these trainers have published the base
+        weights before; else publishes all weights."""
         if self.adapters is None:
             return await self.publisher.publish(step, trainer_step=step)
         present = {engine.name: engine.incarnation for engine in self.engines.members.candidates()}
@@ -268,7 +268,7 @@ class WeightSource:
         self.name = name
 
     async def begin(self, manifest: Manifest) -> None:
-        """Does nothing, because this source needs no preparation: ranks pack the weights that they have."""
+        """Does nothing, because this source needs no preparation: ranks pack their current weights."""
 
     async def forms(self) -> list[dict[str, str]]:
         return self.trainers.plans[self.name].forms()

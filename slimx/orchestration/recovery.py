@@ -26,7 +26,7 @@ class RankLossHandler:
     def __init__(self, trainers: TrainerGroup):
         self.trainers = trainers
         self.on_replaced: Callable[[], None] = lambda: None
-        """Called when new ranks have replaced lost ones, before any call to the new ranks."""
+        """Function that is called when new ranks have replaced lost ones, before any call to the new ranks."""
 
     async def watch(self) -> SlimxError:
         """Watches the ranks. Returns the error with which the run must end."""
@@ -34,7 +34,7 @@ class RankLossHandler:
 
     async def open(self, checkpoints: Checkpointer, step: int, checkpoint: Path | None, *, same_layout: bool) -> None:
         """Enables the replacement of lost ranks from now on. The running ranks have the state after `step` steps,
-        loaded from `checkpoint`, or the initial weights if it is None. `checkpoints` will write later states.
+        loaded from `checkpoint`, or the initial weights if `checkpoint` is None. `checkpoints` will write later states.
         `same_layout`: True if `checkpoint` was written with the current parallel sizes."""
 
     def trained(self, step: int, version: int, updates: list[TrainBatch], metrics: dict[str, float]) -> None:
@@ -64,8 +64,9 @@ class RankLossHandler:
 
 
 def make_recovery(trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan) -> RankLossHandler:
-    """Creates the handler of rank losses: the first that an entry point of `slimx.recoveries` returns for this
-    configuration, else one that ends the run. `replan`: returns the plans for new ranks of other parallel sizes."""
+    """Creates the handler of rank losses: the first handler that an entry point of `slimx.recoveries` returns for this
+    configuration, else a handler that ends the run. `replan`: returns the plans for new ranks of other parallel
+    sizes."""
     for maker in entry_points.load_all("slimx.recoveries").values():
         recovery = maker(trainers, records, log_dir, replan)
         if recovery is not None:

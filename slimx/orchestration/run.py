@@ -42,7 +42,7 @@ from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.runtime.tasks import unless
 
 StepRows = dict[str, list[list[TrainingRow]]]
-"""Training rows of a step: one list per update, for each policy by name."""
+"""Training rows (one per trajectory) of a step: for each policy by name, one list per update."""
 
 
 class Run:
@@ -87,7 +87,7 @@ class Run:
         actor.publications.with_retry = recovery.with_retry
         recovery.on_replaced = actor.publications.renew
         self.sampled = actor.engines is not None
-        """True if engines generate rollouts; False if rollouts are replayed or the run needs none."""
+        """True if engines generate rollouts; False if rollouts are replayed or the run needs no rollouts."""
         if actor.engines is not None:
             actor.engines.members.keeper.in_flight = self._in_flight
         self.step = 0
@@ -150,7 +150,8 @@ class Run:
         return await work
 
     async def unless_leaving[T](self, work: Awaitable[T]) -> T | None:
-        """Returns the result of `work`. If the run must save and stop first, cancels `work` and returns None."""
+        """Awaits `work` and returns its result. If the run is asked to save and stop in the meantime, cancels `work`
+        and returns None."""
         return await unless(self.leaving, work)
 
     async def leave(self) -> NoReturn:
@@ -219,8 +220,8 @@ class Run:
     # Work -------------------------------------------------------------------------------------------------------------
 
     async def next_batch(self) -> Batch:
-        """Waits for the groups of the next step and returns them. If the run must save and stop first, writes a
-        checkpoint and raises Preempted."""
+        """Waits for the groups of the next step and returns them. If the run is asked to save and stop in the meantime,
+        writes a checkpoint and raises Preempted."""
         self.current = self.step + 1
         with self.phase("generate"):
             batch = await self.watched(self.unless_leaving(self.rollouts.next_batch()))
@@ -230,7 +231,7 @@ class Run:
         return batch
 
     def updates(self, groups: Sequence[Group]) -> StepRows:
-        """Returns the training rows of each policy and update from the groups of a step, with the rewards that
+        """Returns the training rows of each policy and update, made from the groups of a step, with the rewards that
         `algorithm.credit` assigns to the trajectories. Raises SlimxError if a user's credit or advantage hook has
         corrupted a group."""
         algorithm = self.config.algorithm
@@ -342,7 +343,7 @@ class Run:
     # Records ----------------------------------------------------------------------------------------------------------
 
     async def record(self, metrics: dict[str, float], groups: Sequence[Group], rows: StepRows, began: float) -> None:
-        """Logs the metrics of a finished step, updates the live table, and saves some of its samples. `began`:
+        """Logs the metrics of a finished step, updates the live table, and saves some of the step's samples. `began`:
         time.perf_counter at the start of the step. Raises the error of an asynchronous save."""
         await self.records.kept()
         seconds = time.perf_counter() - began
@@ -363,7 +364,7 @@ class Run:
 
 
 def _first(items: Iterable[Json | None]) -> Json | None:
-    """Returns the first item that is not empty; None if there is none."""
+    """Returns the first item that is not empty; None if all are empty."""
     for item in items:
         if item:
             return item

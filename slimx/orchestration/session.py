@@ -1,5 +1,5 @@
-"""A run from its configuration to its end: checks and starts everything, runs the training loop, and stops everything,
-whatever the outcome."""
+"""A run from start to end: checks and starts everything, runs the training loop, and stops everything, whatever the
+outcome."""
 
 from __future__ import annotations
 
@@ -239,8 +239,8 @@ def _note_backends(prepared: Prepared, service: EngineService, note: Callable[[s
 
 def resume_line(checkpoint: Path | None, step: int, removed: int) -> str | None:
     """Returns a message about a run that resumes from `checkpoint` after `step` completed steps; None for a new run.
-    `removed`: number of lines of later steps, and incomplete lines, that were removed from its metrics.jsonl; a message
-    reports them even without a checkpoint."""
+    `removed`: number of lines of later steps, and incomplete lines, that were removed from the run's metrics.jsonl; if
+    any were, a message is returned even without a checkpoint."""
     later = ""
     if removed:
         later = f"; {removed} lines of later steps or incomplete lines were removed from metrics.jsonl"
@@ -329,7 +329,7 @@ async def start_parts(
 
 def finish(config: Config, directory: Path) -> Path | None:
     """Writes summary.json of a finished run, and report.html if `track.report` is set, unless these files are newer
-    than its last step. Returns the path of the report, or None."""
+    than the run's last step. Returns the path of the report, or None."""
     report = None
     files = ["summary.json"]
     if config.track.report:

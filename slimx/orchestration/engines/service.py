@@ -1,4 +1,5 @@
-"""Assembly of everything that serves a command's rollouts: engines, their clients, the agent server, frozen engines.
+"""Assembly of everything that serves a command's rollouts: policy engines and frozen engines, their clients, and the
+agent server.
 
 GroupMaker --> GenerationClient --> router --> policy engines    (trained, or fixed at the weights they start with;
     |                                                             a client, a router and engines for each policy)
@@ -88,8 +89,8 @@ class EngineService:
             await service.open(context)
             maker = service.make_maker()
 
-    Leaving the block stops everything in reverse order. If stopping fails as well, the error that ended the block is
-    still the one raised."""
+    Leaving the block stops everything in reverse order. If the block ended with an error, this error is raised even if
+    stopping fails too."""
 
     def __init__(
         self,
@@ -133,8 +134,8 @@ class EngineService:
         await self._stack.__aexit__(kind, error, trace)
 
     def engines_of(self, policy: str) -> EngineGroup | None:
-        """Returns the engines that generate for `policy`, which may be another policy's engines; None if nothing is
-        sampled."""
+        """Returns the engines that generate for `policy`, which several policies may share; None if the command samples
+        nothing."""
         if policy in self.config.served_by_actor:
             policy = ACTOR
         return self.groups.get(policy)
@@ -215,7 +216,7 @@ class EngineService:
 
 
 def make_agent_server(settings: Proxy, context: int) -> AgentServer:
-    """Creates the server through which agents sample, from an entry point of `slimx.agent_servers`. `context`: maximum
+    """Creates the server through which agents sample, with the entry point of `slimx.agent_servers`. `context`: maximum
     length of a trajectory in tokens."""
     return entry_points.load("slimx.agent_servers", "http")(settings.host, settings.port, context=context)
 
@@ -243,8 +244,8 @@ def prober(shape: ModelShape, config: Config, adapters: str | None = None) -> Ca
 
 async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
     """Raises SlimxError naming an engine that is on a different machine from the publisher (the trainer rank that packs
-    the weights), if `publish.transport` works only within one machine. Called as soon as Ray has placed the actors,
-    before weights are loaded."""
+    the weights), if `publish.transport` works only within one machine. Must be called as soon as Ray has placed the
+    actors, before weights are loaded."""
     config = engines.config
     if not config.publish.one_machine:
         return

@@ -26,8 +26,8 @@ from slimx.orchestration.start.prepare import Sources
 from slimx.reshard.parties import ReceiverLost
 
 READING = 8
-"""Number of threads that check the weight files of a directory; with a single thread, the servers of a model with
-hundreds of GB would wait for the check."""
+"""Number of threads that check the weight files of a directory. With a single thread, the check of hundreds of GB would
+take longer than the start of the servers."""
 
 
 @asynccontextmanager
@@ -96,8 +96,8 @@ async def admit_joining(group: EngineGroup, prepare: Callable[[EngineHandle], Aw
 
 
 async def keep_admitting(group: EngineGroup, prepare: Callable[[EngineHandle], Awaitable[None]] | None = None) -> None:
-    """Adds restarted engines to the router as `admit_joining` does. Returns when no engine is left that could be
-    restarted; requests to the group then raise the error of the last lost engine."""
+    """Adds restarted engines to the router as `admit_joining` does. Returns when all engines are lost and none can be
+    restarted; requests to the group then raise the error of the engine that was lost last."""
     with suppress(SlimxError):
         while True:
             await group.members.back()

@@ -4,8 +4,8 @@
 
 Publications of the policies alternate, and an engine receives requests once it has the adapters of all policies. Each
 policy has a publisher with its own versions. The first publication of each policy also contains the base weights, which
-the engine compares with those that it has. A restarted engine has no weights: the first policy to publish sends it the
-base, and policies that have already published their current version publish it again.
+the engine compares with the base weights that it already has. A restarted engine has no weights: the first policy to
+publish sends the base weights, and policies that have already published their current version publish it again.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class SharedEngines:
     received."""
 
     def __init__(self, members: Membership, policies: Sequence[str]):
-        """Creates an empty record. `members`: engines of the group. `policies`: names of the policies, of which the
-        first owns the engines."""
+        """Creates an empty record. `members`: engines of the group. `policies`: names of the policies; the first one
+        owns the engines."""
         self.membership = members
         self.owner = policies[0]
         self.based: dict[str, int] = {}
-        """For each engine that has received the base weights, by name: its incarnation at that time (how often it had
-        been started), because a restarted engine has lost them."""
+        """Incarnation (number of starts) that each engine had when it received the base weights, by the engine's name.
+        A restarted engine has a higher one and needs the weights again."""
         self._loaded: dict[str, dict[str, int]] = {policy: {} for policy in policies}
-        """For each policy, and each engine that has loaded the policy's adapters, by name: the engine's incarnation at
-        that time, because a restarted engine has lost them."""
+        """Incarnation (number of starts) that each engine had when it loaded a policy's adapters, by the policy's and
+        the engine's name. A restarted engine has a higher one and needs the adapters again."""
         self._newest: dict[str, int] = {}
         """Step of the last publication of each policy, by the policy's name."""
         self._deliver: dict[str, Deliver] = {}
@@ -66,8 +66,8 @@ class SharedEngines:
         return all(loaded.get(engine.name) == engine.incarnation for loaded in self._loaded.values())
 
     def _behind(self, step: int) -> str | None:
-        """Returns a policy whose weights of `step` are published but not loaded by every running engine; None if there
-        is no such policy."""
+        """Returns a policy that has published its weights of `step`, but not to every running engine; None if there is
+        no such policy."""
         running = {engine.name: engine.incarnation for engine in self.membership.candidates()}
         for policy, newest in self._newest.items():
             if newest == step and not running.items() <= self._loaded[policy].items():
@@ -96,8 +96,8 @@ class SharedMembers:
         await self._members.quarantine(engine, error)
 
     async def admit(self, engine: EngineHandle) -> None:
-        """Records that `engine` has a verified version of this policy's adapters, and adds it to the router if it has
-        those of every policy. Raises ReceiverLost if the engine has been lost in the meantime."""
+        """Records that `engine` has a verified version of this policy's adapters, and adds the engine to the router if
+        it has the adapters of every policy. Raises ReceiverLost if the engine has been lost in the meantime."""
         if self._shared.record_adapters(self._policy, engine):
             await self._members.admit(engine)
         elif not engine.state.runs:

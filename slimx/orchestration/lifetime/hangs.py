@@ -1,6 +1,6 @@
 """Detection of hangs in the driver: the stacks of hanging processes are written before the processes are killed. A
-`Watchdog` kills a process that does not exit in time. A `Pulse` kills a process whose event loop is blocked, because no
-deadline of the loop can expire then.
+`Watchdog` kills a process that does not exit in time. A `Pulse` kills a process whose event loop is blocked, because
+deadlines that the loop itself measures cannot expire then.
 
 event loop       beat   beat   a hook blocks ........................................
 pulse's thread   check  check  check  check ...  deadline: writes stacks and location, exits with a status
@@ -29,27 +29,24 @@ from slimx.observability.live.stacks import write_stacks
 from slimx.runtime.tasks import in_thread
 
 WRITE_S = 45.0
-"""Deadline for writing the stacks of all processes, in seconds; a run that is stopping does not wait longer for
-them."""
+"""Seconds that a run that is stopping waits until the stacks of all processes are written."""
 
 SILENT = ("rank.silent", "engine.silent", "engine.useless")
 """Codes of errors that report a rank or engine which did not respond in time, or responded without doing its work."""
 
 PACKAGE = str(Path(__file__).parents[2])
 SAY_S = 10.0
-"""Deadline for printing the watchdog's message, in seconds."""
+"""Seconds that the watchdog waits until its message is printed, before it kills the process."""
 
 LOOK_S = 0.5
 """Interval between two checks of the event loop, in seconds."""
 STRIKE_S = 60.0
-"""CPU seconds added to the countdown of `GilWatch` while the pulse's thread writes the stacks and the message, because
-the blocked loop may use CPU time in the meantime."""
+"""CPU seconds added to the countdown of `GilWatch` while the thread of `Pulse` writes the stacks and the message,
+because the blocked event loop may use CPU time in the meantime."""
 SIGNAL = signal.SIGRTMAX
-"""Signal for which faulthandler is registered: it writes the stacks of all threads from C code, without needing the
-GIL."""
+"""Signal on which faulthandler writes the stacks of all threads, from C code that does not need the GIL."""
 STACKS_S = 1.0
-"""CPU seconds that the process has for writing the stacks of all threads, between the signal that starts this and the
-signal that ends the process."""
+"""CPU seconds that the process has for writing the stacks of all threads before `GilWatch` ends it."""
 SIGEV_SIGNAL = 0
 SIGEV_THREAD = 2
 
@@ -130,8 +127,8 @@ class Watchdog:
 
 
 def main_location() -> str:
-    """Returns the function, file and line that the main thread is executing: those of the innermost frame of user code
-    called by slimx if there is one, else of the innermost frame of slimx, else of the innermost frame."""
+    """Returns the function, file and line that the main thread is executing: the innermost frame of user code that
+    slimx called if there is one, else the innermost frame of slimx, else the innermost frame of all."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = list(traceback.extract_stack(frame)) if frame is not None else []
     below_slimx = list(dropwhile(lambda entry: not entry.filename.startswith(PACKAGE), stack))

@@ -22,7 +22,7 @@ LOOK_S = 2.0
 POLL_S = 0.2
 """Interval between two checks that the driver is running, in seconds."""
 KILL_S = 10.0
-"""Deadline for killed processes to disappear, in seconds."""
+"""Seconds to wait until killed processes have disappeared."""
 
 
 def watch_over_this_process() -> None:
@@ -73,8 +73,8 @@ def _guards(process: psutil.Process) -> bool:
 
 
 def outlive(owner: int) -> None:
-    """Tracks the descendants of the process with id `owner`, the parent of this process, except those under a guard
-    (`unguarded`). When `owner` ends, kills the descendants that are still running."""
+    """Tracks the descendants of the process with id `owner`, which is the parent of this process, except descendants
+    under a guard (`unguarded`). When the process `owner` ends, kills the descendants that are still running."""
     driver = psutil.Process(owner)
     known: set[psutil.Process] = set()
     look_at = 0.0

@@ -33,8 +33,8 @@ from slimx.runtime.clocks import RunningClock, RunningLoop
 from slimx.runtime.tasks import AnyFuture
 
 SAVING = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that announce the loss of the machine or the terminal. After one of them a run has `checkpoint.grace` seconds
-to save."""
+"""Signals that announce the loss of the machine or the terminal. After such a signal a run has `checkpoint.grace`
+seconds to save."""
 START_END_S = 5.0
 """Seconds that the process has to exit if a signal arrives while Ray is starting. After that it is killed, because
 Ray's library may ignore signals during startup."""
@@ -51,7 +51,7 @@ class Alarm:
         """Creates an alarm. `ending` is called as soon as it is clear how the run ends: with the error, or None."""
         self.ending = ending
         self.leaving = asyncio.Event()
-        """Set when the run must save and stop."""
+        """Event that is set when the run must save and stop."""
         self.rung: asyncio.Future[SlimxError] = asyncio.get_running_loop().create_future()
         """Future that completes with the error that stops the run."""
 
@@ -63,8 +63,8 @@ class Alarm:
             self.rung.set_result(error)
 
     def ring_after(self, watch: Coroutine[object, None, SlimxError]) -> None:
-        """Runs `watch` in the background. Stops the run with the error that `watch` returns; if `watch` raises an
-        exception, with an error that reports it."""
+        """Runs `watch` in the background. Stops the run with the error that `watch` returns, or, if `watch` raises an
+        exception, with an error that reports the exception."""
 
         def ring(watched: asyncio.Task[SlimxError]) -> None:
             if watched.cancelled():
@@ -192,8 +192,8 @@ def _watching(processes: Mapping[str, psutil.Process], config: Config, work: Wor
 async def interruptible(
     work: Work, signals: Signals, ending: Callable[[BaseException | None], None], grace: float = 0.0
 ) -> None:
-    """Runs `work` until it returns. On SIGINT, SIGTERM, SIGHUP or the work's alarm, cancels it and waits for its
-    cleanup. On SIGUSR1, sets the alarm's `leaving`.
+    """Runs `work` until it returns. On SIGINT, SIGTERM, SIGHUP or the work's alarm, cancels `work` and waits for its
+    cleanup. On SIGUSR1, sets the alarm's `leaving`, which asks the run to save and stop.
 
     If `grace` is set, the first SIGTERM or SIGHUP sets `leaving` and cancels `work` only `grace` seconds later.
     `ending` is called as soon as it is clear how the run ends."""
@@ -273,8 +273,8 @@ async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:
 
 
 def stopping(stop: Callable[[], Awaitable[None]], note: Callable[[str], None]) -> Callable[..., Awaitable[None]]:
-    """Returns a callback for an exit stack that awaits `stop`. If `stop` fails after another error, its failure is only
-    passed to `note`, so that the first error is raised."""
+    """Returns a callback for an exit stack that awaits `stop`. If `stop` fails after another error, the failure is only
+    passed to `note`, so that the earlier error is raised."""
 
     async def close(kind: type | None, error: BaseException | None, trace: object) -> None:
         try:

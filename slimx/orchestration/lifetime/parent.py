@@ -34,17 +34,17 @@ ENDED = (1, -signal.SIGABRT)
 LOG = "/python-core-driver-"
 """Substring that identifies the log of Ray's library among the paths of the driver's open files."""
 WORDS = re.compile(r"Terminate the process|Exiting because the Raylet|Check failed")
-"""Pattern of the messages with which the library of ray 2.60 ends its process, in the log at `LOG`."""
+"""Pattern of the messages that the library of ray 2.60 writes into its log (`LOG`) before it ends its process."""
 AGENT = re.compile(r"agent_name = (\w+)")
-"""Pattern of the name of the agent whose death ended the raylet, in a raylet's log."""
+"""Pattern of the line in a raylet's log that names the agent whose death ended the raylet."""
 RAYLET_LINES = 1000
 """Number of last lines of a raylet's log that are searched for the agent: workers may log their own exits after the
 agent's."""
 
 
 def supervised() -> Callable[[], object]:
-    """Forks the process. Returns in the child, the driver, a function that the driver must call when its work is done,
-    successful or not. Never returns in the parent, which exits when the driver does."""
+    """Forks the process; the child becomes the driver. In the child, returns a function that the driver must call when
+    its work is done, successful or not. Never returns in the parent process, which exits when the driver exits."""
     parent = os.getpid()
     read, write = os.pipe()
     os.set_blocking(read, False)  # a child of the driver may keep the write end open
@@ -84,8 +84,8 @@ def _written(pipe: int) -> bool:
 
 
 def _wait(driver: int) -> tuple[int, Path | None]:
-    """Forwards signals to the driver until it exits. Returns its exit status, and the path of the log that Ray's
-    library wrote in it, if one was found."""
+    """Forwards signals to the driver until it exits. Returns the driver's exit status, and the path of the log that
+    Ray's library wrote in the driver process, if one was found."""
     log: Path | None = None
     while True:
         if log is None:

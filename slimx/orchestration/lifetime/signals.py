@@ -17,15 +17,15 @@ HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that the driver handles."""
 
 type Handler = Callable[[int, FrameType | None], object] | int | None
-"""Signal handler, in any form that `signal.getsignal` returns."""
+"""Signal handler, of any type that `signal.getsignal` returns."""
 
 
 class Signals:
     """While entered, passes the signals in HEARD to subscribers in a thread; the signals have no other effect. A signal
     that was ignored before stays ignored, so a run started with nohup outlives its terminal.
 
-    Python would run signal handlers in the main thread between two bytecode instructions, so not while that thread
-    waits in a C library. The interpreter's C handler, however, writes the signal to a pipe at once, and the thread
+    Handlers in Python would run in the main thread between two bytecode instructions, so not while that thread waits in
+    a C library. However, the interpreter's C handler writes the signal to a pipe at once, and the thread of this class
     reads the pipe."""
 
     def __init__(self) -> None:
@@ -40,8 +40,8 @@ class Signals:
         return [signum for signum in self._heard if signum != signal.SIGUSR1]
 
     def subscribe(self, callback: Callable[[int], None]) -> None:
-        """Calls `callback` with every signal received so far, and from now on with every signal in the signals'
-        thread."""
+        """Calls `callback` with every signal received so far, and from now on with each new signal, in the thread that
+        receives signals."""
         with self._lock:
             self._subscribers.append(callback)
             for signum in self._heard:

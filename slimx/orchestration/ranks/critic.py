@@ -1,4 +1,4 @@
-"""The critic of a run: its parts on the trainer ranks, or on dedicated ranks."""
+"""The critic of a run, which is on the trainer ranks or on dedicated ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from slimx.orchestration.ranks.trainers import TrainerGroup
 
 
 class CriticGroup:
-    """All ranks that contain a part of the critic, called as one object. Callers pass rows in any order; they are
-    packed here for the critic's parallel sizes, which may differ from the policy's."""
+    """All ranks that contain a part of the critic, which are called together. Callers pass training rows in any order;
+    this class packs the rows for the critic's parallel sizes, which may differ from the policy's."""
 
     def __init__(
         self, config: Config, sizes: Sizes, packer: Packer, *, trainers: TrainerGroup, log_dir: Path, device: str
@@ -35,7 +35,8 @@ class CriticGroup:
         self.ranks: RankGroup = trainers if self.dedicated is None else self.dedicated
 
     async def start(self) -> None:
-        """Starts the dedicated ranks, if any. Trainer ranks that contain the critic start with it."""
+        """Starts the dedicated ranks, if any. Without dedicated ranks, the critic starts together with the trainer
+        ranks."""
         if self.dedicated is not None:
             await self.dedicated.start()
 
@@ -44,7 +45,7 @@ class CriticGroup:
             await self.dedicated.stop()
 
     async def values(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
-        """Returns the critic's value at every position, one array of shape [positions] per row."""
+        """Returns the critic's value at every position, one array of shape [positions] per training row."""
         rows = _bare(rows)
         batch = self.packer(rows)
         shards = await self.ranks.sharded(batch.shards)

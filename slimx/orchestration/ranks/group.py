@@ -1,4 +1,4 @@
-"""The ranks of one torch.distributed world as one object, and the reservation of their GPUs."""
+"""The ranks of one torch.distributed world, which are called together, and the reservation of their GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slimx.runtime.tasks import cancelled
 from slimx.trainer.worker import TrainerWorker
 
 PLACED_S = 5.0
-"""Time within which a rank that has a process must respond, in seconds."""
+"""Seconds to wait for responses when counting the ranks whose processes Ray has started."""
 DOMAIN = "slimx-domain"
 """Key of the Ray node label that contains the node's NVLink domain (set by scripts/launch/common.sh)."""
 ORDER = "slimx-order"
@@ -115,8 +115,8 @@ class RankGroup:
         return self.started
 
     async def identify(self, deadline_s: float | None = None) -> None:
-        """Adds process id, machine and Ray node id of each rank to `started`. The ranks need not be started, but they
-        must get a process within `deadline_s` seconds (default: the deadline for starting them)."""
+        """Adds process id, machine and Ray node id of each rank to `started`. The ranks need not be started, but Ray
+        must create their processes within `deadline_s` seconds (default: the deadline for starting ranks)."""
         references = [actor.__ray_call__.remote(identity_of) for actor in self.actors]
         description = f"the processes of the {self.name} ranks"
         limit = deadline_s or self.start_deadline_s
@@ -197,8 +197,8 @@ class RankGroup:
         await self.call(f"{role}.save", f"the copying of the state for checkpoint {path}", path=str(path), step=step)
 
     async def restore(self, path: Path, *, same_layout: bool, load_optimizer: bool, role: str = "model") -> None:
-        """Restores the state of `role` on all ranks from the checkpoint in `path`. `same_layout`: True if it was
-        written by ranks with the same parallel sizes."""
+        """Restores the state of `role` on all ranks from the checkpoint in `path`. `same_layout`: True if ranks with
+        the same parallel sizes wrote the checkpoint."""
         await self.call(
             f"{role}.restore",
             f"the loading of checkpoint {path}",
@@ -235,7 +235,7 @@ class RankGroup:
 
     async def stored(self, values: Sequence[object]) -> list[ray.ObjectRef]:
         """Stores each of `values` once in Ray's object store and returns the references. Raises DeadlineError if Ray
-        has no memory for them within `trainer.deadline`."""
+        has no memory for the values within `trainer.deadline`."""
         deadline = self.config.trainer.deadline
         return await ask_ray(
             "memory for a batch in Ray's object store",
@@ -251,8 +251,8 @@ class RankGroup:
         return [(stored[coordinates(rank, self.sizes).data],) for rank in range(self.sizes.world)]
 
     def metrics_of[T](self, results: Sequence[T]) -> T:
-        """Selects the metrics of the whole batch from the results of all ranks: those of the first rank of the last
-        pipeline stage."""
+        """Selects the metrics of the whole batch from the results of all ranks: the result of the first rank of the
+        last pipeline stage."""
         return results[self.sizes.stage * (self.sizes.pipeline - 1)]
 
     def by_shard[T](self, results: Sequence[Sequence[T]]) -> list[Sequence[T]]:
@@ -270,7 +270,7 @@ class PackedGpus:
 
     def __init__(self, name: str, count: int, *, cpus: float, deadline_s: float):
         """Reserves the GPUs, each with `cpus` CPU cores. `name`: name of the group of ranks, for messages. Raises
-        DeadlineError if they are not free within `deadline_s` seconds."""
+        DeadlineError if the GPUs are not free within `deadline_s` seconds."""
         self._group: PlacementGroup = placement_group([{"GPU": 1, "CPU": cpus}] * count, strategy="PACK")
         self._released = False
         try:

@@ -1,4 +1,4 @@
-"""All trainer ranks of one policy as one object."""
+"""All trainer ranks of one policy, which are called together."""
 
 from __future__ import annotations
 
@@ -57,14 +57,15 @@ class TrainerGroup(RankGroup):
         self.table = table
         self.plans: Mapping[str, PlannedBuckets] = {name: PlannedBuckets(plan) for name, plan in plans.items()}
         self.holders = 1
-        """Number of ranks whose memory contains published buckets: 1 (only the publisher) or all ranks."""
+        """Number of ranks whose memory stores the buckets of a publication: 1 (only the publisher) or all ranks."""
         self.shards_per_rank = 1
         """Number of batch shards that each data-parallel rank trains: 1, or more after the number of ranks was reduced.
         """
 
     def fewer(self, sizes: Sizes, plans: Mapping[str, Plan]) -> Self:
-        """Returns a group with new, unstarted ranks of the smaller `sizes`, which trains the same batches. The ranks of
-        this group must have ended. `plans`: plans of the new group's exports and publications, by name."""
+        """Returns a group with new, unstarted ranks and the smaller parallel sizes `sizes`; the new group trains the
+        same batches. The ranks of this group must have ended. `plans`: plans of the new group's exports and
+        publications, by name."""
         other = copy(self)
         trainer = self.config.trainer.model_copy(update={"world_size": sizes.world, "data": sizes.data})
         other.config = self.config.model_copy(update={"trainer": trainer})
@@ -95,8 +96,8 @@ class TrainerGroup(RankGroup):
 
     async def start(self) -> list[Json]:
         """Starts all ranks and sends them the plans of exports and publications; returns information about each rank,
-        such as its process id and machine. Raises SlimxError if a rank uses a different numerical contract from this
-        process."""
+        such as its process id and machine. Raises SlimxError if a rank's numerical contract (`NumericsMode.contract`)
+        differs from that of this process."""
         started = await super().start()
         contract = mode_of(self.config).contract(self.config.numerics.dtype)
         for rank, result in enumerate(started):
@@ -129,7 +130,7 @@ class TrainerGroup(RankGroup):
         self, updates: Sequence[TrainBatch], rows: Sequence[Sequence[TrainingRow]]
     ) -> list[TrainedTokens]:
         """Returns the values that the last training step computed for every token, such as log-probs, row by row.
-        `updates` and `rows` must be those of that step."""
+        `updates` and `rows`: batches and training rows of that step."""
         results = await self.call("model.trained_tokens", "the log-probs of the trained tokens")
         tokens: list[TrainedTokens] = []
         for index, (update, update_rows) in enumerate(zip(updates, rows, strict=True)):
@@ -165,7 +166,7 @@ class TrainerGroup(RankGroup):
 
     async def check_files(self, path: Path, records: Sequence[bytes]) -> None:
         """Makes every rank verify some of the files of the checkpoint in `path` by their digests. `records`: for each
-        rank, encoded sizes and digests of its files."""
+        rank, encoded sizes and digests of the files that it must verify."""
         per_rank = [(part,) for part in records]
         await self.call(
             "model.check_files", f"the verification of the files in {path}", per_rank=per_rank, path=str(path)
@@ -218,8 +219,8 @@ class TrainerGroup(RankGroup):
         return dict(sorted(highest.items()))
 
     async def pack(self, name: str, bucket: int) -> PackedBucket:
-        """Makes all ranks write their shards of a bucket of plan `name` into the memory of the ranks that contain this
-        plan's buckets."""
+        """Makes all ranks write their shards of a bucket of plan `name` into the memory of the ranks that store this
+        plan's buckets for the engines."""
         what = f"the packing of bucket {bucket} ({name})"
         opened: dict[int, str] = {}
         for paths_of_rank in await self.call(
@@ -231,8 +232,8 @@ class TrainerGroup(RankGroup):
         return describe(self.plans[name].form(bucket), paths, written)
 
     async def release(self, name: str, bucket: int | None) -> None:
-        """Allows the memory of a bucket of plan `name` to be reused; None: the publication has ended, so all ranks
-        release all of their buckets."""
+        """Allows the memory of bucket number `bucket` of plan `name` to be reused. `bucket`=None: the publication has
+        ended, and all ranks release all of their buckets."""
         ranks = None if bucket is None else self._holders_of(name)
         await self.call("weights.release", f"the release of buckets ({name})", ranks=ranks, name=name, bucket=bucket)
 
@@ -271,14 +272,14 @@ class TrainerGroup(RankGroup):
             )
 
     async def _reach(self, rank: int, on_device: bool) -> list[bool]:
-        """Returns, for each rank, True if it can write into the memory of `rank`."""
+        """Returns, for each rank of the group, True if that rank can write into the memory of rank `rank`."""
         what = f"the check of access to the memory of rank {rank}"
         ((path, content),) = await self.call("weights.probe", what, ranks=[rank], on_device=on_device)
         return await self.call("weights.reaches", what, path=path, content=content)
 
     async def sharded(self, shards: Sequence[Sequence[object]]) -> list[tuple[ray.ObjectRef]]:
         """Returns the positional argument of each rank: a reference to its data-parallel shard with the expert routes
-        of its pipeline stage. Ranks that share both share one stored object."""
+        of its pipeline stage. Ranks with the same shard and the same routes share one stored object."""
         sizes = self.sizes
         if sizes.pipeline == 1 or not (self.config.rollout.sampled and self.config.rollout.routed_experts):
             return await super().sharded(shards)
@@ -294,8 +295,8 @@ class TrainerGroup(RankGroup):
         return arguments
 
     def _carried_from(self) -> Path | None:
-        """Returns the Hugging Face directory from which an export copies tensors that trainers do not contain; None if
-        there is none."""
+        """Returns the Hugging Face directory from which an export copies tensors that the trainers do not have; None if
+        there is no such directory."""
         weights = Path(self.config.initial_weights)
         if format_of(weights) is None:
             return weights
@@ -323,7 +324,7 @@ def unfolded[T](by_rank: Sequence[Sequence[T]], shards_per_rank: int) -> list[Se
 
 
 def _values_of(name: str, shards: Sequence[Sequence[Mapping[str, np.ndarray]]]) -> list[list[np.ndarray]]:
-    """Selects the value called `name` from the results of each micro-batch, by shard."""
+    """Selects the value `name` from the result of each micro-batch. Returns one list of arrays per shard."""
     values = []
     for shard in shards:
         values.append([batch[name] for batch in shard])

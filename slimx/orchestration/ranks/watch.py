@@ -1,7 +1,8 @@
 """Watches ranks, so that a rank that dies or stops responding is reported soon, and no other rank is blamed.
 
-During a call, all ranks wait for the missing one, so the call's deadline names all of them. Between calls, each rank is
-pinged separately. A stopped process (SIGSTOP) on this machine is detected by its state, even during a call.
+During a call, all ranks wait for the missing one, so an error about the call's deadline names all ranks. Between calls,
+each rank is pinged separately. A stopped process (SIGSTOP) on this machine is detected by its state, even during a
+call.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from slimx.runtime.tasks import first_of
 LOOK_S = 0.5
 """Interval between two checks of a rank that has not responded, in seconds."""
 PING_S = 1.0
-"""Minimum interval between two pings of a rank, in seconds; large groups use a longer one, so that 100 ranks are pinged
-per second."""
+"""Minimum interval between two pings of a rank, in seconds; large groups use a longer interval, so that at most 100
+ranks are pinged per second."""
 
 
 async def watch_ranks(group: RankGroup, deadline_s: float) -> SlimxError:
     """Watches the started ranks of `group`. Returns, as soon as a rank is lost, the error that names it. `deadline_s`:
-    seconds for which a rank may not respond between calls, or may be stopped."""
+    seconds after which a rank counts as lost if it does not respond between calls, or is stopped."""
     watches = [_answers(group, rank, deadline_s) for rank in range(group.sizes.world)]
     for rank, pid in local_pids(group).items():
         watches.append(_runs(group, rank, pid, deadline_s))

@@ -1,5 +1,5 @@
-"""Checks that need neither torch nor a model, so that a wrong path is reported before slow imports. They change
-nothing; the start of a run repeats them together with all other checks."""
+"""Checks that need neither torch nor a model, so that a wrong path is reported before slow imports. The checks change
+nothing. When a run starts, it repeats them together with all other checks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from slimx.trainer.checkpoint.files import Damaged
 
 
 def without_trainers(config: Config, checkpoint: Path | None) -> Config:
-    """Returns a copy of `config` for a command without trainers: its engines load the Hugging Face directory
-    `checkpoint`; if None, the weights that training would start from. Raises SlimxError for weights that engines cannot
-    load."""
+    """Returns a copy of `config` for a command without trainers, whose engines load the Hugging Face directory
+    `checkpoint`, or, if that is None, the weights from which training would start. Raises SlimxError for weights that
+    engines cannot load."""
     if any(policy.shares is None for policy in config.policies.values()):
         raise SlimxError(
             "slimx generate and slimx eval do not support several trained policies (section policies); evaluate "
@@ -129,8 +129,8 @@ def check_training(config: Config) -> None:
 
 
 def generation_config(config: Config, checkpoint: Path | None) -> Config:
-    """Returns the configuration of `slimx generate` with engines that load `checkpoint`. Raises SlimxError if it cannot
-    start, or cannot resume where an earlier `slimx generate` stopped in the same directory."""
+    """Returns the configuration of `slimx generate` with engines that load `checkpoint`. Raises SlimxError if the
+    command cannot start, or cannot resume where an earlier `slimx generate` stopped in the same directory."""
     config = without_trainers(config, checkpoint)
     directory = Path(config.run.dir)
     saves = Saves(directory / CURSOR, keep=1)
@@ -147,8 +147,8 @@ def generation_config(config: Config, checkpoint: Path | None) -> Config:
 
 
 def evaluation_config(config: Config, checkpoint: Path | None) -> Config:
-    """Returns the configuration of `slimx eval` with engines that load `checkpoint`. Raises SlimxError if it cannot
-    start."""
+    """Returns the configuration of `slimx eval` with engines that load `checkpoint`. Raises SlimxError if the command
+    cannot start."""
     options = config.eval.model_copy(update={"every": None})  # a run may have eval.prompts without eval.every
     config = without_trainers(config.model_copy(update={"eval": options}), checkpoint)
     if not config.eval.files:

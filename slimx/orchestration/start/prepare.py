@@ -1,4 +1,5 @@
-"""All checks of a run that are possible before Ray, trainers or engines start, and what they determine."""
+"""All checks of a run that are possible before Ray, trainers or engines start, and the values that these checks
+determine."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ class PreparedPolicy(ServedPolicy):
     encoding: Encoding
     """Encoding of the weights that the engines receive."""
     transport: ChosenTransport
-    """Transport of publications, with the reason for the choice."""
+    """Transport that sends the weights to the engines, with the reason why it was chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ class Sources[P: ServedPolicy]:
     """Prompts of each source in `rollout.sources` by the source's name, or those of `rollout.prompts` under the name
     "". If rollouts are replayed, this and `eval_prompts` are empty."""
     eval_prompts: dict[str, list[Prompt]]
-    """Prompts of each evaluation file by its name in `eval.files`."""
+    """Prompts of each evaluation file by the file's name in `eval.files`."""
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -115,8 +116,8 @@ def check_run(config: Config) -> Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """A policy whose model, parallel sizes and weights fit together, and the facts against which its configuration's
-    rules were checked."""
+    """A policy whose model, parallel sizes and weights fit together, and the facts (values derived from the
+    configuration, the model and the machine) against which the rules of the configuration were checked."""
 
     config: Config
     transport: ChosenTransport
@@ -125,8 +126,8 @@ class _Checked:
 
 
 def _check_model(config: Config, device: str, policies: Mapping[str, Policy]) -> _Checked:
-    """Checks the configuration of one policy against its model and its weights. `policies`: section policies of the
-    run."""
+    """Checks the configuration of one policy against the policy's model and weights. `policies`: section policies of
+    the run."""
     transport = choose_transport(config, device)
     config = transport.applied(config)
     spec = configured_model(config)
@@ -198,8 +199,8 @@ def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
 
 
 def _sources(config: Config, spec: ModelSpec, device: str, facts: Json) -> Sources:
-    """Reads hooks, tokenizer and prompts, and checks the arguments of the engines. `facts`: facts against which the
-    configuration's rules have already been checked."""
+    """Reads hooks, tokenizer and prompts, and checks the arguments of the engines. `facts`: facts (values derived from
+    the configuration, the model and the machine) against which the rules of the configuration have been checked."""
     hooks = NO_HOOKS if config.rollout.replay else load_hooks(config)
     load_credit(config.algorithm.credit)
     _check_engines(config, spec, device)

@@ -1,4 +1,5 @@
-"""Prompts of a run: reads and checks the files named in section rollout, and creates the source that orders them."""
+"""Prompts of a run: reads and checks the files named in section rollout, and creates the source that returns prompts in
+order."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 
 def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> dict[str, list[Prompt]]:
-    """Reads and checks the prompts of training. Returns them by the name of their source; those of `rollout.prompts`
-    have the name ""."""
+    """Reads and checks the prompts of training. Returns the prompts by the name of their source; the name of
+    `rollout.prompts` is ""."""
     rollout = config.rollout
     prompts = source_prompts(rollout)
     paths = {source.name: source.path for source in rollout.sources}
@@ -93,16 +94,17 @@ def make_source(config: Config, prompts: Mapping[str, list[Prompt]]) -> DataSour
 
 
 def check_order(config: Config, prompts: Mapping[str, list[Prompt]], rollouts: Json, *, forked: bool) -> None:
-    """Raises SlimxError if the run cannot continue with `prompts` where `rollouts`, a part of a checkpoint, stopped,
-    because the prompts or their seed differ. Changes no files. `forked`: True if the checkpoint is another run's."""
+    """Raises SlimxError if the run cannot continue from the position in the prompts that `rollouts`, a part of a
+    checkpoint's state, contains, because `prompts` or their seed differ from those of the checkpoint. Changes no files.
+    `forked`: True if the checkpoint is another run's."""
     if config.rollout.replay or (config.run.fork_prompts == "anew" and forked):
         return
     make_source(config, prompts).restore(rollouts["source"])
 
 
 def source_prompts(rollout: Rollout) -> dict[str, list[Prompt]]:
-    """Reads the prompts of each of `rollout.sources`, and returns them by the source's name; those of `rollout.prompts`
-    have the name "". Raises SlimxError for an id that occurs in two sources."""
+    """Reads the prompts of each of `rollout.sources`, and returns the prompts by the source's name; the name of
+    `rollout.prompts` is "". Raises SlimxError if two sources have prompts with the same id."""
     if rollout.prompts is not None:
         return {"": read_prompts(rollout.prompts, make_mapping(rollout.fields, rollout.map, rollout.system))}
     prompts: dict[str, list[Prompt]] = {}

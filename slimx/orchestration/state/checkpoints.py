@@ -1,4 +1,4 @@
-"""Checkpoints and exports of a run in progress, which its ranks write and load; saves may be asynchronous."""
+"""Checkpoints and exports of a run in progress, written and loaded by the run's ranks; saves may be asynchronous."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import FileRecord
 
 STOP_S = 10.0
-"""Deadline for an unfinished save to complete when the run stops, in seconds."""
+"""Seconds that a run that is stopping waits for an unfinished save to complete."""
 CRITIC = "critic"
 """Folder of the critic's files in a checkpoint."""
 _POLL_S = 0.1
@@ -55,9 +55,9 @@ class Checkpointer:
         self.timeline = timeline
         self.note = note
         self.on_failure: Callable[[SlimxError], None] = lambda error: None
-        """Called with the error as soon as an asynchronous save fails."""
+        """Function that is called with the error as soon as an asynchronous save fails."""
         self.on_saved: Callable[[int, Path], None] = lambda step, path: None
-        """Called with step and directory of each checkpoint when it is complete."""
+        """Function that is called with step and directory of each checkpoint when the checkpoint is complete."""
         self._writing: asyncio.Task[None] | None = None
         self._unwritten: tuple[int, dict[str, bytes]] | None = None
         """Step and driver's files of a save that is in progress or interrupted, kept so that replacement ranks can
@@ -70,8 +70,8 @@ class Checkpointer:
     # Saving -----------------------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """Returns True if a checkpoint is due after `step` steps: every `checkpoint.every` steps, or every
-        `checkpoint.every_seconds` seconds."""
+        """Returns True if a checkpoint is due after `step` steps: every `checkpoint.every` steps, or when
+        `checkpoint.every_seconds` seconds have passed since the last checkpoint."""
         options = self.config.checkpoint
         late = options.every_seconds is not None and time.monotonic() - self._saved_at >= options.every_seconds
         return late or (options.every > 0 and step > 0 and step % options.every == 0)
@@ -133,8 +133,8 @@ class Checkpointer:
             self._unwritten = step, relaid(driver_files, ACTOR, layout_of(sizes))
 
     async def interrupt(self) -> None:
-        """Stops waiting for the files of ranks that have ended; `write_again` makes new ranks write them. If all files
-        exist already and the checkpoint is being completed, waits for that."""
+        """Stops waiting for files of ranks that have ended; `write_again` makes new ranks write these files. If all
+        files exist already and the checkpoint is being completed, waits for the completion."""
         writing = self._writing
         if writing is None:
             return
@@ -175,7 +175,7 @@ class Checkpointer:
                 self.check()
 
     async def stop(self, grace_s: float = STOP_S) -> None:
-        """Waits `grace_s` seconds for a save in progress, and then drops it. Does not raise."""
+        """Waits up to `grace_s` seconds for a save in progress, and then abandons it. Does not raise."""
         if self._writing is not None:
             await asyncio.wait([self._writing], timeout=grace_s)
             self._writing.cancel()
@@ -201,7 +201,7 @@ class Checkpointer:
 
     async def _reported(self, directory: Path, holder: str, world: int, end: float) -> None:
         """Waits until all `world` ranks of the group `holder` have written their reports in `directory`. Raises
-        DeadlineError at time `end` of the event loop's clock."""
+        DeadlineError if reports are missing at `end`, a time of the event loop's clock."""
         while missing := await in_thread(files.unreported, directory, range(world), holder):
             if asyncio.get_running_loop().time() > end:
                 late = ", ".join(f"{holder} rank {rank}" for rank in missing)
@@ -256,8 +256,9 @@ class Checkpointer:
     # Exports ----------------------------------------------------------------------------------------------------------
 
     async def export(self, target: Path) -> None:
-        """Exports the current weights of the actor as the Hugging Face directory `target`, and those of other policies
-        into its folders policies/NAME. `target` is either complete or missing, even after a crash."""
+        """Exports the current weights of the actor as the Hugging Face directory `target`, and the weights of other
+        policies into the folders policies/NAME of `target`. `target` is either complete or missing, even after a
+        crash."""
         partial = self.saves.begin_export(target)
         for name, trainers in self.policies.items():
             directory = partial / part_of(name)
@@ -268,8 +269,9 @@ class Checkpointer:
 
 
 def _portions(records: dict[str, FileRecord], ranks: int) -> Iterator[list[dict[str, FileRecord]]]:
-    """Yields rounds of file lists, in each round one list of about `_PORTION` bytes for each of `ranks` ranks. All
-    files are assigned to ranks first, in decreasing size, each to the rank with the fewest bytes."""
+    """Divides files among ranks for verification in rounds: yields, for each round, one list of files of about
+    `_PORTION` bytes for each of `ranks` ranks. Files are assigned to ranks in order of decreasing size, each to the
+    rank with the fewest bytes so far."""
     remaining: list[list[str]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for name in sorted(records, key=lambda name: (-records[name].size, name)):

@@ -1,5 +1,5 @@
-"""Checks of a run's directory before a run starts or resumes in it, and restoration of its contents if the start is
-refused."""
+"""Checks of a run's directory before the run starts or resumes in it, and restoration of the directory's contents if
+the start is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVALUATIONS = "eval"
 `results.jsonl`."""
 
 NAMED = 4
-"""Maximum number of configuration keys that a message lists."""
+"""Maximum number of changed configuration keys that the message about a finished run lists (`unused`)."""
 
 
 def check_start(config: Config, directory: Path, saves: Saves) -> None:
@@ -104,14 +104,14 @@ def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
 
 
 def finished(config: Config, directory: Path, state: RunState) -> bool:
-    """Returns True if a run in `state` has done all its steps and written its final export."""
+    """Returns True if the run with the saved state `state` has completed all steps and written its final export."""
     exported = not config.checkpoint.export_hf or (directory / "hf").is_dir()
     return state.step >= config.schedule.steps and exported
 
 
 def unused(config: Config) -> str:
-    """Returns a suffix for the message that a run is finished: the keys of `config` that differ from the configuration
-    of that run and have no effect, because nothing was trained; "" if no key differs."""
+    """Returns text to append to the message that a run is finished. It names the keys of `config` that differ from the
+    finished run's configuration, because the changed values were not used; "" if no key differs."""
     directory = Path(config.run.dir)
     if not (directory / "config.yaml").is_file():  # a new run that forks a run with more steps
         return ""
@@ -165,10 +165,10 @@ class _DirectoryContents:
     """The parts of a run directory's contents that must be restored if a start is refused."""
 
     missing: list[Path]
-    """The directory and those of its parents that did not exist, innermost first."""
+    """Directories that did not exist before the start, among the run's directory and its parents, innermost first."""
     names: set[str]
     written: dict[str, bytes]
-    """Contents of the files that every start overwrites, by name."""
+    """Previous contents of the files that every start overwrites, by file name."""
     logs: dict[Path, int]
 
     @classmethod

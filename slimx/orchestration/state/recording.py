@@ -50,8 +50,8 @@ class Records:
         *,
         resume_step: int = 0,
     ):
-        """Opens the files in `config.run.dir` and removes their entries of `resume_step` and later steps; 0 keeps all
-        entries. `events` is notified of restarts, lost engines and skipped steps."""
+        """Opens the files in `config.run.dir` and removes entries of step `resume_step` and later steps from them; 0
+        keeps all entries. `events` is notified of restarts, lost engines and skipped steps."""
         directory = Path(config.run.dir)
         self.config = config
         self.table = table
@@ -67,7 +67,7 @@ class Records:
         self._signal = Signal(compares)
         self._saving: asyncio.Task[Path] | None = None
         self.entered: Callable[[str, int], None] = lambda name, step: None
-        """Called with name and step at the start of every phase of a step."""
+        """Function that is called with the name and the step of every phase when the phase starts."""
         self._phase = "start"
         self._phases = 0
         self._began = time.monotonic()
@@ -137,7 +137,8 @@ class Records:
         self, step: int, version: int | None, metrics: dict[str, float], groups: Sequence[Group], seconds: float
     ) -> None:
         """Logs the metrics of a finished step and the seconds of its phases, updates the live table, and saves some of
-        its samples. `version`: version of the engines' weights; None without engines. `seconds`: duration of the step.
+        the step's samples. `version`: version of the engines' weights; None without engines. `seconds`: duration of the
+        step.
         """
         phases = self.timeline.take(step)
         times = {}
@@ -183,7 +184,7 @@ class Records:
 
     async def keep_trained(self, step: int, tokens: Sequence[TrainedTokens]) -> None:
         """Waits until the groups of `step` are saved, and then starts to save the values that the trainers computed for
-        each of their tokens."""
+        each token of these groups."""
         await self.kept()
         if self.rollouts is not None:
             self._save(in_thread(self.rollouts.write_trained, step, tokens))
@@ -221,8 +222,8 @@ class Records:
 
 
 def open_tracker(config: Config, resume_step: int, warn: Callable[[str], None]) -> Tracker:
-    """Opens the metrics files in `run.dir` and the tracking services that section `track` names. `resume_step`: step
-    whose entries, and those of later steps, are removed. `warn` receives messages."""
+    """Opens the metrics files in `run.dir` and the tracking services that section `track` names. `resume_step`: first
+    step whose entries are removed, together with those of later steps. `warn` is called with warning messages."""
     track = config.track
     return make_tracker(
         Path(config.run.dir),
@@ -242,7 +243,7 @@ def _text(prompt: Prompt) -> str:
 
 
 def summary(directory: Path) -> Json:
-    """Computes the summary of a finished run, values by their descriptions, from its metrics.jsonl."""
+    """Computes the summary of a finished run from its metrics.jsonl: values by their descriptions."""
     rows = []
     with (directory / "metrics.jsonl").open() as file:
         for line in file:

@@ -1,4 +1,5 @@
-"""Decides whether a run can resume from a checkpoint, by comparing the trainers that wrote it with those of the run."""
+"""Decides whether a run can resume from a checkpoint, by comparing the trainers that wrote the checkpoint with the
+trainers of the run."""
 
 from __future__ import annotations
 

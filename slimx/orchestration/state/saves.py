@@ -1,4 +1,4 @@
-"""Directories of a run's checkpoints: each is complete, or it does not exist under its final name.
+"""Directories of a run's checkpoints. A checkpoint is either complete, or it does not exist under its final name.
 
     RUN/checkpoints/
         latest_checkpointed_iteration.txt    step of the newest complete checkpoint, for Megatron-LM
@@ -54,7 +54,7 @@ class RunState:
     """Result of `RolloutManager.state()` or `Replay.state()`: position in the prompts and groups that are not trained
     yet."""
     critic: Json | None = None
-    """Parallel sizes of the critic that the checkpoint contains; None without a critic."""
+    """Parallel sizes of the ranks that wrote the critic's part of the checkpoint; None without a critic."""
 
     def files(self) -> dict[str, bytes]:
         """Returns the contents of the files that store this state, by path in the checkpoint."""
@@ -65,8 +65,8 @@ class RunState:
 
 
 def relaid(files: dict[str, bytes], policy: str, layout: Json) -> dict[str, bytes]:
-    """Returns copies of `files`, a result of `RunState.files`, in which the ranks of `policy` have the parallel sizes
-    `layout`."""
+    """Returns copies of `files`, a result of `RunState.files`, in which the parallel sizes of policy `policy` are
+    replaced with `layout`."""
     fields = json.loads(files[_RUN])
     fields["policies"][policy]["layout"] = layout
     return files | {_RUN: json.dumps(fields, indent=1).encode()}
@@ -77,8 +77,8 @@ class Saves:
     removes old ones."""
 
     def __init__(self, directory: Path, *, keep: int, keep_every: int = 0):
-        """Sets which checkpoints in `directory` are kept: the newest `keep`, and forever those whose step is a multiple
-        of `keep_every` (0: none)."""
+        """Sets which checkpoints in `directory` are kept: the newest `keep` ones, and all checkpoints whose step is a
+        multiple of `keep_every` (0: no others)."""
         self.directory = directory
         self.keep = keep
         self.keep_every = keep_every
@@ -98,8 +98,9 @@ class Saves:
         return damaged.rename(aside)
 
     def begin(self, step: int, parts: Sequence[str] = (".",)) -> Path:
-        """Creates an empty directory for the save of step `step` and returns it. Each of `parts`, paths in this
-        directory, gets a folder for the reports of its ranks. Removes directories of interrupted saves."""
+        """Creates an empty directory for the save of step `step` and returns it. `parts`: folders in this directory,
+        one for each rank group that writes; a folder for the reports of its ranks is created in each. Removes
+        directories of interrupted saves."""
         for interrupted in self.directory.glob("iter_*.partial"):
             shutil.rmtree(interrupted)
         partial = self.directory / f"{iteration_name(step)}.partial"

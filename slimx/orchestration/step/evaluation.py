@@ -75,7 +75,7 @@ def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequ
 
 
 def answered_groups(outcomes: Sequence[GroupOutcome]) -> list[Group]:
-    """Returns the groups of the outcomes that have not failed."""
+    """Returns the groups of those `outcomes` that have not failed."""
     return [outcome.group for outcome in outcomes if not outcome.failed]
 
 
@@ -89,7 +89,8 @@ def _of(outcome: GroupOutcome, policy: TrainedPolicy) -> GroupOutcome:
 
 
 def answers(group: Group) -> list[float]:
-    """Returns the reward of each rollout in `group`; for a rollout with several trajectories, their mean reward."""
+    """Returns the reward of each rollout in `group`; for a rollout with several trajectories, the mean of the
+    trajectories' rewards."""
     by_rollout: dict[str, list[float]] = {}
     for trajectory in group.trajectories:
         by_rollout.setdefault(trajectory.rollout_id, []).append(reward_of(trajectory))

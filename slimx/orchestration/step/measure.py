@@ -26,7 +26,8 @@ def group_metrics(batch: Batch, passing: float) -> dict[str, float]:
 
 
 def sample_metrics(run: Run, batch: Batch) -> dict[str, float]:
-    """Returns the counts of a step's batch, and for each policy metrics and staleness of its trajectories."""
+    """Returns the counts of a step's batch, and, for each policy, metrics and staleness of the policy's
+    trajectories."""
     metrics = batch_counts(batch)
     for policy in run.policies.values():
         groups = policy.select(batch.groups)
@@ -36,8 +37,8 @@ def sample_metrics(run: Run, batch: Batch) -> dict[str, float]:
 
 
 def batch_counts(batch: Batch) -> dict[str, float]:
-    """Returns the number of dropped groups, in total and by reason, and of groups that were generated again because
-    they were too stale."""
+    """Returns the number of dropped groups, in total and by reason, and the number of groups that were generated again
+    because they were too stale."""
     metrics = {}
     for reason, count in batch.dropped.items():
         metrics[f"dropped/{reason.replace(' ', '_')}"] = float(count)
@@ -120,8 +121,8 @@ def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def length_metrics(trajectories: Sequence[Trajectory], lengths: Sequence[int], passing: float) -> dict[str, float]:
     """Returns the mean response lengths of three sets of trajectories: those with a correct answer, those with an
-    incorrect one, and those that ended by themselves (`completed`). Omits the metric of an empty set. `lengths`: number
-    of sampled tokens of each trajectory. `passing`: minimum reward of a correct answer."""
+    incorrect one, and those that ended without truncation (status `completed`). Omits the metric of an empty set.
+    `lengths`: number of sampled tokens of each trajectory. `passing`: minimum reward of a correct answer."""
     outcomes = {
         "passed": [t.reward is not None and t.reward >= passing for t in trajectories],
         "failed": [t.reward is not None and t.reward < passing for t in trajectories],
@@ -157,9 +158,9 @@ def _by_name(metrics: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 def staleness_metrics(groups: list[Group], version: int) -> dict[str, float]:
-    """Returns mean and maximum staleness of the trajectories, and the fraction of them that several versions sampled.
-    Staleness: `version`, the version that the trainers start from, minus the oldest version that sampled a token of the
-    trajectory."""
+    """Returns mean and maximum staleness of the trajectories, and the fraction of trajectories that were sampled by
+    several versions. Staleness: `version`, the version that the trainers start from, minus the oldest version that
+    sampled a token of the trajectory."""
     ages = []
     mixed = []
     for trajectory in trajectories_of(groups):
@@ -179,7 +180,8 @@ def staleness_metrics(groups: list[Group], version: int) -> dict[str, float]:
 
 async def measure_gap(run: Run, groups: Sequence[Group], metrics: Mapping[str, float]) -> dict[str, float]:
     """Measures the log-prob gap after a step that trained no token of the current version (`gap/tokens` is 0 in
-    `metrics`), and returns the gap metrics; {} after any other step. Raises SlimxError if exact mode has a gap."""
+    `metrics`), and returns the gap metrics; {} after any other step. Raises SlimxError if `numerics.mode` is exact and
+    there is a gap."""
     if not run.sampled:
         return {}
     probed: dict[str, float] = {}

@@ -1,8 +1,8 @@
 """Periodic replacement of the reference model with the policy's current weights (`algorithm.reference_refresh`).
 
-A checkpoint contains only the policy, so each new reference is also written as RUN/reference-NNNNNN for runs that
-resume. A run that forks another run's checkpoint copies that run's reference. References that no checkpoint needs are
-removed."""
+A checkpoint contains only the policy, so each new reference is also written as RUN/reference-NNNNNN, from which a
+resumed run loads it. A run that forks another run's checkpoint copies that run's reference. References that no
+checkpoint needs are removed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _REFERENCE = re.compile(r"reference-(\d+)(\.partial)?")
 
 
 async def refresh_reference(run: Run) -> None:
-    """Refreshes the reference if that is due after the current step: makes the current weights the reference, saves
-    them, and removes references that are no longer needed."""
+    """Refreshes the reference if this is due after the current step: makes the current weights the new reference, saves
+    it, and removes saved references that are no longer needed."""
     if not run.due(run.config.algorithm.reference_refresh):
         return
     async with run.trainers_turn():
@@ -92,6 +92,6 @@ def reference_path(directory: Path, step: int) -> Path:
 
 
 def reference_step(step: int, every: int) -> int:
-    """Returns the step after which the current reference was made, at `step` completed steps; 0 if it is still the
-    initial weights. `every`: value of `algorithm.reference_refresh`."""
+    """Returns the step after which the current reference was made, at `step` completed steps; 0 if the reference is
+    still the initial weights. `every`: value of `algorithm.reference_refresh`."""
     return step - step % every if every else 0

@@ -112,7 +112,7 @@ async def estimate_advantages(
 
 
 async def _logprobs(run: Run, rows: Sequence[TrainingRow], under: Literal["policy", "reference"]) -> list[np.ndarray]:
-    """Returns the log-probs of `rows` with the policy's weights or the reference's."""
+    """Returns the log-probs of the tokens in `rows` under the policy or the reference."""
     actor = run.policies[ACTOR]
     batch = actor.packer(rows)
     logprobs = await run.recovery.with_retry(lambda: actor.trainers.logprobs(batch, under=under))
