@@ -23,7 +23,7 @@ class Operation:
 def operation[F: Callable[..., object]](
     phase: str | None = None, *, needs: Residency | None = None
 ) -> Callable[[F], F]:
-    """Returns a decorator that marks a method as an operation with these conditions (`Operation`)."""
+    """Returns a decorator that marks a method as an operation with the given conditions, which `Operation` explains."""
 
     def mark(method: F) -> F:
         method.__dict__["operation"] = Operation(phase, needs)

@@ -49,8 +49,8 @@ class ParallelState:
         model_parallel_cuda_manual_seed(seed)
 
     def _check_devices(self) -> None:
-        """Raises SlimxError if two ranks have the same GPU, before the first collective of NCCL, which would fail
-        without naming the ranks."""
+        """Raises SlimxError if two ranks have the same GPU, before the first NCCL collective, whose error would not
+        name the ranks."""
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         devices: list[str] = [""] * self.sizes.world
         dist.all_gather_object(devices, uuid, group=self.host_group)
@@ -84,7 +84,7 @@ class ParallelState:
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     def destroy(self) -> None:
-        """Leaves all process groups, without waiting for other ranks."""
+        """Destroys all process groups on this rank, without waiting for other ranks."""
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -27,8 +27,8 @@ def prepare_process(
 
     `shares_layers`: True if several ranks compute one layer together (tensor or context parallelism). `local`: True if
     ranks connect over the loopback interface. `variables`: additional variables for ranks with a GPU. `deep_ep`: True
-    for the flex dispatcher. `waiting`: True if trainer.offload_activations is set; then the sizes of pinned memory
-    blocks are left at torch's default."""
+    for the flex dispatcher. `waiting`: True if trainer.offload_activations is set; then torch's default sizes of pinned
+    memory blocks are kept."""
     clean_environment(os.environ)
     if local:
         # By default, gloo resolves the host name, which may fail, and listens at an address that other hosts can reach.

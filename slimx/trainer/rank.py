@@ -104,7 +104,8 @@ class TrainerRank:
             self._role(name)
 
     def perform(self, name: str, /, *arguments: object, **named: object) -> object:
-        """Runs the operation `name` ("role.method") after fulfilling its conditions, and returns its result."""
+        """Runs the operation `name` ("role.method") and returns its result. First reloads the parts of the model that
+        the operation needs on the device (see `Operation`), and before training checks the free GPU memory."""
         role_name, _, method = name.partition(".")
         role = None if role_name == "rank" else self._role(role_name)
         function = getattr(self if role is None else role, method)
@@ -117,8 +118,8 @@ class TrainerRank:
             return function(*arguments, **named)
 
     def _role(self, name: str) -> Role:
-        """Returns the role `name`. If this rank was not built with it, creates it from the entry point of `slimx.roles`
-        with this name."""
+        """Returns the role `name`. If this rank was not built with that role, creates the role from the entry point of
+        `slimx.roles` with this name."""
         if name not in self.roles:
             if name not in entry_points.find("slimx.roles"):
                 raise SlimxError(
@@ -153,6 +154,6 @@ class TrainerRank:
         return self._memory.take()
 
     def leave(self) -> None:
-        """Leaves the process groups."""
+        """Leaves the process groups of this rank."""
         if self._parallel is not None:
             self._parallel.destroy()

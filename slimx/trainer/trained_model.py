@@ -27,7 +27,7 @@ from slimx.trainer.step.forward_backward import sum_gradients
 
 
 class TrainedModel:
-    """Modules, weights and optimizer of one rank, with their checkpoints and their offloading to the host."""
+    """Modules, weights and optimizer of one rank; saves and restores them, and offloads them to the host."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class TrainedModel:
 
     @operation()
     def check_files(self, records: bytes, *, path: str) -> None:
-        """Compares files of the checkpoint in `path` with `records`, their encoded sizes and digests. Raises SlimxError
-        naming a file that differs."""
+        """Compares files of the checkpoint in `path` with `records`, the encoded sizes and digests of these files.
+        Raises SlimxError naming a file that differs."""
         check_digests(Path(path), decode_records(records))
 
     def offload(self, *, weights: bool = True) -> None:

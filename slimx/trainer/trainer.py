@@ -127,7 +127,7 @@ class PolicyTrainer(TrainedModel):
         return out
 
     def train_step(self, batches: list[MicroBatch], *, step: int, version: int) -> dict[str, float]:
-        """Performs a training step with a single update; see `train_updates`."""
+        """Performs a training step with a single update; otherwise like `train_updates`."""
         return self.train_updates([batches], step=step, version=version)
 
     def _update(

@@ -58,8 +58,8 @@ class WeightExport:
 
     @operation()
     def probe(self, *, on_device: bool) -> tuple[str, bytes]:
-        """Allocates memory on this rank's GPU or on the host, writes random bytes into it, and returns its path and
-        these bytes. `reaches` tests on other ranks whether they can open it."""
+        """Allocates memory on this rank's GPU or on the host, writes random bytes into it, and returns the path of the
+        memory and the bytes. Other ranks test with `reaches` whether they can open this memory."""
         self._probe = DeviceMemory(PROBE_BYTES, self.device) if on_device else MemoryFile(PROBE_BYTES)
         # Random bytes, because on another host the same path may belong to the memory of another rank.
         content = secrets.token_bytes(PROBE_BYTES)
@@ -70,9 +70,9 @@ class WeightExport:
 
     @operation()
     def reaches(self, *, path: str, content: bytes) -> bool:
-        """Returns True if this rank can open the memory of another rank's probe. For this, both must be on the same
-        host and in the same namespace, and for GPU memory their GPUs must be able to access each other. `path` and
-        `content`: result of `probe`."""
+        """Returns True if this rank can open the memory of another rank's probe. For this, both ranks must be on the
+        same host and in the same namespace, and, for GPU memory, the ranks' GPUs must be able to access each other.
+        `path` and `content`: result of `probe`."""
         try:
             if path.startswith(ON_DEVICE):
                 memory = fetch(path, 0, PROBE_BYTES, self.device)
@@ -87,8 +87,8 @@ class WeightExport:
         """Prepares the buckets of a plan. `name`: name of the plan. `plan`: the encoded `Plan`.
 
         `remote`: ranks that cannot open the publisher's memory. `on_device`: True if buckets are in GPU memory.
-        `holders`: number of ranks whose memory contains buckets; if there are several, the part of a bucket for each
-        engine rank has separate memory."""
+        `holders`: number of ranks whose memory contains buckets; if there are several, each engine rank's part of a
+        bucket has separate memory."""
         weights = self.model.weights
         copy_plan = Plan.from_bytes(plan)
         parameters, derived = weights.attached.leaving(name, copy_plan, self.rank, weights.parameters)
@@ -114,8 +114,8 @@ class WeightExport:
 
     @operation()
     def release(self, *, name: str, bucket: int | None) -> None:
-        """Allows this rank's memory of a bucket to be reused. None ends the publication, and must be called on all
-        ranks."""
+        """Allows this rank's memory of a bucket to be reused. `bucket`=None ends the publication, and must be passed on
+        all ranks."""
         self._gatherers[name].release(bucket)
 
     @operation()

@@ -50,7 +50,8 @@ class TrainerWorker:
         print(marked(f"rank {self.number}, {text}"), flush=True)
 
     def rendezvous(self) -> str:
-        """Returns an address on this rank's node at which all ranks meet: the init_method for torch.distributed."""
+        """Returns an address on this rank's node at which all ranks can meet, in the format of torch.distributed's
+        init_method."""
         host = local_address(Cluster.model_validate(self._values["cluster"]).network)
         return f"tcp://{address(host, free_port(host))}"
 

@@ -1,5 +1,5 @@
-"""Files that slimx adds to a checkpoint: a report by each rank of the files that it wrote, and the manifest of all
-files, against which readers verify them.
+"""Files that slimx adds to a checkpoint: a report by each rank about the files that it wrote, and a manifest of all
+files, with which readers verify the files.
 
 iter_0000012/
     .metadata  metadata.json  common.pt  __0_0.distcp ...    torch_dist files, named as by Megatron-LM
@@ -69,13 +69,13 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def write(path: Path, data: bytes) -> FileRecord:
-    """Writes `data` to the file `path` and syncs it to disk. Returns its size and digest."""
+    """Writes `data` to the file `path` and syncs the file to disk. Returns size and digest of the file."""
     write_synced(path, data)
     return record_bytes(data)
 
 
 def write_report(directory: Path, rank: int, report: Report) -> None:
-    """Writes the report of a rank's files, which marks the rank as done."""
+    """Writes the report of a rank about its files. The report's existence marks the rank as done."""
     replace_synced(_report(directory, rank), msgspec.json.encode(report))
 
 
@@ -85,8 +85,8 @@ def reserve_failure(directory: Path, rank: int) -> None:
 
 
 def write_failure(directory: Path, rank: int, reason: str) -> None:
-    """Writes the reason why this rank could not write its files, for the other ranks and the driver. Uses the reserved
-    disk space if there is any."""
+    """Writes a report with the reason why this rank could not write its files, so that other ranks and the driver can
+    read it. Uses the reserved disk space if there is any."""
     text = reason.encode()[:ROOM]
     reserved = _reserved(directory, rank)
     with reserved.open("r+b" if reserved.exists() else "wb") as file:
@@ -97,8 +97,8 @@ def write_failure(directory: Path, rank: int, reason: str) -> None:
 
 
 def unreported(directory: Path, ranks: Iterable[int], holder: str = "trainer") -> list[int]:
-    """Returns those of `ranks` that have not written their report yet. Raises SlimxError with a rank's reason if that
-    rank failed. `holder`: name of the rank group in messages."""
+    """Returns those of `ranks` that have not written their report yet. If a rank has failed, raises SlimxError with the
+    reason that the rank wrote. `holder`: name of the rank group in messages."""
     # One directory listing, because a network file system may cache the absence of a single file for a while.
     present = {entry.name for entry in os.scandir(directory / REPORTS)}
     for name in sorted(present):
@@ -139,7 +139,7 @@ def encode_records(files: dict[str, FileRecord]) -> bytes:
 
 
 def decode_records(text: bytes) -> dict[str, FileRecord]:
-    """Decodes a result of `encode_records`. Raises msgspec.DecodeError if it is malformed."""
+    """Decodes a result of `encode_records`. Raises msgspec.DecodeError if the data is malformed."""
     return msgspec.json.decode(text, type=dict[str, FileRecord])
 
 
@@ -160,8 +160,8 @@ def read_manifest(directory: Path) -> dict[str, FileRecord]:
 
 
 def check_sizes(directory: Path, files: dict[str, FileRecord]) -> None:
-    """Raises Damaged naming the first file that is missing or does not have the size in `files`, which the manifest
-    recorded."""
+    """Raises Damaged naming the first file that is missing or whose size differs from the size in `files`, the records
+    of the manifest."""
     for name, expected in sorted(files.items()):
         try:
             size = (directory / name).stat().st_size

@@ -53,8 +53,8 @@ from slimx.trainer.checkpoint.pieces import in_pieces, load_groups
 from slimx.trainer.model.build import unwrap
 
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""Keys of a parameter group that only megatron-core's scheduler uses. slimx sets learning rate and weight decay itself
-before every step."""
+"""Keys in an optimizer's parameter groups that only megatron-core's scheduler uses. slimx sets learning rate and weight
+decay itself before every step."""
 _EXTRA = "_extra_state"
 """Substring of the keys under which the fp8 scales of Transformer Engine's layers are stored. Checkpoints of models
 without such layers have no such keys."""
@@ -72,9 +72,9 @@ def restore(
     """Loads this rank's shards of model, optimizer and random state from checkpoint `path`. Collective.
 
     `same_layout`: True if the checkpoint was written under the current parallel sizes; otherwise random state, which
-    each rank has separately, is not loaded. `load_optimizer`: False to derive the main weights from the loaded weights
-    and start with new moments. `frozen`: True if parameters of any rank are frozen. Raises SlimxError naming the
-    directory if the checkpoint does not fit or is damaged."""
+    each rank has separately, is not loaded. `load_optimizer`: False to derive the fp32 main weights from the loaded
+    weights and start with new moments. `frozen`: True if parameters of any rank are frozen. Raises SlimxError naming
+    the directory if the checkpoint does not fit or is damaged."""
     state: ShardedStateDict = states.model_state(chunks)
     models = [state[key] for key in states.chunk_keys(chunks)]
     if load_optimizer:
@@ -97,9 +97,9 @@ def restore(
 
 
 def _find_factors(models: Sequence[ShardedStateDict], path: Path) -> None:
-    """Redirects norms to the keys under which slimx stores them (`factor_key`), if the checkpoint in `path` has these
-    keys; older checkpoints store norms under the keys of their parameters. Must be called after `optimizer_state`,
-    which needs the keys of the parameters."""
+    """Redirects the weights of norms to the keys under which slimx stores them (`factor_key`), if the checkpoint in
+    `path` has these keys; older checkpoints store the weights under the keys of the parameters. Must be called after
+    `optimizer_state`, which needs the keys of the parameters."""
     stored = read_metadata(path / ".metadata").state_dict_metadata
     for model in models:
         for name, tensor in model.items():

@@ -36,7 +36,8 @@ type Sharded = ShardedTensor | ShardedTensorFactory
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
-    """Splits elements [start, end) of a row-major tensor with d dimensions into at most 2d - 1 boxes, in order."""
+    """Splits elements [start, end) of a row-major tensor with d dimensions into at most 2d - 1 boxes (sub-arrays), in
+    the order of the elements."""
     if start >= end:
         return
     if not shape:
@@ -156,8 +157,8 @@ def _pieces(
     states: dict[str, torch.Tensor],
 ) -> Iterator[ShardedStateDict]:
     """Yields, as sharded tensors, the optimizer state of elements `start` to `end` of a parameter with shape `shape`,
-    limited to the box `region`, which the checkpoint stores as `sharded`. `states`: flat state of these elements by
-    kind, such as exp_avg."""
+    limited to the box `region` of the parameter, which the checkpoint stores as the tensor `sharded`. `states`: flat
+    state of these elements by kind, such as exp_avg."""
     first = start
     region_start, region_sizes = region
     for offsets, sizes in boxes(shape, start, end):

@@ -10,7 +10,7 @@ After the copy, ranks use no collectives, which could interleave with those of t
 reports in the checkpoint directory. The plan, which defines where each shard is stored, is gathered once and reused
 until it changes.
 
-megatron-core's asynchronous writer is not used: it starts a process that outlives a killed trainer.
+megatron-core's asynchronous writer is not used: that writer starts a process that outlives a killed trainer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.1
 _JOIN_S = 30.0
-"""Deadline for the thread of a save to end after it has written its report, in seconds."""
+"""Seconds to wait for the thread of a save to exit after it has written its report."""
 
 Content = torch.Tensor | io.BytesIO
 
@@ -75,8 +75,8 @@ class Saver:
         self._host = HostCopies()
         self._thread: threading.Thread | None = None
         self.failure: SlimxError | None = None
-        """Error of a save whose failure could not even be reported in the checkpoint directory;
-        `TrainerRank.check_saves` raises it."""
+        """Error of a failed save that could not even be reported in the checkpoint directory; `TrainerRank.check_saves`
+        raises this error."""
 
     def begin(self, directory: Path, state: ShardedStateDict) -> None:
         """Copies `state` to host memory and starts a thread that writes it to `directory`. Collective. When this
@@ -159,7 +159,7 @@ class Saver:
     def _complete(self, directory: Path, report: files.Report, common: bytes) -> files.Report:
         """Waits for the reports of all other ranks and writes the files that only rank 0 writes: `.metadata` with the
         locations of all shards, the state that ranks have in common, and the name of the format. Returns `report` with
-        these files added."""
+        the files that rank 0 wrote added."""
         others = range(1, self.world)
         self._await(directory, others)
         assert self._metadata is not None
@@ -183,7 +183,7 @@ class Saver:
 
 class HostCopies:
     """Copies of tensors in host memory, so that training may change the originals. Tensors on the device are copied to
-    pinned memory that later saves reuse, because allocating it takes longer than copying."""
+    pinned memory that later saves reuse, because allocating pinned memory takes longer than copying."""
 
     def __init__(self) -> None:
         self._pinned: dict[MetadataIndex, torch.Tensor] = {}
@@ -219,7 +219,7 @@ class HostCopies:
 
 
 class _Contents:
-    """A planner with only the method that torch's writer calls."""
+    """A stand-in for torch's save planner, with only the method that torch's writer calls."""
 
     def __init__(self, contents: dict[MetadataIndex, Content]):
         self._contents = contents

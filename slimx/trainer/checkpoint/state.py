@@ -62,11 +62,11 @@ def optimizer_state(
     loading: bool,
     frozen: bool,
 ) -> ShardedStateDict:
-    """Returns the sharded state of `optimizer`. `model`: sharded state of `chunks`, which it optimizes. For a
-    distributed optimizer, the tensors are views of its state, so reading into them restores it.
-
-    `loading`: True if the result will be read into. `frozen`: True if any rank has parameters without optimizer state.
-    Then the keys name single layers and experts, because tensors stacked over all of them would have gaps."""
+    """Returns the sharded state of `optimizer`. `model`: sharded state of `chunks`, the modules that the optimizer
+    updates. For a distributed optimizer, the returned tensors are views of the optimizer's state, so reading into them
+    restores it. `loading`: True if a checkpoint will be read into the result. `frozen`: True if any rank has parameters
+    without optimizer state. Then the keys name single layers and experts, because tensors stacked over all layers and
+    experts would have gaps."""
     if frozen:
         model = model_state(chunks, non_homogeneous_layers=True, singleton_local_shards=True)
     pieces = in_pieces(optimizer)
@@ -116,8 +116,8 @@ def local_state(
 
 
 def common_state(chunks: Sequence[torch.nn.Module], step: int, data_size: int) -> StateDict:
-    """Returns the state that Megatron-LM reads before any tensor: the iteration, and the arguments that it compares
-    with its own.
+    """Returns the state that Megatron-LM reads before any tensor: the iteration, and the arguments of the run, which
+    Megatron-LM compares with its own.
 
     It contains no `rng_state`, because slimx stores random state for each rank (`random_state`), and no
     `opt_param_scheduler`, because slimx computes the learning rate from the step. Megatron-LM can therefore load the

@@ -16,20 +16,21 @@ from slimx.models.layer_kind import ATTENTION_ONLY, LayerKind
 from slimx.numerics.rounding import rounding_of
 
 _MODULES = ("transformer_engine", "deep_ep", "fla", "mamba_ssm", "causal_conv1d", "fused_weight_gradient_mlp_cuda")
-"""Modules that affect a choice. fla is flash-linear-attention; fused_weight_gradient_mlp_cuda is an extension of
-NVIDIA's apex."""
+"""Python modules whose presence affects the choice of kernels. fla is flash-linear-attention;
+fused_weight_gradient_mlp_cuda is an extension of NVIDIA's apex."""
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
-"""Distributions in whose metadata Transformer Engine 2.20 looks for FlashAttention. Importing flash_attn would not show
-whether it is installed, because flash-attn-4, which SGLang installs, contains a part of that module."""
+"""Python distributions that Transformer Engine 2.20 looks for, by their metadata, to detect FlashAttention. Importing
+the module flash_attn would not show it, because flash-attn-4, which SGLang installs, contains a part of this module."""
 HYBRID = "HybridEPBuffer"
-"""Class that exists only in DeepEP's branch hybrid-ep; sgl-deep-ep 0.1.2 lacks it on every architecture."""
+"""Class of deep_ep that exists only in DeepEP's branch hybrid-ep; the package sgl-deep-ep 0.1.2 lacks it on every
+architecture."""
 
 Attention = Literal["auto", "flash", "fused", "unfused"]
 
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """Kernels that the trainer of a run uses, the same on all ranks."""
+    """Kernels that the trainer of a run uses; all ranks use the same."""
 
     attention: Attention
     """Name of the attention backend in megatron-core's AttnBackend; with "auto", Transformer Engine chooses a
@@ -47,12 +48,12 @@ class Backends:
     overlap_param_gather: bool
     """True if updated weights are gathered from data-parallel ranks during the next forward pass."""
     reasons: tuple[str, ...]
-    """A message about each choice, for the log."""
+    """A message about the choice of each kernel, for the log."""
 
 
 def installed() -> frozenset[str]:
-    """Returns the installed packages that affect a choice: names in `_MODULES` and `FLASH`, and `HYBRID` if deep_ep has
-    that class. Does not import them."""
+    """Returns the installed packages that affect the choice of kernels: names in `_MODULES` and `FLASH`, and `HYBRID`
+    if deep_ep has that class. Does not import them."""
     names: set[str] = set()
     for name in _MODULES:
         spec = importlib.util.find_spec(name)
@@ -171,7 +172,7 @@ def _fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
 
 def _permute_fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
     """Decides whether tokens are sorted by expert with fused kernels, and returns the decision and its reason. Without
-    them, the host waits for `masked_select` on the GPU in every MoE layer."""
+    fused kernels, the host waits for `masked_select` on the GPU in every MoE layer."""
     name = "permutation of tokens"
     if device != "cuda":
         return False, f"{name} is unfused because there is no CUDA device"

@@ -30,7 +30,7 @@ class Process:
 
     pid: int
     nbytes: int | None
-    """Memory of the GPU that the process uses, in bytes; None if the driver does not report it, as in a container for
+    """Memory of the GPU that the process uses, in bytes; None if the driver does not report the number, for example for
     processes of other containers."""
     name: str
 
@@ -64,7 +64,7 @@ class NvmlGpu:
         return int(info.free), int(info.total)
 
     def processes(self) -> list[Process]:
-        """Returns the processes with memory on the GPU that the driver reports."""
+        """Returns the processes that the driver reports to have memory on the GPU."""
         running: Sequence[_NvmlProcess] = self._query(self._nvml.nvmlDeviceGetComputeRunningProcesses, default=[])
         return [Process(process.pid, process.usedGpuMemory, self._name(process.pid)) for process in running]
 
@@ -81,7 +81,7 @@ class NvmlGpu:
         return cpus
 
     def uncorrected_errors(self) -> int:
-        """Returns the number of memory errors since the driver was loaded that ECC could not correct; 0 if ECC is
+        """Returns the number of memory errors that ECC could not correct since the driver was loaded; 0 if ECC is
         off."""
         kind = self._nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
         since = self._nvml.NVML_VOLATILE_ECC
@@ -144,8 +144,8 @@ def gpu_of(device: torch.device) -> NvmlGpu:
 
 
 def check_health(gpu: NvmlGpu) -> tuple[str, ...]:
-    """Checks that a GPU can be used for a run. Raises SlimxError if its memory is defective; returns warnings about
-    lowered clocks."""
+    """Checks that a GPU can be used for a run. Raises SlimxError if the GPU's memory is defective; returns warnings
+    about lowered clocks."""
     pending, failed = gpu.remapped_rows()
     if failed:
         raise SlimxError(
@@ -217,9 +217,9 @@ class MemoryGuard:
         """Number of checks that had to free the allocator's caches."""
 
     def check(self, local: Mapping[str, int]) -> None:
-        """Raises SlimxError if less than the margin is free even after freeing caches, or if the driver has reported
-        critical errors. The message names the largest processes on the GPU, and `local`, the memory of this rank in
-        bytes by kind."""
+        """Raises SlimxError if less memory than the margin is free even after freeing caches, or if the driver has
+        reported critical errors. The message names the largest processes on the GPU, and the memory of this rank.
+        `local`: this rank's memory in bytes by kind."""
         refuse_xids(self.gpu)
         if self.margin == 0 or self.gpu.memory()[0] >= self.margin:
             return
@@ -246,7 +246,7 @@ class MemoryGuard:
 
 
 def largest(named: Mapping[str, int], count: int = 3) -> dict[str, int]:
-    """Returns the `count` largest entries of `named`, sizes in bytes by name."""
+    """Returns the `count` largest entries of `named`, a dict of sizes in bytes by name."""
     return dict(sorted(named.items(), key=lambda item: -item[1])[:count])
 
 

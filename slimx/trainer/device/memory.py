@@ -1,5 +1,5 @@
-"""Peak memory of a trainer rank in each phase of a step: allocated on the GPU, or, on the CPU, resident memory of the
-process."""
+"""Peak memory of a trainer rank in each phase of a step: the memory allocated on the GPU, or, for trainers on the CPU,
+the resident memory of the process."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ProcessMeter:
     def __init__(self, directory: Path = _PROC):
         self.directory = directory
         self.resets = True
-        """True if the high-water mark can be reset. False if the kernel does not permit it; then peaks are since the
-        start of the process."""
+        """True if the high-water mark can be reset. False if the kernel does not permit this; then peaks are measured
+        from the start of the process."""
 
     def begin(self) -> None:
         try:
@@ -45,7 +45,7 @@ class ProcessMeter:
 
 
 Meter = CudaMeter | ProcessMeter
-"""Meter of the peak memory, in bytes, since the last call of its `begin`."""
+"""Meter of the peak memory, in bytes, since the last call of the method `begin`."""
 
 
 class PhasePeaks:

@@ -1,5 +1,5 @@
 """Moves a rank's weights and optimizer state to host memory while engines use the device, and back. The memory of
-gradients is freed, and they return as zeros.
+gradients is freed, and reloaded gradients are zeros.
 
 Tensors stay the same objects: their storage shrinks to 0 bytes and grows again, which keeps all views of it valid
 (parameters in Megatron's buffers, main gradients, shards of the distributed optimizer). Their addresses may change. On
@@ -20,7 +20,8 @@ from slimx.numerics.rounding import Rounding
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of Adam's moments in the state of a parameter; each moment is as large as the parameter."""
 STATE = (*MOMENTS, "momentum_buffer")
-"""Names of optimizer state that is as large as its parameter: Adam's two moments, and Muon's momentum."""
+"""Names of the entries of a parameter's optimizer state that are as large as the parameter: Adam's two moments, and
+Muon's momentum."""
 
 
 @dataclass(slots=True)
@@ -46,8 +47,8 @@ class StorageGroup:
 
 
 class Offload:
-    """Offloads two parts of a trainer rank from the device and reloads them: "weights", and "training" (optimizer
-    state, and gradients, whose values are dropped)."""
+    """Offloads two parts of a trainer rank's memory from the device and reloads them: "weights", and "training" (the
+    optimizer state, and the gradients, whose values are not kept)."""
 
     def __init__(
         self,

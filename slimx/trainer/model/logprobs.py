@@ -24,8 +24,8 @@ from slimx.trainer.context import to_device
 CHUNK_BYTES = 256 * 2**20
 """Default size of the fp32 logits of one chunk on one rank, in bytes."""
 SMALLEST_CHUNK = 128
-"""Minimum number of tokens in a chunk by default: with fewer, a product with the output layer would mostly wait for
-reading the layer's weight."""
+"""Minimum number of tokens in a chunk by default: with fewer tokens, the matrix product with the output layer's weight
+would be limited by reading this weight from memory."""
 OUTSIDE = -1e30
 """Logit of a token outside the support. Its probability is exactly 0, and so is the product of logit and probability,
 which would be NaN for an infinite logit."""
@@ -96,7 +96,7 @@ def label_logprobs(
     arithmetic of logits and log-probs (not of entropies); None for torch's.
 
     Returns two fp32 tensors [T], differentiable with respect to hidden and weight and equal on all ranks of the group.
-    The gradient of hidden is this rank's part of a sum over the group. With `targets.top`, also returns the log-probs
+    The gradient of hidden is this rank's term of a sum over the group. With `targets.top`, also returns the log-probs
     of these tokens [T, k], and the log-prob of all other tokens together [T], whose probability is at least `LEAST`."""
     if targets.top is None:
         return _LabelLogprobs.apply(hidden, weight, targets, group, chunk, head)[:2]
@@ -234,9 +234,9 @@ class _TopIndices(NamedTuple):
     tensors."""
 
     slots: tuple[torch.Tensor, torch.Tensor]
-    """Indices of the tokens in the chunk's rows of `Targets.top`, [C, k]."""
+    """Index tensors that select these tokens in the chunk's rows of `Targets.top`, [C, k]."""
     columns: tuple[torch.Tensor, torch.Tensor]
-    """Indices of the tokens in the chunk's logits, [C, V / TP]."""
+    """Index tensors that select these tokens in the chunk's logits, [C, V / TP]."""
 
 
 class _OutputLayer:

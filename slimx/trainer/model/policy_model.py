@@ -30,11 +30,11 @@ from slimx.trainer.model.logprobs import Targets, chunk_tokens, label_logprobs
 class PolicyOutput:
     """Mixin that makes a model of megatron-core return log-probs instead of logits.
 
-    megatron-core's models return logits, or with labels their losses. A model with this mixin takes `Targets` as labels
-    and returns the results of `label_logprobs`: log-probs and entropies, fp32 [T], and those of `Targets.top`. Logits
-    exist only for one chunk of tokens at a time (`slimx.trainer.model.logprobs`). If the model has MTP layers, a
-    `loss_mask` adds their loss to the backward pass. Without labels, it returns all logits [1, T, V / TP], as
-    megatron-core's models do.
+    megatron-core's models return logits, or, if labels are given, the labels' losses. A model with this mixin takes
+    `Targets` as labels and returns the results of `label_logprobs`: log-probs and entropies, fp32 [T], and those of
+    `Targets.top`. Logits exist only for one chunk of tokens at a time (`slimx.trainer.model.logprobs`). If the model
+    has MTP layers, a `loss_mask` adds their loss to the backward pass. Without labels, it returns all logits [1, T, V /
+    TP], as megatron-core's models do.
     """
 
     config: TransformerConfig
@@ -119,9 +119,9 @@ class PolicyOutput:
 
 
 def bounds_alone(sequences: PackedSeqParams | None) -> PackedSeqParams | None:
-    """Returns a copy of `sequences` with only the bounds of the packed sequences, without the choices that decoder
-    layers have recorded in it. MTP layers must not replay these choices: megatron-core numbers MTP layers from 1 again,
-    and MTP layers run in no pass before the updates."""
+    """Returns a copy of `sequences` with only the bounds of the packed sequences, without the choices, such as selected
+    tokens, that decoder layers have recorded in `sequences`. MTP layers must not replay these choices: megatron-core
+    numbers MTP layers from 1 again, and MTP layers run in no pass before the updates."""
     if sequences is None:
         return None
     return PackedSeqParams(**{field.name: getattr(sequences, field.name) for field in fields(PackedSeqParams)})
@@ -156,8 +156,8 @@ class PredictionLayer(MultiTokenPredictionLayer):
 def with_prediction_layers(
     block: MultiTokenPredictionBlockSubmodules | None,
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Changes the spec of an MTP block so that every layer is built as a PredictionLayer, and returns it; None, for a
-    model without MTP layers, is returned unchanged."""
+    """Changes the spec of an MTP block so that every layer is built as a PredictionLayer, and returns the spec. For a
+    model without MTP layers, the spec is None and is returned unchanged."""
     if block is not None:
         for layer in block.layer_specs:
             layer.module = PredictionLayer

@@ -51,8 +51,8 @@ class ProjectionNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, object] | None = None
     ) -> ShardedStateDict:
-        """Returns the weight under the checkpoint key of megatron-core's norms, as split over the tensor-parallel
-        ranks."""
+        """Returns the weight under the checkpoint key that megatron-core's norms have, as a tensor that is split over
+        the tensor-parallel ranks."""
         assert metadata is not None
         return make_sharded_tensors_for_checkpoint(
             {"weight": self.weight},
@@ -66,7 +66,7 @@ class ProjectionNorm(torch.nn.Module):
 
 class ProjectionNormAttention(SelfAttention):
     """SelfAttention with norms of queries and keys over all heads, which megatron-core 0.19.2 does not accept in a
-    layer's spec unless its config has qk_layernorm."""
+    layer's spec unless the model's config has qk_layernorm."""
 
     def __init__(self, config: TransformerConfig, *args: object, **kwargs: object):
         super().__init__(config, *args, **kwargs)

@@ -152,8 +152,8 @@ def _pipeline_fields(trainer: Trainer, spec: ModelSpec, *, cpu: bool) -> dict[st
 
 
 def _fusion_fields(spec: ModelSpec, backends: Backends) -> dict[str, object]:
-    """Returns the fields that enable fused kernels: as in Megatron-LM by default if Transformer Engine computes the
-    layers, else off."""
+    """Returns the fields that enable fused kernels: Megatron-LM's defaults if Transformer Engine computes the layers;
+    otherwise all are off."""
     engine = backends.transformer_engine
     return {
         # The unfused rotation waits twice in every layer until it has read the sequence bounds from the GPU.
@@ -192,8 +192,8 @@ def _recompute_fields(trainer: Trainer) -> dict[str, object]:
 
 
 def check_megatron_fields(fields: Iterable[str], kind: type[TransformerConfig]) -> None:
-    """Raises SlimxError for a key in `fields`, those of `trainer.megatron`, that `kind` does not have. The message
-    suggests the most similar field."""
+    """Raises SlimxError for a key in `fields`, the fields set by `trainer.megatron`, that the configuration class
+    `kind` does not have. The message suggests the most similar field."""
     known = [field.name for field in dataclasses.fields(kind)]
     for key in fields:
         if key not in known:

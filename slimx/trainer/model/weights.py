@@ -19,11 +19,12 @@ from slimx.models.families import ModelSpec
 from slimx.models.files.reader import CheckpointReader, check_finite
 
 HostCopy = dict[str, torch.Tensor]
-"""Values of every parameter, and of every buffer in the weight table, on the host, by the rank's local name."""
+"""Copies on the host of every parameter of a rank, and of every buffer in the weight table, by their local names in the
+rank's modules."""
 
 
 class Weights:
-    """Local parameters of one rank, matched with the weight table, which maps them to tensors of a Hugging Face
+    """Local parameters of one rank, matched with the weight table, which maps parameters to tensors of a Hugging Face
     directory."""
 
     def __init__(
@@ -42,7 +43,8 @@ class Weights:
         differ."""
         self.spec = spec
         self.derived: list[Callable[[], None]] = []
-        """Functions that recompute values that derive from the parameters; called after changes."""
+        """Functions that recompute values derived from the parameters; `changed` calls them after the parameters were
+        changed."""
         self._current: HostCopy = {}
         self.parts: list[Part] = layout.parts_of(rank)
         names = {part.name for part in self.parts}
@@ -91,7 +93,7 @@ class Weights:
 
     def matching(self, patterns: Sequence[str], key: str) -> list[torch.nn.Parameter]:
         """Returns the parameters whose Hugging Face names match a glob in `patterns`, the value of configuration key
-        `key`. Raises SlimxError as `select` does."""
+        `key`. Raises SlimxError if a pattern matches nothing, or only a part of a fused parameter."""
         names = names_of(select(self.spec.table, patterns, key), self.parts)
         matches = []
         for name in names:
@@ -107,7 +109,8 @@ class Weights:
         self.changed()
 
     def changed(self) -> None:
-        """Recomputes values that derive from the parameters. Must be called after parameters were changed in place."""
+        """Recomputes values derived from the parameters (`derived`). Must be called after parameters were changed in
+        place."""
         for refresh in self.derived:
             refresh()
 
@@ -132,8 +135,9 @@ class Weights:
         """Yields a function that replaces the parameters' values with those of a copy. After the block, the previous
         values are restored, bit for bit. The optimizer's fp32 weights are not changed.
 
-        The first replacement copies the current values to host memory, which is allocated once and reused. So using
-        several copies in one block costs one transfer for each copy and two for the current values."""
+        The first replacement copies the current values to host memory, which is allocated once and reused. Several
+        copies used in one block therefore cost one transfer to the device each, and two transfers for the current
+        values."""
         away = False
 
         def switch(copy: HostCopy) -> None:
@@ -155,7 +159,7 @@ class Weights:
 
     def check_finite(self, path: Path) -> None:
         """Raises SlimxError naming the tensor if a parameter contains NaN or infinity; padding is not checked. `path`:
-        where the parameters were loaded from, for the message."""
+        directory from which the parameters were loaded, for the message."""
         for _, name, values in self._windows(self.parameters):
             check_finite(values, name, path)
 

@@ -52,9 +52,9 @@ class RouterWatch:
     of its forward passes, so the recomputation belongs to the oldest micro-batch that has not been recomputed."""
 
     def __init__(self, name: str, cursor: Cursor, row: int | None, tally: LayerTally | None):
-        """Creates the watch for one pass. `name`: name of the router in messages. `cursor`: cursor of the router's
-        chunk. `row`: index of the router among the routers that can replay; None if this one cannot. `tally`: counts
-        loads and auxiliary losses in training; None in forward-only passes."""
+        """Creates the watch for one pass. `name`: name of the router in messages. `cursor`: shows which micro-batch the
+        router's chunk is processing. `row`: index of the router among the routers that can replay; None if this one
+        cannot. `tally`: counts loads and auxiliary losses in training; None in forward-only passes."""
         self.name = name
         self.row = row
         self.tally = tally
@@ -79,8 +79,9 @@ class RouterWatch:
         return RouterChoice(tokens, self.row, first=True)
 
     def finish(self, *, trainable: bool) -> None:
-        """Checks at the end of a pass that every checkpointed call was recomputed. If one was not and the router is
-        `trainable`, raises SlimxError: a checkpointed layer gets no gradient if nothing before it requires one."""
+        """Checks at the end of a pass that every checkpointed call was recomputed. If a call was not recomputed and the
+        router is `trainable`, raises SlimxError: a checkpointed layer gets no gradient if nothing before it requires
+        one."""
         if self._again and trainable:
             raise SlimxError(
                 f"{self.name} is trained, but the backward pass did not recompute its layer for {len(self._again)} "
@@ -93,13 +94,13 @@ class RouterWatch:
 
 @dataclass(slots=True)
 class RouterChoice:
-    """Chooses the experts for one call of a router: the replayed ones if there are any, else those that the router's
-    own rule selects."""
+    """Chooses the experts for one call of a router: the replayed experts if there are any, else the experts that the
+    router's own rule selects."""
 
     tokens: RoutedTokens
     row: int | None
     first: bool
-    """True in the original call; False if this call is its recomputation."""
+    """True in the original call; False if the call recomputes an earlier one in a backward pass."""
 
     def get_replay_topk(
         self,

@@ -17,9 +17,9 @@ from slimx.errors import SlimxError
 
 
 def engine_routes(batch: MicroBatch, layers: Sequence[int], *, experts: int, topk: int) -> np.ndarray:
-    """Returns the engine's routes in a micro-batch for `layers` (global indices), uint8 or int16 [layers, T, k]. Tokens
-    that are padding are distributed over all experts. Raises SlimxError if another token has no route, or if the routes
-    do not fit the model."""
+    """Returns the engine's routes in a micro-batch for `layers` (global indices), uint8 or int16 [layers, T, k].
+    Padding tokens get routes that are distributed over all experts. Raises SlimxError if another token has no route, or
+    if the routes do not fit the model."""
     count = len(batch.tokens)
     spread = (np.arange(count)[:, None] * topk + np.arange(topk)) % experts
     if not (known_routes(batch) | batch.padding).all():
@@ -53,7 +53,7 @@ def engine_routes(batch: MicroBatch, layers: Sequence[int], *, experts: int, top
 
 
 def known_routes(batch: MicroBatch) -> np.ndarray:
-    """Returns a mask of the tokens whose routes in the engine the micro-batch contains, bool [T]."""
+    """Returns a mask of the tokens for which the micro-batch contains the engine's routes, bool [T]."""
     if batch.routed_experts is None:
         return np.zeros(len(batch.tokens), bool)
     return ~batch.padding if batch.routed is None else batch.routed
@@ -71,5 +71,5 @@ def differing(chosen: torch.Tensor, engine: torch.Tensor) -> torch.Tensor:
 
 def within_sequence(differs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """Extends the marks in `differs`, bool [T], to all later positions of the same sequence, because through attention
-    they depend on the marked position. `lengths`: lengths of the sequences."""
+    these positions depend on the marked one. `lengths`: lengths of the sequences."""
     return torch.cat([part.cummax(0).values for part in differs.to(torch.uint8).split(lengths)]).bool()

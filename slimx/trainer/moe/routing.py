@@ -86,8 +86,8 @@ class Routing:
 
     @contextmanager
     def forward(self, batches: list[MicroBatch], *, replay: Routes | None = None) -> Iterator[None]:
-        """Wraps a forward-only pass over this rank's parts of `batches`, and records the experts that the routers
-        choose. `replay`: experts that they must use instead."""
+        """Wraps a forward-only pass over this rank's parts of `batches`, and records the experts that the routers use.
+        `replay`: experts that the routers must use; None if they choose."""
         with self._pass(batches, replay, totals=None, training=False):
             yield
 
@@ -95,9 +95,9 @@ class Routing:
     def training(
         self, batches: list[MicroBatch], *, totals: Totals | None, replay: Routes | None = None
     ) -> Iterator[None]:
-        """Wraps a forward and backward pass over this rank's parts of `batches`, counts the tokens of each expert in
-        it, and applies the auxiliary losses. `totals`: denominators of these losses. `replay`: experts that the routers
-        must use."""
+        """Wraps a forward and backward pass over this rank's parts of `batches`, counts the tokens that each expert
+        receives, and applies the auxiliary losses. `totals`: denominators of these losses. `replay`: experts that the
+        routers must use; None if they choose."""
         self._sums.zero_()
         with self._pass(batches, replay, totals=totals, training=True):
             yield
@@ -169,14 +169,16 @@ class Routing:
     # Routes -----------------------------------------------------------------------------------------------------------
 
     def from_engine(self, batches: list[MicroBatch]) -> Routes:
-        """Returns the engine's routes for this rank's tokens and layers, for routing replay R3."""
+        """Returns the engine's routes for this rank's tokens and layers, which training replays with
+        `trainer.moe.routing_replay` R3."""
         return [self._engine_routes(batch) for batch in batches]
 
     def _engine_routes(self, batch: MicroBatch) -> torch.Tensor:
         return self._shard(engine_routes(batch, self.layers, experts=self.experts, topk=self.topk), 1)
 
     def chosen(self) -> Routes:
-        """Returns the routes that this rank's routers used in the last pass, for routing replay R2."""
+        """Returns the routes that this rank's routers used in the last pass, which training replays with
+        `trainer.moe.routing_replay` R2."""
         return [self._chosen(tokens) for tokens in self._tokens]
 
     def _chosen(self, tokens: RoutedTokens) -> torch.Tensor:
@@ -229,8 +231,8 @@ class Routing:
         return Totals(*(counts / self._parallel.sizes.context).tolist())
 
     def gather_sums(self) -> None:
-        """Sums the counts of the last training pass over all ranks, which have different layers and tokens.
-        Collective."""
+        """Sums the token counts and auxiliary losses of the last training pass over all ranks, because ranks have
+        different layers and tokens. Collective."""
         dist.all_reduce(self._sums)
 
     def metrics(self) -> dict[str, float]:
@@ -257,8 +259,8 @@ class Routing:
 
     @torch.no_grad()
     def update_bias(self) -> None:
-        """Updates the selection biases from the counts of the last training pass, equally on all ranks; must be called
-        after `gather_sums`."""
+        """Updates the routers' selection biases from the token counts of the last training pass, equally on all ranks;
+        must be called after `gather_sums`."""
         if not self._settings.bias_update_rate:
             return
         for local in self._routers:

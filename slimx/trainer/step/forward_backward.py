@@ -34,14 +34,15 @@ class TokenScores(NamedTuple):
 
 
 Output = tuple[torch.Tensor, ...]
-"""Output tensors of the model: results of `label_logprobs`."""
+"""Output tensors of the model, the results of `label_logprobs`: log-probs, entropies, and optionally log-probs of
+further tokens."""
 Trained = tuple[dict[str, torch.Tensor], torch.Tensor]
 """Metrics that the loss computed for a micro-batch, and the policy's log-probs, [T]."""
 
 
 def sum_gradients(model: list[DistributedDataParallel], num_tokens: object = None, **kwargs: object) -> None:
-    """Reduces gradients over ranks as sums. megatron-core would also divide them by the number of tokens, which the
-    weights in the loss include already."""
+    """Reduces gradients over ranks as sums. megatron-core would also divide the sums by the number of tokens, but the
+    token weights in the loss already include this division."""
     finalize_model_grads(model, None, **kwargs)
 
 

@@ -1,4 +1,5 @@
-"""Metrics of a training step: reduces them over micro-batches and ranks, and combines those of several updates."""
+"""Metrics of a training step: reduces metrics over micro-batches and ranks, and combines the metrics of several
+updates."""
 
 from __future__ import annotations
 
@@ -55,9 +56,9 @@ def gap_metrics(
 
 
 def mismatch_sums(logprobs: torch.Tensor, rollout: torch.Tensor, trained: torch.Tensor) -> Sums:
-    """Returns the sums from which `mismatch_metrics` compares the current policy with the engines that sampled, over
-    all tokens in `trained`, whatever version sampled them. All arguments have shape [T]. `rollout`: the engine's
-    log-probs."""
+    """Returns the sums from which `mismatch_metrics` compares the current policy with the engines that sampled the
+    tokens, over all tokens in `trained`, whatever version of the weights sampled them. All arguments have shape [T].
+    `rollout`: the engine's log-probs."""
     difference = (logprobs - rollout).double()[trained]
     # Bounded, because a single token with a larger ratio than e^20 (5e8) would dominate the mean of all tokens.
     ratio = difference.clamp(max=20).exp()
@@ -95,7 +96,8 @@ def quotient(value: float, count: float) -> float:
 
 
 def reduce(values: Sums, group: dist.ProcessGroup) -> dict[str, float]:
-    """Reduces each value over the ranks of `group` by its reduction. Uses two collectives for all values together."""
+    """Reduces each value over the ranks of `group`, as a sum or a maximum. Uses two collectives for all values
+    together."""
     out: dict[str, float] = {}
     for kind, op in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
         local = {}
@@ -110,7 +112,7 @@ def reduce(values: Sums, group: dist.ProcessGroup) -> dict[str, float]:
 
 
 LAST = frozenset({"optim/lr", "critic/lr"})
-"""Metrics whose value in a step is that of its last update."""
+"""Metrics whose value for a step is the value in the step's last update."""
 COUNTS = frozenset({"optim/skipped", "optim/zero_gradient", "critic/skipped", "critic/zero_gradient"})
 """Metrics that are counts, which are summed over the updates of a step."""
 

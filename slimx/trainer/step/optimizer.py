@@ -6,7 +6,8 @@ gradients of all ranks -> norm -> finite on every rank?  -- yes -->  clip -> Ada
                                   0 on every rank?       -- yes -->  nothing changes; counted
 
 A gradient that is 0 everywhere, for example because all rollouts of each group have the same reward, must not change
-the weights. However, Adam's moments of earlier steps would continue to move them, and weight decay would shrink them.
+the weights. However, without the skip, Adam's moments of earlier steps would continue to move the weights, and weight
+decay would shrink them.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def build_optimizer(
     config: Config, chunks: list[DistributedDataParallel], undecayed: Iterable[torch.nn.Parameter] = ()
 ) -> ChainedOptimizer:
     """Builds Adam, or Muon with Adam for parameters that are not matrices, with main weights in fp32. As configured,
-    its state is sharded over data-parallel ranks or stored on the host. `undecayed`: parameters without weight decay in
-    addition to norms and biases. Steps must be performed by an `OptimizerStep`."""
+    the optimizer's state is sharded over data-parallel ranks or stored on the host. `undecayed`: parameters without
+    weight decay in addition to norms and biases. Steps must be performed by an `OptimizerStep`."""
     options = config.trainer.optimizer
     settings = OptimizerConfig(
         optimizer=options.kind,
@@ -117,8 +118,8 @@ def _groups(config: OptimizerConfig, undecayed: Iterable[torch.nn.Parameter]) ->
     without weight decay; and the fp32 parameters of a bf16 model, such as a value head.
 
     fp32 parameters need a separate group, because megatron-core 0.19.2's distributed optimizer swaps the states of
-    parameters when it saves a group of both dtypes: it numbers them in the order of its buffers, but stores fp32 ones
-    first."""
+    parameters when it saves a group of both dtypes: it numbers parameters in the order of its buffers, but stores fp32
+    parameters first."""
     overrides = get_standard_config_overrides(config)
     if config.bf16:
         single = ParamPredicate(name="fp32", fn=lambda parameter: parameter.dtype == torch.float32)
@@ -159,8 +160,8 @@ class OptimizerStep:
     ):
         """Prepares steps of `optimizer`, a result of `build_optimizer`. `options`: configuration section of the
         optimizer. `key`: key of this section, for messages. `named`: this rank's trainable parameters in the order of
-        the forward pass, by their names in messages. `group`: process group of all ranks of the model on the host.
-        `metrics`: first component of the metrics' names."""
+        the forward pass, by their names in messages. `group`: process group for CPU tensors (gloo) with all ranks of
+        the model. `metrics`: first component of the metrics' names."""
         self.optimizer = optimizer
         self.options = options
         self.named = dict(named)

@@ -1,5 +1,5 @@
-"""Forward passes over the same micro-batches with different weights: those of the policy, the reference and the
-teacher."""
+"""Forward passes over the same micro-batches with different weights: the policy's, the reference's and the
+teacher's."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ForwardPasses:
         samples_known: bool = False,
     ):
         """Copies the weights of the reference and of the teacher to the host, each only if `algorithm` needs it.
-        `weights`: must be the initial ones, which become the reference. `replay`: value of
+        `weights`: must contain the initial weights, which become the reference. `replay`: value of
         `trainer.moe.routing_replay`. `recorder`: result of `LayerKind.recorder`. `samples_known`: True if the engines'
         log-probs equal the policy's before each step, bit for bit, so that they need not be recomputed."""
         self._pipeline = pipeline
@@ -60,7 +60,8 @@ class ForwardPasses:
         self._recompute = algorithm.old_logprobs == "recompute" and not samples_known
         self._copies: dict[str, HostCopy] = {}
         self._base = algorithm.reference and weights.attached.keeps_base
-        """True if the reference is the base weights without the attached adapters; no update changes them."""
+        """True if the reference is the base weights without the attached adapters, because no update changes the base
+        weights."""
         if algorithm.reference and not self._base:
             self._copies["reference"] = weights.snapshot()
         if algorithm.teacher:
