@@ -128,8 +128,9 @@ def partial_attention(
 ) -> torch.Tensor:
     """Computes `packed_attention` for the queries of only some tokens, such as those of a context-parallel rank.
 
-    `query` [R, heads, d] are the queries at positions `rows` [R] of the packed tokens, which must be the same fraction
-    of every sequence; `key` and `value` are those of all T tokens. Returns [R, heads * dv]."""
+    `query` [R, heads, d]: queries at the positions `rows` [R] of the packed tokens; `rows` must contain the same
+    fraction of the positions of every sequence. `key` and `value`: keys and values of all T tokens. Returns [R, heads *
+    dv]."""
     fraction = sum(lengths) // len(rows)
     queries = _Grid([length // fraction for length in lengths], query.device)
     keys = _Grid(lengths, query.device)

@@ -1,5 +1,5 @@
-"""Numerics modes, which `numerics.mode` selects: the arithmetic of trainer and engines is that of their stock kernels,
-or that of an extra.
+"""Numerics modes, which `numerics.mode` selects: trainer and engines compute with their stock kernels, or with the
+arithmetic that an extra defines.
 
 A mode is a subclass of `NumericsMode` and an entry point of the group `slimx.numerics`. Its methods import torch only
 when they are called, because the driver and the actors of engines run without torch."""
@@ -56,7 +56,7 @@ class NumericsMode:
     @classmethod
     def parse(cls, argument: str) -> Self:
         """Returns the mode with the settings in `argument`, the argument of `OPTION` on a server's command line. Raises
-        ValueError if it is malformed."""
+        ValueError if the argument is malformed."""
         return cls()
 
     def contract(self, dtype: str, device: str = "cpu") -> dict[str, int | str] | None:
@@ -68,8 +68,8 @@ class NumericsMode:
 
     def exchange_layers(self, block: object, transformer: object, gpt: Json) -> Json:
         """Replaces modules in `block`, the spec of a decoder (TransformerBlockSubmodules), for the TransformerConfig
-        `transformer`. Returns the keyword arguments with which GPTModel is built: `gpt`, with the changes that this
-        mode requires."""
+        `transformer`. Returns the keyword arguments with which GPTModel is to be built: those in `gpt`, with the
+        changes that this mode requires."""
         return gpt
 
     # The type of `weights` is Any, because its class is defined in slimx.trainer, which depends on this package.
@@ -77,7 +77,7 @@ class NumericsMode:
         """Prepares the `Weights` of a trainer for this mode, before they are loaded."""
 
     def head(self) -> Head | None:
-        """Returns the arithmetic of the output layer; None for torch's with sums over ranks."""
+        """Returns the arithmetic of the output layer; None for torch's own arithmetic, with sums over ranks."""
         return None
 
     # Engines

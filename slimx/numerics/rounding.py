@@ -1,5 +1,5 @@
-"""Rounding of the operands of a trainer's matrix products to low precision (`trainer.fp8`, `trainer.qat`): none, or
-that of an extra.
+"""Rounding of the operands of a trainer's matrix products to low precision (`trainer.fp8`, `trainer.qat`): no rounding,
+or a rounding that an extra defines.
 
 A rounding is an instance of a subclass of `Rounding`, and an entry point of the group `slimx.roundings` whose name is
 the value of the configuration key. Its methods import torch only when they are called, because the driver runs without
@@ -25,7 +25,7 @@ class Rounding:
     """No rounding: weights and activations are multiplied as they are. Base class of all roundings."""
 
     TOKENS: ClassVar[int] = 1
-    """Number by which the number of tokens on each rank must be divisible."""
+    """Divisor of the number of tokens on each rank: micro-batches are padded to a multiple of it."""
     VARIABLES: ClassVar[Mapping[str, str]] = {}
     """Environment variables that a trainer's process with a GPU needs, set before torch is imported."""
 

@@ -33,8 +33,8 @@ class Events:
     """Number of the step in progress; None before the first step."""
 
     def tell(self, kind: Kind, what: str, *, about: str = "") -> None:
-        """Receives an event. `what`: a message about it, without the name of the run. `about`: phase, part of the run
-        or error code that the event concerns; "" for the whole run."""
+        """Receives an event. `what`: message about the event, without the name of the run. `about`: phase, part of the
+        run or error code that the event concerns; "" for the whole run."""
 
     def look(self, activity: Json) -> None:
         """Receives the current activity of the run every few seconds. `activity`: dict as

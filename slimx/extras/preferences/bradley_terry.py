@@ -1,8 +1,8 @@
 """Bradley-Terry loss of a reward model, which is trained from the loss's derivatives with respect to the scores.
 
 The loss of a pair is -log sigmoid(c - r - m), with the scores c and r of the chosen and the rejected answer and the
-margin m of the pair (InstructGPT, arXiv 2203.02155; with margins Llama 2, arXiv 2307.09288). Its derivative is
--sigmoid(m - (c - r)) with respect to c, and the negative of this with respect to r. If the derivatives are computed
+margin m of the pair (InstructGPT, arXiv 2203.02155; with margins Llama 2, arXiv 2307.09288). The derivative of the loss
+is -sigmoid(m - (c - r)) with respect to c, and sigmoid(m - (c - r)) with respect to r. If the derivatives are computed
 with the same weights as the gradient, weight x derivative x score has the gradient of the loss, and the answers of a
 pair may be in different micro-batches and on different ranks."""
 
@@ -47,7 +47,8 @@ def preference_metrics(difference: np.ndarray) -> dict[str, float]:
 
 
 def pair_rows(groups: Sequence[Group]) -> list[TrainingRow]:
-    """Returns the training rows of an update: two rows per group, with the trajectory of the higher reward first.
+    """Returns the training rows of an update: two rows per group, first the row of the trajectory with the higher
+    reward.
 
     Unlike a row of a policy, a row includes the last token, whose value is the score, so L tokens have L positions. The
     last position has the weight 1 / number of pairs, all others 0. Raises SlimxError for a group that does not consist

@@ -25,7 +25,7 @@ def write_score(path: Path, weight: np.ndarray) -> list[str]:
 
 
 def declare_score(directory: Path) -> None:
-    """Changes config.json in `directory` from that of a policy to that of a reward model."""
+    """Changes config.json in `directory` from the configuration of a policy to that of a reward model."""
     file = directory / "config.json"
     fields = json.loads(file.read_text())
     architectures = [name.replace(POLICY, CLASSIFIER) for name in fields.get("architectures") or ()]

@@ -1,4 +1,5 @@
-"""Objectives of preference learning, as kinds of section algorithm, and the presets that `algorithm.name` selects."""
+"""Objectives of preference learning, with their settings in section algorithm, and the presets that `algorithm.name`
+selects."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ class RewardModelTrainer(ValueTrainer):
 
     @operation("train", needs="training")
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int, version: int = 0) -> dict[str, float]:
-        """Runs the updates of a training step as the trainer of a policy does. `version` is ignored, because engines
-        never have these weights."""
+        """Runs the updates of a training step in the same way as the trainer of a policy. `version` is ignored, because
+        engines never have these weights."""
         return super().train_updates(updates, step=step)
 
     @operation(needs="weights")

@@ -16,7 +16,7 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 
 EVERY_S = 2.0
-"""Interval between two writes of the file, in seconds."""
+"""Interval between two writes of the activity file, in seconds."""
 FILE = "activity.json"
 SHOWN = 8
 """Maximum number of late ranks (those that have not finished the current call) that `slimx status` lists."""
@@ -36,8 +36,8 @@ PARTS: Mapping[str, tuple[str, str]] = {
     "save_wait": ("wait until the last checkpoint is written", ""),
     "export": ("export weights", ""),
 }
-"""Phase of the training loop -> what the trainers and what the engines do during it, for `slimx status`. "" means that
-the engines generate or wait, depending on the rollouts."""
+"""Descriptions, for `slimx status`, of what trainers and engines do in each phase of the training loop, by the phase's
+name. "" for engines: they generate or wait, depending on the state of the rollouts."""
 
 
 class Activity:
@@ -51,8 +51,9 @@ class Activity:
         *,
         watch: Callable[[Json], None] = lambda activity: None,
     ) -> None:
-        """Prepares to write the file in `directory`. `look` returns the current activity. `watch` is called with each
-        activity that is written. `warn` is called once with a message if the file cannot be written."""
+        """Prepares to write the file in `directory`. `look`: function that returns the current activity. `watch` is
+        called with each activity that is written. `warn` is called once with a message if the file cannot be
+        written."""
         self._path = directory / FILE
         self._look = look
         self._warn = warn
@@ -84,12 +85,12 @@ class Activity:
 
 
 def read_activity(directory: Path) -> Json | None:
-    """Returns the activity of the run in `directory` that was written last; None if there is none.
+    """Returns the newest activity that the run in `directory` has written; None if there is none.
 
     Keys: `written` (Unix time), `step` (number of the step in progress), `phase`, `number` (of phases so far) and
-    `since` (start of the phase); `rollouts`: None or `RolloutManager.status`; `awaited`: None, or `what` rollouts wait
-    for and `since` when, while no engine serves; `late`: None, or the current call of trainer ranks and those that have
-    not responded (`RankGroup.late`)."""
+    `since` (start of the phase); `rollouts`: None or `RolloutManager.status`; `awaited`: while no engine serves, `what`
+    rollouts wait for and `since` when, else None; `late`: the current call to trainer ranks and the ranks that have not
+    responded (`RankGroup.late`), or None."""
     file = directory / FILE
     if not file.exists():
         return None
@@ -104,8 +105,8 @@ def read_activity(directory: Path) -> Json | None:
 
 
 def activity_lines(activity: Json, now: float, usual: float | None) -> list[str]:
-    """Formats `activity` as lines of text. `now`: current Unix time. `usual`: usual duration of the current phase in
-    seconds, if known."""
+    """Formats `activity`, a result of `read_activity`, as lines of text. `now`: current Unix time. `usual`: usual
+    duration of the current phase in seconds, if known."""
     phase = activity["phase"]
     trainers, engines = PARTS.get(phase, (phase, ""))
     lines = [f"now      step {activity['step']}: {phase} for {_seconds(now - activity['since'])}"]

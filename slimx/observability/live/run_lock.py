@@ -24,8 +24,8 @@ def locked(directory: Path) -> Iterator[None]:
     """Creates `directory` if it is missing, and locks it until the block ends; the kernel also releases the lock when
     the process ends. Raises SlimxError if another process holds the lock, or if the directory is not writable.
 
-    Other machines see the lock on the lock file if the directory is on a network file system. Because the lock file
-    could be removed, the directory itself is also locked if its file system supports that."""
+    If the directory is on a network file system, the lock on the lock file also excludes processes on other machines.
+    Because the lock file could be removed, the directory itself is locked too if its file system supports that."""
     descriptor, lock = _open(directory)
     try:
         with lock as file:
@@ -40,7 +40,8 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def _open(directory: Path) -> tuple[int, TextIO]:
-    """Opens the directory, which is created if it is missing, and its lock file. Raises SlimxError if that fails."""
+    """Opens the directory, which is created if it is missing, and the lock file in it. Raises SlimxError if that
+    fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = (directory / LOCK).open("w")

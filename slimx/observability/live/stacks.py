@@ -1,7 +1,7 @@
 """Python stacks of a run's processes on this machine, read by py-spy, for `slimx stacks` and missed deadlines.
 
 The processes of a run are found by their open files. The driver has the lock of the run's directory open; ranks,
-servers and routers have their logs in RUN/logs open. Others are children of these processes."""
+servers and routers have their logs in RUN/logs open. All other processes of the run are children of these."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slimx.observability.live.run_lock import LOCK, is_locked
 
 DIRECTORY = "stacks"
 DUMP_S = 10.0
-"""Deadline for reading the stacks of one process, in seconds."""
+"""Seconds to wait for py-spy to read the stacks of one process."""
 AT_ONCE = 4
 """Number of processes whose stacks are read at the same time."""
 KEPT = 50
@@ -33,8 +33,8 @@ class Member:
     """A process that belongs to a run."""
 
     name: str
-    """Part of the run that the process belongs to, such as driver, trainer-0 or engine-actor-0; for processes other
-    than the driver, followed by the title of the process. A child process belongs to the part of its parent."""
+    """Part of the run that the process belongs to, such as driver, trainer-0 or engine-actor-0; a process other than
+    the driver also has its process title appended. A child process belongs to the same part as its parent."""
     pid: int
 
 
@@ -44,7 +44,7 @@ class Stack:
 
     member: Member
     text: str
-    """Stacks of the threads of the process, or the reason why they could not be read."""
+    """Stacks of the threads of the process, or the reason why the stacks could not be read."""
     found: bool
     """True if `text` contains stacks."""
 
@@ -74,8 +74,8 @@ def members(directory: Path) -> list[Member]:
 
 
 def stacks(directory: Path) -> list[Stack]:
-    """Reads the stacks of all processes of the run in `directory` on this machine. For every `AT_ONCE` processes that
-    do not respond, this takes up to `DUMP_S` seconds."""
+    """Reads the stacks of all processes of the run in `directory` on this machine. Takes up to `DUMP_S` seconds for
+    every `AT_ONCE` processes that do not respond."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return [stack for stack in pool.map(_stack, members(directory)) if stack is not None]
 
@@ -145,7 +145,7 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def _title(process: psutil.Process) -> str:
-    """Returns the program and first arguments of a process, or its title if it has set one."""
+    """Returns the program and first arguments of a process, or the title that the process has given itself."""
     try:
         words = process.cmdline()
     except (psutil.NoSuchProcess, psutil.AccessDenied):

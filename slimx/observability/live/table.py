@@ -21,8 +21,8 @@ SHOWN_STEPS = 12
 HEADER_EVERY = 20
 """Number of lines after which the header is repeated if the output is not a terminal."""
 ETA_WINDOW_SECONDS = 4 * 3600.0
-"""Period in seconds over which the speed is averaged to estimate the remaining time; long, because a step may take many
-minutes."""
+"""Period in seconds over which the speed is averaged to estimate the remaining time; the period is long, because a step
+may take many minutes."""
 MISSING = "-"
 
 
@@ -87,8 +87,8 @@ SFT_COLUMNS = (
 
 
 def with_policies(columns: Sequence[TableColumn], policies: Sequence[str]) -> tuple[TableColumn, ...]:
-    """Returns `columns` with columns for reward, loss and gap of each of `policies`, the policies other than the actor,
-    inserted after the actor's gap."""
+    """Returns `columns` with further columns inserted after the actor's gap: reward, loss and gap of each of
+    `policies`, the policies other than the actor."""
     further = []
     for policy in policies:
         for column in columns:
@@ -173,8 +173,8 @@ class LiveTable:
         self._progress.update(self._task, phase=name)
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows the metrics of a finished step. A second call for the same step replaces the first and does not count
-        as progress."""
+        """Shows the metrics of a finished step. A second call for the same step replaces the row of the first, and does
+        not advance the progress bar."""
         if step not in self._rows:
             self._done += 1
             self._progress.update(self._task, completed=self._done)
@@ -208,7 +208,8 @@ class LiveTable:
         return "  ".join(cell.rjust(width) for cell, width in zip(cells, [*self._widths, 8], strict=True))
 
     def _current_cells(self) -> list[str]:
-        """Returns the cells for the step in progress: only the seconds of its phases so far."""
+        """Returns the table cells for the step in progress, which contain only the seconds of the step's phases so
+        far."""
         seconds = dict(self._phase_seconds)
         if self._phase is not None:
             key = f"time/{self._phase}"

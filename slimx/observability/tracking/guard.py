@@ -1,4 +1,4 @@
-"""Calls whose failures do not stop the run: each failure is counted, and the first one is reported."""
+"""Guarded calls, whose failures do not stop the run: each failure is counted, and the first one is reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Guard:
         self._warn = warn
 
     def call(self, work: Callable[[], None]) -> None:
-        """Calls `work`. Counts an Exception that it raises, and reports the first one with the component's name."""
+        """Calls `work`. If `work` raises an Exception, counts it instead of raising it, and reports the first one
+        together with the component's name."""
         try:
             work()
         except Exception as error:

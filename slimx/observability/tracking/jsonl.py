@@ -1,5 +1,5 @@
-"""Files with one JSON object per line that stay valid when a run is killed and resumed: without incomplete lines, and
-without lines of a step that is repeated."""
+"""Files with one JSON object per line that stay valid when a run is killed and resumed: incomplete lines, and lines of
+steps that the resumed run repeats, are removed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class JsonlFile:
     """Appends records to a file. When `write` returns, the record survives the end of the process, but perhaps not a
     power failure.
 
-    With `resume_step` S, lines of steps >= S are first removed, because the resumed run writes them again; lines
-    without a step are kept. The shortened file replaces the old one in a single rename, so it is never incomplete.
-    `resume_step` is None for a new run, for which a file with records is an error, because records of two runs would be
-    mixed."""
+    When a run is resumed at step `resume_step`, lines of this and later steps are first removed, because the resumed
+    run writes them again; lines without a step are kept. The shortened file replaces the old one in a single rename, so
+    the file is never incomplete. `resume_step` is None for a new run. Then an existing file with records is an error,
+    because records of two runs would be mixed."""
 
     def __init__(self, path: Path, *, resume_step: int | None) -> None:
         self.path = path
@@ -41,7 +41,8 @@ class JsonlFile:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the object
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Appends `record` as a line. If that fails, removes the part that was written, and raises SlimxError."""
+        """Appends `record` as a line. If writing fails, removes the part of the line that was written, and raises
+        SlimxError."""
         line = memoryview(msgspec.json.encode(record) + b"\n")
         start = os.fstat(self._file.fileno()).st_size
         try:
@@ -76,8 +77,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes, Json | None]]:
 
 
 def load_records[T](path: Path, parse: Callable[[Json], T]) -> tuple[list[T], list[str]]:
-    """Returns the records in `path`, each decoded by `parse`, and a message about each line that could not be decoded
-    and is left out."""
+    """Returns the records in `path`, each decoded by `parse`, and a message about each line that was left out because
+    it could not be decoded."""
     records = []
     problems = []
     for number, _, record in read_lines(path):
@@ -92,8 +93,8 @@ def load_records[T](path: Path, parse: Callable[[Json], T]) -> tuple[list[T], li
 
 def _truncate(path: Path, resume_step: int) -> int:
     """Removes the lines of steps >= `resume_step` and lines without a valid record, and returns their number. An
-    interrupted write leaves one invalid line at the end. If there are others, the file is damaged, and a copy of it is
-    kept as NAME.damaged."""
+    interrupted write leaves one invalid line at the end. If there are other invalid lines, the file is damaged, and a
+    copy of the file is kept as NAME.damaged."""
     kept = []
     removed = 0
     torn = 0

@@ -20,8 +20,8 @@ def flatten(metrics: Mapping[str, object]) -> dict[str, float]:
     """Names nested metrics by their path: `{"loss": {"policy": 0.1}}` becomes `{"loss/policy": 0.1}`.
 
     Values are numbers, booleans, and arrays or tensors with one element, which are read with `.item()` (this waits for
-    their device). Metrics that are not nested keep their names. Raises SlimxError for any other value, and for two
-    metrics of the same name."""
+    the tensor's device). Metrics that are not nested keep their names. Raises SlimxError for any other value, and for
+    two metrics of the same name."""
     flat: dict[str, float] = {}
     _collect("", metrics, flat)
     return flat
@@ -43,8 +43,8 @@ def _collect(prefix: str, metrics: Mapping[str, object], flat: dict[str, float])
 
 
 def as_number(name: str, value: object) -> float:
-    """Converts the value of metric `name` to a float, which may be NaN or infinite. Raises SlimxError if it is not a
-    single number."""
+    """Converts the value of metric `name` to a float, which may be NaN or infinite. Raises SlimxError if the value is
+    not a single number."""
     if not isinstance(value, (int, float)) and hasattr(value, "item"):
         try:
             value = value.item()

@@ -245,8 +245,8 @@ _FORM = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
 @lru_cache(4096)  # cached, because hooks log the same names in every rollout
 def find(name: str) -> Metric | None:
-    """Returns the entry that describes metric `name`; None if there is none. An entry without braces takes
-    precedence."""
+    """Returns the entry of the table that describes metric `name`; None if there is none. An entry without braces takes
+    precedence over entries with braces."""
     return next((metric for metric in _EXACT_FIRST if metric.pattern.fullmatch(name)), None)
 
 
@@ -254,8 +254,8 @@ _EXACT_FIRST = sorted(METRICS, key=lambda metric: metric.name.count("{"))
 
 
 def check_hook_name(name: str) -> None:
-    """Raises SlimxError if a hook must not log a value as `name`: it is malformed, or it is the name of a metric of
-    slimx."""
+    """Raises SlimxError if a hook must not log a value as `name`: the name is malformed, or a metric of slimx has the
+    same name."""
     if not isinstance(name, str) or not _FORM.fullmatch(name):
         raise SlimxError(
             f"a hook called ctx.log with the name {name!r}; use letters, digits and the characters _ . - in parts "

@@ -1,5 +1,5 @@
 """Phases of a run, such as generating and training, timed on concurrent tracks and written to `RUN/timeline.jsonl`.
-Also computes for the report how phases are nested."""
+Also computes, for a run's report, how phases are nested."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Phase:
     """Step that the work belongs to; None for work outside of steps, such as startup."""
     track: str
     """Name of the activity that the work belongs to, such as `main` or `rollout`. Phases of one track are normally
-    nested or disjoint; those of different tracks may overlap."""
+    nested or disjoint; phases of different tracks may overlap."""
     start: float
     """Unix time at which the phase started, in seconds."""
     seconds: float
@@ -39,7 +39,7 @@ class Phase:
 
 @dataclass(kw_only=True, slots=True)
 class Placed:
-    """A phase with its nesting among the phases of its track."""
+    """A phase with its position in the nesting of the phases of its track, as a report draws it."""
 
     phase: Phase
     lane: int
@@ -48,13 +48,14 @@ class Placed:
     depth: int
     """Number of phases in the same lane that contain this phase."""
     self_seconds: float
-    """Duration in seconds without the phases nested directly in this one. The sum over a lane is the time that its
-    phases cover."""
+    """Duration in seconds without the phases nested directly in this one. The sum over all phases of a lane is the
+    total time that they cover."""
 
 
 def place(phases: Iterable[Phase]) -> list[Placed]:
-    """Computes the nesting of all phases. They are returned track by track, in the order in which the tracks start, and
-    within a track by start. A phase that is within the time of another phase on the same track is nested in it."""
+    """Computes the nesting of all phases. Returns the phases track by track, in the order in which the tracks start,
+    and within a track by start time. A phase that is within the time of another phase on the same track is nested in
+    it."""
     by_track: dict[str, list[Phase]] = defaultdict(list)
     for phase in sorted(phases, key=lambda phase: (phase.start, -phase.seconds)):
         by_track[phase.track].append(phase)
@@ -117,7 +118,7 @@ class Timeline:
     @contextmanager
     def phase(self, name: str, *, step: int | None = None, track: str = "main") -> Iterator[None]:
         """Measures the duration of the `with` block as phase `name`. Phases may be nested, on one track or on several;
-        the duration of each includes those nested in it."""
+        the duration of a phase includes the phases nested in it."""
         start = time.perf_counter()
         try:
             yield

@@ -34,9 +34,9 @@ class RunFiles:
     config: str | None = None
     """Text of config.yaml."""
     summary: Json | None = None
-    """Values in summary.json by their description, in the order of the file."""
+    """Values in summary.json by their descriptions, in the order of the file."""
     missing: list[str] = field(default_factory=list)
-    """Names in `FILES` that the directory does not contain."""
+    """Names of those files in `FILES` that the run's directory does not contain."""
     problems: list[str] = field(default_factory=list)
     """A message about each file that could not be read completely."""
 
@@ -62,8 +62,8 @@ def check_run(directory: Path) -> None:
 
 def read_config(directory: Path) -> Json:
     """Returns the `config.yaml` of the run in `directory` as plain values. `${oc.env:...}` is resolved from the
-    environment of this process; if that fails, all `${...}` stay unresolved. Raises SlimxError if `directory` is not
-    that of a run, or if the file is damaged."""
+    environment of this process; if that fails, all `${...}` stay unresolved. Raises SlimxError if `directory` is not a
+    run's directory, or if the file is damaged."""
     check_run(directory)
     file = directory / "config.yaml"
     try:

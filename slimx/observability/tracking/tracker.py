@@ -1,8 +1,8 @@
 """Tracker of a run, which sends the metrics and recorded samples of each step to a JSONL file and to sinks.
 
-A sink, such as a tracking service, is an entry point of the group `slimx.sinks` with the name of the key in section
-`track` that enables it. The entry point is a function that receives a `TrackedRun` and the value of the key, and
-returns a `Sink`, or None if the value disables it.
+A sink, such as a tracking service, is an entry point of the group `slimx.sinks`. Its name is the key in section `track`
+that enables the sink. The entry point is a function that receives a `TrackedRun` and the value of the key, and returns
+a `Sink`, or None if the value disables it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Tracker:
     """Sends the metrics of each step to a JSONL file and to all sinks.
 
     The file, metrics.jsonl with one StepRecord per line, is the permanent record of the run, from which the report is
-    made. So `log` raises SlimxError if it cannot be written. Failures of a sink are counted; `warn` receives a message
-    about the first one, and `close` reports their number."""
+    made. So `log` raises SlimxError if the file cannot be written. Failures of a sink are counted; `warn` is called
+    with a message about the first failure, and `close` reports the number of failures."""
 
     def __init__(
         self, jsonl: JsonlFile, others: Sequence[Sink] = (), warn: Callable[[str], None] = print_warning
@@ -46,8 +46,8 @@ class Tracker:
 
     @property
     def removed(self) -> int:
-        """Number of lines that were removed from metrics.jsonl when the run was resumed: those of repeated steps, and
-        incomplete ones."""
+        """Number of lines that were removed from metrics.jsonl when the run was resumed: lines of repeated steps, and
+        incomplete lines."""
         return self._jsonl.removed
 
     def log(self, step: int, metrics: Mapping[str, object], *, version: int | None = None) -> None:
@@ -95,8 +95,8 @@ def make_tracker(
     """Creates the tracker of a run. Raises SlimxError if a sink cannot be created.
 
     `resume_step`: first step of a resumed run (0 if it has no checkpoint yet); None for a new run, for which a
-    directory with metrics is an error. `config`: configuration, which all sinks receive. `settings`: section `track` by
-    key."""
+    directory with metrics is an error. `config`: configuration of the run, which is passed to all sinks. `settings`:
+    section `track` by key."""
     with ExitStack() as undo:  # closes the sinks that exist if another cannot be created
         run = TrackedRun(run_dir, project, name, config, resume_step)
         others: list[Sink] = []
@@ -125,7 +125,7 @@ class TrackedRun:
     """First step of a resumed run; None for a new run."""
 
     def id_in(self, file: str) -> str:
-        """Returns the id of the run at a tracking service. It is created once and stored in `file` in the run's
+        """Returns the id of the run at a tracking service. The id is created once and stored in `file` in the run's
         directory, so that a resumed run has the same id."""
         path = self.directory / file
         if not path.exists():
@@ -133,8 +133,8 @@ class TrackedRun:
         return path.read_text().strip()
 
     def named(self, file: str) -> Json:
-        """Returns the arguments with which wandb and SwanLab start a run, or resume it if its id is in `file` in the
-        run's directory."""
+        """Returns the arguments with which wandb and SwanLab start a run, or resume the run if its id is stored in
+        `file` in the run's directory."""
         id_ = self.id_in(file)
         return {"project": self.project, "name": self.name, "config": dict(self.config), "id": id_, "resume": "allow"}
 
