@@ -102,8 +102,8 @@ def split_groups(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]
 
 
 def batch_metrics(updates: Sequence[TrainBatch]) -> dict[str, float]:
-    """Returns the number of micro-batches of a step, the fraction of positions that are padding, and the mean imbalance
-    between data-parallel ranks."""
+    """Returns the number of micro-batches of a step, the fraction of positions that are padding, and the mean relative
+    time that is lost by waiting for the slowest data-parallel rank (imbalance)."""
     packed = list(chain.from_iterable(chain.from_iterable(update.shards for update in updates)))
     positions = sum(len(batch.tokens) for batch in packed)
     return {

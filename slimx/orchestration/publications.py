@@ -22,7 +22,7 @@ from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.runtime.tasks import in_thread, while_served
 
 type Deliver = Callable[[int], Awaitable[Publication]]
-"""Function that publishes the weights of a step, and retries until at least one engine has them."""
+"""Function that publishes the weights of a step, and retries until at least one engine has received the weights."""
 type WithRetry = Callable[[Callable[[], Awaitable[Publication]]], Awaitable[Publication]]
 """Function that runs a coroutine function that uses trainer ranks, and returns the coroutine's result. If ranks are
 lost and replaced in the meantime, it runs the coroutine function again."""
@@ -177,10 +177,10 @@ class EnginePublications(Publications):
         """Awaits `work` and returns its result. Raises SlimxError if all engines of the run are lost in the meantime
         and none can be restarted.
 
-        If no engine serves and one restarts, the weights of `step` are published to it, except in two cases, in which a
-        publication follows anyway: with `training`, when the trainers' weights are between two versions, and while
-        colocated engines sleep. If the transport stores published versions, for example on disk, and the engines are
-        awake, every engine that restarts receives the current version from this store."""
+        If no engine serves and one restarts, the weights of `step` are published to the restarted engine. There are two
+        exceptions, after which a publication follows anyway: with `training`, because the trainers' weights are between
+        two versions, and while colocated engines sleep. If the transport stores published versions, for example on
+        disk, and the engines are awake, every engine that restarts receives the current version from this store."""
         if self._shared is not None and self._shared.owner != self.policy:
             return await work  # shared engines are watched by the policy that owns them
         members = self.engines.members

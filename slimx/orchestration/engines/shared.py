@@ -20,7 +20,7 @@ from slimx.reshard.manifest import Publication
 from slimx.reshard.parties import ReceiverLost
 
 Deliver = Callable[[int], Awaitable[Publication]]
-"""Function that publishes the weights of a step, and retries until at least one engine has them."""
+"""Function that publishes the weights of a step, and retries until at least one engine has received the weights."""
 
 
 class SharedEngines:
@@ -51,7 +51,7 @@ class SharedEngines:
 
     async def publish(self, policy: str, step: int) -> Publication:
         """Publishes the weights of `policy` for `step`, and then publishes the weights of other policies for the same
-        step again if a restarted engine lacks them. Concurrent calls wait for each other."""
+        step again if a restarted engine lacks these weights. Concurrent calls wait for each other."""
         async with self._turn:
             done = await self._deliver[policy](step)
             self._newest[policy] = step

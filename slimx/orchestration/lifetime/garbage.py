@@ -18,8 +18,8 @@ def frozen_heap() -> Iterator[None]:
 
     Most live objects belong to imported modules, and each full collection would scan them again (0.2 s). A step with
     10,000 rollouts in flight keeps a million objects alive. With Python's default thresholds (700, 10, 10), scanning
-    them took a third of the time of building groups (benchmarks/rollout_buffer.py, 2 x86-64 cores, 2026-11-21).
-    Reference counting frees the objects of a rollout; only reference cycles wait for the collector."""
+    these objects took a third of the time of building groups (benchmarks/rollout_buffer.py, 2 x86-64 cores,
+    2026-11-21). Reference counting frees the objects of a rollout; only reference cycles wait for the collector."""
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()

@@ -75,11 +75,9 @@ async def keep_stacks(directory: Path, note: Callable[[str], None], error: BaseE
 
 class Watchdog:
     """Kills the process if it has not exited when a deadline expires. `arm` starts the deadline; leaving the `with`
-    block cancels it.
-
-    A call into Ray's library may block forever while one of Ray's processes is stopped, and a thread or task of a hook
-    may never end. The watchdog runs in a thread, so it needs neither the event loop nor the cooperation of the hanging
-    code."""
+    block cancels the deadline. A call into Ray's library may block forever while one of Ray's processes is stopped, and
+    a thread or task of a hook may never end. The watchdog runs in a thread, so it needs neither the event loop nor the
+    cooperation of the hanging code."""
 
     def __init__(self, leave: Callable[[int], None] = os._exit):
         """Creates a watchdog without a deadline. `leave` ends the process with an exit status."""

@@ -174,8 +174,8 @@ def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = Tr
 
 
 def _watching(processes: Mapping[str, psutil.Process], config: Config, work: Work, watchdog: Watchdog) -> Work:
-    """Wraps `work` so that it is stopped when one of Ray's `processes` is lost, and `watchdog` kills this process when
-    the event loop is blocked."""
+    """Wraps `work` with two watches: `work` is stopped when one of Ray's `processes` is lost, and `watchdog` kills this
+    process when the event loop is blocked."""
 
     def strike(error: DeadlineError) -> None:
         asyncio.run(keep_stacks(Path(config.run.dir), partial(print, file=sys.stderr), error))

@@ -1,5 +1,5 @@
 """Checks that need neither torch nor a model, so that a wrong path is reported before slow imports. The checks change
-nothing. When a run starts, it repeats them together with all other checks."""
+nothing. When a run starts, it repeats these checks together with all others."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, spec: M
 
 
 def first_prompt(config: Config) -> Prompt:
-    """Reads only the first prompt of the first prompt file. Raises SlimxError if it is missing or invalid."""
+    """Reads only the first prompt of the first prompt file. Raises SlimxError if this prompt is missing or invalid."""
     rollout = config.rollout
     if rollout.prompts is not None:
         mapping = make_mapping(rollout.fields, rollout.map, rollout.system)
@@ -94,9 +94,9 @@ def make_source(config: Config, prompts: Mapping[str, list[Prompt]]) -> DataSour
 
 
 def check_order(config: Config, prompts: Mapping[str, list[Prompt]], rollouts: Json, *, forked: bool) -> None:
-    """Raises SlimxError if the run cannot continue from the position in the prompts that `rollouts`, a part of a
-    checkpoint's state, contains, because `prompts` or their seed differ from those of the checkpoint. Changes no files.
-    `forked`: True if the checkpoint is another run's."""
+    """Raises SlimxError if the run cannot continue with `prompts` from the position in a checkpoint, because the
+    prompts or their seed differ from those of the checkpoint. Changes no files. `rollouts`: the part of the
+    checkpoint's state that contains the position. `forked`: True if the checkpoint is another run's."""
     if config.rollout.replay or (config.run.fork_prompts == "anew" and forked):
         return
     make_source(config, prompts).restore(rollouts["source"])

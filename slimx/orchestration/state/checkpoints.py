@@ -145,8 +145,8 @@ class Checkpointer:
             await cancelled(writing)
 
     async def write_again(self, trainers: TrainerGroup, step: int) -> None:
-        """Repeats the interrupted save with `trainers`, which have the state after `step` steps; does nothing if there
-        is none, or if it was for another step."""
+        """Repeats the interrupted save with `trainers`, which have the state after `step` steps; does nothing if no
+        save was interrupted, or if that save was for another step."""
         if self._writing is None and self._unwritten is not None and self._unwritten[0] == step:
             partial = await self._begin(step)
             await trainers.save(partial, step=step)

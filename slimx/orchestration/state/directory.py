@@ -139,8 +139,8 @@ def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
 
 
 def write_config(config: Config, directory: Path) -> None:
-    """Writes the configuration into the run's directory, and copies the tokenizer, which decodes the rollouts even if
-    the model's directory is removed. Raises SlimxError if that fails."""
+    """Writes the configuration into the run's directory, and copies the tokenizer, so that rollouts can be decoded even
+    if the model's directory is removed. Raises SlimxError if that fails."""
     replace_synced(directory / "config.yaml", config.to_text().encode())
     if config.rollout.policy_engines:
         copy_tokenizer(config.model.path, directory / TOKENIZER)

@@ -26,9 +26,9 @@ every evaluation, all evaluations use the same seeds, and training never uses th
 
 
 async def evaluate(run: Run) -> dict[str, float]:
-    """Generates `eval.samples` answers to every held-out prompt, and returns metrics of their rewards (`score`); {} if
-    there are no held-out prompts. If generation fails for a prompt, its answers score 0, and `eval/failed` counts the
-    prompt. Raises SlimxError if all prompts failed."""
+    """Generates `eval.samples` answers to every held-out prompt, and returns metrics of the answers' rewards (`score`);
+    {} if there are no held-out prompts. If generation fails for a prompt, its answers score 0, and `eval/failed` counts
+    the prompt. Raises SlimxError if all prompts failed."""
     if not any(run.eval_prompts.values()):
         return {}
     with run.phase("eval"):

@@ -1,4 +1,4 @@
-"""Optimizer steps of a training step: those of all policies, and those of the critic."""
+"""Optimizer steps of a training step, for all policies and for the critic."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Batches = Mapping[str, list[TrainBatch]]
 
 
 async def train_step(run: Run, groups: Sequence[Group], rows: StepRows) -> dict[str, float]:
-    """Completes the advantages in `rows`, packs the rows into batches, and trains on them. Returns all metrics of the
+    """Completes the advantages in `rows`, packs the rows into batches, and trains on these. Returns all metrics of the
     step. `groups`: groups from which the rows were made."""
     algorithm = run.config.algorithm
     metrics: dict[str, float] = {}
