@@ -78,7 +78,7 @@ class PolicyTrainer(TrainedModel):
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int, version: int) -> dict[str, float]:
         """Performs all updates of training step `step`, counted from 0: one optimizer step for each list of this
         data-parallel rank's micro-batches. Returns the metrics of the step; ranks of earlier pipeline stages return
-        only those of the optimizer.
+        only the optimizer's metrics.
 
         `version`: version of the engines' weights. The log-prob gap is measured in the first update, on tokens that
         this version sampled, because in later updates trainers and engines have different weights."""

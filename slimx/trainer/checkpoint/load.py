@@ -2,7 +2,7 @@
 
 torch loads tensors, `common.pt` and the objects of single ranks with `weights_only`, because all of these consist of
 numbers, strings, tensors and `argparse.Namespace`. `slimx.models.files.safe_pickle` reads `.metadata`. From checkpoints
-that are not resumed, such as those of other programs, only tensors are read.
+that are not resumed, such as checkpoints of other programs, only tensors are read.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def _fill_optimizer(optimizer: ChainedOptimizer, loaded: StateDict) -> None:
 
 def _take_rates(saved: StateDict, current: StateDict) -> None:
     """Copies the values at `_RATES` from `current`, a parameter group of this run, into all groups of the optimizer
-    state `saved`: megatron-core matches groups by these values, but a resumed run may use another learning rate."""
+    state `saved`: megatron-core matches the groups of a run and of a checkpoint by these values, but a resumed run may
+    use another learning rate."""
     rates = {name: current[name] for name in _RATES if name in current}
     for key, value in saved.items():
         if key == "param_groups":

@@ -98,7 +98,8 @@ class Saver:
         self._thread.start()
 
     def _settle(self) -> None:
-        """Waits until the thread of the previous save has ended. Raises SlimxError if it does not end in time."""
+        """Waits until the thread of the previous save has ended. Raises SlimxError if the thread does not end in
+        time."""
         if self._thread is not None:
             self._thread.join(_JOIN_S)
             if self._thread.is_alive():

@@ -20,7 +20,8 @@ _MODULES = ("transformer_engine", "deep_ep", "fla", "mamba_ssm", "causal_conv1d"
 fused_weight_gradient_mlp_cuda is an extension of NVIDIA's apex."""
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
 """Python distributions that Transformer Engine 2.20 looks for, by their metadata, to detect FlashAttention. Importing
-the module flash_attn would not show it, because flash-attn-4, which SGLang installs, contains a part of this module."""
+the module flash_attn would not show whether FlashAttention is installed, because flash-attn-4, which SGLang installs,
+contains a part of this module."""
 HYBRID = "HybridEPBuffer"
 """Class of deep_ep that exists only in DeepEP's branch hybrid-ep; the package sgl-deep-ep 0.1.2 lacks it on every
 architecture."""
@@ -53,7 +54,7 @@ class Backends:
 
 def installed() -> frozenset[str]:
     """Returns the installed packages that affect the choice of kernels: names in `_MODULES` and `FLASH`, and `HYBRID`
-    if deep_ep has that class. Does not import them."""
+    if deep_ep has that class. Does not import the packages."""
     names: set[str] = set()
     for name in _MODULES:
         spec = importlib.util.find_spec(name)

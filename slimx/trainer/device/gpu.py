@@ -69,7 +69,7 @@ class NvmlGpu:
         return [Process(process.pid, process.usedGpuMemory, self._name(process.pid)) for process in running]
 
     def cpus(self) -> set[int]:
-        """Returns the numbers of the CPUs in the GPU's NUMA node; an empty set if NVML does not know them."""
+        """Returns the numbers of the CPUs in the GPU's NUMA node; an empty set if NVML does not report any."""
         words = ((os.cpu_count() or 1) + 63) // 64
         scope = self._nvml.NVML_AFFINITY_SCOPE_NODE
         mask: Sequence[int] = self._query(self._nvml.nvmlDeviceGetCpuAffinityWithinScope, words, scope, default=())

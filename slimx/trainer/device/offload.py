@@ -1,9 +1,9 @@
 """Moves a rank's weights and optimizer state to host memory while engines use the device, and back. The memory of
 gradients is freed, and reloaded gradients are zeros.
 
-Tensors stay the same objects: their storage shrinks to 0 bytes and grows again, which keeps all views of it valid
-(parameters in Megatron's buffers, main gradients, shards of the distributed optimizer). Their addresses may change. On
-the CPU, the same code copies to another buffer in host memory.
+Tensors stay the same objects: their storage shrinks to 0 bytes and grows again, which keeps all views of the storage
+valid (parameters in Megatron's buffers, main gradients, shards of the distributed optimizer). The tensors' addresses
+may change. On the CPU, the same code copies to another buffer in host memory.
 """
 
 from __future__ import annotations

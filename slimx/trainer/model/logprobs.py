@@ -74,8 +74,8 @@ class KeptTokens:
 
 
 def chunk_tokens(configured: int | None, vocabulary: int) -> int:
-    """Returns the number of tokens in a chunk: `configured` if it is set, else as many as have `CHUNK_BYTES` of logits,
-    but at least `SMALLEST_CHUNK`. `vocabulary`: number of token ids on this rank."""
+    """Returns the number of tokens in a chunk: `configured` if it is set, else the number of tokens whose logits take
+    `CHUNK_BYTES`, but at least `SMALLEST_CHUNK`. `vocabulary`: number of token ids on this rank."""
     return configured or max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * vocabulary))
 
 
@@ -120,7 +120,7 @@ class _Context(Protocol):
 
 class _LabelLogprobs(torch.autograd.Function):
     """Autograd function of `label_logprobs`: each rank computes statistics of each chunk, and two collectives combine
-    those of all chunks over the ranks."""
+    the statistics of all chunks over the ranks."""
 
     @staticmethod
     def forward(
@@ -234,9 +234,10 @@ class _TopIndices(NamedTuple):
     tensors."""
 
     slots: tuple[torch.Tensor, torch.Tensor]
-    """Index tensors that select these tokens in the chunk's rows of `Targets.top`, [C, k]."""
+    """Index tensors that select, in the chunk's rows of `Targets.top` [C, k], the tokens in this rank's part of the
+    vocabulary."""
     columns: tuple[torch.Tensor, torch.Tensor]
-    """Index tensors that select these tokens in the chunk's logits, [C, V / TP]."""
+    """Index tensors that select, in the chunk's logits [C, V / TP], the logits of the same tokens as `slots`."""
 
 
 class _OutputLayer:
@@ -305,10 +306,10 @@ class _OutputLayer:
         tail_grad: torch.Tensor | None,
         tail: torch.Tensor,
     ) -> None:
-        """Adds to `factor` [C, V / TP] the terms of the gradients of two log-probs with respect to the logits x: those
-        of the tokens in `top`, d log p_i / d x_j = [i = j] - p_j (without [i = j], which the caller adds), and that of
-        the tail, all other tokens together, d log p_tail / d x_j = [j in tail] p_j / p_tail - p_j. The gradient of the
-        logits is the factor times the probabilities p."""
+        """Adds to `factor` [C, V / TP] the terms of the gradients of two log-probs with respect to the logits x: the
+        log-probs of the tokens in `top`, d log p_i / d x_j = [i = j] - p_j (without [i = j], which the caller adds),
+        and the log-prob of the tail (all other tokens together), d log p_tail / d x_j = [j in tail] p_j / p_tail - p_j.
+        The gradient of the logits is the factor times the probabilities p."""
         if top_grad is not None:
             factor.sub_(top_grad[part].sum(1, keepdim=True))
         if tail_grad is not None:

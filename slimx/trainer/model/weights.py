@@ -1,5 +1,5 @@
-"""This rank's weights by name: loading from a Hugging Face directory, and copies on the host that can replace them
-temporarily."""
+"""This rank's weights by name: loading from a Hugging Face directory, and copies on the host that can temporarily
+replace the weights."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ class Weights:
 
     @contextmanager
     def switching(self) -> Iterator[Callable[[HostCopy], None]]:
-        """Yields a function that replaces the parameters' values with those of a copy. After the block, the previous
-        values are restored, bit for bit. The optimizer's fp32 weights are not changed.
+        """Yields a function that replaces the parameters' values with the values of a copy (`copy_of`, `snapshot`).
+        After the block, the previous values are restored, bit for bit. The optimizer's fp32 weights are not changed.
 
         The first replacement copies the current values to host memory, which is allocated once and reused. Several
         copies used in one block therefore cost one transfer to the device each, and two transfers for the current
@@ -187,6 +187,7 @@ class Weights:
 
 @torch.no_grad()
 def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
-    """Copies tensors by name. On CUDA, all copies run in the current stream, as do the kernels that read them."""
+    """Copies tensors by name. On CUDA, the copies run in the current stream, so kernels that read the copied tensors
+    need no synchronization."""
     for name, tensor in source.items():
         target[name].copy_(tensor, non_blocking=True)

@@ -49,7 +49,7 @@ class RouterWatch:
 
     A call during a forward pass of the router's chunk belongs to the micro-batch of the chunk's cursor. Any other call
     is a recomputation during a backward pass. All schedules of megatron-core run a chunk's backward passes in the order
-    of its forward passes, so the recomputation belongs to the oldest micro-batch that has not been recomputed."""
+    of its forward passes, so a recomputation belongs to the oldest micro-batch that has not been recomputed yet."""
 
     def __init__(self, name: str, cursor: Cursor, row: int | None, tally: LayerTally | None):
         """Creates the watch for one pass. `name`: name of the router in messages. `cursor`: shows which micro-batch the

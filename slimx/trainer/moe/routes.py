@@ -1,8 +1,7 @@
-"""Routes, the experts chosen for each token: selects the engine's routes for this rank, and compares them with the
-trainer's.
-
-The routes of a micro-batch are integers [routers, t, k]: the k experts that each of this rank's MoE layers, in the
-order of the forward pass, uses for each of the t tokens that remain after context and sequence parallelism.
+"""Routes, the experts chosen for each token: selects the engine's routes for this rank, and compares these routes with
+the trainer's. The routes of a micro-batch are integers [routers, t, k]: the k experts that each of this rank's MoE
+layers, in the order of the forward pass, uses for each of the t tokens that remain after context and sequence
+parallelism.
 """
 
 from __future__ import annotations
