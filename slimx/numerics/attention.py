@@ -49,7 +49,7 @@ def _padded_attention(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Computes `packed_attention` with all sequences in one padded batch. Padding follows the tokens of a sequence, so
-    under the causal mask no token attends to it."""
+    under the causal mask no token attends to padding."""
     grid = _Grid(lengths, query.device)
     query, key, value = (grid.pad(x).transpose(1, 2) for x in (query, key, value))
     if window is None and sinks is None:
@@ -80,7 +80,7 @@ def _masked_attention(
     `mask`, bool [n or 1, Q, K], is True. `sinks`: see `packed_attention`. Returns [n, heads, Q, dv].
 
     A sink is appended as a key that is 1 in an appended dimension, in which the queries have the logit of their head.
-    So the kernel includes it in the softmax, and its gradient results from that of the queries.
+    So the kernel includes the sink in the softmax, and the sink's gradient results from the gradient of the queries.
 
     torch's CUDA kernels that accept a mask without storing the scores need head sizes divisible by 8, and not all of
     them support grouped heads (`sdp_utils.cpp`). Sizes are therefore padded and groups repeated; otherwise, torch would

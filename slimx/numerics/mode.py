@@ -44,9 +44,9 @@ class NumericsMode:
     """Command-line option of a server that selects this mode; the option takes one argument. None if no option is
     needed."""
     replaces_layers: ClassVar[bool] = False
-    """True if the mode replaces the plain torch layers of trainers and the operations of engines. Both then compute
-    with LoRA adapters merged into the weights, and the result for a row does not depend on the other rows of its
-    batch."""
+    """True if the mode replaces the plain torch layers of trainers and the operations of engines. With such a mode,
+    trainers and engines compute with LoRA adapters merged into the weights, and results for a sequence do not depend on
+    the other sequences in the batch."""
 
     @classmethod
     def configured(cls, config: Config) -> Self:
@@ -92,7 +92,7 @@ class NumericsMode:
         return []
 
     def open_choices(self) -> None:
-        """Makes SGLang accept this mode's values as choices of its arguments. Called in each process of a server."""
+        """Makes SGLang accept this mode's values for its command-line arguments. Called in each process of a server."""
 
     def register(self, registry: object, kinds: object) -> None:
         """Registers this mode's operations with `registry`, SGLang's HookRegistry. `kinds`: SGLang's HookType."""

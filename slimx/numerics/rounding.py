@@ -25,7 +25,7 @@ class Rounding:
     """No rounding: weights and activations are multiplied as they are. Base class of all roundings."""
 
     TOKENS: ClassVar[int] = 1
-    """Divisor of the number of tokens on each rank: micro-batches are padded to a multiple of it."""
+    """Divisor of the number of tokens on each rank; micro-batches are padded accordingly."""
     VARIABLES: ClassVar[Mapping[str, str]] = {}
     """Environment variables that a trainer's process with a GPU needs, set before torch is imported."""
 
@@ -36,7 +36,7 @@ class Rounding:
 
     def reasons(self, device: str, *, engine: bool) -> tuple[str, ...]:
         """Returns messages for the log about how layers on `device` round their operands. `engine`: True if Transformer
-        Engine computes the layers. Raises SlimxError if these layers cannot round."""
+        Engine computes the layers. Raises SlimxError if these layers cannot round their operands."""
         return ()
 
     def exchange_layers(self, block: object) -> None:
@@ -45,8 +45,8 @@ class Rounding:
 
     # The type of `weights` is Any, because its class is defined in slimx.trainer, which depends on this package.
     def prepare_weights(self, weights: Any) -> None:
-        """Prepares the `Weights` of a trainer for this rounding, after the optimizer has copied them to its fp32 main
-        weights."""
+        """Prepares the `Weights` of a trainer for this rounding, after the optimizer has copied the weights to its fp32
+        main weights."""
 
     def release(self, chunks: Iterable[torch.nn.Module]) -> None:
         """Frees the rounded weights that the modules `chunks` cache from one micro-batch to the next."""

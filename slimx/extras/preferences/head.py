@@ -1,5 +1,6 @@
 """Writes the score head of a reward model into a Hugging Face directory, in the format of transformers' sequence
-classification: one label, `score.weight` [1, hidden], no bias. The score is that of the last token."""
+classification: one label, `score.weight` [1, hidden], no bias. The score of an answer is the head's output at the last
+token."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ class RewardModel:
     async def train(
         self, run: Run, groups: Sequence[Group], updates: Sequence[Sequence[TrainingRow]]
     ) -> dict[str, float]:
-        """Runs a training step: for each update, computes the scores of its pairs with the current weights, and then
-        trains on them. Returns metrics of the step."""
+        """Runs a training step: for each update, computes the scores of the update's pairs with the current weights,
+        and then trains on the pairs. Returns metrics of the step."""
         margins = [float(group.prompt.metadata.get(MARGIN) or 0.0) for group in groups]
         actor = run.policies[ACTOR]
         metrics = []

@@ -29,8 +29,8 @@ def one_line(text: object) -> str:
 
 
 def with_log(text: object) -> str:
-    """Returns `text` as `one_line` does, except that lines starting with two spaces, those of a log that the text
-    quotes, stay separate lines."""
+    """Returns `text` on one line, as `one_line` does, but keeps lines that start with two spaces (lines quoted from a
+    log) as separate lines."""
     return one_line(text).replace("\\n  ", "\n  ")
 
 

@@ -81,8 +81,8 @@ def stacks(directory: Path) -> list[Stack]:
 
 
 def write_stacks(directory: Path, why: str) -> Path:
-    """Writes `why`, a line with the reason, and the stacks of the run's processes to RUN/stacks/TIME.txt, and returns
-    the path of this file. Only the newest `KEPT` files are kept."""
+    """Writes `why`, a line that says why the stacks are written, and the stacks of the run's processes to
+    RUN/stacks/TIME.txt, and returns the path of this file. Only the newest `KEPT` files are kept."""
     # With microseconds, engines that are lost at the same time get separate files.
     file = directory / DIRECTORY / f"{datetime.now():%Y%m%d-%H%M%S-%f}.txt"
     file.parent.mkdir(exist_ok=True)

@@ -27,7 +27,7 @@ class JsonlFile:
     def __init__(self, path: Path, *, resume_step: int | None) -> None:
         self.path = path
         self.removed = 0
-        """Number of lines removed on resuming: those of steps >= `resume_step`, and those without a valid record."""
+        """Number of lines removed on resuming: lines of steps >= `resume_step`, and lines without a valid record."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size:
             if resume_step is None:

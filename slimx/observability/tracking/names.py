@@ -24,7 +24,7 @@ class Metric:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Pattern that matches the names of all metrics that this entry describes."""
+        """Regular expression that matches the names of all metrics that this entry of the table describes."""
         pattern = ""
         for part in _PARTS.findall(self.name):
             pattern += ".+" if part[0] == "{" else re.escape(part)
