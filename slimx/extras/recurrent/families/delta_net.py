@@ -27,7 +27,7 @@ _KINDS = {_DELTA_NET, "full_attention"}
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """How a delta net's input projections are stored in one or several tensors. `sources`: name and number of rows of
+    """Storage of a delta net's input projections in one or several tensors. `sources`: name and number of rows of
     each tensor."""
 
     sources: tuple[tuple[str, int], ...]
