@@ -67,8 +67,8 @@ class Counterpart(Protocol):
         ...
 
     def translate(self, value: str) -> str | Counterpart | None:
-        """Returns the value for `key` that corresponds to the foreign `value`, or another counterpart; None if `value`
-        is invalid."""
+        """Returns the value of `key` that corresponds to the foreign `value`, or a counterpart with another key if
+        slimx sets this value elsewhere; None if `value` is invalid."""
         ...
 
 

@@ -75,7 +75,8 @@ class AttachedForm:
 
 @dataclass(frozen=True, slots=True)
 class ServedForm:
-    """Weight form of an engine's server. This base class is the plain form, which has no additional parameters."""
+    """Form in which an engine's server stores its weights, such as a base with LoRA adapters. This base class is the
+    plain form: the model's parameters and no others."""
 
     @property
     def policies(self) -> tuple[str, ...]:

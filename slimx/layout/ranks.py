@@ -32,7 +32,7 @@ class Sizes:
 
     @property
     def stage(self) -> int:
-        """Number of ranks per pipeline rank: tensor x context x data."""
+        """Number of ranks in one pipeline stage: tensor x context x data."""
         return self.tensor * self.context * self.data
 
     @property

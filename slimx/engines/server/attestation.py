@@ -203,8 +203,8 @@ def forms_of(name: str, ranks: Sequence[Json], encoding: Encoding) -> list[dict[
         if uncovered:
             parameter, reason = next(iter(uncovered.items()))
             raise SlimxError(
-                f"engine {name} rank {index} has {len(uncovered)} parameters that slimx cannot publish, the first is "
-                f"{parameter} ({reason}): add a row to slimx/adapters/sglang/weights/layout.py",
+                f"engine {name} rank {index} has {len(uncovered)} parameters that slimx cannot publish (the first is "
+                f"{parameter}: {reason}); add rows for them to slimx/adapters/sglang/weights/layout.py",
                 code="engine.uncovered",
                 about=parameter,
             )

@@ -207,7 +207,8 @@ class Engine(EngineServer):
 
     async def hold_weights(self) -> None:
         """Allocates the memory of the weights, without values, for the next publication; the engine's other memory
-        remains released. Does nothing if the engine is PAUSED or DIRTY, because the weights then have their memory."""
+        remains released. Does nothing if the engine is PAUSED or DIRTY, because that memory is then already
+        allocated."""
         if self.state is State.READY:  # the server was started after the last publication
             await self.sleep()
         if self.state is State.ASLEEP:

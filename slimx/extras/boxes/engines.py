@@ -156,7 +156,7 @@ class ContainerEngine:
 
 
 def owner() -> str:
-    """Returns the label that identifies this process as an owner."""
+    """Returns the container label that marks a sandbox as owned by this process."""
     return f"{_pid_namespace()}/{os.getpid()}/{_started(os.getpid())}"
 
 

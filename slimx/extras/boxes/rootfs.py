@@ -38,8 +38,8 @@ ENTRY = 4096
 SPARSE_PART = 256
 """Bytes counted for each part of a sparse file in addition to its content: the size of the part in memory."""
 UNPACKED = 9
-"""Maximum ratio of a root's counted size to the size of its archive, which has at least 512 bytes per entry, while
-`ENTRY` bytes are counted for an entry."""
+"""Maximum ratio of a root file system's counted size to the size of its archive. It allows for small files, which take
+at least 512 bytes in the archive and count as `ENTRY` bytes."""
 
 
 @dataclass(frozen=True, slots=True)

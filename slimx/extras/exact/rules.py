@@ -140,7 +140,7 @@ def computes_the_same(numerics: Numerics, trainer: Trainer) -> Problems:
 def kept_activations(numerics: Numerics, trainer: Trainer) -> Problems:
     recompute = trainer.recompute
     if numerics.exact and recompute.granularity == "selective" and "moe_act" in recompute.modules:
-        yield f"{MODE}, in which experts save activations; leave moe_act out of trainer.recompute.modules"
+        yield f"{MODE}, in which experts must save activations that moe_act recomputes; remove moe_act from the modules"
 
 
 @rule("exact.sampling", "rollout.sampling")

@@ -51,8 +51,8 @@ class RunState:
     """Fields that describe the trainers of each policy, by the policy's name
     (`slimx.orchestration.state.resume.trainer_state`)."""
     rollouts: Json
-    """Result of `RolloutManager.state()` or `Replay.state()`: position in the prompts and groups that are not trained
-    yet."""
+    """Result of `RolloutManager.state()` or `Replay.state()`: the position in the prompts, and
+    the groups that have not been trained on yet."""
     critic: Json | None = None
     """Parallel sizes of the ranks that wrote the critic's part of the checkpoint; None without a critic."""
 

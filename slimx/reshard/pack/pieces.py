@@ -174,7 +174,7 @@ def compact(pieces: np.ndarray) -> tuple[np.ndarray, int]:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Part of a run that is packed with one launch, in its own memory."""
+    """Part of a contiguous byte range of a bucket, packed by one kernel launch into a separate buffer."""
 
     pieces: np.ndarray
     """Records that write the portion, from byte 0 of its memory, [pieces] of `PIECE`."""

@@ -336,7 +336,7 @@ class _Compiler:
         one rectangle of one rank. Otherwise quantized values would depend on parallel sizes."""
         if max(move.row_step, rect.step) > 1:
             raise SlimxError(
-                f"plan: rows of {name} are reordered within quantization blocks: publish the model unquantized",
+                f"plan: {name} cannot be quantized, because its rows are reordered; leave out publish.quantize",
                 code="plan.reordered",
                 about=name,
             )

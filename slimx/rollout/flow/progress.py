@@ -57,7 +57,8 @@ class _Entry:
     """int32: prompt without the tokens of `before`."""
     completion: Completion
     routes_of: str | None = None
-    """Value of `Recorded.routes_of`."""
+    """Key of a later response that stores the routed experts of this one (`Recorded.routes_of`); None if this one
+    stores them."""
 
     @property
     def prompt(self) -> np.ndarray:

@@ -234,8 +234,8 @@ GROUP = "slimx.engine_layers"
 """Entry point group of modules whose `ROWS` add further kinds of layers to the parameter table."""
 
 TOGETHER: tuple[Split, ...] = (latent_down,)
-"""Functions of table rows whose tensors SGLang's `load_weights` fuses only if a single call includes all of them;
-otherwise it drops them silently."""
+"""Split functions of table rows whose sources must be loaded together: SGLang's `load_weights` fuses them only if one
+call includes all sources of a row, and otherwise drops them silently."""
 
 
 _BARE_ATTENTION = re.compile(r"(?<=\.layers\.)(\d+)\.(?=(qkv_proj|o_proj|q_norm|k_norm)\.)")

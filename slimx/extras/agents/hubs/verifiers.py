@@ -34,7 +34,8 @@ MAX_SHOWN = 300
 
 
 def check(*, url: str, token_env: str | None = None) -> None:
-    """Raises SlimxError for an invalid URL, and for a variable `token_env` that is not set or empty."""
+    """Raises SlimxError if the URL is invalid, or if the environment variable named by `token_env` is unset or
+    empty."""
     check_url(url, f"{KEY}.url", code="verifiers.url")
     if token_env is not None and not os.environ.get(token_env):
         raise SlimxError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SHOWN = 1000
-"""Maximum length in characters of an error message, which quotes the request and could have megabytes."""
+"""Maximum number of characters shown of an error message, which quotes the request and could be megabytes long."""
 
 
 class ApiError(Exception):

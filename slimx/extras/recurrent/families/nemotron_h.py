@@ -155,7 +155,7 @@ def transformer_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def layer_kind(hf: HfConfig) -> LayerKind:
-    """Returns the description of the decoder's layers, which contains the model's pattern (the kind of each layer)."""
+    """Returns the object that describes the decoder's layers, with the model's pattern (the kind of each layer)."""
     return HybridLayers(_pattern(hf))
 
 
