@@ -72,7 +72,9 @@ _MEANINGS: Table = {
     "algo.advantage.gamma": "algorithm.advantages.gamma",
     "algo.advantage.is_correction_enable enable_vllm_is_correction": _CORRECTION,
     "algo.dynamic_filtering_enable dynamic_filtering": flag("rollout.filter", "examples.varied.keep"),
-    "algo.dynamic_filtering_range dynamic_filtering_reward_range": computed("rollout.filter", "keep(group)"),
+    "algo.dynamic_filtering_range dynamic_filtering_reward_range": computed(
+        "rollout.filter", "the dotted path of keep(group)"
+    ),
     "reward.model_name_or_path reward_pretrain": computed(
         "rollout.engines", "a frozen group with the reward model, which a reward hook calls by name"
     ),

@@ -76,7 +76,7 @@ SLIME: Table = {
     "rollout_max_response_len": "rollout.sampling.max_new_tokens",
     "rollout_max_prompt_len": "rollout.max_prompt_tokens",
     "rollout_max_context_len": unsupported(
-        "rollout.max_prompt_tokens limits prompts and rollout.sampling.max_new_tokens turns"
+        "rollout.max_prompt_tokens limits prompts, rollout.sampling.max_new_tokens turns"
     ),
     "rollout_temperature": "rollout.sampling.temperature",
     "rollout_top_p": "rollout.sampling.top_p",
@@ -221,7 +221,7 @@ SLIME: Table = {
     "tb_project_name": not_needed("the files are in run.dir"),
     "tb_experiment_name": "run.name",
     "debug_rollout_only": unsupported("`slimx generate FILE` generates without training"),
-    "debug_train_only": computed("rollout.replay", "the directory of the run whose saved rollouts to train on"),
+    "debug_train_only": computed("rollout.replay", "the directory of the run whose saved rollouts are trained on"),
     "save_debug_rollout_data": _NO_DEBUG,
     "save_debug_train_data": _NO_DEBUG,
     "load_debug_rollout_data": computed("rollout.replay", "the directory of a slimx run"),

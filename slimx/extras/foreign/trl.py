@@ -72,7 +72,7 @@ TRL: Table = {
     "beta": "algorithm.kl_coef",
     "epsilon": "algorithm.loss.low",
     "epsilon_high": "algorithm.loss.high",
-    "num_iterations": "schedule.updates_per_step",
+    "num_iterations": unsupported("every rollout is trained on once; schedule.updates_per_step splits a step"),
     "steps_per_generation": computed("schedule.updates_per_step", "this value divided by gradient_accumulation_steps"),
     "generation_batch_size": computed("rollout.prompts_per_step", "this value divided by rollout.group_size"),
     "per_device_train_batch_size": computed(
@@ -128,7 +128,7 @@ TRL: Table = {
     "torch_dtype": computed("numerics.dtype", "bfloat16 or float32"),
     "dtype": computed("numerics.dtype", "bfloat16 or float32"),
     "attn_implementation": computed("trainer.attention", "auto, flash, fused or unfused"),
-    "trust_remote_code": not_needed("slimx never runs code of a checkpoint; model.family is for your own module"),
+    "trust_remote_code": not_needed("slimx never runs code from a checkpoint; model.family is for your own module"),
     "max_steps": "schedule.steps",
     "num_train_epochs": EPOCHS,
     "save_steps": "checkpoint.every",

@@ -63,7 +63,7 @@ VERL: Table = {
     "data.return_raw_chat": not_needed("hooks get the prompt's messages"),
     "data.shuffle": not_needed("prompts are always shuffled with run.seed; rollout.source sets another order"),
     "data.seed": "run.seed",
-    "data.trust_remote_code": not_needed("slimx never runs code of a checkpoint"),
+    "data.trust_remote_code": not_needed("slimx never runs code from a checkpoint"),
     "data.custom_cls.path": computed("rollout.map", "the dotted path of to_prompt(row)"),
     # Model and actor.
     "actor_rollout_ref.hybrid_engine": not_needed("schedule.colocate lets trainers and engines share devices"),
@@ -71,7 +71,7 @@ VERL: Table = {
     "actor_rollout_ref.model.use_remove_padding": PACKED,
     "actor_rollout_ref.model.use_fused_kernels": not_needed("log-probs are computed in chunks"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": flag("trainer.recompute.granularity", "full"),
-    "actor_rollout_ref.model.trust_remote_code": not_needed("slimx never runs code of a checkpoint"),
+    "actor_rollout_ref.model.trust_remote_code": not_needed("slimx never runs code from a checkpoint"),
     "actor_rollout_ref.model.lora_rank": "trainer.lora.rank",
     "actor_rollout_ref.model.lora_alpha": "trainer.lora.alpha",
     "actor_rollout_ref.model.target_modules": computed(
@@ -148,7 +148,7 @@ VERL: Table = {
             "megatron.optimizer_offload": OFFLOADED,
             "megatron.override_transformer_config.*": Meaning("{}"),
             "checkpoint.*": not_needed("checkpoints always include weights, optimizer and the state of the run"),
-            "profiler.*": unsupported("RUN/timeline.jsonl and report.html show the seconds of every phase"),
+            "profiler.*": unsupported("RUN/timeline.jsonl and report.html show how long every phase takes"),
         },
     ),
     # Rollouts and engines.
@@ -191,7 +191,7 @@ VERL: Table = {
             "val_kwargs.top_p": "eval.top_p",
             "val_kwargs.top_k": unsupported("evaluation supports only eval.top_p"),
             "val_kwargs.do_sample": not_needed("eval.temperature above 0 turns on sampling"),
-            "multi_turn.*": computed("rollout.generate", "tools, or your own hook"),
+            "multi_turn.*": computed("rollout.generate", "the hook tools, or your own"),
             "agent.*": computed("rollout.generate", "a hook with your own loop"),
             "layer_name_map.*": not_needed("slimx maps names of weights with built-in tables"),
         },
@@ -237,7 +237,8 @@ VERL: Table = {
     "trainer.total_training_steps": "schedule.steps",
     "trainer.total_epochs": EPOCHS,
     "trainer.save_freq": Meaning(
-        "checkpoint.every", {"-1": not_needed("checkpoint.every: 0 saves by time and at the end")}
+        "checkpoint.every",
+        {"-1": not_needed("checkpoint.every=0 saves only by checkpoint.every_seconds and at the end")},
     ),
     "trainer.test_freq": Meaning("eval.every", {"-1": "0"}),
     "trainer.val_before_train": unsupported("a run with eval.prompts always evaluates before the first step"),
@@ -250,7 +251,7 @@ VERL: Table = {
     "trainer.default_local_dir": "run.dir",
     "trainer.default_hdfs_dir": unsupported("checkpoints are written to run.dir"),
     "trainer.resume_mode": Meaning(
-        "run.resume", {"disable": "never", "resume_path": computed("run.fork", "the checkpoint")}
+        "run.resume", {"disable": "never", "resume_path": computed("run.fork", "the path of the checkpoint")}
     ),
     "trainer.resume_from_path": "run.fork",
     "trainer.critic_warmup": "critic.warmup_steps",
@@ -260,5 +261,5 @@ VERL: Table = {
     "trainer.device": Meaning("cluster.device", {"gpu": "cuda"}),
     "trainer.logger": computed("track.wandb", "true or false; track also has tensorboard, mlflow and swanlab"),
     "ray_kwargs.*": not_needed("slimx starts Ray; for a running cluster set cluster.ray_address"),
-    "global_profiler.*": unsupported("RUN/timeline.jsonl and report.html show the seconds of every phase"),
+    "global_profiler.*": unsupported("RUN/timeline.jsonl and report.html show how long every phase takes"),
 }
