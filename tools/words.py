@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("slimx", "tools", "benchmarks", "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+FOLDERS = ("slimx", "tools", "benchmarks", "examples", "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 """Folders whose files are read if no path is given."""
 
 PHRASES = re.compile(
