@@ -128,7 +128,7 @@ def routed(model: Path, moe: dict[str, Any], name: str) -> Config:
 
 def test_the_users_own_functions_are_looked_at():
     here = "tests.integration.hooks"
-    hooks = {"advantages": f"{here}.own_advantages", "loss": f"{here}.own_loss", "aggregation": "sample"}
+    hooks = {"advantages": f"{here}.rewards_as_advantages", "loss": f"{here}.weighted_loss", "aggregation": "sample"}
     found = by_key(effects(config(hooks)))
     assert found.keys() == {"loss", "advantages", "aggregation"} and all(effect.share for effect in found.values())
 
