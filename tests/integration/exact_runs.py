@@ -24,7 +24,7 @@ TWO: list[dict[str, Any]] = [
 ]
 """Layouts of two ranks; the packing differs as well."""
 THREE_LAYERS = {"layers_per_stage": (1, 2)}
-"""Of the two stages, in models that have three layers; the quickstart's has two."""
+"""Layers of the two stages, for models with three layers; the quickstart's has two."""
 DENSE = [case for case in TWO if "expert" not in case["trainer"]]
 
 

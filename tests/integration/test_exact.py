@@ -48,6 +48,16 @@ Published = Callable[[Engine, Path], Awaitable[Weights | list[Weights]]]
 """Returns what is published to an engine of a directory's weights: whole tensors, or those of each rank."""
 
 
+def check_run(run: TrainProcess, directory: Path) -> None:
+    """Checks that a run of three steps learns, verifies every publication and never has a gap."""
+    assert run.wait() == 0, run.text()
+    rows = steps(directory)
+    assert list(rows) == [1, 2, 3]
+    for row in rows.values():
+        assert row["gap/tokens"] > 0 and row["gap/max"] == 0.0 and row["mismatch/max"] == 0.0
+        assert row["optim/grad_norm"] > 0 and row["publish/engines_verified"] == 1
+
+
 @pytest.mark.slow("a whole run; test_run_deepseek has one in exact mode")
 def test_quickstart_runs_in_exact_mode_without_any_gap(tiny_model: Path, task_of_sums: Path, tmp_path: Path) -> None:
     config = write_config(
@@ -61,12 +71,7 @@ def test_quickstart_runs_in_exact_mode_without_any_gap(tiny_model: Path, task_of
         checkpoint={"export_hf": False},
     )
     run = TrainProcess(config)
-    assert run.wait() == 0, run.text()
-    rows = steps(tmp_path / "run")
-    assert list(rows) == [1, 2, 3]
-    for row in rows.values():
-        assert row["gap/tokens"] > 0 and row["gap/max"] == 0.0 and row["mismatch/max"] == 0.0
-        assert row["optim/grad_norm"] > 0 and row["publish/engines_verified"] == 1
+    check_run(run, tmp_path / "run")
 
 
 @pytest.mark.slow("a trainer and a server in each mode")
@@ -124,7 +129,7 @@ async def before_and_after(engine: Engine, first: Path, second: Path, published:
 
 
 async def whole(engine: Engine, model: Path) -> dict[str, torch.Tensor]:
-    """What a publication brings of a directory under its Hugging Face names."""
+    """Returns the tensors that a publication of the checkpoint `model` sends, by Hugging Face name."""
     weights, forms = load_file(model / "model.safetensors"), (await engine.inventory())[0]
     return {name: _published(weights[name], form, engine.spec.dtype) for name, form in forms.items()}
 
@@ -163,7 +168,9 @@ async def completions(engine: Engine, model: Path) -> Completions:
 
 
 async def retracted(engine: Engine, client: GenerationClient, prompts: list[list[int]]) -> Completions:
-    """Of requests that a pause takes out of the batch; their KV is computed again. Longer ones until one was."""
+    """Returns the completions of requests that a pause removes from the batch, whose KV cache is computed again.
+
+    Requests become longer until a pause removes one."""
     longest, end = 24, time.monotonic() + START_S
     while time.monotonic() < end:
         async with aiohttp.ClientSession(engine.spec.url, headers=bearer(engine.spec.keys.api_key)) as session:
@@ -318,9 +325,4 @@ def run_config(directory: Path, prompts: Path, rule: str) -> Path:
 @pytest.mark.parametrize("rule", ["ieee", "ue8m0"])
 def test_a_run_has_no_gap_over_publications(rule: str, task_of_sums: Path, tmp_path: Path) -> None:
     run = TrainProcess(run_config(tmp_path, task_of_sums / "train.jsonl", rule))
-    assert run.wait() == 0, run.text()
-    rows = steps(tmp_path / "run")
-    assert list(rows) == [1, 2, 3]
-    for row in rows.values():
-        assert row["gap/tokens"] > 0 and row["gap/max"] == 0.0 and row["mismatch/max"] == 0.0
-        assert row["optim/grad_norm"] > 0 and row["publish/engines_verified"] == 1
+    check_run(run, tmp_path / "run")

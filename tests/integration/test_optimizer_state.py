@@ -14,17 +14,12 @@ from tests.integration import transformer_engine_stand
 from tests.integration.chosen import chosen_cases
 from tests.integration.rank_processes import cached, run_ranks
 from tests.integration.saving import finish_save
+from tests.integration.test_optimizer import LAYOUTS
 from tests.integration.trainer_rank import CLIPPED, Rank, equal
 from tests.needed import missing
 
 pytestmark = pytest.mark.integration
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "single": {"world_size": 1},
-    "EP2": {"world_size": 2, "expert": 2},
-    "PP2xVPP2": {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2},
-    "TP2xPP2": {"world_size": 4, "tensor": 2, "pipeline": 2},
-}
 STEPS = 3
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},

@@ -43,7 +43,7 @@ async def _pieces(stream: CompletionStream, out: asyncio.Future[None]) -> AsyncI
     while True:
         piece = asyncio.ensure_future(anext(pieces, None))
         try:
-            if out.done():  # abandoned while nobody read: the last pieces may have arrived since
+            if out.done():  # abandoned between two reads: the last pieces may have arrived since
                 await asyncio.wait({piece}, timeout=CANCEL_S)
             else:
                 futures: list[AnyFuture] = [piece, out]

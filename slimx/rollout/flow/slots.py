@@ -33,7 +33,7 @@ class Slots:
 
         `first`: True to wait ahead of all requests that were made with `first=False`.
         """
-        if self._free:  # a free slot means that nobody waits, because a released slot goes to the next waiter
+        if self._free:  # a free slot means that there is no waiter, because a released slot goes to the next waiter
             self._free -= 1
         else:
             with clock.paused() if clock is not None else nullcontext():
