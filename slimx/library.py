@@ -16,17 +16,17 @@ def load_library(path: Path, *, what: str, version: str, abi: int, remedy: str) 
     SlimxError if the library is missing, broken or outdated.
     """
     if not path.exists():
-        raise SlimxError(f"{what} {path} is missing: {remedy}", code="library.missing", about=str(path))
+        raise SlimxError(f"{what} {path} is missing; {remedy}", code="library.missing", about=str(path))
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise SlimxError(
-            f"{what} {path} cannot be loaded ({error}): {remedy}", code="library.broken", about=str(path)
+            f"{what} {path} cannot be loaded ({error}); {remedy}", code="library.broken", about=str(path)
         ) from error
     interface = getattr(library, version)() if hasattr(library, version) else None
     if interface != abi:
         raise SlimxError(
-            f"{what} {path} is outdated (ABI version {interface}, slimx needs {abi}): {remedy}",
+            f"{what} {path} is outdated (ABI version {interface}, slimx needs {abi}); {remedy}",
             code="library.stale",
             about=str(path),
         )

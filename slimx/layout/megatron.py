@@ -27,7 +27,7 @@ class MegatronLayout:
         if sizes.virtual > 1 and sizes.pipeline == 1:
             raise SlimxError(
                 f"trainer.virtual_pipeline={sizes.virtual} requires trainer.pipeline > 1, because one rank has no "
-                "stages to interleave with: set trainer.virtual_pipeline=1",
+                "stages to interleave with; set trainer.virtual_pipeline=1",
                 code="layout.virtual_pipeline",
                 about="trainer.virtual_pipeline",
             )
@@ -36,7 +36,7 @@ class MegatronLayout:
         ):
             raise SlimxError(
                 f"trainer.layers_per_stage={list(sizes.split)} does not distribute {table.layers} layers over "
-                f"{sizes.stages} stages (trainer.pipeline x trainer.virtual_pipeline): set, for example, "
+                f"{sizes.stages} stages (trainer.pipeline x trainer.virtual_pipeline); set, for example, "
                 f"trainer.layers_per_stage={nearly_equal(table.layers, sizes.stages)}",
                 code="layout.layers_per_stage",
                 about="trainer.layers_per_stage",
@@ -44,7 +44,7 @@ class MegatronLayout:
         if not sizes.split and table.layers % sizes.stages:
             virtual = f" x trainer.virtual_pipeline={sizes.virtual}" if sizes.virtual > 1 else ""
             raise SlimxError(
-                f"trainer.pipeline={sizes.pipeline}{virtual} does not divide the model's {table.layers} layers: choose "
+                f"trainer.pipeline={sizes.pipeline}{virtual} does not divide the model's {table.layers} layers; choose "
                 f"a divisor, or set the layers of each stage: "
                 f"trainer.layers_per_stage={nearly_equal(table.layers, sizes.stages)}",
                 code="layout.pipeline",
@@ -52,13 +52,13 @@ class MegatronLayout:
             )
         if sizes.expert > 1 and not table.experts:
             raise SlimxError(
-                f"trainer.expert={sizes.expert} splits experts, but the model has none: set trainer.expert=1",
+                f"trainer.expert={sizes.expert} splits experts, but the model has none; set trainer.expert=1",
                 code="layout.experts",
                 about="trainer.expert",
             )
         if table.experts % sizes.expert:
             raise SlimxError(
-                f"trainer.expert={sizes.expert} does not divide the model's {table.experts} experts: "
+                f"trainer.expert={sizes.expert} does not divide the model's {table.experts} experts; "
                 f"choose a divisor of {table.experts}",
                 code="layout.experts",
                 about="trainer.expert",
@@ -66,7 +66,7 @@ class MegatronLayout:
         if sizes.stage % (sizes.expert * sizes.expert_tensor):
             raise SlimxError(
                 f"trainer.expert={sizes.expert} x trainer.expert_tensor={sizes.expert_tensor} does not divide the "
-                f"{sizes.stage} ranks of a pipeline stage: lower trainer.expert or raise trainer.data",
+                f"{sizes.stage} ranks of a pipeline stage; lower trainer.expert or raise trainer.data",
                 code="layout.expert_ranks",
                 about="trainer.expert",
             )

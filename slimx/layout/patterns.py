@@ -37,7 +37,7 @@ def select(table: Table, patterns: Sequence[str], key: str) -> frozenset[Sources
         elif matched:
             raise SlimxError(
                 f"{key} matches {matched[0]} but not {missing[0]}, although both are part of the parameter "
-                f"{megatron_name(table, entry)}: match all of {', '.join(entry.sources)} or none",
+                f"{megatron_name(table, entry)}; match all of {', '.join(entry.sources)} or none",
                 code="layout.pattern_part",
                 about=key,
             )

@@ -177,7 +177,7 @@ class Table:
             for name, original in self.aliases.items():
                 if name in out or original not in out:
                     raise SlimxError(
-                        f"weight table: {name} is an alias of {original}, so only {original} must be in a row: correct "
+                        f"weight table: {name} is an alias of {original}, so only {original} must be in a row; correct "
                         "rows or aliases",
                         code="table.alias",
                         about=name,
@@ -205,7 +205,7 @@ class Table:
                 for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
                     if owner.setdefault(name, entry.row) is not entry.row:
                         raise SlimxError(
-                            f"weight table: {name} is a source of two rows: use each checkpoint tensor in one row",
+                            f"weight table: {name} is a source of two rows; use each checkpoint tensor in one row",
                             code="table.two_rows",
                             about=name,
                         )
@@ -230,7 +230,7 @@ def check_row(row: Row, experts: int) -> None:
     checkpoint element exactly once."""
     if row.quantized and (row.dtype is not None or any(len(shape) == 1 for _, shape in row.sources)):
         raise SlimxError(
-            f"weight table: {row.name} is quantized, but has vectors or sets a dtype: correct its row",
+            f"weight table: {row.name} is quantized, but has vectors or sets a dtype; correct its row",
             code="table.quantized",
             about=row.name,
         )

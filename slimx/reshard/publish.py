@@ -88,7 +88,7 @@ class Publisher:
         trainers failed, an engine has a different model, or another publication is running."""
         if self._current is not None:
             raise SlimxError(
-                f"version {version} cannot be published until the publication of version {self._current} has ended: "
+                f"version {version} cannot be published until the publication of version {self._current} has ended; "
                 "wait for it",
                 code="publish.under_way",
                 about=f"version {version}",
@@ -374,7 +374,7 @@ def _compare(engine: str, sent: list[dict[str, str]], loaded: list[dict[str, str
     the publication, because restarting the engine would not help."""
     if len(sent) != len(loaded):
         raise SlimxError(
-            f"engine {engine} loads tensors into {len(loaded)} ranks, but the trainers send to {len(sent)}: start the "
+            f"engine {engine} loads tensors into {len(loaded)} ranks, but the trainers send to {len(sent)}; start the "
             "engine with the sizes of this run's configuration",
             code="publish.ranks",
             about=engine,
@@ -384,17 +384,17 @@ def _compare(engine: str, sent: list[dict[str, str]], loaded: list[dict[str, str
         name = f"engine {engine} rank {rank}" if len(sent) > 1 else f"engine {engine}"
         for tensor, form in sent_tensors.items():
             if tensor not in engine_tensors:
-                raise SlimxError(f"{name} has no tensor {tensor}: {remedy}", code="publish.unknown", about=tensor)
+                raise SlimxError(f"{name} has no tensor {tensor}; {remedy}", code="publish.unknown", about=tensor)
             if engine_tensors[tensor] != form:
                 raise SlimxError(
-                    f"{name} has {tensor} as {engine_tensors[tensor]}, but the trainers send {form}: {remedy}",
+                    f"{name} has {tensor} as {engine_tensors[tensor]}, but the trainers send {form}; {remedy}",
                     code="publish.form",
                     about=tensor,
                 )
         missing = sorted(engine_tensors.keys() - sent_tensors.keys())
         if missing:
             raise SlimxError(
-                f"{name} needs {missing[0]}, which trainers do not send ({len(missing)} such tensors): {remedy}",
+                f"{name} needs {missing[0]}, which trainers do not send ({len(missing)} such tensors); {remedy}",
                 code="publish.missing",
                 about=missing[0],
             )

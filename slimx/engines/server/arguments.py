@@ -80,7 +80,7 @@ def check_server_args(args: Json, where: str = "rollout.engines.sglang") -> None
             close = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), fields, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]}?" if close else "see python -m sglang.launch_server --help"
             raise SlimxError(
-                f"{where}.{name} is not an argument of the installed SGLang: {hint}",
+                f"{where}.{name} is not an argument of the installed SGLang; {hint}",
                 code="sglang.argument",
                 about=f"{where}.{name}",
             )

@@ -54,7 +54,7 @@ async def _attest(wire: ControlClient, name: str) -> list[Json]:
         if error.code not in ("http.refused", "engine.no_plugin"):
             raise
         raise SlimxError(
-            f"{wire.server_name} at {wire.url} does not attest the slimx plugin ({error}): start the server with "
+            f"{wire.server_name} at {wire.url} does not attest the slimx plugin ({error}); start the server with "
             "`python -m slimx.engines.server.launch` in an environment where slimx is installed",
             code="engine.unattested",
             about=name,
@@ -93,7 +93,7 @@ async def check_guarded(wire: ControlClient) -> None:
         )
         if status not in REFUSED:
             raise SlimxError(
-                f"{wire.server_name} responds to {method} {wire.url}{path} without a key (status {status}): remove the "
+                f"{wire.server_name} responds to {method} {wire.url}{path} without a key (status {status}); remove the "
                 "arguments that disable keys from rollout.engines.sglang",
                 code="engine.unguarded",
                 about=path,
@@ -128,7 +128,7 @@ def check_ranks(ranks: list[Json], spec: EngineSpec) -> None:
             if fact.attested != fact.expected:
                 raise SlimxError(
                     f"engine {spec.name} rank {index} runs with {fact.name} {fact.attested}, but the configuration "
-                    f"requires {fact.expected}: {fact.remedy}",
+                    f"requires {fact.expected}; {fact.remedy}",
                     code=f"engine.{fact.name}",
                     about=f"{spec.name} rank {index}",
                 )
@@ -168,7 +168,7 @@ def check_backends(ranks: list[Json], spec: EngineSpec) -> None:
         for field, plain in unpublishable(rank["backends"], experts=rank["experts"], fp8=rank["fp8"]):
             raise SlimxError(
                 f"engine {spec.name} rank {index} selected {field} {rank['backends'][field]!r}, which changes the "
-                f"layout of published weights: set rollout.engines.sglang.{field}={plain}",
+                f"layout of published weights; set rollout.engines.sglang.{field}={plain}",
                 code="engine.backend",
                 about=field,
             )
@@ -228,7 +228,7 @@ def check_staged(name: str, ranks: Sequence[Json]) -> None:
         if rank["missing"]:
             raise SlimxError(
                 f"engine {name} rank {index}: {rank['missing']} tensors of the model are not staged, the first is "
-                f"{rank['first_missing']}: stage every tensor before loading",
+                f"{rank['first_missing']}; stage every tensor before loading",
                 code="engine.not_staged",
                 about=rank["first_missing"],
             )
@@ -240,7 +240,7 @@ def check_copied(name: str, ranks: Sequence[Json]) -> None:
         error = rank["outcome"].get("error")
         if error:
             raise SlimxError(
-                f"engine {name} rank {index}: copying failed after {rank['outcome']['loaded']} tensors ({error}): "
+                f"engine {name} rank {index}: copying failed after {rank['outcome']['loaded']} tensors ({error}); "
                 "publish again",
                 code="engine.copy",
                 about=name,
@@ -256,7 +256,7 @@ def verified_by(name: str, ranks: Sequence[Json]) -> Json:
     same_for_all = ranks[0]["encoding"] != "local"
     if same_for_all and len(set(counts)) > 1:
         raise SlimxError(
-            f"engine {name}: ranks received different numbers of tensors, {counts}, in one publication: publish again",
+            f"engine {name}: ranks received different numbers of tensors, {counts}, in one publication; publish again",
             code="engine.counts",
             about=name,
         )
@@ -264,7 +264,7 @@ def verified_by(name: str, ranks: Sequence[Json]) -> Json:
         wrong = _names_of_all(ranks, key)
         if wrong:
             raise SlimxError(
-                f"engine {name}: {len(wrong)} tensors {problem}, the first is {wrong[0]}: publish again or restart the "
+                f"engine {name}: {len(wrong)} tensors {problem}, the first is {wrong[0]}; publish again or restart the "
                 "engine",
                 code="engine.unverified",
                 about=wrong[0],

@@ -129,7 +129,7 @@ class ControlClient:
         failure = f"{self.server_name}: {method} {self.url}{path} returned status {status}: {message_of(response)}"
         if status in REFUSED:
             raise SlimxError(
-                f"{failure}; the server requires another key: set api_key_env and admin_api_key_env of its group in "
+                f"{failure}; the server requires another key; set api_key_env and admin_api_key_env of its group in "
                 "rollout.engines to the environment variables that contain its keys",
                 code="engine.key",
                 about=path,
@@ -176,14 +176,14 @@ class ControlClient:
             if ranks.setdefault(rank, response)["pid"] != response["pid"]:
                 raise SlimxError(
                     f"{self.server_name}: two processes respond as rank {rank}, because they are replicas (dp_size "
-                    "without enable_dp_attention): start one engine per replica",
+                    "without enable_dp_attention); start one engine per replica",
                     code="engine.replicas",
                     about=self.server_name,
                 )
         if sorted(ranks) != list(range(size)):
             raise SlimxError(
                 f"{self.server_name}: only ranks {sorted(ranks)} of {size} responded to {action}; with pp_size above 1 "
-                "SGLang returns only the responses of the first stage: use tensor and expert parallelism",
+                "SGLang returns only the responses of the first stage; use tensor and expert parallelism",
                 code="engine.ranks_missing",
                 about=self.server_name,
             )

@@ -65,14 +65,14 @@ class Keys:
             try:
                 if stat.S_IMODE(os.stat(where).st_mode) & 0o077:
                     raise SlimxError(
-                        f"--keys {where}: other users may read it: run `chmod 600 {where}`",
+                        f"--keys {where}: other users may read it; run `chmod 600 {where}`",
                         code="keys.mode",
                         about=where,
                     )
                 text = Path(where).read_text()
             except OSError as error:
                 raise SlimxError(
-                    f"--keys {where} cannot be read ({error.strerror}): pass the path of a readable file",
+                    f"--keys {where} cannot be read ({error.strerror}); pass the path of a readable file",
                     code="keys.file",
                     about=where,
                 ) from None
@@ -101,7 +101,7 @@ def key_in(name: str | None, variables: Mapping[str, str], where: str) -> str | 
     key = variables.get(name)
     if not key:
         raise SlimxError(
-            f"{where} names the environment variable {name}, which is not set: export it where the run is started",
+            f"{where} names the environment variable {name}, which is not set; export it where the run is started",
             code="keys.variable",
             about=name,
         )

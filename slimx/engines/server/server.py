@@ -205,7 +205,7 @@ class EngineServer:
         if self.process is not None and PORT_TAKEN in self.process.tail():
             # SGLang's process keeps running if its HTTP server could not start.
             raise SlimxError(
-                f"engine {self.spec.name} cannot listen at {self.spec.url}, because another program uses the port: end "
+                f"engine {self.spec.name} cannot listen at {self.spec.url}, because another program uses the port; end "
                 "that program",
                 code=PORT,
                 about=self.spec.url,

@@ -168,7 +168,7 @@ def server_args(spec: EngineSpec) -> Json:
     if taken:
         raise SlimxError(
             f"rollout.engines.sglang.{taken[0]} cannot be set for engine {spec.name}, because slimx sets it to "
-            f"{ours[taken[0]]!r}: remove it",
+            f"{ours[taken[0]]!r}; remove it",
             code="sglang.taken",
             about=f"rollout.engines.sglang.{taken[0]}",
         )
@@ -182,14 +182,14 @@ def check_keyless(args: Json) -> None:
         if args.get(name) is not None:
             raise SlimxError(
                 f"rollout.engines.sglang.{name} would be on the server's command line, which every user of the "
-                "machine can read: remove it, because slimx generates random keys for each run's servers",
+                "machine can read; remove it, because slimx generates random keys for each run's servers",
                 code="engine.key_on_command_line",
                 about=name,
             )
     if args.get("tokenizer_worker_num") not in (None, 1):
         raise SlimxError(
             f"rollout.engines.sglang.tokenizer_worker_num is {args['tokenizer_worker_num']}, but with more than 1 "
-            "SGLang checks no keys, so that any process could replace the weights: set it to 1",
+            "SGLang checks no keys, so that any process could replace the weights; set it to 1",
             code="engine.unguarded",
             about="tokenizer_worker_num",
         )

@@ -48,7 +48,7 @@ def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN) -> Plan:
     inputs give the same plan. Raises SlimxError if the plan has no holders or host memory does not suffice."""
     if plan.holders is None:
         raise SlimxError(
-            "dealing: the plan was read from bytes, which do not include its holders: compile it again",
+            "dealing: the plan was read from bytes, which do not include its holders; compile it again",
             code="dealing.holders",
             about="plan",
         )
@@ -58,7 +58,7 @@ def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN) -> Plan:
         raise SlimxError(
             f"dealing: distributing {len(plan.moved)} moves to {engines} engines needs {needed / 2**30:.0f} GiB of "
             "host "
-            f"memory, but only {free / 2**30:.0f} GiB are free: lower rollout.engines.count, or use a machine with "
+            f"memory, but only {free / 2**30:.0f} GiB are free; lower rollout.engines.count, or use a machine with "
             "more "
             "memory",
             code="dealing.memory",

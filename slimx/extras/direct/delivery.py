@@ -393,7 +393,7 @@ def _bases(engine: str, attested: object, receivers: int, buckets: int) -> list[
     ):
         return attested
     raise SlimxError(
-        f"engine {engine} did not report a transfer for each of its {buckets} buckets: install the same version of "
+        f"engine {engine} did not report a transfer for each of its {buckets} buckets; install the same version of "
         "slimx on every machine",
         code="direct.bases",
         about=engine,

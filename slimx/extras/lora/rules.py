@@ -111,7 +111,7 @@ def _serving(groups: Iterable[Engines]) -> Iterator[tuple[str, str]]:
 def freezes_itself(trainer: Trainer) -> Problems:
     if trainer.lora is not None and trainer.freeze:
         yield (
-            "trainer.lora already freezes every base weight: remove trainer.freeze, and select layers by "
+            "trainer.lora already freezes every base weight; remove trainer.freeze, and select layers by "
             "trainer.lora.targets"
         )
 
@@ -123,9 +123,9 @@ def has_targets(trainer: Trainer, spec: ModelSpec) -> Problems:
     from slimx.extras.lora.targets import absent
 
     for target in absent(trainer.lora.targets or (), spec.table):
-        yield f"{spec.path} has no layers of the target {target}: remove that target"
+        yield f"{spec.path} has no layers of the target {target}; remove that target"
     if trainer.lora.targets == ():
-        yield "the list is empty, so nothing would be trained: remove the key to adapt all layers, or name targets"
+        yield "the list is empty, so nothing would be trained; remove the key to adapt all layers, or name targets"
 
 
 @rule("lora.load", "trainer.lora.load")
@@ -144,7 +144,7 @@ def both_kinds(trainer: Trainer, sizes: Sizes) -> Problems:
         return
     if "experts" not in trainer.lora.targets or set(trainer.lora.targets) == {"experts"}:
         yield (
-            f"with trainer.expert={sizes.expert}, both experts and other layers must have adapters: add the missing "
+            f"with trainer.expert={sizes.expert}, both experts and other layers must have adapters; add the missing "
             "targets, or set trainer.expert=1"
         )
 
@@ -153,7 +153,7 @@ def both_kinds(trainer: Trainer, sizes: Sizes) -> Problems:
 def has_some(trainer: Trainer, publish: Publish) -> Problems:
     if publish.adapters == "alone" and trainer.lora is None:
         yield (
-            "publish.adapters=alone publishes adapters, but the run trains none: set trainer.lora, or remove "
+            "publish.adapters=alone publishes adapters, but the run trains none; set trainer.lora, or remove "
             "publish.adapters"
         )
 
@@ -168,14 +168,14 @@ def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Prob
     if any(adapts(("experts",), name) for name in names):
         yield (
             "SGLang 0.5.23 supports adapters of routed experts only with Triton on GPUs, and slimx has not been tested "
-            "with them unmerged: list only attention, or set publish.adapters to merged"
+            "with them unmerged; list only attention, or set publish.adapters to merged"
         )
         return
     others = [name for name in names if not adapts(SERVED, name)]
     if others:
         yield (
             f"publish.adapters=alone has been tested only for {' and '.join(SERVED)}, but {others[0]} would have an "
-            "adapter: list only these targets, or set publish.adapters to merged"
+            "adapter; list only these targets, or set publish.adapters to merged"
         )
 
 
@@ -185,7 +185,7 @@ def brings_adapters(publish: Publish, device: str) -> Problems:
     alone."""
     if publish.adapters == "alone" and publish.transport != "memory":
         yield (
-            "publish.adapters=alone requires publish.transport=memory, on one machine: set publish.transport "
+            "publish.adapters=alone requires publish.transport=memory, on one machine; set publish.transport "
             "to memory, or publish.adapters to merged"
         )
 

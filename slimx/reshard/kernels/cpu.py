@@ -72,7 +72,7 @@ def pack(
     or outside the bucket."""
     if bucket.dtype != torch.uint8 or bucket.device.type != "cpu" or not bucket.is_contiguous():
         raise SlimxError(
-            f"the bucket is a {bucket.dtype} tensor on {bucket.device}: pass a contiguous uint8 tensor in CPU memory",
+            f"the bucket is a {bucket.dtype} tensor on {bucket.device}; pass a contiguous uint8 tensor in CPU memory",
             code="kernel.bucket",
             about="bucket",
         )
@@ -82,7 +82,7 @@ def pack(
     out_flags = np.zeros(len(sums), dtype=np.uint32) if flags is None else flags
     if out_flags.dtype != np.uint32 or out_flags.shape != sums.shape or not out_flags.flags.carray:
         raise SlimxError(
-            f"flags is an array of {out_flags.dtype} with shape {out_flags.shape}: pass a contiguous array of uint32 "
+            f"flags is an array of {out_flags.dtype} with shape {out_flags.shape}; pass a contiguous array of uint32 "
             "with the shape of sums",
             code="kernel.flags",
             about="flags",
@@ -111,7 +111,7 @@ def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> N
         first = names[bad[0]] if names is not None else f"tensor {bad[0]}"
         raise SlimxError(
             f"{first} has a value that is infinite, NaN or too large for bf16 ({len(bad)} such tensors in this "
-            "bucket), so these weights cannot be published: check the last optimizer steps",
+            "bucket), so these weights cannot be published; check the last optimizer steps",
             code="kernel.nonfinite",
             about=first,
         )
@@ -126,7 +126,7 @@ def triton_scales(path: Path) -> np.ndarray:
     )
     if not path.exists():
         raise SlimxError(
-            f"{path}, the table of scales that the quantization rule triton needs, does not exist: {remedy}",
+            f"{path}, the table of scales that the quantization rule triton needs, does not exist; {remedy}",
             code="kernel.no_table",
             about=str(path),
         )
@@ -134,7 +134,7 @@ def triton_scales(path: Path) -> np.ndarray:
     if table.dtype != np.float32 or table.shape != (_BF16_AMAX, 2) or not table.flags.carray:
         raise SlimxError(
             f"{path} contains {table.dtype} values of shape {table.shape}, but the table of scales is float32 "
-            f"({_BF16_AMAX}, 2): {remedy}",
+            f"({_BF16_AMAX}, 2); {remedy}",
             code="kernel.table_form",
             about=str(path),
         )
@@ -142,7 +142,7 @@ def triton_scales(path: Path) -> np.ndarray:
     exact = np.stack([amax.astype(np.float64) / 448, 448 / amax.astype(np.float64)], axis=1)
     if not np.allclose(table, exact, rtol=1e-6, atol=0):
         raise SlimxError(
-            f"the table of fp8 scales {path} must contain amax / 448 and its inverse for every amax: {remedy}",
+            f"the table of fp8 scales {path} must contain amax / 448 and its inverse for every amax; {remedy}",
             code="kernel.table",
             about=str(path),
         )
@@ -203,7 +203,7 @@ def library() -> ctypes.CDLL:
 def _isa(name: str) -> int:
     if name not in _ISAS:
         raise SlimxError(
-            f"the instruction set {name!r} is unknown: choose one of {', '.join(_ISAS)}", code="kernel.isa", about=name
+            f"the instruction set {name!r} is unknown; choose one of {', '.join(_ISAS)}", code="kernel.isa", about=name
         )
     return _ISAS[name]
 
@@ -212,7 +212,7 @@ def threads_of(threads: int | None) -> int:
     """Returns `threads`, or torch's number of threads if it is None. Raises SlimxError if it is less than 1."""
     if threads is not None and threads < 1:
         raise SlimxError(
-            f"threads is {threads}, but must be at least 1: pass a larger number, or None for torch's number",
+            f"threads is {threads}, but must be at least 1; pass a larger number, or None for torch's number",
             code="kernel.threads",
             about=str(threads),
         )
@@ -222,7 +222,7 @@ def threads_of(threads: int | None) -> int:
 def _raise_for(status: int, isa: str) -> None:
     if status == _NO_SUCH_ISA:
         raise SlimxError(
-            f"this processor does not support the instruction set {isa}: choose one of {', '.join(isas())}",
+            f"this processor does not support the instruction set {isa}; choose one of {', '.join(isas())}",
             code="kernel.isa",
             about=str(isa),
         )

@@ -68,7 +68,7 @@ class DevicePlan:
             if index.value < len(pieces):
                 raise SlimxError(
                     f"piece {index.value} of bucket {bucket}, of {self.names[pieces[index.value]['tensor']]}, is at an "
-                    f"address that {self.device} cannot read: pass pieces of tensors on that device",
+                    f"address that {self.device} cannot read; pass pieces of tensors on that device",
                     code="kernel.address",
                     about=self.names[pieces[index.value]["tensor"]],
                 )
@@ -166,7 +166,7 @@ def pack_at(
     guarantees that it is large enough."""
     if plan.checksum:
         raise SlimxError(
-            f"the plan of bucket {plan.bucket} only computes checksums: create it without checksum=True to pack",
+            f"the plan of bucket {plan.bucket} only computes checksums; create it without checksum=True to pack",
             code="kernel.plan_kind",
             about=plan.bucket,
         )
@@ -174,7 +174,7 @@ def pack_at(
     _check_tensor(plan, "flags", flags, torch.int32, len(plan.names))
     if address % 16:
         raise SlimxError(
-            f"the memory of bucket {plan.bucket} starts at address {address:#x}: align it to 16 bytes",
+            f"the memory of bucket {plan.bucket} starts at address {address:#x}; align it to 16 bytes",
             code="kernel.alignment",
             about=plan.bucket,
         )
@@ -186,7 +186,7 @@ def checksum_rects(plan: DevicePlan, sums: torch.Tensor, stream: torch.cuda.Stre
     `slimx.reshard.kernels.cpu.checksum_rects` does on the CPU. `stream`: None means the current stream."""
     if not plan.checksum:
         raise SlimxError(
-            f"the plan of bucket {plan.bucket} only packs: create it with checksum=True to compute checksums",
+            f"the plan of bucket {plan.bucket} only packs; create it with checksum=True to compute checksums",
             code="kernel.plan_kind",
             about=plan.bucket,
         )
@@ -214,7 +214,7 @@ def results(plan: DevicePlan, sums: torch.Tensor, flags: torch.Tensor | None = N
     if len(bad):
         raise SlimxError(
             f"{plan.names[bad[0]]} in bucket {plan.bucket} has a value that is infinite, NaN or too large for "
-            f"bf16 ({len(bad)} such tensors in this bucket): check the last optimizer steps",
+            f"bf16 ({len(bad)} such tensors in this bucket); check the last optimizer steps",
             code="kernel.nonfinite",
             about=plan.names[bad[0]],
         )
@@ -312,7 +312,7 @@ def _check(pieces: np.ndarray, bucket_bytes: int, tensors: int, checksum: bool) 
         p = pieces[long[0]]
         raise SlimxError(
             f"piece {long[0]} of {len(pieces)} has {p['rows']} rows of {p['cols']} elements, but the CUDA kernel "
-            "allows at most 2^31 - 1 rows and 2^31 - 1 bytes per row: split the piece",
+            "allows at most 2^31 - 1 rows and 2^31 - 1 bytes per row; split the piece",
             code="kernel.piece",
             about=str(long[0]),
         )
@@ -323,7 +323,7 @@ def _check_tensor(plan: DevicePlan, name: str, t: torch.Tensor, dtype: torch.dty
     if not good or t.numel() < count:
         raise SlimxError(
             f"bucket {plan.bucket}: the tensor passed for {name} has dtype {t.dtype} and shape {list(t.shape)} on "
-            f"{t.device}: pass a contiguous 1-D {dtype} tensor of {count} or more elements on {plan.device}",
+            f"{t.device}; pass a contiguous 1-D {dtype} tensor of {count} or more elements on {plan.device}",
             code="kernel.argument",
             about=name,
         )

@@ -116,7 +116,7 @@ def element_bytes(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> int:
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise SlimxError(
-            f"{name} is {str(tensor.dtype).removeprefix('torch.')}, but the kernels support only {allowed} here: "
+            f"{name} is {str(tensor.dtype).removeprefix('torch.')}, but the kernels support only {allowed} here; "
             "convert the tensor",
             code="kernel.dtype",
             about=name,
@@ -144,7 +144,7 @@ def rectangle(
     flat = view.unsqueeze(0) if view.dim() == 1 else view
     if flat.dim() != 2 or (flat.shape[1] > 1 and flat.stride(1) < 1) or flat.device.type != device:
         raise SlimxError(
-            f"a view of shape {list(view.shape)} with strides {view.stride()} on {view.device} cannot be a piece: pass "
+            f"a view of shape {list(view.shape)} with strides {view.stride()} on {view.device} cannot be a piece; pass "
             f"a 1-D or 2-D view of {device.upper()} memory whose elements do not overlap",
             code="kernel.view",
             about=str(list(view.shape)),
@@ -175,14 +175,14 @@ def check_sources(pieces: np.ndarray, sums: np.ndarray) -> None:
     Addresses cannot be checked."""
     if pieces.dtype != PIECE or pieces.ndim != 1 or not pieces.flags.c_contiguous:
         raise SlimxError(
-            f"pieces is an array of {pieces.dtype} with shape {pieces.shape}: pass a contiguous 1-D array of "
+            f"pieces is an array of {pieces.dtype} with shape {pieces.shape}; pass a contiguous 1-D array of "
             "slimx.reshard.kernels.record.PIECE",
             code="kernel.pieces",
             about="pieces",
         )
     if sums.dtype != np.uint64 or sums.ndim != 1 or not sums.flags.carray:
         raise SlimxError(
-            f"sums is an array of {sums.dtype} with shape {sums.shape}: pass a contiguous, writable 1-D array of "
+            f"sums is an array of {sums.dtype} with shape {sums.shape}; pass a contiguous, writable 1-D array of "
             "uint64",
             code="kernel.sums",
             about="sums",
@@ -311,7 +311,7 @@ def _refuse(pieces: np.ndarray, *problems: Problem) -> None:
             op = OP(p["op"]).name if p["op"] in OP.__members__.values() else f"op {p['op']}"
             raise SlimxError(
                 f"piece {k} of {len(pieces)} {problem} ({op}, tensor {p['tensor']}, {p['rows']} x {p['cols']} elements "
-                f"of {p['item']} bytes, bucket offset {p['dst']}, {p['dst_ld']} bytes per row): correct the record",
+                f"of {p['item']} bytes, bucket offset {p['dst']}, {p['dst_ld']} bytes per row); correct the record",
                 code=code,
                 about=str(k),
             )

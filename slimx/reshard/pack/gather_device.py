@@ -50,7 +50,7 @@ class DeviceGatherer:
             if len(self._memories) == SLOTS:
                 others = " and ".join(map(str, sorted(self._memories)))
                 raise SlimxError(
-                    f"bucket {bucket} cannot be opened, because buckets {others} occupy all memory: release one of "
+                    f"bucket {bucket} cannot be opened, because buckets {others} occupy all memory; release one of "
                     "them first",
                     code="pack.no_memory",
                     about=f"bucket {bucket}",

@@ -295,7 +295,7 @@ def _source(plan: Plan, index: int, parameters: Mapping[str, torch.Tensor] | Non
     parameter = parameters.get(planned.name)
     if parameter is None:
         raise SlimxError(
-            f"this rank has no parameter {planned.name}, which the plan reads: compile the plan for this layout",
+            f"this rank has no parameter {planned.name}, which the plan reads; compile the plan for this layout",
             code="pack.no_parameter",
             about=planned.name,
         )
@@ -305,7 +305,7 @@ def _source(plan: Plan, index: int, parameters: Mapping[str, torch.Tensor] | Non
         contiguous = "" if parameter.is_contiguous() else ", not contiguous"
         raise SlimxError(
             f"parameter {planned.name} is {dtype} {list(shape)}{contiguous}, but the plan was compiled for contiguous "
-            f"{planned.dtype} {list(planned.shape)}: compile it again for this model",
+            f"{planned.dtype} {list(planned.shape)}; compile it again for this model",
             code="pack.parameter",
             about=planned.name,
         )

@@ -256,7 +256,7 @@ class _Compiler:
             name = part.sources[rect.source]
             if name not in self.sources:
                 raise SlimxError(
-                    f"plan: {part.name} needs checkpoint tensor {name}, which no trainer rank has: correct the table",
+                    f"plan: {part.name} needs checkpoint tensor {name}, which no trainer rank has; correct the table",
                     code="plan.unheld",
                     about=name,
                 )
@@ -275,13 +275,13 @@ class _Compiler:
         for rank in part.ranks:
             if rank >= len(self.ends):
                 raise SlimxError(
-                    f"plan: {part.name} is for target rank {rank}, but `ranks` is {len(self.ends)}: raise `ranks`",
+                    f"plan: {part.name} is for target rank {rank}, but `ranks` is {len(self.ends)}; raise `ranks`",
                     code="plan.rank",
                     about=part.name,
                 )
             if part.name in self.placed[rank]:
                 raise SlimxError(
-                    f"plan: {part.name} occurs twice for target rank {rank}: remove one of its rows from the table",
+                    f"plan: {part.name} occurs twice for target rank {rank}; remove one of its rows from the table",
                     code="plan.twice",
                     about=part.name,
                 )

@@ -69,7 +69,7 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
     if config.publish.on_device and device == "cpu":
         raise SlimxError(
             f"publish.transport={config.publish.transport} copies weights from GPU to GPU, but this run uses the CPU "
-            "(cluster.device): set publish.transport to memory, nixl or disk",
+            "(cluster.device); set publish.transport to memory, nixl or disk",
             code="publish.transport_on_cpu",
             about="publish.transport",
         )
@@ -79,7 +79,7 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
         raise SlimxError(
             f"weights would be published under {note}, but {min(spec.table.transposed())} of {spec.path} stores "
             "experts "
-            "transposed, which can be published only in the engines' own layout: set publish.encoding=local and "
+            "transposed, which can be published only in the engines' own layout; set publish.encoding=local and "
             "remove what prevents it",
             code="publish.transposed",
             about="publish.encoding",
@@ -89,7 +89,7 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
         mode = " in exact mode" if config.exact else ""
         raise SlimxError(
             f"publish.quantize={quantize}{mode} requires the engines' own layout, but weights would be published under "
-            f"{note}: set publish.encoding=local and remove what prevents it",
+            f"{note}; set publish.encoding=local and remove what prevents it",
             code=f"publish.{'exact' if config.exact else quantize}_encoding",
             about="publish.quantize",
         )
@@ -133,7 +133,7 @@ def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
     `ModelSpec.engine_table`, or prevents SGLang from serving the model."""
     if device == "cpu" and spec.no_cpu_engine:
         raise SlimxError(
-            f"SGLang 0.5.23 cannot serve {spec.path} ({spec.family.ARCHITECTURE}) on the CPU ({spec.no_cpu_engine}): "
+            f"SGLang 0.5.23 cannot serve {spec.path} ({spec.family.ARCHITECTURE}) on the CPU ({spec.no_cpu_engine}); "
             "train it without engines (algorithm.name=sft), or use GPUs",
             code="publish.no_cpu_engine",
             about=spec.family.ARCHITECTURE,
@@ -151,7 +151,7 @@ def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
         if unfused is not None and group.sglang.get("enforce_shared_experts_fusion"):
             raise SlimxError(
                 f"rollout.engines.sglang.enforce_shared_experts_fusion of engine {group.name} has no effect, because "
-                f"SGLang 0.5.23 never fuses the shared expert of {spec.family.ARCHITECTURE} {unfused}: remove it",
+                f"SGLang 0.5.23 never fuses the shared expert of {spec.family.ARCHITECTURE} {unfused}; remove it",
                 code="publish.unfused",
                 about="rollout.engines.sglang.enforce_shared_experts_fusion",
             )
@@ -169,7 +169,7 @@ def _check_drafts(config: Config, spec: ModelSpec, encoding: Encoding, note: str
         if reason is not None:
             raise SlimxError(
                 f"{group.where} drafts tokens with the multi-token prediction layer that trainer.megatron."
-                f"mtp_num_layers trains, but the layer cannot be published, because {reason}: remove "
+                f"mtp_num_layers trains, but the layer cannot be published, because {reason}; remove "
                 "speculative_algorithm or mtp_num_layers",
                 code="publish.draft",
                 about="rollout.engines.sglang.speculative_algorithm",

@@ -102,7 +102,7 @@ def opened(path: str, size: int, device: torch.device | int = 0) -> Iterator[int
     owner, gpu, available, address, handle = path.removeprefix(ON_DEVICE).split(":")
     if int(available) < size:
         raise SlimxError(
-            f"the bucket on GPU {gpu} has {available} bytes of memory, but its description says {size}: publish again",
+            f"the bucket on GPU {gpu} has {available} bytes of memory, but its description says {size}; publish again",
             code="bucket.size",
             about=path,
         )
@@ -114,7 +114,7 @@ def opened(path: str, size: int, device: torch.device | int = 0) -> Iterator[int
     if owner_machine != local_machine:
         raise SlimxError(
             f"the bucket on GPU {gpu} is on another machine, but publish.transport=cuda_ipc needs trainers and engines "
-            "on the same one: set publish.transport=nixl",
+            "on the same one; set publish.transport=nixl",
             code="bucket.machine",
             about=path,
         )
@@ -154,7 +154,7 @@ def fetch(path: str, start: int, stop: int, device: torch.device) -> torch.Tenso
             stream.synchronize()
         except RuntimeError as error:
             raise SlimxError(
-                f"{problem} ({str(error).splitlines()[0]}), perhaps because that process has exited: restart this "
+                f"{problem} ({str(error).splitlines()[0]}), perhaps because that process has exited; restart this "
                 "process",
                 code="device.copy",
                 about=path,

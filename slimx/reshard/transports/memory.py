@@ -50,14 +50,14 @@ def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
         if not _offered(path):
             raise SlimxError(
                 f"{path} is not opened, because it is neither the memory of a trainer of this user nor a bucket's file "
-                "of a version on disk: check the sender",
+                "of a version on disk; check the sender",
                 code="bucket.foreign",
                 about=path,
             )
         file = os.open(path, os.O_RDONLY if private else os.O_RDWR)
     except OSError as error:
         raise SlimxError(
-            f"the bucket at {path} cannot be opened ({error.strerror}): check that its owner runs on this machine, as "
+            f"the bucket at {path} cannot be opened ({error.strerror}); check that its owner runs on this machine, as "
             "the same user, and has not released it",
             code="bucket.gone",
             about=path,
@@ -66,7 +66,7 @@ def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
         available = os.fstat(file).st_size
         if available < size:
             raise SlimxError(
-                f"the bucket at {path} has {available} bytes, but its description says {size}: publish again",
+                f"the bucket at {path} has {available} bytes, but its description says {size}; publish again",
                 code="bucket.size",
                 about=path,
             )

@@ -51,7 +51,7 @@ class Agent:
             self._agent.create_backend(BACKEND, options)
         except Exception as error:  # NIXL has no exception class for errors in its library
             raise LinkError(
-                f"NIXL cannot start the agent of {name} on {host} ({first_words(error)}): check the network devices of "
+                f"NIXL cannot start the agent of {name} on {host} ({first_words(error)}); check the network devices of "
                 "this machine, or set publish.transport=disk",
                 code="direct.agent",
                 about=name,
@@ -85,7 +85,7 @@ class Agent:
         except Exception as error:
             kind = "host memory" if region.device < 0 else f"the memory of GPU {gpu}"
             raise LinkError(
-                f"NIXL cannot register {region.nbytes >> 20} MiB of {kind} for {self.name} ({first_words(error)}): "
+                f"NIXL cannot register {region.nbytes >> 20} MiB of {kind} for {self.name} ({first_words(error)}); "
                 f"{remedy}",
                 code="direct.register",
                 about="publish.bucket_mib",
@@ -103,7 +103,7 @@ class Agent:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
             raise LinkError(
-                f"{self.name} cannot connect to another NIXL agent ({first_words(error)}): check the network between "
+                f"{self.name} cannot connect to another NIXL agent ({first_words(error)}); check the network between "
                 "the two machines, and install the same version of nixl on both",
                 code="direct.metadata",
                 about=self.name,
@@ -239,7 +239,7 @@ def devices_at(host: str) -> list[str]:
         if host in addresses or (is_loopback(host) and any(map(is_loopback, addresses))):
             return [device]
     raise SlimxError(
-        f"no network interface of {socket.gethostname()} has the address {host}: correct cluster.network",
+        f"no network interface of {socket.gethostname()} has the address {host}; correct cluster.network",
         code="direct.interface",
         about=host,
     )

@@ -84,7 +84,7 @@ class ReceivedRuns:
             if frame_base not in (NO_BASE, base):
                 raise LinkError(
                     f"{engine} has the bytes of transfer {base} for bucket {bucket}, but {rank} sent changes to those "
-                    f"of transfer {frame_base}: publish again, which sends full weights",
+                    f"of transfer {frame_base}; publish again, which sends full weights",
                     code="direct.base",
                     about=rank,
                 )
@@ -101,7 +101,7 @@ class ReceivedRuns:
 
 def _broken(engine: str, bucket: int, rank: str, reason: str) -> LinkError:
     return LinkError(
-        f"{engine} cannot receive bucket {bucket} from {rank}, because {reason}: install the same version of slimx on "
+        f"{engine} cannot receive bucket {bucket} from {rank}, because {reason}; install the same version of slimx on "
         "every machine",
         code="direct.frame",
         about=rank,

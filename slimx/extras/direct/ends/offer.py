@@ -76,14 +76,14 @@ class Offer(msgspec.Struct, frozen=True):
             offer = msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:
             raise SlimxError(
-                f"an engine's offer of memory cannot be decoded ({error}): install the same version of slimx on every "
+                f"an engine's offer of memory cannot be decoded ({error}); install the same version of slimx on every "
                 "machine",
                 code="direct.offer",
                 about="offer",
             ) from None
         if offer.item not in (0, *frames.ITEMS):
             raise SlimxError(
-                f"engine {offer.engine} requests changes in elements of {offer.item} bytes, which is not supported: "
+                f"engine {offer.engine} requests changes in elements of {offer.item} bytes, which is not supported; "
                 "install the same version of slimx on every machine",
                 code="direct.item",
                 about=offer.engine,
@@ -93,7 +93,7 @@ class Offer(msgspec.Struct, frozen=True):
             if min(msgspec.structs.astuple(run)) < 0 or run.offset + room_of(run.nbytes, offer.item) > room:
                 raise SlimxError(
                     f"engine {offer.engine} offers {room} bytes, but expects trainer rank {run.source} to write "
-                    f"{run.nbytes} bytes at offset {run.offset}: install the same version of slimx on every machine",
+                    f"{run.nbytes} bytes at offset {run.offset}; install the same version of slimx on every machine",
                     code="direct.extent",
                     about=offer.engine,
                 )

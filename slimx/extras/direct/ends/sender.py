@@ -114,7 +114,7 @@ class DirectSender:
             if offer.item != self.item or expected != packed:
                 raise SlimxError(
                     f"engine {offer.engine} expects other bytes of bucket {bucket} than trainer rank "
-                    f"{self.packer.rank} packs: install the same version of slimx on every machine",
+                    f"{self.packer.rank} packs; install the same version of slimx on every machine",
                     code="direct.sizes",
                     about=offer.engine,
                 )

@@ -46,7 +46,7 @@ def describe_copies(
         name = form.tensors[different[0]].name
         raise SlimxError(
             f"trainer ranks packed different bytes of {name} for different engines, so data-parallel replicas of the "
-            "trainer have diverged: restart from the last checkpoint",
+            "trainer have diverged; restart from the last checkpoint",
             code="direct.copies",
             about=name,
         )
