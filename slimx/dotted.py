@@ -31,7 +31,9 @@ def load_module(key: str, path: str, value: str = "") -> ModuleType:
             about=key,
         ) from error
     except (Exception, SystemExit) as error:
-        raise SlimxError(f"{key}: importing {path} raised {raised(error)}", code="dotted.raised", about=key) from error
+        raise SlimxError(
+            f"{key}: importing {path} raised {raised(error)}; correct that module", code="dotted.raised", about=key
+        ) from error
 
 
 def imported(key: str, path: str, group: str = "") -> Any:

@@ -59,7 +59,11 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
     except Exception as error:  # Ray raises plain Exception if one of its processes does not start
         where = config.cluster.ray_address or "on this machine"
         reason = " ".join(str(error).split())[:300]
-        raise PartLost(f"Ray cannot be started {where}: {reason}", code="ray.start", about=where) from error
+        raise PartLost(
+            f"Ray cannot be started {where} ({reason}); see its logs in /tmp/ray/session_latest/logs",
+            code="ray.start",
+            about=where,
+        ) from error
     gpus = float(ranks + engines) if device == "cuda" else 0.0
     for kind, needed in (("CPU", float(cpus)), ("GPU", gpus)):
         available = ray.cluster_resources().get(kind, 0.0)

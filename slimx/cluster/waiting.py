@@ -125,7 +125,7 @@ def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxErr
         out: SlimxError = ActorDied(f"{holder} died during {what}; {reason}", code="actor.died", about=holder)
     else:
         out = SlimxError(
-            f"{what} failed on {holder}: {type(cause or error).__name__}: {_short(cause or error)}; see its log {log}",
+            f"{what} failed on {holder} ({type(cause or error).__name__}: {_short(cause or error)}); see its log {log}",
             code="actor.failed",
             about=holder,
         )
@@ -165,7 +165,9 @@ async def ask_ray[T, *Ts](
     except ray.exceptions.RayError as error:
         reason = " ".join(str(error).split())[:300]
         raise PartLost(
-            f"{holder} failed while slimx waited for {what}: {reason}", code="ray.lost", about=holder
+            f"{holder} failed while slimx waited for {what} ({reason}); see the logs of Ray's session",
+            code="ray.lost",
+            about=holder,
         ) from error
 
 

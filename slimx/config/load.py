@@ -182,7 +182,8 @@ def _listed(override: object, base: object, path: tuple[str, ...], where: str) -
         if int(index) > len(entries):
             key = ".".join(path)
             raise SlimxError(
-                f"{where}: {key} has {len(entries)} entries, counted from 0; write {key}.{len(entries)} to add one",
+                f"{where}: {key}.{index} does not exist, because {key} has only {len(entries)} entries, counted from "
+                f"0; write {key}.{len(entries)} to add one",
                 code="config.entry",
                 about=f"{key}.{index}",
             )

@@ -109,8 +109,8 @@ def make_rows(
                 without.append(trajectory.id)
         if 0 < len(without) < len(rows):
             raise SlimxError(
-                f"trajectory {without[0]} has no {name}, but other trajectories of the same update have; set it for "
-                "all or for none",
+                f"trajectory {without[0]} has no {name}, but other trajectories of the same update have it; set it "
+                "for all or for none",
                 code="data.column",
                 about=without[0],
             )

@@ -169,7 +169,7 @@ class EngineLayout:
                 elif row.group == "attention":
                     keys += " or dp_attention"
                 raise SlimxError(
-                    f"engine tensor {row.name} cannot be split: {error} ({keys})",
+                    f"engine tensor {row.name} cannot be split over the ranks of {keys}, because {error}",
                     code="engine_layout.tensor",
                     about=row.name,
                 ) from None

@@ -48,7 +48,8 @@ class Manifest:
         if self.encoding not in get_args(Encoding):
             known = ", ".join(get_args(Encoding))
             raise SlimxError(
-                f"manifest: the encoding {self.encoding!r} is unknown; use one of {known}",
+                f"the manifest of version {self.version} has the unknown encoding {self.encoding!r}; use one of "
+                f"{known}",
                 code="manifest.value",
                 about="encoding",
             )
@@ -64,8 +65,8 @@ class Manifest:
             key = unmatched[0]
             problem = "is unknown" if key in values else "is missing"
             raise SlimxError(
-                f"manifest: the key {key} {problem}, because trainers and engines run different versions of slimx; "
-                "install the same version on both",
+                f"the key {key} of the manifest {problem}, because trainers and engines run different versions of "
+                "slimx; install the same version on both",
                 code="manifest.key",
                 about=key,
             )

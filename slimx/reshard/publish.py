@@ -230,7 +230,7 @@ class _Attempt:
                 recipient,
                 SlimxError(
                     f"engine {recipient.name} verified only {count} of the {self.out.tensors} published tensors of "
-                    f"version {self.manifest.version}",
+                    f"version {self.manifest.version}; restart the engine",
                     code="publish.unverified",
                     about=recipient.name,
                 ),
@@ -339,14 +339,18 @@ class _Attempt:
         version = f"version {self.manifest.version}"
         if not outcomes:
             raise NoReceiverLeft(
-                f"{version} cannot be published: no engine is running", code="publish.no_engine", about=version
+                f"{version} cannot be published, because no engine is running; see the engines' logs",
+                code="publish.no_engine",
+                about=version,
             )
         reasons = "; ".join(str(outcome.error) for outcome in outcomes.values())
         steps = {outcome.step for outcome in outcomes.values()}
         if len(steps) == 1 and not any(isinstance(outcome.error, ReceiverLost) for outcome in outcomes.values()):
             step = steps.pop()
             raise NoReceiverLeft(
-                f"every engine refused {version} in step {step}: {reasons}", code="publish.refused", about=step
+                f"every engine refused {version} in step {step} of the publication: {reasons}",
+                code="publish.refused",
+                about=step,
             )
         raise NoReceiverLeft(f"no engine received {version}: {reasons}", code="publish.lost", about=version)
 

@@ -278,7 +278,8 @@ def _load_reward(key: str, config: RewardConfig | RewardPart, facts: Mapping[str
     second = list(inspect.signature(hook).parameters)[1:2]
     if second == ["trajectory" if scope == "group" else "group"]:
         raise SlimxError(
-            f"{key}.function: {config.function} takes a {second[0]}; set reward.scope={second[0]}",
+            f"{key}.function: {config.function} takes a {second[0]}, but reward.scope is {scope}; set "
+            f"reward.scope={second[0]}",
             code="hooks.scope",
             about="reward.scope",
         )

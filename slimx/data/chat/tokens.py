@@ -135,7 +135,9 @@ def encode_chat(
         ids = tokenizer.apply_chat_template(list(messages), **_arguments(tools), return_dict=False)
     except Exception as error:  # templates may raise any exception, tokenizers a bare Exception
         raise SlimxError(
-            f"the tokenizer or its chat template refuses the messages ({_first_line(error)})", code="tokenizer.template"
+            f"the tokenizer or its chat template rejects these {len(messages)} messages ({_first_line(error)}); use "
+            "only roles and fields that the template supports",
+            code="tokenizer.template",
         ) from error
     return [int(token) for token in cast(list[int], ids)]
 
@@ -147,7 +149,9 @@ def encode_turn(tokenizer: PreTrainedTokenizerBase, content: str, *, role: str, 
         return encode_turns(tokenizer, [{"role": role, "content": content}], after=after)
     except SlimxError as error:
         raise SlimxError(
-            f"a message of role {role!r} cannot be encoded: {error}; use role user", code=error.code, about=role
+            f"a message with the role {role!r} cannot be encoded ({error}); use the role user",
+            code=error.code,
+            about=role,
         ) from error
 
 
@@ -183,12 +187,14 @@ def encode_turns(
         lost = unseen(messages, str(tokenizer.decode(ids)), render_after)
     except Exception as error:  # templates may raise any exception
         raise SlimxError(
-            f"the chat template refuses messages after an assistant's answer ({_first_line(error)})",
+            f"the chat template rejects {len(messages)} messages after an assistant's answer ({_first_line(error)}); "
+            "use only roles and fields that the template supports",
             code="tokenizer.template",
         ) from error
     if lost is not None:
         raise SlimxError(
-            f"the chat template omits a message of role {messages[lost]['role']!r} after an assistant's answer",
+            f"the chat template omits a message with the role {messages[lost]['role']!r} after an assistant's "
+            "answer; use another role",
             code="tokenizer.template",
         )
     return ids[1:] if ids[:1] == list(after[-1:]) else ids

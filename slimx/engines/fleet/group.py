@@ -202,8 +202,9 @@ def placement_of(ranks: Sequence[Placement], name: str) -> Placement:
     nodes = {place.node for place in ranks}
     if len(nodes) > 1:
         raise SlimxError(
-            f"a server of rollout.engines group {name} shares the GPUs of {len(ranks)} consecutive trainer ranks, but "
-            f"these are on {len(nodes)} nodes; choose tensor x pipeline / nodes so that it divides the GPUs of a node",
+            f"a server of rollout.engines group {name} shares the GPUs of {len(ranks)} consecutive trainer ranks, "
+            f"but these are on {len(nodes)} nodes; choose sizes with which tensor x pipeline / nodes divides the "
+            "GPUs of a node",
             code="engines.shared_gpus",
             about=name,
         )

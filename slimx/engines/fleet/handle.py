@@ -155,7 +155,11 @@ class EngineHandle:
         """Ray actor of the engine. Raises ReceiverLost if the engine is lost."""
         self._check_not_lost()
         if self.actor is None:
-            raise ReceiverLost(f"engine {self.name} is not running", code="engine.not_running", about=self.name)
+            raise ReceiverLost(
+                f"engine {self.name} is not running; wait until it has been restarted",
+                code="engine.not_running",
+                about=self.name,
+            )
         return self.actor
 
     def _check_not_lost(self) -> None:

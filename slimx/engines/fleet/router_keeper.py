@@ -103,7 +103,12 @@ class RouterKeeper:
             self._restarting = self.membership.spawn(self._restart(reason))
         await asyncio.shield(self._restarting)
         if not self.up:
-            raise PartLost(f"the router is permanently lost: {first_line(reason)}", code="router.gone", about="router")
+            raise PartLost(
+                f"the router is permanently lost ({first_line(reason)}); see its log, and run the same command again "
+                "to resume",
+                code="router.gone",
+                about="router",
+            )
 
     @property
     def _restarts_now(self) -> bool:
@@ -135,7 +140,8 @@ class RouterKeeper:
             limit += f": {history}"
         self.membership.fail(
             PartLost(
-                f"the router is lost, and its restarts are used up ({limit}): {reason}",
+                f"the router is lost, and its restarts are used up ({limit}); the last error was {reason}; see the "
+                "router's log, and run the same command again to resume",
                 code="router.gone",
                 about="router",
             )

@@ -52,7 +52,7 @@ def server_fields() -> dict[str, Field]:
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise SlimxError(
-            "sglang is not installed in this environment: install the requirements of slimx",
+            "sglang is not installed in this environment; install the requirements of slimx",
         )
     folder = Path(spec.submodule_search_locations[0]) / "srt" / "arg_groups" / "fields"
     fields: dict[str, Field] = {}
@@ -87,7 +87,8 @@ def check_server_args(args: Json, where: str = "rollout.engines.sglang") -> None
         kind = fields[name].type.removeprefix("Optional[").removesuffix("]")
         if value is not None and kind in ACCEPTED and type(value) not in ACCEPTED[kind]:
             raise SlimxError(
-                f"{where}.{name} is {value!r}, but SGLang declares its type as {fields[name].type}",
+                f"{where}.{name} is {value!r}, but SGLang declares its type as {fields[name].type}; set a value of "
+                "that type",
                 code="sglang.type",
                 about=f"{where}.{name}",
             )

@@ -67,7 +67,7 @@ def check_plugin(rank: Json, name: str) -> None:
     if rank["protocol"] != PROTOCOL or rank["slimx"] != slimx.__version__:
         raise SlimxError(
             f"engine {name} runs slimx {rank['slimx']} (protocol {rank['protocol']}), but the trainers run "
-            f"{slimx.__version__} (protocol {PROTOCOL}): install the same version for both",
+            f"{slimx.__version__} (protocol {PROTOCOL}); install the same version for both",
         )
     parts = rank["hooks"] | (rank["cpu"] or {})
     failed = [part for part, in_force in parts.items() if not in_force]
@@ -185,7 +185,7 @@ def _check_process(ranks: list[Json], spec: EngineSpec, process: SupervisedProce
         if rank["pid"] not in family:
             raise SlimxError(
                 f"engine {spec.name}: process {rank['pid']} responds at {spec.url}, but belongs to another server that "
-                f"took the port: start the run again (log {process.log_path})",
+                f"took the port; start the run again (log {process.log_path})",
             )
 
 
@@ -215,7 +215,8 @@ def forms_of(name: str, ranks: Sequence[Json], encoding: Encoding) -> list[dict[
         for tensor, form in rank["forms"].items():
             if tensors.setdefault(tensor, form) != form:
                 raise SlimxError(
-                    f"engine {name}: tensor {tensor} is {form} on rank {index}, but {tensors[tensor]} on earlier ranks",
+                    f"engine {name}: tensor {tensor} is {form} on rank {index}, but {tensors[tensor]} on earlier "
+                    "ranks; start all ranks of the engine with the same arguments and SGLang version",
                     code="engine.ranks_differ",
                     about=tensor,
                 )
@@ -227,8 +228,8 @@ def check_staged(name: str, ranks: Sequence[Json]) -> None:
     for index, rank in enumerate(ranks):
         if rank["missing"]:
             raise SlimxError(
-                f"engine {name} rank {index}: {rank['missing']} tensors of the model are not staged, the first is "
-                f"{rank['first_missing']}; stage every tensor before loading",
+                f"engine {name} rank {index}: {rank['missing']} tensors of the model (the first is "
+                f"{rank['first_missing']}) are not staged; stage every tensor before loading",
                 code="engine.not_staged",
                 about=rank["first_missing"],
             )
@@ -264,8 +265,8 @@ def verified_by(name: str, ranks: Sequence[Json]) -> Json:
         wrong = _names_of_all(ranks, key)
         if wrong:
             raise SlimxError(
-                f"engine {name}: {len(wrong)} tensors {problem}, the first is {wrong[0]}; publish again or restart the "
-                "engine",
+                f"engine {name}: {len(wrong)} tensors (the first is {wrong[0]}) {problem}; publish again or restart "
+                "the engine",
                 code="engine.unverified",
                 about=wrong[0],
             )

@@ -82,7 +82,7 @@ class Engine(EngineServer):
         if to not in TRANSITIONS[self.state]:
             allowed = ", ".join(sorted(TRANSITIONS[self.state]))
             raise SlimxError(
-                f"engine {self.spec.name} is {self.state} and cannot become {to}: it can become {allowed}",
+                f"engine {self.spec.name} is {self.state} and cannot become {to}; move it to {allowed}",
                 code="engine.transition",
                 about=str(to),
             )
@@ -92,7 +92,8 @@ class Engine(EngineServer):
         """Raises SlimxError, naming `operation`, unless the engine is in one of `states`."""
         if self.state not in states:
             raise SlimxError(
-                f"engine {self.spec.name} is {self.state}, but {operation} requires {' or '.join(states)}",
+                f"engine {self.spec.name} is {self.state}, but {operation} requires {' or '.join(states)}; bring the "
+                "engine into that state first",
                 code="engine.state",
                 about=operation,
             )
@@ -160,8 +161,8 @@ class Engine(EngineServer):
     def _enter(self, verb: str, epoch: int) -> None:
         if epoch < self.epoch or (epoch > self.epoch and verb not in BEFORE_BEGIN):
             raise SlimxError(
-                f"engine {self.spec.name}: {verb} is a step of the publication of epoch {epoch}, but the current "
-                f"publication is that of epoch {self.epoch}",
+                f"engine {self.spec.name}: {verb} belongs to the publication of epoch {epoch}, but the current "
+                f"publication has epoch {self.epoch}; publish again",
                 code="engine.late",
                 about=verb,
             )

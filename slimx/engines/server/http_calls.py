@@ -41,7 +41,10 @@ async def request(
         raise DeadlineError(f"{method} {url}", deadline_s, server_name) from None
     except aiohttp.ClientError as error:
         raise SlimxError(
-            f"{server_name}: {method} {url} failed: {type(error).__name__}: {error}", code="http.unreachable", about=url
+            f"{method} {url} failed ({type(error).__name__}: {error}); check that {server_name} is running and can "
+            "be reached from this machine",
+            code="http.unreachable",
+            about=url,
         ) from None
 
 
@@ -129,8 +132,8 @@ class ControlClient:
         failure = f"{self.server_name}: {method} {self.url}{path} returned status {status}: {message_of(response)}"
         if status in REFUSED:
             raise SlimxError(
-                f"{failure}; the server requires another key; set api_key_env and admin_api_key_env of its group in "
-                "rollout.engines to the environment variables that contain its keys",
+                f"{failure}, because the server requires another key; set api_key_env and admin_api_key_env of its "
+                "group in rollout.engines to the environment variables that contain its keys",
                 code="engine.key",
                 about=path,
             )
@@ -148,7 +151,7 @@ class ControlClient:
         for index, rank in enumerate(ranks):
             if "error" in rank:
                 raise SlimxError(
-                    f"{self.server_name} rank {index}, {action}: {rank['error']}",
+                    f"{action} failed on rank {index} of {self.server_name}: {rank['error']}",
                     code=rank.get("code", ""),
                     about=rank.get("about", ""),
                 )
@@ -162,7 +165,8 @@ class ControlClient:
         rank."""
         if not responses or any("pid" not in entry["checksums"] for entry in responses):
             raise SlimxError(
-                f"{self.server_name} at {self.url} has no slimx plugin that responds to {action}",
+                f"{self.server_name} at {self.url} has no slimx plugin that responds to {action}; start it with "
+                "`python -m slimx.engines.server.launch`",
                 code="engine.no_plugin",
                 about=self.server_name,
             )

@@ -201,7 +201,9 @@ class EngineServer:
         ended."""
         end = None if self.process is None else self.process.ended()
         if end is not None:
-            raise SlimxError(f"the server ended before it was ready: {end}", code="engine.died", about=self.spec.name)
+            raise SlimxError(
+                f"engine {self.spec.name} ended before it was ready: {end}", code="engine.died", about=self.spec.name
+            )
         if self.process is not None and PORT_TAKEN in self.process.tail():
             # SGLang's process keeps running if its HTTP server could not start.
             raise SlimxError(

@@ -78,7 +78,8 @@ async def run_command(
         await asyncio.shield(_end(starting))
     if process.returncode:
         raise SlimxError(
-            f"{command[0]} {how_ended(process.returncode)}: {err or 'it wrote nothing to stderr'}",
+            f"the agent {command[0]} {how_ended(process.returncode)} ({err or 'it wrote nothing to stderr'}); "
+            "correct the program",
             code="agent.status",
             about=command[0],
         )

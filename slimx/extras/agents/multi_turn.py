@@ -42,8 +42,8 @@ def check(
     missing = [name for name in ("reset", "step", "close") if not callable(getattr(kind, name, None))]
     if missing:
         raise SlimxError(
-            f"rollout.options.environment: {environment} has no method {missing[0]}; an environment has reset, "
-            "step and close (slimx.environments.base)",
+            f"rollout.options.environment: {environment} has no method {missing[0]}; define reset, step and close "
+            "(slimx.environments.base)",
             code="environment.methods",
             about="rollout.options.environment",
         )
@@ -51,7 +51,8 @@ def check(
         getattr(kind, "check", kind)(**options)
     except TypeError as error:
         raise SlimxError(
-            f"rollout.options.environment_options: {environment} cannot be created with these options ({error})",
+            f"rollout.options.environment_options: {environment} cannot be created with these options ({error}); "
+            "correct the options",
             code="environment.option",
             about="rollout.options.environment_options",
         ) from error

@@ -59,8 +59,8 @@ def check(*, toolbox: str, toolbox_options: Json | None = None, tool_parser: str
     missing = [name for name in ("open", "call", "judge", "close") if not callable(getattr(kind, name, None))]
     if missing:
         raise SlimxError(
-            f"rollout.options.toolbox: {toolbox} has no method {missing[0]}; a toolbox has open, call, judge "
-            "and close (slimx.extras.agents.toolbox)",
+            f"rollout.options.toolbox: {toolbox} has no method {missing[0]}; define open, call, judge and close "
+            "(slimx.extras.agents.toolbox)",
             code="tools.methods",
             about="rollout.options.toolbox",
         )
@@ -68,7 +68,8 @@ def check(*, toolbox: str, toolbox_options: Json | None = None, tool_parser: str
         getattr(kind, "check", kind)(**(toolbox_options or {}))
     except TypeError as error:
         raise SlimxError(
-            f"rollout.options.toolbox_options: {toolbox} cannot be created with these options ({error})",
+            f"rollout.options.toolbox_options: {toolbox} cannot be created with these options ({error}); correct the "
+            "options",
             code="tools.option",
             about="rollout.options.toolbox_options",
         ) from error
@@ -171,7 +172,8 @@ async def reward(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]
     judged = trajectory.metadata["judged"]
     if not judged:
         raise SlimxError(
-            "the toolbox of rollout.options.toolbox returned no rewards; use another function in reward.function",
+            "the toolbox of rollout.options.toolbox returned no rewards, which reward.function expects from it; set "
+            "another reward.function",
             code="tools.reward",
             about="reward.function",
         )

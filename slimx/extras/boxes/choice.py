@@ -116,8 +116,8 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         if isinstance(source, str):
             raise BoxRefusal(
-                f"the backend bubblewrap needs a tar archive or a directory, but {source} is an image; use a root, or "
-                "the backend container",
+                f"the backend bubblewrap needs a tar archive or a directory, but {source} is the name of an image; "
+                "give an archive or a directory, or set the backend container",
                 code="source",
                 about=source,
             )

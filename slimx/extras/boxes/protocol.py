@@ -103,7 +103,11 @@ def names_of(path: str) -> list[str]:
     """Returns the components of the absolute path of a file in a sandbox. Raises BoxRefusal for any other path."""
     names = [name for name in path.split("/") if name]
     if not path.startswith("/") or not names or {".", ".."} & {*names} or "\0" in path:
-        raise BoxRefusal(f"{path!r} is not an absolute path of a file in the sandbox", code="path", about=path)
+        raise BoxRefusal(
+            f"{path!r} is not an absolute path of a file in the sandbox; start it with /, and leave .. out",
+            code="path",
+            about=path,
+        )
     return names
 
 

@@ -48,7 +48,8 @@ def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN) -> Plan:
     inputs give the same plan. Raises SlimxError if the plan has no holders or host memory does not suffice."""
     if plan.holders is None:
         raise SlimxError(
-            "dealing: the plan was read from bytes, which do not include its holders; compile it again",
+            "the plan was read from bytes, which do not contain the holders of its parameters, so its moves cannot "
+            "be divided among engines; compile it again",
             code="dealing.holders",
             about="plan",
         )
@@ -56,11 +57,9 @@ def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN) -> Plan:
     free = psutil.virtual_memory().available
     if needed > free:
         raise SlimxError(
-            f"dealing: distributing {len(plan.moved)} moves to {engines} engines needs {needed / 2**30:.0f} GiB of "
-            "host "
+            f"distributing {len(plan.moved)} moves to {engines} engines needs {needed / 2**30:.0f} GiB of host "
             f"memory, but only {free / 2**30:.0f} GiB are free; lower rollout.engines.count, or use a machine with "
-            "more "
-            "memory",
+            "more memory",
             code="dealing.memory",
             about="rollout.engines.count",
         )

@@ -232,7 +232,8 @@ class DirectDelivery(Delivery):
                 await self.senders.connect(receiver, offer)
         except TimeoutError:
             raise SlimxError(
-                f"trainer ranks could not connect to engine {name} within {patience:.0f} s",
+                f"trainer ranks could not connect to engine {name} within {patience:.0f} s; check the network "
+                "between their machines (cluster.network)",
                 code="direct.meeting",
                 about="trainer ranks",
             ) from None
@@ -246,7 +247,7 @@ class DirectDelivery(Delivery):
                         continue
                     rank, reason = self.failed[receiver]
                     raise ReceiverLost(
-                        f"{rank} could not write bucket {bucket} to engine {recipient.name}: {reason}",
+                        f"{rank} could not write bucket {bucket} to engine {recipient.name} ({reason}); publish again",
                         code="direct.unreached",
                         about=rank,
                     )
@@ -296,7 +297,10 @@ class DirectDelivery(Delivery):
         message = f"{ranks} could not {subject} to any of {len(outcome.lacking)} engines: {error}"
         if self._culprits and self.broken is None and not self._replaced.is_set():
             self.broken = PartLost(
-                f"{message}; {self._culprits} also failed in the previous publication", code="direct.mute", about=ranks
+                f"{message}; {self._culprits} also failed in the previous publication; check their machines and "
+                "network",
+                code="direct.mute",
+                about=ranks,
             )
         raise TransportLost(message, code="direct.sender", about=ranks) from error
 
@@ -314,7 +318,8 @@ class DirectDelivery(Delivery):
             if not self._replaced.is_set():
                 self.broken = error
             raise TransportLost(
-                f"a trainer rank died before its part of a bucket arrived at an engine: {error}",
+                f"a trainer rank died before its part of a bucket arrived at an engine ({error}); see the trainers' "
+                "logs",
                 code="publish.source",
                 about="trainers",
             ) from error
@@ -324,7 +329,7 @@ class DirectDelivery(Delivery):
         received, _ = await race(receiving, self._replaced.wait())
         if received is None:
             raise TransportLost(
-                "trainer ranks were replaced before their bucket arrived",
+                "trainer ranks were replaced before their bucket arrived at the engine; publish again",
                 code="publish.source",
                 about="trainers",
             )

@@ -59,7 +59,8 @@ def doctor(
         )
     if say and not hooks:
         raise SlimxError(
-            "slimx doctor --say sets the texts that scripted engines return to hooks; add --hooks",
+            "slimx doctor --say has no effect without --hooks, because it sets the texts that scripted engines "
+            "return to hooks; add --hooks",
             code="doctor.say",
             about="--say",
         )

@@ -140,13 +140,20 @@ def computes_the_same(numerics: Numerics, trainer: Trainer) -> Problems:
 def kept_activations(numerics: Numerics, trainer: Trainer) -> Problems:
     recompute = trainer.recompute
     if numerics.exact and recompute.granularity == "selective" and "moe_act" in recompute.modules:
-        yield f"{MODE}, in which experts must save activations that moe_act recomputes; remove moe_act from the modules"
+        yield (
+            f"{MODE}, in which experts must save their activations, but trainer.recompute.modules contains moe_act, "
+            "which recomputes them; remove moe_act"
+        )
 
 
 @rule("exact.sampling", "rollout.sampling")
 def whole_vocabulary(numerics: Numerics, rollout: Rollout) -> Problems:
-    if numerics.exact and (rollout.sampling.top_p < 1 or rollout.sampling.top_k != -1):
-        yield "numerics.mode=exact samples from the full vocabulary; set top_p=1 and top_k=-1 in rollout.sampling"
+    sampling = rollout.sampling
+    if numerics.exact and (sampling.top_p < 1 or sampling.top_k != -1):
+        yield (
+            f"{MODE}, which samples from the full vocabulary, but rollout.sampling has top_p={sampling.top_p:g} and "
+            f"top_k={sampling.top_k}; set top_p=1 and top_k=-1"
+        )
 
 
 @rule("exact.gap_probe", "rollout.gap_probe")
@@ -196,7 +203,7 @@ def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publ
 @rule("exact.critic", "critic")
 def no_critic(numerics: Numerics, critic: Critic | None) -> Problems:
     if numerics.exact and critic is not None:
-        yield "numerics.mode is exact, but no engine computes the critic's values; set numerics.mode=fast"
+        yield f"{MODE}, which does not support a critic, because no engine computes its values; set numerics.mode=fast"
 
 
 @rule("exact.engines", "rollout.engines")

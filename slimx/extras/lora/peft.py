@@ -103,7 +103,7 @@ class PeftAdapters:
                     key,
                     f"trainer.lora.{key}",
                     f"trainer.lora.{key} is {getattr(lora, key):.12g}, but up to {stacked} adapters of rank "
-                    f"{self.config['r']} share a weight here: set trainer.lora.rank={rank} and "
+                    f"{self.config['r']} share a weight here; set trainer.lora.rank={rank} and "
                     f"trainer.lora.alpha={alpha:.12g}",
                 )
 
@@ -122,7 +122,7 @@ class PeftAdapters:
             number: Any = self.config.get(field)
             if type(number) not in types or number <= 0:
                 raise self._error(
-                    "field", field, f"{field} is {number}: set it to the positive number used in training"
+                    "field", field, f"{field} is {number}; set it to the positive number used in training"
                 )
 
     def matrices(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,14 +200,14 @@ class PeftAdapters:
             raise self._error(
                 "unknown",
                 name,
-                f"{name} belongs to no module in trainer.lora.targets: add its target, or use adapters of this model",
+                f"{name} belongs to no module in trainer.lora.targets; add its target, or use adapters of this model",
             )
         for target, name in absent.items():
             if name:
                 raise self._error(
                     "target",
                     "trainer.lora.targets",
-                    f"there are no adapters for the target {target} (such as {name}): set trainer.lora.targets to the "
+                    f"there are no adapters for the target {target} (such as {name}); set trainer.lora.targets to the "
                     "targets that the directory contains",
                 )
         for name, shape in sorted(shapes.items()):
@@ -218,7 +218,7 @@ class PeftAdapters:
                 raise self._error(
                     "shape",
                     name,
-                    f"{name} has shape {list(shape)}, but the model requires {list(expected[name])}: use adapters of "
+                    f"{name} has shape {list(shape)}, but the model requires {list(expected[name])}; use adapters of "
                     "this model",
                 )
 

@@ -76,7 +76,7 @@ def shares_a_base(configs: Mapping[str, Config]) -> Problems:
             yield (
                 "trainer.lora" if adapters is None else "publish.adapters",
                 f"policies.{name}.engines_of makes the actor's engines generate for policy {name}, but they have only "
-                "one set of weights: train adapters (trainer.lora) and publish them alone (publish.adapters=alone), or "
+                "one set of weights; train adapters (trainer.lora) and publish them alone (publish.adapters=alone), or "
                 "remove engines_of",
             )
             continue
@@ -93,7 +93,7 @@ def shares_a_base(configs: Mapping[str, Config]) -> Problems:
                 yield (
                     f"policies.{name}.{key}",
                     f"policies.{name}.{key} differs from the actor's, but the actor's engines, which generate for both "
-                    "(engines_of), have one base and adapters of one shape: set it to the actor's value, or give the "
+                    "(engines_of), have one base and adapters of one shape; set it to the actor's value, or give the "
                     "policy its own engines",
                 )
 
@@ -196,7 +196,7 @@ def serves_merged_weights(rollout: Rollout) -> Problems:
         yield (
             key,
             f"engine {group} would wrap layers with adapters of its own, but slimx publishes merged weights "
-            "(trainer.lora): remove this argument",
+            "(trainer.lora); remove this argument",
         )
 
 

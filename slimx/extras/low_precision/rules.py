@@ -185,7 +185,7 @@ def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
         if cols % GROUP:
             yield (
                 f"trainer.qat={trainer.qat} rounds groups of {GROUP} columns, but {name} in the experts of "
-                f"{spec.path} has {cols}; leave it out"
+                f"{spec.path} has {cols}; leave trainer.qat out"
             )
             return
         if row.axis == 1 and cols % (GROUP * sizes.expert_tensor):

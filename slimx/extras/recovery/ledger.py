@@ -101,8 +101,8 @@ def check_close(step: int, recorded: Mapping[str, float], again: Mapping[str, fl
 def _differs(step: int, name: str, before: float | None, now: float | None, hint: str) -> SlimxError:
     return SlimxError(
         f"new trainers trained step {step} again on its recorded batch, but {name} is {now} instead of {before}, so "
-        "their state differs from that of the lost trainers and the run ends; run the same command again to resume "
-        f"from the newest checkpoint{hint}",
+        "their state differs from that of the lost trainers; run the same command again to resume from the newest "
+        f"checkpoint{hint}",
         code="recovery.differs",
         about=name,
     )

@@ -53,7 +53,8 @@ class Mirror:
             self._thread.join(self.deadline_s)
             if self._thread.is_alive():
                 raise MirrorLost(
-                    f"{self.holder} is still sending the previous mirror",
+                    f"{self.holder} is still sending the previous mirror after {self.deadline_s} s, so this one is "
+                    "skipped; raise recovery.mirror_every, or check the network",
                     code="mirror.busy",
                     about=self.holder,
                 )
@@ -71,8 +72,8 @@ class Mirror:
         received = xxhash.xxh3_128_hexdigest(data)
         if received != digest:
             raise MirrorLost(
-                f"the mirrored state of {self.holder} after step {step} was received with digest {received} "
-                f"instead of {digest}",
+                f"the mirrored state of {self.holder} after step {step} was received with digest {received} instead "
+                f"of {digest}, so bytes were changed on the way; check the network and host memory",
                 code="mirror.differs",
                 about=self.holder,
             )

@@ -76,7 +76,8 @@ class MirrorStore:
             del self.states[step, rank]
             raise MirrorLost(
                 f"the store received {mirrored.written} of {len(mirrored.data)} bytes of the state of trainer rank "
-                f"{rank} after step {step}, with digest {received} instead of {digest}, and dropped the state",
+                f"{rank} after step {step}, with digest {received} instead of {digest}, and dropped the state; check "
+                "the network and host memory",
                 code="mirror.differs",
                 about=f"trainer rank {rank}",
             )
@@ -97,7 +98,8 @@ class MirrorStore:
         mirrored = self.states.get((step, rank)) if step == self.committed else None
         if mirrored is None or mirrored.digest is None:
             raise MirrorLost(
-                f"the state of trainer rank {rank} after step {step} is not mirrored in this store",
+                f"the state of trainer rank {rank} after step {step} is not in this store; resume from the newest "
+                "checkpoint",
                 code="mirror.absent",
                 about=f"trainer rank {rank}",
             )

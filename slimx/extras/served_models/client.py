@@ -81,7 +81,11 @@ class FrozenEngine:
             async def attempt() -> Answer:
                 failure = self._failure()
                 if failure is not None:
-                    raise SlimxError(f"frozen engines {self.name}: {failure}", code="frozen.lost", about=self.name)
+                    raise SlimxError(
+                        f"the frozen engines {self.name} are lost ({failure}); see their logs",
+                        code="frozen.lost",
+                        about=self.name,
+                    )
                 try:
                     async with session.post(url, json=body) as response:
                         return response.status, _body(await response.text())

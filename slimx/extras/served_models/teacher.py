@@ -72,7 +72,8 @@ class Teacher:
                 position = int(invalid[0])
                 raise SlimxError(
                     f"teacher {self.engine.name} returned log-prob {values[position]:g} for token {position} (id "
-                    f"{trajectory.token_ids[position]}) of rollout {trajectory.id}, which cannot be trained on",
+                    f"{trajectory.token_ids[position]}) of rollout {trajectory.id}, which cannot be trained on; "
+                    "check the teacher's checkpoint and GPU",
                     code="teacher.logprob",
                     about=trajectory.id,
                 )

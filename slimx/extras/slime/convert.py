@@ -261,7 +261,8 @@ def _metadata(sample: Sample, name: str) -> Json:
         encode(metadata)
     except SlimxError as error:
         raise SlimxError(
-            f"{name} has an invalid value in its metadata or in {', '.join(attributes) or 'its fields'}: {error}",
+            f"{name} has an invalid value in its metadata or in {', '.join(attributes) or 'its fields'} ({error}); "
+            "store only JSON values and numeric arrays",
             code="slime.metadata",
             about=", ".join(attributes) or name,
         ) from error

@@ -258,7 +258,7 @@ def _starting(key: str, remedy: str, off: str = "false") -> Iterator[None]:
         yield
     except Exception as error:
         raise SlimxError(
-            f"track.{key} is set but {key} could not be started ({error}); {remedy} or set track.{key}={off}",
+            f"track.{key} is set, but {key} could not be started ({error}); {remedy} or set track.{key}={off}",
             code=f"track.{key}",
             about=f"track.{key}",
         ) from error

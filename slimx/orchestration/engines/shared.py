@@ -102,5 +102,7 @@ class SharedMembers:
             await self._members.admit(engine)
         elif not engine.state.runs:
             raise ReceiverLost(
-                f"engine {engine.name} was lost before it could serve", code="engine.lost", about=engine.name
+                f"engine {engine.name} was lost before it could serve; see its log",
+                code="engine.lost",
+                about=engine.name,
             )

@@ -44,7 +44,7 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
         if config.rollout.replay:
             remedy = "rollout.replay is set; remove it"
         raise SlimxError(
-            f"there is no engine to generate with; {remedy}",
+            f"there is no engine to generate with, because {remedy}",
             code="engines.none",
             about="rollout.replay" if config.rollout.replay else "rollout.engines",
         )

@@ -67,8 +67,8 @@ class DevicePlan:
             self.raise_for(checked, "checked")
             if index.value < len(pieces):
                 raise SlimxError(
-                    f"piece {index.value} of bucket {bucket}, of {self.names[pieces[index.value]['tensor']]}, is at an "
-                    f"address that {self.device} cannot read; pass pieces of tensors on that device",
+                    f"piece {index.value} of bucket {bucket}, a part of {self.names[pieces[index.value]['tensor']]}, "
+                    f"is at an address that {self.device} cannot read; pass pieces of tensors on that device",
                     code="kernel.address",
                     about=self.names[pieces[index.value]["tensor"]],
                 )
@@ -115,7 +115,8 @@ class DevicePlan:
         if status:
             reason = self.library.slimx_cuda_error_string(status).decode()
             raise SlimxError(
-                f"bucket {self.bucket} cannot be {step} on {self.device}: {reason} (CUDA error {status})",
+                f"bucket {self.bucket} cannot be {step} on {self.device} ({reason}, CUDA error {status}); run `slimx "
+                "health` on this machine",
                 code="kernel.cuda",
                 about=self.bucket,
             )
@@ -233,7 +234,8 @@ def triton_scales(device: torch.device | int) -> np.ndarray:
         if status:
             reason = library.slimx_cuda_error_string(status).decode()
             raise SlimxError(
-                f"{cuda_device} could not compute the table of scales for the quantization rule triton: {reason}",
+                f"{cuda_device} could not compute the table of scales for the quantization rule triton ({reason}); "
+                "run `slimx health` on this machine",
                 code="kernel.table",
                 about=str(cuda_device),
             )

@@ -173,12 +173,14 @@ class Plan:
         try:
             version, head, moved = msgspec.msgpack.decode(data)
             if version != FORMAT:
-                raise SlimxError(f"plan: its format is {version}, but slimx reads {FORMAT}: compile it again")
+                raise SlimxError(f"the copy plan has format {version}, but slimx reads {FORMAT}; compile it again")
             kinds = tuple[Precision, list[Parameter], list[list[Bucket]], tuple[str, ...]]
             precision, parameters, buckets, unread = msgspec.convert(head, kinds, strict=False)
             return cls(precision, parameters, buckets, np.frombuffer(moved, dtype=MOVE), unread)
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
-            raise SlimxError(f"plan: {len(data)} bytes cannot be decoded ({error}): compile the plan again") from error
+            raise SlimxError(
+                f"a copy plan of {len(data)} bytes cannot be decoded ({error}); compile it again"
+            ) from error
 
 
 def compile_plan(
@@ -256,7 +258,7 @@ class _Compiler:
             name = part.sources[rect.source]
             if name not in self.sources:
                 raise SlimxError(
-                    f"plan: {part.name} needs checkpoint tensor {name}, which no trainer rank has; correct the table",
+                    f"{part.name} needs checkpoint tensor {name}, which no trainer rank has; correct the weight table",
                     code="plan.unheld",
                     about=name,
                 )
@@ -267,21 +269,23 @@ class _Compiler:
         itemsize = ITEMSIZE[part.dtype or self.precision.trainer]
         if len(self.rows) + len(copies) * len(part.ranks) > MOVES:
             raise SlimxError(
-                f"plan: {len(self.ends)} target ranks take more than {MOVES} moves, exceeded at {part.name}: do not "
-                "split experts; raise rollout.engines.expert, or lower rollout.engines.tensor or trainer.expert_tensor",
+                f"the copy plan for {len(self.ends)} target ranks has more than {MOVES} moves (exceeded at "
+                f"{part.name}); to split experts less, raise rollout.engines.expert, or lower rollout.engines.tensor "
+                "or trainer.expert_tensor",
                 code="plan.moves",
                 about=part.name,
             )
         for rank in part.ranks:
             if rank >= len(self.ends):
                 raise SlimxError(
-                    f"plan: {part.name} is for target rank {rank}, but `ranks` is {len(self.ends)}; raise `ranks`",
+                    f"{part.name} is for target rank {rank}, but the copy plan has only {len(self.ends)} ranks; "
+                    "raise `ranks`",
                     code="plan.rank",
                     about=part.name,
                 )
             if part.name in self.placed[rank]:
                 raise SlimxError(
-                    f"plan: {part.name} occurs twice for target rank {rank}; remove one of its rows from the table",
+                    f"{part.name} occurs twice for target rank {rank}; remove one of its rows from the weight table",
                     code="plan.twice",
                     about=part.name,
                 )
@@ -336,7 +340,7 @@ class _Compiler:
         one rectangle of one rank. Otherwise quantized values would depend on parallel sizes."""
         if max(move.row_step, rect.step) > 1:
             raise SlimxError(
-                f"plan: {name} cannot be quantized, because its rows are reordered; leave out publish.quantize",
+                f"{name} cannot be quantized, because its rows are reordered; leave out publish.quantize",
                 code="plan.reordered",
                 about=name,
             )
@@ -350,9 +354,9 @@ class _Compiler:
             # A rectangle may end inside a block only at the tensor's edge; elsewhere the next would start inside it.
             if local % block or first % block or (length % block and start + length != total):
                 raise SlimxError(
-                    f"plan: a shard of {name}, {move.rows} x {move.cols} at row {row}, column {col}, does not consist "
-                    f"of whole quantization blocks of {high} x {wide}: head_dim, the experts' inner size / ETP and "
-                    f"every other shard must be multiples of {block}",
+                    f"a shard of {name}, {move.rows} x {move.cols} at row {row}, column {col}, does not consist of "
+                    f"whole quantization blocks of {high} x {wide}; choose parallel sizes with which head_dim, the "
+                    f"experts' inner size / ETP and every other shard are multiples of {block}",
                     code="plan.blocks",
                     about=name,
                 )

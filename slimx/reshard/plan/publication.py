@@ -56,8 +56,8 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
                 continue
             raise SlimxError(f"{error}; for example, set {words}", code=error.code, about=error.about) from error
         raise SlimxError(
-            f"{error}; no single change of engine or trainer sizes achieves this, so publish in "
-            f"{config.numerics.dtype} instead (remove publish.quantize)",
+            f"{error}; no single change of engine or trainer sizes achieves this, so remove publish.quantize to "
+            f"publish in {config.numerics.dtype}",
             code=error.code,
             about=error.about,
         ) from error
@@ -77,10 +77,9 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
     encoding, note = _encoding(config, spec, device)
     if encoding == "hf" and spec.table.transposed():
         raise SlimxError(
-            f"weights would be published under {note}, but {min(spec.table.transposed())} of {spec.path} stores "
-            "experts "
-            "transposed, which can be published only in the engines' own layout; set publish.encoding=local and "
-            "remove what prevents it",
+            f"{min(spec.table.transposed())} of {spec.path} stores experts transposed, which can be published only "
+            f"in the engines' own layout (publish.encoding=local), but weights would be published under {note}; "
+            "change that setting",
             code="publish.transposed",
             about="publish.encoding",
         )
@@ -88,8 +87,8 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
     if encoding == "hf" and quantize and (config.exact or number_format.LOCAL):
         mode = " in exact mode" if config.exact else ""
         raise SlimxError(
-            f"publish.quantize={quantize}{mode} requires the engines' own layout, but weights would be published under "
-            f"{note}; set publish.encoding=local and remove what prevents it",
+            f"publish.quantize={quantize}{mode} requires the engines' own layout (publish.encoding=local), but "
+            f"weights would be published under {note}; change that setting, or leave publish.quantize out",
             code=f"publish.{'exact' if config.exact else quantize}_encoding",
             about="publish.quantize",
         )
@@ -121,9 +120,8 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
     unread = set(plan.unread) - _predicting(spec.table)
     if unread:
         raise SlimxError(
-            f"plan: no engine loads the trainer's tensor {min(unread)} ({len(unread)} such tensors): add its row to "
-            "the "
-            "family's engine table",
+            f"plan: no engine loads the trainer's tensor {min(unread)} ({len(unread)} such tensors); add its row to "
+            "the family's engine table",
         )
     return PublicationPlan(plan, encoding, note, adapters)
 
@@ -142,8 +140,8 @@ def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
         for key, value in spec.engine_arguments.items():
             if group.sglang.get(key) != value:
                 raise SlimxError(
-                    f"rollout.engines.sglang.{key} of engine {group.name} must be {value!r}, because slimx cannot "
-                    f"publish to SGLang's other weight layouts of {spec.family.ARCHITECTURE}",
+                    f"rollout.engines.sglang.{key} of engine {group.name} is {group.sglang.get(key)!r}, for which "
+                    f"slimx does not know SGLang's weight layout of {spec.family.ARCHITECTURE}; set it to {value!r}",
                     code="publish.engine_argument",
                     about=f"rollout.engines.sglang.{key}",
                 )
@@ -209,7 +207,7 @@ def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, s
         return "local", "each engine rank receives its own bytes"
     if encoding == "local":
         raise SlimxError(
-            f"publish.encoding=local is not possible, because {reason}: set it to auto or hf",
+            f"publish.encoding=local is not possible, because {reason}; set it to auto or hf",
         )
     return "hf", f"Hugging Face names, because {reason}"
 

@@ -58,7 +58,7 @@ class DeviceMemory:
                 status = library.slimx_cuda_allocate(nbytes, ctypes.byref(address))
             _raise_for(
                 status,
-                f"{self.device} has no room for a bucket of {nbytes >> 20} MiB: lower publish.bucket_mib",
+                f"{self.device} has no room for a bucket of {nbytes >> 20} MiB; lower publish.bucket_mib",
                 code="device.room",
                 about="publish.bucket_mib",
             )
@@ -68,7 +68,7 @@ class DeviceMemory:
             exported = library.slimx_cuda_export(self.address, handle)
             _raise_for(
                 exported,
-                f"memory of {self.device} cannot be shared with other processes through CUDA IPC: set "
+                f"memory of {self.device} cannot be shared with other processes through CUDA IPC; set "
                 "publish.transport to memory",
                 code="device.unshared",
                 about=str(self.device),
@@ -193,4 +193,6 @@ def _library() -> ctypes.CDLL:
 def _raise_for(status: int, problem: str, *, code: str, about: str) -> None:
     if status:
         reason = _library().slimx_cuda_error_string(status).decode()
-        raise SlimxError(f"{problem} (CUDA error {status}: {reason})", code=code, about=about)
+        raise SlimxError(
+            f"{problem} (CUDA error {status}: {reason}); run `slimx health` on this machine", code=code, about=about
+        )

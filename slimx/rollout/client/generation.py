@@ -139,8 +139,8 @@ class GenerationClient:
             invalid = next((token for token in ids if not 0 <= token < self.shape.vocab_size), None)
             subject = "a prompt without tokens" if invalid is None else f"token id {invalid}"
             raise SlimxError(
-                f"{subject} cannot be sampled from: valid ids are 0 to {self.shape.vocab_size - 1}; "
-                "check the tokenizer",
+                f"{subject} cannot be sampled from, because valid ids are 0 to {self.shape.vocab_size - 1}; use the "
+                "model's tokenizer",
                 code="request.token_ids",
                 about=subject,
             )

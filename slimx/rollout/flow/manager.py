@@ -298,9 +298,10 @@ class RolloutManager:
             # Unresponsive engines may respond after a restart; other failures would repeat.
             silent = all(failure.reason == ENGINE_DEADLINE for failure in self._failures)
             raise (PartLost if silent else SlimxError)(
-                f"{len(self._failures)} groups of this step failed, more than rollout.max_failed_share="
-                f"{self.config.rollout.max_failed_share} of {self.config.rollout.prompts_per_step} allows; "
-                f"the last failure is {last.reason}: {last.detail}",
+                f"{len(self._failures)} groups of this step failed, more than "
+                f"rollout.max_failed_share={self.config.rollout.max_failed_share} of "
+                f"{self.config.rollout.prompts_per_step} allows; correct the cause of the last failure, "
+                f"{last.reason} ({last.detail}), or raise the limit",
                 code="rollout.failed",
                 about="rollout.max_failed_share",
             )
@@ -370,7 +371,9 @@ class RolloutManager:
         except Exception as error:
             name = self.config.rollout.source
             raise SlimxError(
-                f"rollout.source: {name}.learn raised {raised(error)}", code="sources.raised", about="rollout.source"
+                f"rollout.source: {name}.learn raised {raised(error)}; correct the function",
+                code="sources.raised",
+                about="rollout.source",
             ) from error
 
     def _regenerate(self, ticket: Ticket) -> None:

@@ -57,7 +57,8 @@ def step_path(run: Path, step: int) -> Path:
     files = step_files(run / DIRECTORY)
     if step not in files:
         raise SlimxError(
-            f"rollout.replay: {run / DIRECTORY} does not contain step {step}; it contains {_words(list(files))}",
+            f"rollout.replay: {run / DIRECTORY} does not contain step {step}, only {_words(list(files))}; choose one "
+            "of these steps",
             code="replay.step",
             about=str(step),
         )
@@ -91,7 +92,8 @@ def check_replay(run: Path, origin: Origin, *, first: int, last: int, routes: bo
         differences = saved.differences(origin)
         if differences:
             raise SlimxError(
-                f"rollout.replay: {files[step]} does not match this run: {'; '.join(differences.values())}",
+                f"rollout.replay: {files[step]} does not match this run ({'; '.join(differences.values())}); use the "
+                "settings of the saved run, or another rollout.replay",
                 code="replay.origin",
                 about=", ".join(differences),
             )

@@ -206,7 +206,11 @@ def check_metadata(whose: str, metadata: object) -> None:
             decode(dict[str, Any], encode({key: value}))
         except SlimxError as error:
             about = safe_repr(key)
-            raise SlimxError(f"{whose} metadata {about}: {error}", code="rollout.metadata", about=about) from None
+            raise SlimxError(
+                f"{whose} metadata {about} with an invalid value ({error}); use JSON values or numeric arrays",
+                code="rollout.metadata",
+                about=about,
+            ) from None
 
 
 def _first(values: np.ndarray, invalid: np.ndarray) -> str:

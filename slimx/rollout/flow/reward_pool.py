@@ -84,7 +84,8 @@ class RewardPool:
         """
         if self._closed:
             raise SlimxError(
-                f"the reward of {named(judged)} was requested after the reward workers were stopped",
+                f"the reward of {named(judged)} was requested after the reward workers were stopped; await it before "
+                "the run ends",
                 code="reward.ended",
                 about=named(judged),
             )
@@ -106,7 +107,7 @@ class RewardPool:
                 self._watch = None
         if error is not None:
             raise SlimxError(
-                f"reward hook {name_of(self.reward)} raised {raised(error)}",
+                f"reward hook {name_of(self.reward)} raised {raised(error)}; correct the hook",
                 code="reward.raised",
                 about=name_of(self.reward),
             ) from error

@@ -135,8 +135,8 @@ def _attention(choice: Attention, device: str, packages: Collection[str]) -> tup
         return "unfused", f"attention is unfused ({kernel}), as configured"
     if not engine:
         raise SlimxError(
-            f"trainer.attention={choice} needs {_missing_engine(device)}, which is not available; set "
-            "trainer.attention=auto or install it",
+            f"trainer.attention={choice} needs {_missing_engine(device)}, which is not available; install it, or set "
+            "trainer.attention=auto",
             code=_missing_code(device),
             about="trainer.attention",
         )
@@ -255,7 +255,7 @@ def _check_flex(trainer: Trainer, device: str, packages: Collection[str]) -> Non
         missing = f"{HYBRID} of DeepEP's branch hybrid-ep, which the installed deep_ep lacks"
     if required not in packages:
         raise SlimxError(
-            f"{choice} needs {missing}; install it or set trainer.moe.dispatcher=alltoall",
+            f"{choice} needs {missing}; install it, or set trainer.moe.dispatcher=alltoall",
             code="trainer.not_installed",
             about="trainer.moe.dispatcher",
         )

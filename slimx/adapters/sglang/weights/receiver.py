@@ -255,7 +255,7 @@ class RankReceiver:
         publication = self.open
         if publication is None or publication.manifest.version != version:
             raise SlimxError(
-                f"version {version} cannot be committed: {self._open_text()}",
+                f"version {version} cannot be committed, because {self._open_text()}",
                 code="receiver.not_open",
                 about=f"version {version}",
             )
@@ -350,7 +350,8 @@ class RankReceiver:
         """Returns the checksum shares of the base weights to which the adapter-only publication `new` applies."""
         if not self.adapters:
             raise SlimxError(
-                f"{new} contains only adapters, but the server has no slots; start it with the run's adapters",
+                f"{new} contains only adapters, but this server was started without slots for adapters; start it "
+                "with the adapters of the run's policies",
                 code="receiver.no_adapters",
                 about=str(new),
             )
@@ -360,7 +361,8 @@ class RankReceiver:
         """Returns the open publication. Raises SlimxError if its policy, version or membership epoch differs."""
         if self.open is None or self.open.key != (policy, version, epoch):
             raise SlimxError(
-                f"received a bucket of version {version} of {policy}, epoch {epoch}, but {self._open_text()}",
+                f"a bucket of version {version} of {policy}, epoch {epoch}, cannot be received, because "
+                f"{self._open_text()}",
                 code="receiver.not_open",
                 about=f"version {version}",
             )

@@ -11,4 +11,6 @@ def check_url(url: object, key: str, *, code: str) -> None:
     """Raises SlimxError with `code` if `url` is not an http or https URL. `key`: configuration key of the URL."""
     parts = urlsplit(url) if isinstance(url, str) else None
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise SlimxError(f"{key}: {url!r} is not an http or https URL", code=code, about=key)
+        raise SlimxError(
+            f"{key}: {url!r} is not an http or https URL; set one such as http://host:8000", code=code, about=key
+        )

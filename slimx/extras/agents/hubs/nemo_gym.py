@@ -190,8 +190,8 @@ def _role(message: object) -> str:
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ("system", "developer", "user", "assistant"):
         raise SlimxError(
-            f"NeMo Gym: an item of responses_create_params.input has the role {role!r}; only text turns of system, "
-            "developer, user and assistant are supported",
+            f"NeMo Gym: an item of responses_create_params.input has the role {role!r}, which is not supported; use "
+            "only text turns of system, developer, user and assistant",
             code="nemo_gym.row",
             about="responses_create_params.input",
         )

@@ -187,4 +187,6 @@ class OpenEnv(StepEnvironment):
         return data
 
     def _lost(self, problem: str) -> SlimxError:
-        return SlimxError(f"the OpenEnv server at {self._url} {problem}", code="openenv.server", about=self._url)
+        return SlimxError(
+            f"the OpenEnv server at {self._url} {problem}; see its log", code="openenv.server", about=self._url
+        )

@@ -39,7 +39,7 @@ def check(*, url: str, token_env: str | None = None) -> None:
     check_url(url, f"{KEY}.url", code="verifiers.url")
     if token_env is not None and not os.environ.get(token_env):
         raise SlimxError(
-            f"{KEY}.token_env: {token_env} is not set or empty; export it before starting the run",
+            f"{KEY}.token_env: {token_env} is unset or empty; export it before starting the run",
             code="verifiers.token",
             about=f"{KEY}.token_env",
         )

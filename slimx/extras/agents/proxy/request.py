@@ -69,7 +69,9 @@ def fields_of(body: object, known: Collection[str], neutral: Json) -> Json:
         raise ApiError("the body is not a JSON object", code="invalid_json")
     fields = {name: value for name, value in body.items() if value is not None}
     for name in sorted(fields.keys() - known - neutral.keys()):
-        raise ApiError(f"{name} is not supported by this server", code="unsupported_parameter", param=name)
+        raise ApiError(
+            f"{name} is not supported by this server; leave it out", code="unsupported_parameter", param=name
+        )
     for name, only in neutral.items():
         if fields.get(name, only) != only:
             raise unsupported(name, f"{json.dumps(fields[name])} is not supported; leave it out")

@@ -149,7 +149,12 @@ class ChatProxy:
         running.add(task)
         try:
             if session is None:
-                raise ApiError("this session does not exist or has ended", code="session_not_found", status=404)
+                raise ApiError(
+                    "this session does not exist or has ended; use the base URL that the current rollout passed to "
+                    "the agent",
+                    code="session_not_found",
+                    status=404,
+                )
             return await answer(session, api, http)
         except ApiError as error:
             return web.json_response(api.refusal(error), status=error.status)

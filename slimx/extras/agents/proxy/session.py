@@ -281,7 +281,10 @@ class Session:
         calls = len(message.get("tool_calls", []))
         if request.forced is not None and not calls and completion.finish_reason == "stop":
             raise ApiError(
-                "the engine sampled no tool call, although its grammar requires one", code="engine_failed", status=502
+                "the engine sampled no tool call, although its grammar requires one; send the request again, or "
+                "leave tool_choice out",
+                code="engine_failed",
+                status=502,
             )
         # Log-probs under a grammar are normalized over the tokens that it allows, so they are not the policy's.
         self._conversations.add(exchange.position, completion, read_message(message), train=request.forced is None)

@@ -100,7 +100,12 @@ class NotStarted(SlimxError):
     """Raised if the sandbox failed before it started the program."""
 
     def __init__(self, message: str):
-        super().__init__(f"the sandbox cannot start on this machine: {message}", code="sandbox.start", about="bwrap")
+        super().__init__(
+            f"the sandbox cannot start on this machine ({message}); allow user namespaces, or remove hooks that run "
+            "code",
+            code="sandbox.start",
+            about="bwrap",
+        )
         self.message = message
         """Error message of bubblewrap, which the program cannot have written."""
 

@@ -88,7 +88,8 @@ class Sandbox:
         result = patient.run_blocking(sandbox_probe.source(), stdin=json.dumps(outside))
         if not result.ok:
             raise SlimxError(
-                f"the program that tests the sandbox failed (it {result.ending}): {result.stderr.strip()[-300:]}",
+                f"the program that tests the sandbox {result.ending} ({result.stderr.strip()[-300:]}); correct the "
+                "machine's Python, or remove hooks that run code",
                 code="sandbox.probe",
                 about=result.ended,
             )

@@ -38,7 +38,7 @@ class StandIn(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         package = self.__name__.partition(".")[0]
         raise NotImplementedError(
-            f"{self.__name__} was called, but the package {package} is not installed: install it, or remove the SGLang "
+            f"{self.__name__} was called, but the package {package} is not installed; install it, or remove the SGLang "
             "argument that requires it"
         )
 

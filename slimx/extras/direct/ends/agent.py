@@ -128,7 +128,10 @@ class Agent:
             transfer.state = self._agent.transfer(handle)
         except Exception as error:
             raise LinkError(
-                f"{self.name} could not start writing to {peer}: {first_words(error)}", code="direct.write", about=peer
+                f"{self.name} could not start writing to {peer} ({first_words(error)}); check that the process of "
+                f"{peer} is running",
+                code="direct.write",
+                about=peer,
             ) from None
         return transfer
 
@@ -175,7 +178,12 @@ class Transfer:
     def done(self) -> bool:
         """True once all bytes have arrived. Raises LinkError if the write has failed."""
         if self.ended and self.state != "DONE":
-            raise LinkError(f"the write to {self.peer} failed ({self.state})", code="direct.broken", about=self.peer)
+            raise LinkError(
+                f"the write to {self.peer} failed ({self.state}); check that its process is running and the network "
+                "between the machines",
+                code="direct.broken",
+                about=self.peer,
+            )
         return self.state == "DONE"
 
     def drop(self) -> None:
@@ -212,7 +220,7 @@ def load_nixl() -> Any:
         from nixl_cu13 import _api
     except ImportError as error:
         raise SlimxError(
-            f"publish.transport=nixl requires NIXL, which cannot be imported ({error}): install nixl-cu13 as pinned in "
+            f"publish.transport=nixl requires NIXL, which cannot be imported ({error}); install nixl-cu13 as pinned in "
             "requirements/, or set publish.transport=disk",
         ) from None
     return _api

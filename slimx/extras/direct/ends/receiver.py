@@ -143,7 +143,11 @@ class DirectReceiver:
             yield self._slots
 
     def _has_closed(self) -> LinkError:
-        return LinkError(f"the receiver of {self.name} was closed", code="direct.closed", about=self.name)
+        return LinkError(
+            f"the receiver of {self.name} was closed; connect to the engine again",
+            code="direct.closed",
+            about=self.name,
+        )
 
     def _wait(self, transfer: int, bucket: int) -> None:
         runs = self._runs_of(bucket)
@@ -163,8 +167,9 @@ class DirectReceiver:
                 lacking = sum(run.nbytes for run in runs if run.source in missing)
                 total = sum(run.nbytes for run in runs)
                 raise LinkError(
-                    f"{self.name}: {lacking} of {total} bytes of bucket {bucket} did not arrive within "
-                    f"{self.deadline_s:.0f} s from trainer ranks {', '.join(map(str, sorted(missing)))}",
+                    f"{lacking} of {total} bytes of bucket {bucket} from trainer ranks "
+                    f"{', '.join(map(str, sorted(missing)))} did not arrive at {self.name} within "
+                    f"{self.deadline_s:.0f} s; check these ranks and the network",
                     code="direct.missing",
                     about=f"trainer rank {min(missing)}",
                 )

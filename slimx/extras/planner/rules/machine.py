@@ -110,14 +110,14 @@ def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec:
     for key, size in tensors.items():
         if size > machine.domain:
             yield (
-                f"{key}={size} exceeds the {machine.domain} GPUs that NVLink connects, so every layer waits for "
-                "the network"
+                f"{key}={size} exceeds the {machine.domain} GPUs that NVLink connects, so every layer waits for the "
+                "network; lower it"
             )
     wide = trainer.expert * trainer.expert_tensor_size > machine.domain
     if trainer.moe.dispatcher == "alltoall" and wide and crosses_nodes(spec.transformer["hidden_size"]):
         yield (
-            f"trainer.expert={trainer.expert} spans nodes and trainer.moe.dispatcher is alltoall: tokens are sent once "
-            "per expert instead of once per node; flex is faster if its kernels are installed"
+            f"trainer.expert={trainer.expert} spans nodes and trainer.moe.dispatcher is alltoall, so tokens are sent "
+            "once per expert instead of once per node; set trainer.moe.dispatcher=flex if its kernels are installed"
         )
 
 
