@@ -87,8 +87,8 @@ class RankMap(Record):
 
 
 class BatchPlan(Record):
-    """Prompts, rollouts and tokens of one step: prompts_per_step x group_size = rollouts_per_step, trained in
-    updates_per_step optimizer updates."""
+    """Prompts, rollouts and tokens of one step: prompts_per_step x group_size = rollouts_per_step, which are divided
+    among updates_per_step optimizer updates."""
 
     prompts_per_step: int
     group_size: int
@@ -131,7 +131,7 @@ class PublicationFigures(Record):
     moves: int
     """Number of rectangular regions that are copied from a tensor of a trainer rank to a tensor of an engine rank."""
     launches: int
-    """Number of kernel launches on the trainer rank that has the most."""
+    """Number of kernel launches per publication, on the trainer rank that has the most."""
     nbytes: int
     """Bytes sent to all engines together: values and scales."""
     adapter_bytes: int = 0
@@ -228,7 +228,8 @@ class Searched(Record):
 
 
 class EngineSuggestion(Record):
-    """Sizes of a group's servers with which the most rollouts fit at the same time on the same number of GPUs."""
+    """Server sizes that let the most rollouts of one engine group fit at the same time on the group's GPUs, or on more
+    GPUs if none fit there."""
 
     group: str
     tensor: int

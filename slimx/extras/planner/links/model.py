@@ -68,10 +68,10 @@ def h100_infiniband() -> Links:
     """Returns the links of nodes with 8 H100 SXM and 8 x 400 Gb/s InfiniBand, one adapter per GPU.
 
     Public figures: 3.35 TB/s of memory per GPU (NVIDIA's H100 data sheet), eight 400 Gb/s ConnectX-7 per node (DGX H100
-    user guide, "Network Modules"). Measured on one H100 (docs/benchmarks.md): a copy reaches 2.83 TB/s, reads and
-    writes together, pack with its checksum 87% of a copy's rate, and a launch takes 20 us on the host. Assumed: 90% of
-    the link rate because of RDMA headers; checksums at 85% of a read; 20 us per message; 8 ms per call to all ranks, as
-    Ray and an SGLang server take on the CPU (docs/benchmarks.md: ten calls in 79 ms)."""
+    user guide, "Network Modules"). Measured on one H100 (docs/benchmarks.md): a copy reaches 2.83 TB/s (reads and
+    writes together), packing with checksums reaches 87% of a copy's rate, and a kernel launch takes 20 us on the host.
+    Assumed: 90% of the link rate because of RDMA headers; checksums at 85% of a read; 20 us per message; 8 ms per call
+    to all ranks, as Ray and an SGLang server take on the CPU (docs/benchmarks.md: ten calls in 79 ms)."""
     name = "H100, 8 x 400 Gb/s InfiniBand per node"
     return _cluster(name, memory=2.83e12, pack=0.87, link=0.9 * 400e9 / 8, message=20e-6)
 
@@ -197,8 +197,8 @@ class Stages:
 
 
 def predict(traffic: Traffic, links: Links) -> Stages:
-    """Returns the seconds that `traffic` takes on `links`. Raises SlimxError if the links cannot connect all its
-    ranks."""
+    """Returns the seconds that `traffic` takes on `links`. Raises SlimxError if the links cannot connect all ranks of
+    the publication."""
     if links.domain is not None and traffic.ranks > links.domain:
         raise SlimxError(
             f"the publication connects {traffic.ranks} ranks ({traffic.sources} of trainers, {traffic.engine_ranks} "

@@ -48,7 +48,8 @@ MODEL = {
 }
 """config.json of a small Qwen3-MoE model with 30 MiB of bf16 weights per layer."""
 SMALL, LARGE = 1, 5
-"""Number of layers of the model with which rates are measured, and of the model that is published for comparison."""
+"""Number of layers of two models: rates are measured with the first; the publication of the second is predicted and
+then measured."""
 ROUNDS, FEWEST, LIMIT_S = 5, 3, 2.0
 """Maximum and minimum number of rounds of a rehearsal, and the seconds after which no further round starts."""
 DEADLINE_S = 30.0
@@ -88,7 +89,7 @@ class EngineRank:
 
     def verify(self) -> int:
         """Returns the number of loaded tensors after verifying that they match the published checksums. Raises
-        SlimxError for a tensor that does not."""
+        SlimxError if a tensor does not match."""
         self._verify({name: self.parameters[name] for name in self._checksums}, self._checksums, "loaded")
         return len(self._checksums)
 

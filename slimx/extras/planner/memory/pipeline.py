@@ -163,8 +163,8 @@ def _kinds(layers: list[LayerBytes]) -> list[tuple[LayerBytes, int]]:
 
 
 def in_flight(sizes: Sizes, pipeline_rank: int, microbatches: int) -> list[int]:
-    """Returns the index of the model chunk of each micro-batch whose activations a pipeline rank keeps when it keeps
-    the most.
+    """Returns one entry for each micro-batch whose activations a pipeline rank keeps at its peak: the index of the
+    model chunk to which these activations belong.
 
     1F1B keeps one micro-batch for the rank itself and one for every later rank (Narayanan et al., 2104.04473, section
     2.2). Interleaved stages keep 2 (P - p - 1) + (v - 1) P + 1 micro-batches of one chunk each: first P of the first

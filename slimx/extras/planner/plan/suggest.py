@@ -76,8 +76,8 @@ class Candidate(NamedTuple):
 def suggest_layouts(
     config: Config, spec: ModelSpec, machine: Machine, device: str
 ) -> tuple[tuple[Suggestion, ...], Searched]:
-    """Returns the layouts that fit with the least predicted time, best first and only the best for each pair of tensor
-    and pipeline size, and the extent of the search. Raises SlimxError if the type of GPU is unknown."""
+    """Returns the fitting layouts with the least predicted time, best first, and the extent of the search. Contains
+    only the best layout for each pair of tensor and pipeline size. Raises SlimxError if the type of GPU is unknown."""
     search = Search(config, spec, machine, device)
     best: dict[tuple[int, int], Suggestion] = {}
     for least, sizes, suggestion in search.fitting(search.least_cost):
