@@ -54,7 +54,7 @@ class NodeRequirements:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Paths and clocks that the checks read, which tests replace."""
+    """Paths and clocks that the checks read; tests replace them."""
 
     infiniband: Path = Path("/sys/class/infiniband")
     shm: Path = Path("/dev/shm")
