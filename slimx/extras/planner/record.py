@@ -155,7 +155,7 @@ class PublicationFigures(Record):
     most."""
     kept_bytes: int = 0
     """With publish.delta, bytes of host memory on the trainer rank that keeps the most: the weights that it sent last,
-    and its part of a bucket. With the disk transport, on trainer rank 0."""
+    and its part of a bucket. With the disk transport, this is trainer rank 0."""
     received_bytes: int = Field(default=0, serialization_alias="held_bytes")
     """With publish.delta, bytes of host memory for one engine on each of its machines: the weights that it received
     last."""
@@ -312,7 +312,8 @@ class PlanReport(Record):
     """True if another layout of the trainer's ranks could remove a violation."""
     warnings: tuple[str, ...] = ()
     nearest: Suggestion | None = None
-    """Layout that fits cluster.gpu and differs least from the configured one, if that is refused; null otherwise."""
+    """Layout that fits cluster.gpu and differs least from the configured one, which is searched for if the configured
+    one is refused; null if there was no search or if no layout fits."""
     searched: Searched | None = None
     """Extent of the search for layouts; null if there was no search."""
     suggestions: tuple[Suggestion, ...] = ()

@@ -81,14 +81,16 @@ def gb300_nvlink() -> Links:
 
     Public figures: 1.8 TB/s of NVLink 5 per GPU in both directions together, 130 TB/s per rack, and 8 TB/s of memory
     per GPU (NVIDIA's GB300 NVL72 product page and enterprise reference architecture). Assumed: 80% of the 900 GB/s in
-    one direction, 90% of the memory rate; pack at 85% of a copy; the rest as in `h100_infiniband`."""
+    one direction, 90% of the memory rate; packing at 85% of a copy's rate; 10 us per message; all other rates and
+    latencies as in `h100_infiniband`."""
     name = "GB300 NVL72, one NVLink domain"
     return _cluster(name, memory=0.9 * 8e12, pack=0.85, link=0.8 * 900e9, message=10e-6, domain=72)
 
 
 def _cluster(name: str, *, memory: float, pack: float, link: float, message: float, domain: int | None = None) -> Links:
     """Returns the links of ranks with one GPU each. `memory`: bandwidth of GPU memory, reads and writes together, in
-    bytes/s. `pack`: rate of the pack kernel relative to that of a copy. Other parameters: as in `Links`."""
+    bytes/s. `pack`: rate of the pack kernel relative to that of a copy. Other parameters are values of the fields of
+    `Links`."""
     return Links(
         name=name,
         pack=pack * memory / 2,

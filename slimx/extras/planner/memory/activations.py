@@ -119,8 +119,8 @@ class LayerBytes:
 
 
 def layer_bytes(model: dict[str, Any], setting: Setting, parts: LayerParts, kind: LayerKind) -> LayerBytes:
-    """Returns the bytes that a layer keeps. `parts`: its mixer (attention or recurrent) and its MLP (dense or experts).
-    `model`: fields of megatron-core's TransformerConfig."""
+    """Returns the bytes that a layer keeps for the backward pass. `parts`: its mixer (attention or recurrent) and its
+    MLP (dense or experts). `model`: fields of megatron-core's TransformerConfig."""
     hidden = setting.share * model["hidden_size"]
     nbytes: dict[str, float] = {}
     if parts.mixer is not None:
@@ -235,9 +235,9 @@ def _mask(s: Setting) -> float:
 def _steps(model: dict[str, Any], s: Setting, inner: float, *, weighted: bool) -> float:
     """Returns the number of elements that an activation function keeps in addition to its input.
 
-    It keeps its result. Plain torch also keeps the silu and the linear part of a gated activation, or the relu of a
-    squared one. `weighted`: True if plain torch also keeps the product before it is multiplied by the router's weights.
-    `inner`: number of elements of the result."""
+    The function keeps its result. Plain torch also keeps the silu and the linear part of a gated activation, or the
+    relu of a squared one. `weighted`: True if plain torch also keeps the product before it is multiplied by the
+    router's weights. `inner`: number of elements of the result."""
     if s.kernels != "torch":
         return inner
     tensors = 2

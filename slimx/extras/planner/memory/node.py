@@ -104,8 +104,8 @@ def _publication_bytes(config: Config, figures: PublicationFigures, ranks: int) 
 
 
 def kept_batches(config: Config, spec: ModelSpec, batch: BatchPlan) -> int:
-    """Returns the maximum bytes of batches that the driver keeps for trainers that replace lost ones. It keeps the
-    batches of all steps between two checkpoints, and of as many further steps, because training continues while the
+    """Returns the maximum bytes of batches that the driver keeps for trainers that replace lost ones. The driver keeps
+    the batches of all steps between two checkpoints, and of as many further steps, because training continues while the
     second checkpoint is being written."""
     if not config.section(Recovery).trainers:
         return 0
