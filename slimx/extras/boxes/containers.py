@@ -41,8 +41,8 @@ processes."""
 COPY_SECONDS = 60.0
 """Time limit in seconds of a program that writes or reads one file."""
 _LAYER = "{{with .GraphDriver}}{{with .Data}}{{with .UpperDir}}{{.}}{{end}}{{end}}{{end}}"
-"""Template by which the engine prints the directory of the container's upper layer; "" if the storage driver has
-none."""
+"""Template with which the engine's `inspect` prints the directory of the container's upper layer, or nothing if the
+storage driver has none."""
 NO_FILE = 100
 """Exit status of the scripts below if the path contains a link or is not a regular file."""
 _WALK = f"""
@@ -81,9 +81,9 @@ class ContainerBox(Box):
 
         `source`: name of an image of the engine, or a path. `host_usr`: True to mount this machine's /usr. `user`:
         UID:GID of programs; None for the image's user, or 65534 if the source is a path. `cpus`: maximum number of
-        processors. `base`: parent directory of temporary roots. `image_mib`: maximum size of a source that is a path,
-        and, together with `Limits.disk_mib`, of a snapshot, in MiB. Raises BoxRefusal for an image that is missing or
-        declares volumes, BoxLost if the engine fails.
+        processors. `base`: parent directory of temporary roots. `image_mib`: maximum size in MiB of a source that is a
+        path; snapshots may be larger by `Limits.disk_mib`. Raises BoxRefusal for an image that is missing or declares
+        volumes, BoxLost if the engine fails.
         """
         super().__init__(limits)
         self._engine = engine
@@ -250,9 +250,8 @@ class ContainerBox(Box):
     def _really_ended(self, name: str, status: int) -> Ended:
         """Returns how a program ended after the engine's client has exited with `status`.
 
-        Raises BoxLost if the engine failed instead. Status 125 may come from the engine or the program: from the
-        program if the container still runs. The container is also inspected for the statuses 137 and 255, which a
-        signal or the engine may have caused.
+        Raises BoxLost if the engine failed instead. The statuses 125, 137 and 255 may come from the engine or from the
+        program, so the container is inspected: they come from the program if the container still runs.
         """
         if status not in (125, 137, 255):
             return "exit"

@@ -33,7 +33,8 @@ class Lease:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock that serializes the calls of a sandbox, so that a client occupies at most one thread per sandbox."""
     runs: dict[str, LeasedRun] = field(default_factory=dict)
-    """Only the program that was started last, by the name that the client chose for it."""
+    """The program that was started last, under the name that the client chose for it; earlier programs have been
+    removed."""
     ending: asyncio.Task[None] | None = None
 
 
@@ -72,7 +73,7 @@ class Boxes:
     async def begin(self, name: str, source: str | Path, limits: Limits) -> Lease:
         """Returns the lease called `name`, and creates its sandbox if the lease is new.
 
-        Raises the error of the sandbox's creation, and BoxLost if the sandbox is being removed.
+        Raises the error that the creation of the sandbox raised, and BoxLost if the sandbox is being removed.
         """
         lease = self.leases.get(name)
         if lease is not None and lease.ending is not None:
@@ -115,8 +116,8 @@ class Boxes:
         lease.until = time.monotonic() + self.lease_s
 
     async def end(self, name: str) -> None:
-        """Stops a sandbox's programs and removes it, if it exists. The sandbox counts towards the maximum until it has
-        been removed."""
+        """Stops the program of the sandbox called `name` and removes the sandbox, if it exists. The sandbox counts
+        towards the maximum until it has been removed."""
         lease = self.leases.get(name)
         if lease is not None:
             await asyncio.shield(self._ending(name, lease))

@@ -112,8 +112,8 @@ def names_of(path: str) -> list[str]:
 
 
 def check_run(command: Sequence[str], stdin: str, cwd: str) -> None:
-    """Raises BoxRefusal for a command that cannot be executed: it contains NUL or an unpaired surrogate, or is too
-    long."""
+    """Raises BoxRefusal if `command` or `cwd` contains NUL, if one of them or `stdin` contains an unpaired surrogate,
+    or if the command is too long."""
     try:
         words = [word.encode() for word in (*command, cwd)]
         stdin.encode()

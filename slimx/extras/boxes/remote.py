@@ -41,7 +41,7 @@ ANSWER_S = 60.0
 MAKE_S = 600.0
 """Maximum seconds without progress of a request that makes the server copy a root."""
 SEND_S = 1800.0
-"""Maximum seconds without progress of an upload, which waits for other uploads."""
+"""Maximum seconds without progress of an upload, including the wait for other uploads to finish."""
 SEND_TRIES = 3
 """Maximum number of uploads of one archive."""
 END_S = 600.0
@@ -79,8 +79,8 @@ class RemoteServer:
         """Sends a request and returns the response, with up to `most` bytes of content.
 
         `path`: path after /v1/. `seconds`: maximum seconds without progress. `again`: True to retry if the response was
-        lost. `to`: file to which the content is written; None to return it in the response. Raises BoxLost without a
-        response, BoxRefusal if the server refuses the request.
+        lost. `to`: file to which the content is written; None to return it in the response. Raises BoxLost if there is
+        no response, BoxRefusal if the server refuses the request.
         """
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         until = time.monotonic()

@@ -128,7 +128,7 @@ def used(path: Path, outermost: int | None = None, *, most: float = math.inf) ->
     """Returns the bytes that a tree occupies, including `ENTRY` bytes per entry and deleted files that are still open.
 
     `outermost`: process whose descendants may have deleted files open. Stops counting above `most`, because a program
-    may add entries faster than they are counted. An unreadable tree counts as unbounded.
+    may add entries faster than they are counted. Returns 2^62 for a tree that cannot be read completely.
     """
     total = 0
     waiting = [os.fspath(path)]
@@ -160,8 +160,8 @@ def _deleted(path: Path, outermost: int) -> int:
 
 
 def deleted(processes: Iterable[int], device: int | None = None) -> int:
-    """Returns the bytes of deleted files that `processes` have open. `device`: counts only files of this device, if
-    given."""
+    """Returns the bytes of deleted files that `processes` have open. `device`: if given, only files on this device are
+    counted."""
     sizes: dict[tuple[int, int], int] = {}
     for pid in processes:
         with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as descriptors:

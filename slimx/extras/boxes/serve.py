@@ -310,7 +310,8 @@ def _refused(status: int, code: str, error: str, about: str) -> web.Response:
 async def serve(
     arguments: argparse.Namespace, ready: Callable[[str], object] = lambda url: print(url, flush=True)
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then removes all sandboxes. `ready`: called with the URL when listening."""
+    """Serves until SIGTERM or SIGINT, then removes all sandboxes. `ready`: function that is called with the server's
+    URL once the server accepts connections."""
     token = os.environ[arguments.token_env] if arguments.token_env else None
     options = _options(arguments)
     options.sweep()

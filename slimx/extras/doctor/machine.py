@@ -26,11 +26,11 @@ ROOT = Path(slimx.__file__).parents[1]
 MAIN = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "numpy", "pydantic")
 """Packages that are always shown; others are shown only if they have a problem."""
 STAND_INS = ("sgl_kernel", "torchvision")
-"""Copy of `slimx.extras.cpu.adapters.absent.PACKAGES`, packages with stand-ins on CPUs, which this package may not
-import; a test compares the two."""
+"""Packages that have stand-ins on CPUs. Copied from `slimx.extras.cpu.adapters.absent.PACKAGES`, because this package
+may not import that module; a test compares the two."""
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "slimx.adapters.sglang.plugin:register"
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
-"""Copy of `slimx.trainer.device.backends.FLASH`, whose module imports pydantic; a test compares the two."""
+"""FlashAttention's distributions, copied from `slimx.trainer.device.backends`, which imports pydantic."""
 IMPORT_S = 120
 """Seconds within which the import of a package must finish."""
 MEMORY_GIB = 4.0

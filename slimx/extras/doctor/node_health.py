@@ -54,7 +54,7 @@ class NodeRequirements:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Paths and clocks that the checks read, which tests replace."""
+    """Paths and clocks that the checks read; tests replace them."""
 
     infiniband: Path = Path("/sys/class/infiniband")
     shm: Path = Path("/dev/shm")
@@ -67,8 +67,8 @@ class Places:
 def examine_node(
     required: NodeRequirements, gpus: Callable[[], list[NvmlGpu]] | None = None, places: Places | None = None
 ) -> tuple[list[str], list[str]]:
-    """Examines this node. Returns two lists of sentences: faults that make it unfit, and notes. `gpus`: returns the
-    GPUs to examine; None: all GPUs of the node."""
+    """Examines this node. Returns two lists of sentences: faults that make it unfit, and notes. `gpus`: function that
+    returns the GPUs to examine; None: all GPUs of the node."""
     if places is None:
         places = Places()
     problems = [*_clock(required, places), *_space(required, places), *_hcas(required, places)]

@@ -1,5 +1,5 @@
-"""Digests with which hidden states of engine and trainer are compared layer by layer: one digest per token and point of
-the residual stream (before a layer's attention, before its MLP, before the last norm)."""
+"""Digests for comparing hidden states of engine and trainer layer by layer: one digest per token and point of the
+residual stream (before a layer's attention, before its MLP, before the last norm)."""
 
 from __future__ import annotations
 

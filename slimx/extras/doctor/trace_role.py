@@ -19,7 +19,8 @@ from slimx.trainer.trainer import PolicyTrainer
 
 
 class TraceRole:
-    """Records the hidden states of one rank's model (see `slimx.trainer.rank.Role`)."""
+    """Records digests of the hidden states of one trainer rank's model, as a role of that rank
+    (`slimx.trainer.rank.Role`)."""
 
     def __init__(self, rank: TrainerRank):
         self.model = cast(PolicyTrainer, rank.roles["model"])

@@ -12,7 +12,7 @@ class Record(BaseModel):
 
 
 class TrainerMemory(Record):
-    """Memory of one trainer rank per pipeline stage: the rank with the most optimizer state.
+    """Memory of one trainer rank: the one with the most optimizer state in its pipeline stage.
 
     Weights, gradients and optimizer state are exact. Activations are estimated
     (slimx.extras.planner.memory.activations). The overhead is assumed."""
@@ -70,7 +70,7 @@ class TrainerMemory(Record):
     """Bytes of host memory for the copy from which checkpoints are written."""
     host_activations: int
     """Bytes of host memory for activations that are offloaded until the backward pass (trainer.offload_activations).
-    torch's allocator of pinned memory rounds each up to a power of two, at most twice its size."""
+    torch's allocator of pinned memory rounds the size of each tensor up to a power of two, which at most doubles it."""
     moved: int
     """Bytes of activations that are copied to the host and back in an update."""
     parts: dict[str, int]

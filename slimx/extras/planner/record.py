@@ -87,8 +87,8 @@ class RankMap(Record):
 
 
 class BatchPlan(Record):
-    """Prompts, rollouts and tokens of one step: prompts_per_step x group_size = rollouts_per_step, trained in
-    updates_per_step optimizer updates."""
+    """Prompts, rollouts and tokens of one step: prompts_per_step x group_size = rollouts_per_step, which are divided
+    among updates_per_step optimizer updates."""
 
     prompts_per_step: int
     group_size: int
@@ -131,7 +131,7 @@ class PublicationFigures(Record):
     moves: int
     """Number of rectangular regions that are copied from a tensor of a trainer rank to a tensor of an engine rank."""
     launches: int
-    """Number of kernel launches on the trainer rank that has the most."""
+    """Number of kernel launches per publication, on the trainer rank that has the most."""
     nbytes: int
     """Bytes sent to all engines together: values and scales."""
     adapter_bytes: int = 0
@@ -155,7 +155,7 @@ class PublicationFigures(Record):
     most."""
     kept_bytes: int = 0
     """With publish.delta, bytes of host memory on the trainer rank that keeps the most: the weights that it sent last,
-    and its part of a bucket. With the disk transport, on trainer rank 0."""
+    and its part of a bucket. With the disk transport, this is trainer rank 0."""
     received_bytes: int = Field(default=0, serialization_alias="held_bytes")
     """With publish.delta, bytes of host memory for one engine on each of its machines: the weights that it received
     last."""
@@ -228,7 +228,8 @@ class Searched(Record):
 
 
 class EngineSuggestion(Record):
-    """Sizes of a group's servers with which the most rollouts fit at the same time on the same number of GPUs."""
+    """Server sizes that let the most rollouts of one engine group fit at the same time on the group's GPUs, or on more
+    GPUs if none fit there."""
 
     group: str
     tensor: int
@@ -311,7 +312,8 @@ class PlanReport(Record):
     """True if another layout of the trainer's ranks could remove a violation."""
     warnings: tuple[str, ...] = ()
     nearest: Suggestion | None = None
-    """Layout that fits cluster.gpu and differs least from the configured one, if that is refused; null otherwise."""
+    """Layout that fits cluster.gpu and differs least from the configured one, which is searched for if the configured
+    one is refused; null if there was no search or if no layout fits."""
     searched: Searched | None = None
     """Extent of the search for layouts; null if there was no search."""
     suggestions: tuple[Suggestion, ...] = ()

@@ -9,6 +9,6 @@ from slimx.rewards.needs import needs_answer
 
 @needs_answer
 async def reward(ctx: Context, trajectory: Trajectory) -> float:
-    """Returns 1.0 if the final answer equals the prompt's answer, except for surrounding white space, else 0.0. Raises
+    """Returns 1.0 if the final answer equals the prompt's answer, ignoring surrounding white space, else 0.0. Raises
     SlimxError if the prompt has no answer."""
     return float(ctx.final_answer.strip() == answer_of(ctx, __name__).strip())

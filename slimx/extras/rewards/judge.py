@@ -96,7 +96,7 @@ async def score(
     group is called at /v1/embeddings, the only path that its router forwards; SGLang returns the same number there. The
     whole trajectory is sent as text, decoded by the policy's tokenizer; with `ids` it is sent as token ids, for a
     reward model with the policy's vocabulary. `timeout`: seconds per request; `retries`: maximum number of retries.
-    Raises SlimxError for any other response."""
+    Raises SlimxError if the response is not a single number, and if the server does not respond."""
     tokens = trajectory.token_ids.tolist()
     content = tokens if ids else ctx.tokenizer.decode(tokens, skip_special_tokens=False)
     headers = None

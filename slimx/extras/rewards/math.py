@@ -19,7 +19,7 @@ from slimx.rewards.context import Context, answer_of
 from slimx.rewards.needs import needs_answer, needs_process
 
 SECONDS = 5
-"""CPU seconds for parsing a response, and again for comparing it with the answer."""
+"""Maximum CPU seconds for parsing a response, and likewise for comparing it with the answer."""
 DEEPEST = 100
 """Maximum nesting depth of brackets in a response; with thousands of levels, parsing takes minutes."""
 ANSWER_SECONDS = 60
@@ -77,9 +77,10 @@ def _complex(values: Iterable[Any]) -> list[Any]:
 
 
 def _stated(text: str) -> str:
-    """Returns the part of a response that math-verify reads: the last box, or "" if it is unclosed. If there is no box,
-    or "final answer is" follows the last one, it is the whole text if this contains delimited mathematics, else the
-    expression in the last line, after "answer is", "answer:" or a word such as "so", else the whole text."""
+    """Returns the part of a response that math-verify reads. This is the last box, or "" if that box is unclosed.
+    Without a box, or if "final answer is" follows the last box, it is the whole text if this contains delimited
+    mathematics. Otherwise it is the expression in the last line, possibly after "answer is", "answer:" or a word such
+    as "so", or the whole text if there is no such expression."""
     in_boxes = boxes(text)
     if in_boxes and not re.search("(?i)final answer is", text[in_boxes[-1].stop :]):
         return last_boxes(text, in_boxes) or ""

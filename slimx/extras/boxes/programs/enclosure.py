@@ -73,8 +73,8 @@ async def in_thread[T](call: Callable[[threading.Event], T], *, waits: bool = Fa
 @cache
 def _threads() -> ThreadPoolExecutor:
     """Returns the threads for programs on this machine, one per processor, because more programs at once would slow
-    each other down until they reach their time limit. At least 8, because the deadline of a turn includes the wait for
-    a thread."""
+    each other down until they reach their time limit. There are at least 8 threads, because a program's wait for a
+    thread counts towards the deadline of the rollout's turn."""
     return ThreadPoolExecutor(max(8, len(os.sched_getaffinity(0))), thread_name_prefix="slimx-sandbox")
 
 

@@ -34,7 +34,7 @@ class PythonTool:
         return ""
 
     async def step(self, text: str) -> Step:
-        """Runs the program in a turn; ends the episode if the turn has none."""
+        """Runs the Python program in the model's turn `text`; ends the episode if the turn contains none."""
         program = last_program(text)
         if program is None:
             return Step(done=True, info={"runs": self.runs})

@@ -113,7 +113,8 @@ def program() -> bytes:
 def profile() -> dict[str, object]:
     """Returns the filter of `program` in the format of container runtimes, for `--security-opt seccomp=FILE`.
 
-    The format is that of the OCI runtime specification, config-linux, seccomp. Raises the errors of `program`.
+    The format is that of the OCI runtime specification, config-linux, seccomp. Raises SlimxError on the same machines
+    as `program`.
     """
     machine = platform.machine()
     if machine not in _MACHINES:

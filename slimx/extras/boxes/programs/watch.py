@@ -43,7 +43,7 @@ class Limits:
     """Size of all files that the program may write, in MiB: in memory for the /tmp of a `Sandbox`, on disk for a
     `Box`."""
     output_kib: Whole = 64
-    """Maximum size of stdout, and of stderr, in KiB."""
+    """Maximum size of stdout in KiB, and likewise of stderr."""
 
     def __post_init__(self) -> None:
         for limit in fields(self):

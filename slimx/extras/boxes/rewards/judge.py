@@ -80,8 +80,8 @@ class RemoteProgram:
         return values
 
     def request(self, method: str, target: RemoteObject, *args: object, **kwargs: object) -> Any:
-        """Calls a method of one of the program's objects, and applies the program's changes to arguments here as
-        well."""
+        """Calls a method of one of the program's objects, and applies the changes that the program made to arguments to
+        the originals in this process."""
         message = {
             "method": method,
             "on": target._index,

@@ -305,7 +305,7 @@ _TOOLS = {
         },
     ),
 }
-"""Description of each tool, and of its arguments, which are required strings."""
+"""For each tool, its description and those of its arguments; all arguments are required strings."""
 
 
 def _description(name: str, directory: str) -> Json:

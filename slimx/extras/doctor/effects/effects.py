@@ -257,7 +257,7 @@ def _shown(value: Any) -> Any:
 
 
 def describe(terms: list[Effect]) -> list[str]:
-    """Returns one line of text per term, with its value and its share in the gradient."""
+    """Returns one line of text per term, with its value and its share of the gradient."""
     width = max(len(effect.key) for effect in terms)
     lines = []
     for effect in terms:

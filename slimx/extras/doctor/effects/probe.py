@@ -34,7 +34,8 @@ bound takes effect."""
 
 
 TOP = 3
-"""Number of most likely tokens of the synthetic teacher; one more entry stands for all other tokens."""
+"""Number of most likely tokens for which the synthetic teacher gives log-probs; one more logit stands for all other
+tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """A server that replaces engines when `slimx doctor --hooks` tries hooks: it returns scripted texts.
 
-It implements the part of SGLang's HTTP API that hooks use in a run, for the same client: /generate, streamed or not,
-with log-probs, versions, experts and top-p masks, and the chat, /classify and embeddings endpoints of a frozen model.
-There is no model: the log-prob of every token is `LOGPROB`, and all experts have index 0."""
+It implements the part of SGLang's HTTP API that hooks use in a run, so that they run with the same client: /generate,
+streamed or not, with log-probs, versions, experts and top-p masks, and the chat, /classify and embeddings endpoints of
+a frozen model. There is no model: the log-prob of every token is `LOGPROB`, and all experts have index 0."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ IDLE_S = 600.0
 
 
 class ScriptedServer:
-    """The scripted server. A context manager, which runs the server in an event loop of a separate thread, so that it
-    responds even if a hook blocks the driver's event loop."""
+    """Context manager that runs the scripted server in an event loop of a separate thread, so that the server responds
+    even if a hook blocks the driver's event loop."""
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape

@@ -68,10 +68,10 @@ def h100_infiniband() -> Links:
     """Returns the links of nodes with 8 H100 SXM and 8 x 400 Gb/s InfiniBand, one adapter per GPU.
 
     Public figures: 3.35 TB/s of memory per GPU (NVIDIA's H100 data sheet), eight 400 Gb/s ConnectX-7 per node (DGX H100
-    user guide, "Network Modules"). Measured on one H100 (docs/benchmarks.md): a copy reaches 2.83 TB/s, reads and
-    writes together, pack with its checksum 87% of a copy's rate, and a launch takes 20 us on the host. Assumed: 90% of
-    the link rate because of RDMA headers; checksums at 85% of a read; 20 us per message; 8 ms per call to all ranks, as
-    Ray and an SGLang server take on the CPU (docs/benchmarks.md: ten calls in 79 ms)."""
+    user guide, "Network Modules"). Measured on one H100 (docs/benchmarks.md): a copy reaches 2.83 TB/s (reads and
+    writes together), packing with checksums reaches 87% of a copy's rate, and a kernel launch takes 20 us on the host.
+    Assumed: 90% of the link rate because of RDMA headers; checksums at 85% of a read; 20 us per message; 8 ms per call
+    to all ranks, as Ray and an SGLang server take on the CPU (docs/benchmarks.md: ten calls in 79 ms)."""
     name = "H100, 8 x 400 Gb/s InfiniBand per node"
     return _cluster(name, memory=2.83e12, pack=0.87, link=0.9 * 400e9 / 8, message=20e-6)
 
@@ -81,14 +81,16 @@ def gb300_nvlink() -> Links:
 
     Public figures: 1.8 TB/s of NVLink 5 per GPU in both directions together, 130 TB/s per rack, and 8 TB/s of memory
     per GPU (NVIDIA's GB300 NVL72 product page and enterprise reference architecture). Assumed: 80% of the 900 GB/s in
-    one direction, 90% of the memory rate; pack at 85% of a copy; the rest as in `h100_infiniband`."""
+    one direction, 90% of the memory rate; packing at 85% of a copy's rate; 10 us per message; all other rates and
+    latencies as in `h100_infiniband`."""
     name = "GB300 NVL72, one NVLink domain"
     return _cluster(name, memory=0.9 * 8e12, pack=0.85, link=0.8 * 900e9, message=10e-6, domain=72)
 
 
 def _cluster(name: str, *, memory: float, pack: float, link: float, message: float, domain: int | None = None) -> Links:
     """Returns the links of ranks with one GPU each. `memory`: bandwidth of GPU memory, reads and writes together, in
-    bytes/s. `pack`: rate of the pack kernel relative to that of a copy. Other parameters: as in `Links`."""
+    bytes/s. `pack`: rate of the pack kernel relative to that of a copy. Other parameters are values of the fields of
+    `Links`."""
     return Links(
         name=name,
         pack=pack * memory / 2,
@@ -197,8 +199,8 @@ class Stages:
 
 
 def predict(traffic: Traffic, links: Links) -> Stages:
-    """Returns the seconds that `traffic` takes on `links`. Raises SlimxError if the links cannot connect all its
-    ranks."""
+    """Returns the seconds that `traffic` takes on `links`. Raises SlimxError if the links cannot connect all ranks of
+    the publication."""
     if links.domain is not None and traffic.ranks > links.domain:
         raise SlimxError(
             f"the publication connects {traffic.ranks} ranks ({traffic.sources} of trainers, {traffic.engine_ranks} "

@@ -1,8 +1,8 @@
-"""A publication within this process, which measures the rates of this machine and tests whether the link model predicts
-the publication's duration from them.
+"""A rehearsal: a publication within this process that serves to measure the rates of this machine, and to test whether
+the link model predicts the publication's duration from these rates.
 
-The trainer side is slimx's own code (`Gatherer`, `Publisher`). The engine side is `EngineRank`, which treats its
-parameters as the receiver in an engine's process does. Weights are random, because only their size matters."""
+The trainer side is slimx's own code (`Gatherer`, `Publisher`). The engine side is `EngineRank`, which loads and checks
+its parameters as the receiver in an engine's process does. Weights are random, because only their size matters."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ MODEL = {
 }
 """config.json of a small Qwen3-MoE model with 30 MiB of bf16 weights per layer."""
 SMALL, LARGE = 1, 5
-"""Number of layers of the model with which rates are measured, and of the model that is published for comparison."""
+"""Number of layers of two models: rates are measured with the first; the publication of the second is predicted and
+then measured."""
 ROUNDS, FEWEST, LIMIT_S = 5, 3, 2.0
 """Maximum and minimum number of rounds of a rehearsal, and the seconds after which no further round starts."""
 DEADLINE_S = 30.0
@@ -88,7 +89,7 @@ class EngineRank:
 
     def verify(self) -> int:
         """Returns the number of loaded tensors after verifying that they match the published checksums. Raises
-        SlimxError for a tensor that does not."""
+        SlimxError if a tensor does not match."""
         self._verify({name: self.parameters[name] for name in self._checksums}, self._checksums, "loaded")
         return len(self._checksums)
 
@@ -115,7 +116,7 @@ class EngineRank:
 
 class Rehearsal:
     """One trainer rank and one engine rank, each on its own thread, so that each has a core to itself on a machine with
-    two."""
+    two cores."""
 
     def __init__(self, layers: int):
         hf = {**MODEL, "num_hidden_layers": layers}
@@ -149,7 +150,7 @@ class Rehearsal:
         return self.engine.stage(packed.path, packed.size, packed.targets[0])
 
     async def publish(self) -> float:
-        """Runs one publication by slimx's publisher and returns its seconds."""
+        """Runs one publication with slimx's publisher and returns its duration in seconds."""
         publisher = Publisher(
             self, OnlyOne(_Engine(self)), deadline_s=DEADLINE_S, step_deadline_s=DEADLINE_S, encoding="local"
         )

@@ -38,8 +38,8 @@ class Setting:
     materialized: bool
     """True if the attention keeps its probabilities, because no flash attention kernel supports it."""
     masked: bool = False
-    """True if torch's kernel receives a mask for every pair of tokens, and keys and values that are repeated for every
-    query head, as for attention sinks."""
+    """True if torch's attention kernel receives an explicit mask with an element per pair of tokens, and keys and
+    values that are repeated for every query head, as it does for attention sinks."""
 
     @property
     def share(self) -> float:
@@ -72,8 +72,7 @@ class LayerBytes:
     """Bytes kept by the attention in addition to its inputs: the probabilities or, with flash attention, one number per
     token and head."""
     operands: float = 0.0
-    """Bytes, included in `projected`, that nothing but the attention keeps: rotated queries and keys, or all its
-    inputs."""
+    """Bytes, included in `projected`, that only the attention keeps: the queries and keys after rotation."""
     values: float = 0.0
     """Bytes of the values, which the attention keeps as a part of a larger tensor."""
     context: float = 0.0
@@ -82,11 +81,11 @@ class LayerBytes:
     mlp_input: float = 0.0
     """Bytes of the output of the second norm, which the router, the shared experts or the MLP keep."""
     router: float = 0.0
-    """Bytes of the router's scores, the chosen experts and the order of tokens."""
+    """Bytes of the router's scores, the chosen experts and the permutation that sorts tokens by expert."""
     dispatched: float = 0.0
     """Bytes of the tokens that are dispatched to this rank's experts."""
     inner: float = 0.0
-    """Bytes of the output of the first linear layer of MLP or experts."""
+    """Bytes of the output of the first linear layer of the MLP or of the experts."""
     activated: float = 0.0
     """Bytes of the activation function's intermediate tensors and its result."""
     shared: float = 0.0
@@ -120,8 +119,8 @@ class LayerBytes:
 
 
 def layer_bytes(model: dict[str, Any], setting: Setting, parts: LayerParts, kind: LayerKind) -> LayerBytes:
-    """Returns the bytes that a layer keeps. `parts`: its mixer (attention or recurrent) and its MLP (dense or experts).
-    `model`: fields of megatron-core's TransformerConfig."""
+    """Returns the bytes that a layer keeps for the backward pass. `parts`: its mixer (attention or recurrent) and its
+    MLP (dense or experts). `model`: fields of megatron-core's TransformerConfig."""
     hidden = setting.share * model["hidden_size"]
     nbytes: dict[str, float] = {}
     if parts.mixer is not None:
@@ -236,9 +235,9 @@ def _mask(s: Setting) -> float:
 def _steps(model: dict[str, Any], s: Setting, inner: float, *, weighted: bool) -> float:
     """Returns the number of elements that an activation function keeps in addition to its input.
 
-    These are its result and, with plain torch, also silu and the linear part of a gated activation or the relu of a
-    squared one, and, if `weighted`, the product before the multiplication by the router's weights. `inner`: elements of
-    the result."""
+    The function keeps its result. Plain torch also keeps the silu and the linear part of a gated activation, or the
+    relu of a squared one. `weighted`: True if plain torch also keeps the product before it is multiplied by the
+    router's weights. `inner`: number of elements of the result."""
     if s.kernels != "torch":
         return inner
     tensors = 2

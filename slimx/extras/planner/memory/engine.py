@@ -157,9 +157,10 @@ def kv_bytes(
 ) -> int:
     """Returns the bytes that one token takes in a rank's KV cache.
 
-    Every attention layer stores keys and values of the rank's query groups (at least one), or, for latent attention,
-    the latent and the rotary key, complete on every rank, plus what the kind of layer adds. `cache`: dtype of the
-    cache. `drafting`: number of layers of a draft model whose attention has the target's shape."""
+    Every attention layer stores keys and values of the rank's query groups (at least one). With latent attention, every
+    rank instead stores the complete latent and rotary key, and any further data that this kind of layer caches.
+    `cache`: dtype of the cache. `drafting`: number of layers of a draft model whose attention has the target's
+    shape."""
     if cache in _FP8_CACHE:
         itemsize = 1
     attending = drafting + sum(layer.mixer == "attention" for layer in kind.layers(model))
@@ -173,15 +174,15 @@ def kv_bytes(
 def state_bytes(model: dict[str, Any], kind: LayerKind, sizes: EngineSizes, dtype: str, states: str | None) -> int:
     """Returns the bytes of one request's recurrent states on a rank, which do not depend on the request's length.
 
-    They are the inputs that convolutions still need, in bf16 unless the model is float32, and the states. `states`:
-    dtype of the states (SGLang's mamba_ssm_dtype); None: float32."""
+    Two kinds of state are counted: the last inputs of the convolutions, in bf16 unless the model is float32, and the
+    states of the recurrence. `states`: dtype of the latter (SGLang's mamba_ssm_dtype); None: float32."""
     inputs, elements = kind.state_elements(model)
     return (inputs * ITEMSIZE[dtype] + elements * ITEMSIZE[states or "float32"]) // sizes.attention_tensor
 
 
 def state_slots(group: Engines, sizes: EngineSizes, room: int, state: int) -> int:
-    """Returns the number of requests for whose recurrent states SGLang 0.5.23 allocates memory if its prefix cache is
-    off (`_handle_max_mamba_cache` in `srt/mem_cache/kv_cache_configurator.py`).
+    """Returns how many requests' recurrent states SGLang 0.5.23 allocates memory for if its prefix cache is off
+    (`_handle_max_mamba_cache` in `srt/mem_cache/kv_cache_configurator.py`).
 
     `room`: bytes available on a rank; `state`: bytes of one request's states."""
     slots = group.sglang.get("max_mamba_cache_size") or group.sglang.get("max_running_requests")
@@ -193,10 +194,10 @@ def state_slots(group: Engines, sizes: EngineSizes, room: int, state: int) -> in
 
 def static_fraction(group: Engines, sizes: EngineSizes, memory: int) -> float:
     """Returns the fraction of a GPU's memory that SGLang 0.5.23 uses for weights and KV cache if `mem_fraction_static`
-    is not set.
+    is unset.
 
-    It follows SGLang's formula (`srt/arg_groups/memory_hook.py`), which starts from `memory`, the size of the GPU's
-    memory, but ignores that SGLang increases the fraction after graph capture, so the actual fraction may be larger."""
+    The fraction is computed by SGLang's formula (`srt/arg_groups/memory_hook.py`) from `memory`, the size of the GPU's
+    memory. The actual fraction may be larger, because SGLang increases it after graph capture."""
     mib = memory / MIB
     chunk, batch = _prefill_and_decode(group, memory, sizes.tensor)
     reserved = 512 + 1.5 * max(chunk, 2048) + sizes.world / 8 * 1024

@@ -104,9 +104,9 @@ def _publication_bytes(config: Config, figures: PublicationFigures, ranks: int) 
 
 
 def kept_batches(config: Config, spec: ModelSpec, batch: BatchPlan) -> int:
-    """Returns the maximum bytes of batches that the driver keeps for trainers that replace lost ones: the batches of
-    all steps between two checkpoints, and of as many steps again, which may be trained while the second checkpoint is
-    being written."""
+    """Returns the maximum bytes of batches that the driver keeps for trainers that replace lost ones. The driver keeps
+    the batches of all steps between two checkpoints, and of as many further steps, because training continues while the
+    second checkpoint is being written."""
     if not config.section(Recovery).trainers:
         return 0
     step = batch.tokens_per_step * _TRAINED_TOKEN
@@ -121,7 +121,7 @@ def kept_batches(config: Config, spec: ModelSpec, batch: BatchPlan) -> int:
 
 
 def _routes(spec: ModelSpec) -> int:
-    """Returns the bytes that the indices of the experts to which one token is routed take, over all layers."""
+    """Returns the size in bytes, over all layers, of the indices of the experts to which one token is routed."""
     itemsize = 1 if spec.experts <= 256 else 2
     return len(spec.moe_layers) * spec.transformer["moe_router_topk"] * itemsize
 

@@ -56,7 +56,8 @@ class ActivationBytes:
 def activation_bytes(
     spec: ModelSpec, trainer: Trainer, sizes: Sizes, setting: Setting, *, pipeline_rank: int, microbatches: int
 ) -> ActivationBytes:
-    """Returns the activations of pipeline rank `pipeline_rank` in an update of `microbatches` micro-batches."""
+    """Returns the size of the activations of pipeline rank `pipeline_rank` in an update of `microbatches`
+    micro-batches."""
     model = spec.transformer
     layers = _decoder_layers(spec, setting)
     counts = sizes.split or (spec.table.layers // sizes.stages,) * sizes.stages
@@ -163,8 +164,8 @@ def _kinds(layers: list[LayerBytes]) -> list[tuple[LayerBytes, int]]:
 
 
 def in_flight(sizes: Sizes, pipeline_rank: int, microbatches: int) -> list[int]:
-    """Returns the index of the model chunk of each micro-batch whose activations a pipeline rank keeps when it keeps
-    the most.
+    """Returns one entry for each micro-batch whose activations a pipeline rank keeps at its peak: the index of the
+    model chunk to which these activations belong.
 
     1F1B keeps one micro-batch for the rank itself and one for every later rank (Narayanan et al., 2104.04473, section
     2.2). Interleaved stages keep 2 (P - p - 1) + (v - 1) P + 1 micro-batches of one chunk each: first P of the first

@@ -30,16 +30,17 @@ class MergingBytes(NamedTuple):
     """Memory for merging weights with adapters, in bytes, on the trainer rank that needs the most."""
 
     published: int = 0
-    """Bytes kept from the first publication on, for the weights of one bucket."""
+    """Bytes kept from the first publication on, for the merged weights of one bucket."""
     exported: int = 0
-    """Bytes kept from the first export on, for the weights of one bucket of an export."""
+    """Bytes kept from the first export on, for the merged weights of one bucket of an export."""
     work: int = 0
     """Bytes that are needed temporarily while the largest weight is merged."""
 
 
 def merging_memory(config: Config, spec: ModelSpec, sizes: Sizes, published: Plan | None) -> MergingBytes:
-    """Returns the memory for merging. `published`: plan by which ranks pack publications, with `publish.transport:
-    nixl` the plan whose bytes are divided among trainer ranks; None without a publication."""
+    """Returns the memory that trainer ranks need for merging weights with adapters. `published`: plan by which trainer
+    ranks pack publications (with `publish.transport: nixl`, the plan that divides the bytes among these ranks); None
+    without a publication."""
     if config.trainer.lora is None:
         return MergingBytes()
     merges = partial(adapts, config.trainer.lora.targets)
@@ -58,8 +59,8 @@ def merging_memory(config: Config, spec: ModelSpec, sizes: Sizes, published: Pla
 
 def merging_work(plan: Plan, merges: Callable[[str], bool]) -> int:
     """Returns the bytes that are needed temporarily to merge the largest weight: its product in fp32, and a copy
-    rounded to the weight's dtype (`slimx.extras.lora.merged`). `merges`: returns True for the names of parameters with
-    an adapter."""
+    rounded to the weight's dtype (`slimx.extras.lora.merged`). `merges`: function that returns True for the names of
+    parameters with an adapter."""
     largest = 0
     for parameter in plan.parameters:
         if merges(parameter.name):

@@ -52,10 +52,10 @@ class StateBytes:
     adapted: int
     """Number of elements of the rank's weights that have an adapter, not counting the elements of the adapters."""
     pinned_weights: int
-    """Bytes of pinned host memory for copies of the weights' buffers, if torch rounds sizes up."""
+    """Bytes of pinned host memory for copies of the weights' buffers, if torch rounds sizes up to powers of two."""
     pinned_share: float
-    """Ratio of pinned host memory to size for copies of single parameters, or of their optimizer state, if torch rounds
-    the size of each up to a power of two."""
+    """Ratio of allocated pinned host memory to copied bytes if parameters, or their optimizer state, are copied one by
+    one and torch rounds the size of each copy up to a power of two."""
 
 
 class Buffers:

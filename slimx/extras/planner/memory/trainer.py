@@ -91,8 +91,8 @@ def stage_states(
 ) -> tuple[StageState, ...]:
     """Returns the state of the fullest rank of each pipeline stage.
 
-    `quick`: compute only stages whose layers differ from those of all earlier stages, among which is the fullest stage,
-    and only the first rank of each."""
+    `quick`: compute only stages whose layers differ from those of all earlier stages (one of these is the fullest
+    stage), and only the first rank of each."""
     stages: Sequence[int] = range(sizes.pipeline)
     count = sizes.stage
     if quick:

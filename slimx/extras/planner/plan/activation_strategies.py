@@ -76,7 +76,8 @@ STRATEGIES = (
     ActivationStrategy(_FULL),
     ActivationStrategy(_FULL, (), 1),
 )
-"""Strategies to try, from the first, which costs the least time, to the last, which leaves the least on the GPU."""
+"""Strategies in the order in which they are tried: the first costs the least time, the last uses the least GPU
+memory."""
 
 
 def without_refused_offloads(records: tuple[TrainerMemory, ...], facts: Mapping[str, Any]) -> tuple[TrainerMemory, ...]:

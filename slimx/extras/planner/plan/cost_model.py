@@ -30,8 +30,8 @@ from slimx.preflight.hardware import Machine
 
 EFFICIENCY = 0.4
 ACTIVATION = 0.02
-"""Fraction of the FLOPs' time that norms and activation functions take, which have no matrix products: an assumed value
-for `layernorm` and `moe_act` together."""
+"""Assumed time of norms and activation functions (`layernorm` and `moe_act` together), which have no matrix products,
+as a fraction of the time that an update's FLOPs take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +73,8 @@ def update_cost(
 ) -> Cost:
     """Returns the predicted time of an update with the parallel sizes `sizes`.
 
-    `exchanged`: bytes of gradients and weights on the fullest rank. `hosted`: bytes of its moments on the host.
-    `offloaded`: bytes of activations that it copies to the host. `trainer`: recomputation settings; None for no
+    `exchanged`: bytes of gradients and weights on the fullest rank. `hosted`: bytes of that rank's moments in host
+    memory. `offloaded`: bytes of activations that it copies to the host. `trainer`: recomputation settings; None for no
     recomputation. The type of GPU in `machine` must be known."""
     batch = batch_plan(config, sizes)
     gpu = machine.gpu
@@ -109,9 +109,9 @@ def _communication(
 ) -> dict[str, float]:
     """Returns the seconds of communication between GPUs, by kind of parallelism.
 
-    `link`: returns the rate for a group with a given number of ranks, in bytes per second. `tokens`: tokens of an
-    update per rank. `itemsize`: bytes per element of activations. `exchanged`: bytes of gradients and weights per
-    rank."""
+    `link`: function that returns the rate for a group with a given number of ranks, in bytes per second. `tokens`:
+    tokens of an update per rank. `itemsize`: bytes per element of activations. `exchanged`: bytes of gradients and
+    weights per rank."""
     model = spec.transformer
     parts = spec.layer_kind.layers(model)
     mixers = Counter(layer.mixer for layer in parts)

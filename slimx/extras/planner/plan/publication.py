@@ -48,7 +48,8 @@ class CompiledPublication:
 
     @property
     def packed(self) -> Plan:
-        """Plan by which trainer ranks pack their buckets: with nixl the one divided among trainer ranks (`dealt`)."""
+        """Plan by which trainer ranks pack their buckets: with nixl the plan divided among trainer ranks (`dealt`),
+        otherwise the published plan."""
         if self.dealt is None:
             return self.published.plan
         return self.dealt.plan
@@ -175,8 +176,8 @@ def publication_figures(
 
 
 class _PublicationMemory(NamedTuple):
-    """Memory that a publication needs, in bytes. The fields have the names of those of PublicationFigures, without
-    `_bytes`."""
+    """Memory that a publication needs, in bytes. Each field corresponds to the field of PublicationFigures with the
+    additional suffix `_bytes`."""
 
     publisher: int
     staged: int

@@ -20,7 +20,8 @@ Fields = dict[str, Any]
 
 
 def splits(config: Config, spec: ModelSpec, machine: Machine, world: int) -> Iterator[Fields]:
-    """Yields every split of `world` ranks whose sizes are powers of 2 or divide both `world` and the model."""
+    """Yields the splits of `world` ranks that the model's layers and experts allow. Other dimensions of the model are
+    checked later (`divides`)."""
     layers, experts = spec.table.layers, max(1, spec.experts)
     for tensor in _divisors(world, min(machine.domain, spec.transformer["num_query_groups"])):
         for pipeline in _divisors(world // tensor, layers):
@@ -110,7 +111,8 @@ def sizes_of_split(fields: Fields) -> Sizes:
 
 
 def divides(sizes: Sizes, spec: ModelSpec, rollouts: int) -> bool:
-    """Returns True if `sizes` evenly divides the model's tensors and the `rollouts` rollouts of an update.
+    """Returns True if `sizes` evenly divides the model's tensors, and every data-parallel rank receives at least one of
+    the `rollouts` rollouts of an update.
 
     This is a fast filter without reasons; the rules about layout and flow in `slimx.rules` report a reason to users."""
     model = spec.transformer

@@ -57,7 +57,7 @@ class Split(NamedTuple):
     """A split of the trainer's ranks that may fit."""
 
     fields: Fields
-    """Values of fields of section `trainer`."""
+    """Values of the fields of section `trainer` that define this split."""
     sizes: Sizes
     elements: int
     """Number of trained elements on the fullest rank."""
@@ -76,8 +76,8 @@ class Candidate(NamedTuple):
 def suggest_layouts(
     config: Config, spec: ModelSpec, machine: Machine, device: str
 ) -> tuple[tuple[Suggestion, ...], Searched]:
-    """Returns the layouts that fit with the least predicted time, best first and only the best for each pair of tensor
-    and pipeline size, and the extent of the search. Raises SlimxError if the type of GPU is unknown."""
+    """Returns the fitting layouts with the least predicted time, best first, and the extent of the search. Contains
+    only the best layout for each pair of tensor and pipeline size. Raises SlimxError if the type of GPU is unknown."""
     search = Search(config, spec, machine, device)
     best: dict[tuple[int, int], Suggestion] = {}
     for least, sizes, suggestion in search.fitting(search.least_cost):
@@ -245,7 +245,7 @@ class Search:
         return None if best is None else self._suggested(best)
 
     def _smallest(self, split: Split) -> Config | None:
-        """Returns the configuration whose strategy leaves the least on the GPU; None if no strategy is allowed."""
+        """Returns the configuration whose strategy uses the least GPU memory; None if no strategy is allowed."""
         for strategy in reversed(STRATEGIES):
             config = self._configured(split, strategy)
             if config is not None:
@@ -393,7 +393,7 @@ def _yaml(value: object) -> str:
 
 
 def _distance(trainer: Trainer, fields: Fields) -> float:
-    """Returns the sum over the parallel sizes of the doublings or halvings by which `fields` differ from `trainer`."""
+    """Returns the total number of doublings and halvings that turn the sizes in `trainer` into those in `fields`."""
     changes = [(fields["expert_tensor"] or fields["tensor"]) / trainer.expert_tensor_size]
     keys = ("world_size", "tensor", "pipeline", "virtual_pipeline", "context", "expert")
     changes += [fields[key] / getattr(trainer, key) for key in keys]

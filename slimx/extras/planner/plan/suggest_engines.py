@@ -18,9 +18,9 @@ from slimx.preflight.hardware import Machine
 
 
 def suggest_engines(config: Config, spec: ModelSpec, machine: Machine) -> tuple[EngineSuggestion, ...]:
-    """Returns, for each group of the policy's servers that slimx starts, the server sizes with which the most rollouts
-    fit at the same time on the configured number of GPUs; of several sizes that fit equally many rollouts, the
-    smallest.
+    """Returns, for each group of the policy's servers that slimx starts, the server sizes that fit the most rollouts at
+    the same time on the configured number of GPUs. If several sizes fit equally many rollouts, the smallest is
+    returned.
 
     If no sizes fit, the number of GPUs is doubled, up to 64 times the configured number."""
     require_gpu(machine)

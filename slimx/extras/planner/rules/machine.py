@@ -68,7 +68,7 @@ def publishes_to_plain_layouts(
     """Rejects kernels for which SGLang keeps weights in layouts that cannot be published, as its defaults do on
     Blackwell.
 
-    A server checks the same when it starts. Exact mode selects the kernels itself."""
+    Every server repeats this check when it starts. Exact mode selects the kernels itself."""
     from slimx.preflight.hardware import GPUS
 
     if machine.gpu is not GPUS["gb300"] or numerics.exact:
@@ -122,8 +122,8 @@ def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec:
 
 
 def start_warnings(config: Config, spec: ModelSpec, device: str) -> Iterator[str]:
-    """Yields a warning if a first start may exceed `cluster.start_deadline`, which ends the run. The size of the
-    weights is computed from the model if they are not on this machine."""
+    """Yields a warning if a first start may take longer than `cluster.start_deadline`, after which the run is ended.
+    The size of the weights is computed from the model if they are not on this machine."""
     from slimx.cluster.starting import start_seconds, weight_bytes
     from slimx.layout.number_formats import ITEMSIZE
 
@@ -141,8 +141,8 @@ def start_warnings(config: Config, spec: ModelSpec, device: str) -> Iterator[str
 
 
 def idle_warnings(schedule: Schedule, trainer: Trainer, rollout: Rollout) -> Iterator[str]:
-    """Yields warnings about GPUs that are idle while engines generate. They are derived from which parts of the run can
-    work at the same time, not from predicted generation times."""
+    """Yields warnings about GPUs that are idle while engines generate. The warnings depend on which parts of the run
+    can work at the same time, not on predicted generation times."""
     generating = sum(group.started * group.ranks for group in rollout.policy_engines)
     if not generating:
         return

@@ -34,7 +34,8 @@ def boxes(text: str) -> list[BoxedAnswer]:
     """For each open brace: index of its box in `found`, start of the box and start of its content; None if the brace
     opens no box."""
     bare: tuple[int, int] | None = None
-    """Start of a box without braces and start of its content, until its end is found."""
+    """Start of a box without braces whose end has not been found yet, and start of its content; None if there is
+    none."""
     for mark in _MARK.finditer(text):
         if bare is not None and not mark["brace"]:
             found.append(_bare(text, *bare, mark.start(), closed=bool(mark["end"]) and mark["end"] != "\n"))
