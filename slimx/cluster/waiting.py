@@ -28,7 +28,8 @@ that Ray killed the process because the machine ran out of memory."""
 _UNKNOWN = "connection error code 2"
 """Text in the error of Ray 2.60 for a process that ended without telling Ray why."""
 _SILENT = ", as after SIGKILL (out of memory? see dmesg)"
-"""Text that is appended to the error message if a process that ended in this way has not printed anything."""
+"""Text that is appended to the error about a process that ended without telling Ray why and without printing anything;
+it suggests SIGKILL as the cause."""
 
 
 class ActorDied(PartLost):

@@ -1,4 +1,4 @@
-"""Facts about models and directories, which rules use (`slimx.config.rule`)."""
+"""Facts about models and directories, against which rules check a configuration (`slimx.config.rule`)."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def weight_facts(config: Config) -> dict[str, Path | None]:
 
 
 def route_shape(spec: ModelSpec) -> RouteShape:
-    """Returns the shape of the model's routes, the experts that a token is routed to in each layer; a model without MoE
-    layers has 0 MoE layers."""
+    """Returns the shape of the model's expert routes: numbers of layers, MoE layers, experts, and experts per token. A
+    model without MoE layers has 0 MoE layers."""
     fields = spec.transformer
     return RouteShape(
         layers=fields["num_layers"],

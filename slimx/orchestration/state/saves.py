@@ -7,7 +7,7 @@
             critic/                          the critic of a PPO run, in the same format
             policies/NAME/                   each policy other than the actor, in the same format
             slimx/run.json                   step, version, layouts, position in the prompts
-            slimx/tickets.bin                prompts in progress, and groups that are generated but not trained
+            slimx/tickets.bin                prompts in progress, and generated groups that wait to be trained on
             slimx/manifest.json              size and digest of every file; written last
 
 A save writes into `iter_0000040.partial` and renames this directory when everything is on disk. If the run is killed
