@@ -110,8 +110,9 @@ async def _result[T](reference: Awaitable[T]) -> T:
 
 
 def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxError:
-    """Returns an error for the exception `error`, with which Ray reported a failure of the operation `what` on the
-    actor `holder`; a SlimxError that was raised inside the actor is returned unchanged. `log`: the actor's log file."""
+    """Returns an error that describes the failure of the operation `what` on the actor `holder`. `error`: exception by
+    which Ray reported the failure; if it wraps a SlimxError that the actor raised, this SlimxError is returned
+    unchanged. `log`: the actor's log file."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, SlimxError):
         return cause

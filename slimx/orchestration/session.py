@@ -68,8 +68,8 @@ def run_training(config: Config, console: Console) -> Path:
 
 
 def run_session(config: Config, console: Console, work: Callable[[Run], Awaitable[None]]) -> Path:
-    """Checks `config`, starts all parts of the run, awaits `work`, which is called with the run, and stops everything.
-    Returns the run's directory.
+    """Checks `config`, starts all parts of the run, awaits `work(run)`, and stops everything. Returns the run's
+    directory.
 
     Raises SlimxError, Interrupted if a signal stopped the run, or Preempted if SIGUSR1 did and a checkpoint was saved.
     """
@@ -101,8 +101,8 @@ def _attempt(
     console: Console,
     work: Callable[[Run], Awaitable[None]],
 ) -> None:
-    """Starts the run from its newest checkpoint, if it has one, and awaits `work`, which is called with the run. Raises
-    Damaged if the checkpoint is damaged."""
+    """Starts the run from its newest checkpoint, if it has one, and awaits `work(run)`. Raises Damaged if the
+    checkpoint is damaged."""
     directory = Path(config.run.dir)
     resume_from = resume_point(config, directory, saves)
     state = None

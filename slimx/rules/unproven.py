@@ -71,8 +71,8 @@ UNPROVEN: Mapping[str, Sequence[str]] = {
         "publish.quantize",
     ),
 }
-"""Features, each with the entries that were never tested together with it. An entry is `KEY` (the key has another value
-than its default), `KEY=VALUE` (it has this value), or `KEY (words)` (a condition of `CONDITIONS`). A key of
+"""Features, each with the entries that were never tested together with it. An entry is `KEY` (the key's value differs
+from the default), `KEY=VALUE` (it has this value), or `KEY (words)` (a condition of `CONDITIONS`). A key of
 `rollout.engines` applies to every engine group of the policy."""
 
 

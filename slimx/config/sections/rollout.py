@@ -330,7 +330,7 @@ class Rollout(Section):
 class Eval(Section):
     prompts: PathText | dict[str, PathText] | None = None
     """File of held-out prompts (as `rollout.prompts`), or a mapping from names to files; null: no evaluation. The name
-    is metadata.dataset of prompts without one, so that `reward.parts` can select a reward for each file."""
+    becomes metadata.dataset of prompts that set none, so that `reward.parts` can select a reward by file."""
     fields: RowFields | None = None
     """Columns of rows that are not in slimx's format; null: all rows are in that format. `rollout.fields` and
     `rollout.map` apply to training prompts only, `rollout.system` and `rollout.template` to both."""

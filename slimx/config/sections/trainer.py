@@ -92,8 +92,8 @@ OffloadedModule = Literal["core_attn", "attn_proj", "expert_fc1", "moe_act"]
 
 
 class Recompute(Section):
-    """Activation recomputation (checkpointing): activations that the backward pass computes again instead of keeping
-    them."""
+    """Activation recomputation (checkpointing): activations that are computed again in the backward pass instead of
+    being kept in memory."""
 
     granularity: Literal["none", "selective", "full"] = "none"
     """Extent of recomputation. none: keep all activations; selective: recompute the parts of each layer in `modules`;
@@ -280,7 +280,7 @@ class Trainer(RankLayout):
     their memory and the communication between ranks, but rounds to 8 bits at every micro-batch and every reduction."""
     grad_bucket_elements: Amount | None = None
     """Minimum number of gradient elements per bucket; null: megatron-core's choice, the larger of 40 million and 1
-    million per DP and CP rank."""
+    million times the number of DP x CP ranks."""
     max_tokens_per_microbatch: Amount = 8192
     """Maximum number of tokens that are packed into one micro-batch."""
     balance: Literal["tokens", "flops"] = "flops"

@@ -98,8 +98,8 @@ class Saves:
         return damaged.rename(aside)
 
     def begin(self, step: int, parts: Sequence[str] = (".",)) -> Path:
-        """Creates an empty directory for the save of step `step` and returns it. `parts`: folders in this directory,
-        one for each rank group that writes; a folder for the reports of its ranks is created in each. Removes
+        """Creates an empty directory for the save of step `step` and returns it. `parts`: folders to create in it, one
+        for each rank group that writes files, each with a folder for the reports of the group's ranks. Removes
         directories of interrupted saves."""
         for interrupted in self.directory.glob("iter_*.partial"):
             shutil.rmtree(interrupted)
