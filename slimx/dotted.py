@@ -37,8 +37,8 @@ def load_module(key: str, path: str, value: str = "") -> ModuleType:
 
 
 def imported(key: str, path: str, group: str = "") -> Any:
-    """Returns the object that `path`, the value of the configuration key `key`, names: by a dotted path or, if `group`
-    is given, by the name of an entry point of that group.
+    """Imports and returns the object that the configuration key `key` names. `path`: the key's value, a dotted path or,
+    if `group` is given, the name of an entry point of that group.
 
     Raises SlimxError that names the key, its value and the fault.
     """
@@ -147,8 +147,8 @@ def load_function(
     with `parameters`.
 
     `is_async`: True if it must be an async function, False if it must not. `options`: a configuration key and its
-    value, keyword arguments that are bound to the function. `group`: as in `imported`. Raises SlimxError that names the
-    key, the path and the fault."""
+    value, a mapping of keyword arguments that are bound to the function. `group`: if given, `path` may also be the name
+    of an entry point of this group. Raises SlimxError that names the key, the path and the fault."""
     function = imported(key, path, group)
     name = path.rpartition(".")[2]
     shape = f"{'async ' if is_async else ''}def {name}({', '.join(parameters)})"

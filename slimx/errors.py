@@ -45,8 +45,8 @@ class PartLost(SlimxError):
 
 
 class DeadlineError(SlimxError):
-    """Error for a wait that exceeded its deadline: what was awaited, for how many seconds, and the part of the run that
-    is waited for."""
+    """Error for a wait that exceeded its deadline. `awaited`: the awaited result or event; `seconds`: the deadline;
+    `holder`: the part of the run that did not respond."""
 
     status = LOST
 

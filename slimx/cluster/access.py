@@ -33,8 +33,8 @@ CONNECT_S = 2.0
 
 
 def local_options() -> Json:
-    """Returns the arguments of `ray.init` for a local cluster, and writes the token that its processes require if there
-    is none.
+    """Returns the arguments of `ray.init` for a local cluster. If there is no token yet, creates and saves the one that
+    the cluster's processes will require.
 
     Raises SlimxError if RAY_AUTH_MODE switches the token off or the token cannot be saved."""
     check_token()

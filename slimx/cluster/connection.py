@@ -79,7 +79,7 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
 
 
 def _needs(config: Config, *, trainers: bool) -> tuple[int, int, int]:
-    """Returns three numbers that one policy needs: trainer ranks, engine ranks with dedicated GPUs, and CPUs."""
+    """Returns the numbers of trainer ranks, of engine ranks with dedicated GPUs, and of CPUs that one policy needs."""
     threads = sum(group.started * group.ranks * group.threads for group in config.rollout.served)
     # Colocated engines have no dedicated GPUs.
     dedicated = config.rollout.frozen_engines if config.schedule.colocate else config.rollout.served

@@ -97,8 +97,8 @@ class Restarts:
 
     @contextmanager
     def attempt(self, reason: SlimxError) -> Iterator[None]:
-        """Counts one restart, which the block performs, and records how it ended. `reason`: error that describes the
-        loss of the engine or router."""
+        """Counts one restart, which the `with` block performs, and records whether it succeeded. `reason`: error that
+        describes the loss of the engine or router."""
         self.in_row += 1
         self.note(f"{self.part}: restart {self.in_row} of {self.health.restarts}")
         at = time.time()

@@ -15,8 +15,8 @@ READ_RATE = 1e9
 """Assumed rate at which a node reads weights from shared storage, in bytes/s. Only one process of the node reads from
 there; the others find the files in the page cache."""
 COMPILATION_S = 600.0
-"""Assumed time for compiling kernels and capturing CUDA graphs at a first start on GPUs, in seconds, without
-DeepGEMM."""
+"""Assumed seconds for compiling kernels and capturing CUDA graphs at a first start on GPUs. Kernels of DeepGEMM are not
+included."""
 
 
 def start_deadline(config: Config, device: str) -> float:

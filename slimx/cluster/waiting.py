@@ -28,7 +28,8 @@ that Ray killed the process because the machine ran out of memory."""
 _UNKNOWN = "connection error code 2"
 """Text in the error of Ray 2.60 for a process that ended without telling Ray why."""
 _SILENT = ", as after SIGKILL (out of memory? see dmesg)"
-"""Text that is appended to the error message if a process that ended in this way has not printed anything."""
+"""Text that is appended to the error about a process that ended without telling Ray why and without printing anything;
+it suggests SIGKILL as the cause."""
 
 
 class ActorDied(PartLost):
@@ -109,8 +110,9 @@ async def _result[T](reference: Awaitable[T]) -> T:
 
 
 def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxError:
-    """Returns an error for the exception `error`, with which Ray reported a failure of the operation `what` on the
-    actor `holder`; a SlimxError that was raised inside the actor is returned unchanged. `log`: the actor's log file."""
+    """Returns an error that describes the failure of the operation `what` on the actor `holder`. `error`: exception by
+    which Ray reported the failure; if it wraps a SlimxError that the actor raised, this SlimxError is returned
+    unchanged. `log`: the actor's log file."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, SlimxError):
         return cause

@@ -37,8 +37,7 @@ def local_processes() -> dict[str, psutil.Process]:
 
 
 def probes() -> dict[str, Probe]:
-    """Returns functions that call Ray's library, by the name of the part of Ray that has to respond before the function
-    returns."""
+    """Returns functions that each call one part of Ray and return when it has responded, by the name of that part."""
     return {"raylet": lambda: ray.put(b""), "GCS": ray.nodes}
 
 

@@ -96,7 +96,7 @@ async def generate(
 ) -> None:
     """Generates the steps that remain after `state` (None: all steps), and saves each before the next one starts.
 
-    `table`: displays the progress. `leaving`: set when the process should save and exit."""
+    `table`: displays the progress. `leaving`: event that is set when the process should save and exit."""
     config = service.config
     sources = service.sources
     step = 0

@@ -114,8 +114,8 @@ def _has_file(module: str) -> bool:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Lets the block run its own event loop although one is already running, as in a notebook; that loop is paused
-    meanwhile. Raises SlimxError in a worker process that imports the script."""
+    """Lets the `with` block run an event loop although one is already running, as in a notebook; the outer loop is
+    paused meanwhile. Raises SlimxError in a worker process that imports the script."""
     if multiprocessing.parent_process() is not None:
         raise SlimxError(
             "a worker process imports this script and would start the run again; put the call under "

@@ -167,7 +167,7 @@ def _options_of(command: Command) -> list[str]:
 
 
 def _commands_with(ctx: Context, option: str) -> list[str]:
-    """Returns the other commands of the same group that have the option."""
+    """Returns the other commands of the same group that have the option `option`."""
     if ctx.parent is None or not isinstance(ctx.parent.command, TyperGroup):
         return []
     group = ctx.parent.command

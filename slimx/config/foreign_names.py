@@ -42,7 +42,8 @@ class Counterpart(Protocol):
 
     @property
     def values(self) -> Mapping[str, str | Counterpart]:
-        """Value for `key`, or another counterpart, by the foreign value in lower case."""
+        """For each listed foreign value, in lower case: the value of `key` that corresponds to it, or a counterpart
+        with another key if slimx sets it elsewhere."""
         ...
 
     @property

@@ -198,8 +198,8 @@ def _listed(override: object, base: object, path: tuple[str, ...], where: str) -
 
 
 def _entries(override: Json, base: object, path: tuple[str, ...]) -> list[object] | None:
-    """Returns a copy of the list at `path` if `override` maps indices to entries; None if its keys are not indices or
-    the value at `path` is not a list."""
+    """Returns a copy of the list at `path`, which is `base` or, if that is None, the default, if all keys of `override`
+    are list indices; None if they are not, or if the value at `path` is not a list."""
     if not override or not all(str(key).isdigit() for key in override):
         return None
     if isinstance(base, list):

@@ -64,7 +64,7 @@ class CoreConfig(Section):
 
     def to_text(self) -> str:
         """Returns the configuration as YAML, as saved in the run's directory and sent to experiment trackers. `${...}`
-        stays unresolved, as in `to_plain`."""
+        stays unresolved, so that secrets are not exposed."""
         return yaml.safe_dump(self.to_plain(), sort_keys=False, allow_unicode=True)
 
     def to_plain(self) -> Json:

@@ -38,7 +38,7 @@ upper bound of this size never takes effect on ratios."""
 Positive = Annotated[float, Field(gt=0, le=MOST)]
 """A rate, temperature or bound that cannot be 0, or an amount of memory in MiB or GiB."""
 Weight = Annotated[float, Field(ge=0, le=MOST)]
-"""A coefficient of a loss or reward term, or another number that is at least 0; 0 disables it."""
+"""A coefficient of a loss or reward term, which 0 disables, or another number that is at least 0."""
 Real = Annotated[float, Field(ge=-MOST, le=MOST)]
 """A number that may be negative, such as a reward."""
 

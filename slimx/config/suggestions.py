@@ -75,8 +75,8 @@ def _prefixes(name: str, keys: Sequence[str]) -> list[str]:
 def of_section(
     model: type[BaseModel], path: Sequence[str | int], value: object
 ) -> list[tuple[tuple[str | int, ...], object]]:
-    """Returns every key below the unknown section at `path`, as a path with its value, if at least one is a key of
-    another framework or ends like a key of slimx; otherwise []."""
+    """Returns every key below the unknown section at `path`, as a path with its value, if at least one of them is a key
+    of another framework or matches the last parts of a key of slimx; otherwise []."""
     keys = list(_leaves(tuple(path), value))
     for key, _ in keys:
         if of_key(".".join(map(str, key)), "") is not None or _ending(model, key, full=True):

@@ -1,7 +1,7 @@
 """Builds the updates of one training step from the step's groups; an update is the batch of one optimizer step.
 
-A step trains `prompts_per_step` groups of `group_size` rollouts in `updates_per_step` updates. An update consists of
-whole groups, and its loss is normalized over the update alone. The trajectories of an update are packed into
+A step trains on `prompts_per_step` groups of `group_size` rollouts, in `updates_per_step` updates. An update consists
+of whole groups, and its loss is normalized over the update alone. The trajectories of an update are packed into
 micro-batches, the same number for every data-parallel rank. The gradients of all micro-batches are summed before the
 optimizer step."""
 
@@ -49,9 +49,9 @@ def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
 
 
 def longest_trajectory(config: Config, spec: ModelSpec, *layouts: Sizes) -> int:
-    """Returns the length in tokens of the longest trajectory that the model supports and that the trainers of every
-    layout in `layouts` can train. A trajectory of n tokens occupies n - 1 positions of a micro-batch; for a reward
-    model, n positions."""
+    """Returns the length in tokens of the longest trajectory that the model supports and that fits into one micro-batch
+    of the trainers, for each of the parallel sizes `layouts`. A trajectory of n tokens occupies n - 1 positions of a
+    micro-batch; for a reward model, n positions."""
     limit = config.trainer.max_tokens_per_microbatch
     positions = min(limit // sizes.sequence_multiple * sizes.sequence_multiple for sizes in layouts)
     # A reward model also reads the last token, so n tokens occupy n positions.
@@ -87,8 +87,8 @@ def make_update_rows(
 
 
 def split_groups(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]:
-    """Splits groups, in their order, into `updates` consecutive parts of nearly equal size, so that the update in which
-    a group is trained does not depend on the group's length or reward."""
+    """Splits groups, in their order, into `updates` consecutive parts of nearly equal size, so that a group's length
+    and reward have no influence on which update trains on the group."""
     size, remainder = divmod(len(groups), updates)
     parts = []
     start = 0

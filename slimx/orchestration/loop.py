@@ -3,7 +3,7 @@
     PromptSource --Prompt--> generate hook <--HTTP--> SGLang servers (behind sglang-router)
                                   |  Trajectory (tokens, mask, log-probs, weight-version spans, routed experts)
                                   v
-                            reward hook --> Group   (kept in the order of the prompts until a step trains it)
+                            reward hook --> Group   (kept in the order of the prompts until a step trains on it)
                                   |
                                   |  (some algorithms: log-probs, a critic's values -> advantages)
                                   v  TrainBatch per update: packed, balanced over DP, one object per DP rank
@@ -16,9 +16,9 @@ The same loop runs every schedule. `schedule.max_staleness` is the number of bat
 addition to the batch that the loop waits for. With 0, the engines idle while the trainers train (synchronous). With 1,
 they generate the next batch in the meantime (one step off). With more, they are several batches ahead, and weights are
 published in the middle of rollouts (fully asynchronous). `run.rollouts.next_batch` guarantees that the staleness of a
-trajectory does not exceed this number when it is trained (slimx/rollout/flow/manager.py, docs/flow.md). With
-`rollout.partial` it interrupts unfinished rollouts when it returns, and its next call resumes them. A run without
-engines (supervised fine-tuning) runs the same loop and publishes nothing.
+trajectory does not exceed this number when it is trained on (slimx/rollout/flow/manager.py, docs/flow.md). With
+`rollout.partial`, `next_batch` interrupts unfinished rollouts when it returns, and the next call resumes them. A run
+without engines (supervised fine-tuning) runs the same loop and publishes nothing.
 
 A run may train several policies (section `policies`): a rollout may call all of these policies, each trajectory belongs
 to the policy that sampled it, and every policy has its trainers and its publisher. All policies take their steps at the
@@ -28,8 +28,8 @@ The loop does not handle the loss of an engine: the other engines continue, the 
 the publication after the next step lets it serve again (slimx/engines/fleet/membership.py). If no engine is left, the
 step and `run.publish` wait until one has restarted.
 
-A run that is asked to save and stop (SIGUSR1) does so while the loop waits for a batch. A step that is being trained is
-finished first; the generation of a batch is interrupted, and everything sampled so far is saved.
+A run that is asked to save and stop (SIGUSR1) does so while the loop waits for a batch. A step whose training has begun
+is finished first; the generation of a batch is interrupted, and everything sampled so far is saved.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class TrainedPolicy:
 
     name: str
     config: Config
-    """Configuration of this policy, as in `Config.by_policy`."""
+    """Configuration of this policy: the run's, with the policy's model, trainer, algorithm and engines."""
     trainers: TrainerGroup
     engines: EngineGroup | None
     """Engines that generate for the policy; None, like `client`, if nothing is sampled."""

@@ -24,8 +24,8 @@ from slimx.runtime.tasks import in_thread, while_served
 type Deliver = Callable[[int], Awaitable[Publication]]
 """Function that publishes the weights of a step, and retries until at least one engine has received the weights."""
 type WithRetry = Callable[[Callable[[], Awaitable[Publication]]], Awaitable[Publication]]
-"""Function that runs a coroutine function that uses trainer ranks, and returns the coroutine's result. If ranks are
-lost and replaced in the meantime, it runs the coroutine function again."""
+"""Function that calls a coroutine function whose work needs trainer ranks, and returns the result. If ranks are lost
+and replaced in the meantime, it calls the coroutine function again."""
 
 
 async def _once(work: Callable[[], Awaitable[Publication]]) -> Publication:
@@ -36,9 +36,8 @@ class Publications:
     """Publications of a policy's weights. This base class is used without engines and publishes nothing."""
 
     with_retry: WithRetry = staticmethod(_once)
-    """Function that runs a coroutine function that uses trainer ranks: by default once, without retries.
-    `RankLossHandler.with_retry`, which may replace this default, runs the coroutine function again after lost ranks
-    were replaced."""
+    """Function through which coroutine functions that need trainer ranks are called. The default calls each once;
+    `RankLossHandler.with_retry`, which may replace it, calls one again after lost ranks were replaced."""
 
     def renew(self) -> None:
         """Prepares to publish from new trainer ranks that have replaced lost ones."""

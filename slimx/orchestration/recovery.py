@@ -17,7 +17,7 @@ from slimx.orchestration.state.recording import Records
 from slimx.reshard.plan.copy_plan import Plan
 
 Replan = Callable[[Sizes], Mapping[str, Plan]]
-"""Function that returns the plans of exports and publications for trainer ranks of other parallel sizes."""
+"""Function that returns the plans of exports and publications for trainer ranks with different parallel sizes."""
 
 
 class RankLossHandler:

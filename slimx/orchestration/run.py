@@ -201,8 +201,8 @@ class Run:
         return groups
 
     def _in_flight(self) -> str:
-        """Returns part of the message about a lost router: the number of requests in flight and their groups, which are
-        sent again."""
+        """Returns the part of the message about a lost router that counts the requests in flight and names their
+        groups, such as "9 requests of groups g3, g4 are sent again"; "" without a rollout manager."""
         if not isinstance(self.rollouts, RolloutManager):
             return ""
         groups = [f"g{ticket.number}" for ticket in self.rollouts.tickets if ticket.running]

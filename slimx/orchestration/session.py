@@ -62,13 +62,14 @@ if TYPE_CHECKING:
 
 
 def run_training(config: Config, console: Console) -> Path:
-    """Trains as `config` describes, and returns the run's directory. Raises the errors of `run_session`."""
+    """Trains as `config` describes, and returns the run's directory. Raises SlimxError, Interrupted after a signal, or
+    Preempted after SIGUSR1."""
     return run_session(config, console, train)
 
 
 def run_session(config: Config, console: Console, work: Callable[[Run], Awaitable[None]]) -> Path:
-    """Checks `config`, starts all parts of the run, awaits `work`, which is called with the run, and stops everything.
-    Returns the run's directory.
+    """Checks `config`, starts all parts of the run, awaits `work(run)`, and stops everything. Returns the run's
+    directory.
 
     Raises SlimxError, Interrupted if a signal stopped the run, or Preempted if SIGUSR1 did and a checkpoint was saved.
     """
@@ -100,8 +101,8 @@ def _attempt(
     console: Console,
     work: Callable[[Run], Awaitable[None]],
 ) -> None:
-    """Starts the run from its newest checkpoint, if it has one, and awaits `work`, which is called with the run. Raises
-    Damaged if the checkpoint is damaged."""
+    """Starts the run from its newest checkpoint, if it has one, and awaits `work(run)`. Raises Damaged if the
+    checkpoint is damaged."""
     directory = Path(config.run.dir)
     resume_from = resume_point(config, directory, saves)
     state = None
@@ -221,8 +222,8 @@ async def _session(
 
 
 def _note_backends(prepared: Prepared, service: EngineService, note: Callable[[str], None]) -> None:
-    """Reports the kernels that trainers and engines use, or, if recorded rollouts are replayed instead of sampled, from
-    which directory."""
+    """Reports the kernels that trainers and engines use and, if recorded rollouts are replayed, the directory from
+    which they are read."""
     for policy in prepared.policies.values():
         for reason in policy.backends.reasons:
             note(reason)
@@ -239,8 +240,8 @@ def _note_backends(prepared: Prepared, service: EngineService, note: Callable[[s
 
 def resume_line(checkpoint: Path | None, step: int, removed: int) -> str | None:
     """Returns a message about a run that resumes from `checkpoint` after `step` completed steps; None for a new run.
-    `removed`: number of lines of later steps, and incomplete lines, that were removed from the run's metrics.jsonl; if
-    any were, a message is returned even without a checkpoint."""
+    `removed`: number of lines that were removed from the run's metrics.jsonl because they were incomplete or belonged
+    to later steps; if it is not 0, a message is returned even without a checkpoint."""
     later = ""
     if removed:
         later = f"; {removed} lines of later steps or incomplete lines were removed from metrics.jsonl"

@@ -1,4 +1,4 @@
-"""Facts about models and directories, which rules use (`slimx.config.rule`)."""
+"""Facts about models and directories, against which rules check a configuration (`slimx.config.rule`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from slimx.models.families import ModelSpec, read_trunk
 
 
 def model_facts(config: Config, spec: ModelSpec) -> Json:
-    """Returns the facts that follow from the configuration and the model's config.json, by name: all sections, the
-    description and parallel sizes of the model, and those of the critic (None without a critic)."""
+    """Returns the facts that follow from the configuration and the model's config.json, by name: all sections, and the
+    descriptions and parallel sizes of the model and of the critic (None without a critic)."""
     facts: Json = config.sections | {"spec": spec, "sizes": sizes_of(config.trainer)}
     if config.critic is None:
         return facts | dict.fromkeys(("critic_view", "critic_spec", "critic_sizes"))
@@ -40,8 +40,8 @@ def weight_facts(config: Config) -> dict[str, Path | None]:
 
 
 def route_shape(spec: ModelSpec) -> RouteShape:
-    """Returns the shape of the model's routes, the experts that a token is routed to in each layer; a model without MoE
-    layers has 0 MoE layers."""
+    """Returns the shape of the model's expert routes: numbers of layers, MoE layers, experts, and experts per token. A
+    model without MoE layers has 0 MoE layers."""
     fields = spec.transformer
     return RouteShape(
         layers=fields["num_layers"],

@@ -12,9 +12,9 @@ OVERHEAD = 3 * GIB
 workspaces, fragmentation of torch's allocator. 1.2 GiB of them were measured on one H100 with one rank
 (docs/planning.md)."""
 DRIVER = 560 * 2**20
-"""Bytes of GPU memory that the driver reserves. Measured on one H100 80GB HBM3 with driver 580.159.04 on 2026-11-27,
-where torch reports 79.1 of 79.65 GiB, of which 78.50 are free after a process has created its context. Assumed for
-other GPUs."""
+"""Bytes of GPU memory that the driver reserves. Measured on one H100 80GB HBM3 with driver 580.159.04 on 2026-11-27: of
+79.65 GiB, torch reports 79.1 GiB, and 78.50 GiB are free after a process has created its context. Assumed for other
+GPUs."""
 MARGIN = 3 * GIB
 """Bytes that a plan should leave free on every GPU, because its activations and overheads are estimates."""
 

@@ -98,7 +98,8 @@ def sends_deltas(publish: Publish) -> Problems:
 
 @rule("policies.transport", "publish.transport")
 def publishes_over_memory(policies: Mapping[str, Policy], publish: Publish, device: str) -> Problems:
-    """Checks that several trained policies use the transport memory, the only one tested with several policies."""
+    """Rejects every `publish.transport` except "memory" if several policies are trained, because no other was tested
+    with them."""
     if publish.transport != "memory" and any(policy.shares is None for policy in policies.values()):
         yield (
             f"publish.transport={publish.transport} was never tested with several trained policies; set "

@@ -71,8 +71,8 @@ UNPROVEN: Mapping[str, Sequence[str]] = {
         "publish.quantize",
     ),
 }
-"""Features, each with the entries that were never tested together with it. An entry is `KEY` (the key has another value
-than its default), `KEY=VALUE` (it has this value), or `KEY (words)` (a condition of `CONDITIONS`). A key of
+"""Features, each with the entries that were never tested together with it. An entry is `KEY` (the key's value differs
+from the default), `KEY=VALUE` (it has this value), or `KEY (words)` (a condition of `CONDITIONS`). A key of
 `rollout.engines` applies to every engine group of the policy."""
 
 
@@ -103,7 +103,7 @@ CONDITIONS: Mapping[str, Callable[[Sections], bool]] = {
     "publish.transport (any except memory)": lambda sections: sections["publish"].transport not in ("auto", "memory"),
 }
 SINKS: Mapping[str, Sequence[str]] = {"attention sinks": ("trainer.offload_activations",)}
-"""Kind of attention, mapped to the keys that were never tested together with it."""
+"""Keys that were never tested together with a kind of attention, by the kind's name."""
 
 
 def layer_tables() -> dict[str, Sequence[str]]:
@@ -159,8 +159,8 @@ def sections_in(table: Mapping[str, Sequence[str]]) -> set[str]:
 
 
 def table_problems(table: Mapping[str, Sequence[str]], sections: Sections) -> Problems:
-    """Yields an error for every combination of features in `table` that the configuration uses. `table`: such as
-    `UNPROVEN`; extras have further ones."""
+    """Yields an error for every combination of features in `table` that the configuration uses. `table`: `UNPROVEN`, or
+    a table of the same form that an extra defines."""
     for feature, entries in table.items():
         if is_set(feature, sections):
             yield from _refusals(entries, sections, feature)
@@ -172,8 +172,8 @@ def unproven(**sections: object) -> Problems:
 
 
 def other_architectures(table: Mapping[str, Sequence[str]], sections: Sections, spec: ModelSpec) -> Problems:
-    """Yields an error for every feature in `table` that the configuration uses with another architecture than those it
-    was tested with. `table`: features of an extra, mapped to these architectures."""
+    """Yields an error for every feature in `table` that the configuration uses with an architecture it was never tested
+    with. `table`: features of an extra, each mapped to the architectures it was tested with."""
     name = spec.family.ARCHITECTURE
     for feature, architectures in table.items():
         if name not in architectures and is_set(feature, sections):

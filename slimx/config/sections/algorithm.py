@@ -94,7 +94,7 @@ class Algorithm(Section):
     """Threshold of off-policy sequence masking (slime's default: 1e-4). Tokens with a negative advantage are masked if
     the mean of log engine - log policy over their sequence exceeds it. null: no masking."""
     mask_stale_tokens: bool = False
-    """For a trajectory sampled by several weight versions, train only the tokens of the newest version; its other
+    """For a trajectory sampled by several weight versions, train only on the tokens of the newest version; its other
     tokens are context."""
 
     @model_validator(mode="before")

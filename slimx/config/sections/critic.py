@@ -54,7 +54,8 @@ class Critic(Section):
 
 
 def critic_trainer(trainer: Trainer, critic: Critic) -> Trainer:
-    """Returns the `trainer` section for the critic's ranks. Raises Refusal if `critic.layout` does not fit them."""
+    """Returns section `trainer` with the settings of the critic's ranks. Raises Refusal if `critic.layout` is invalid
+    in combination with the other settings."""
     megatron = dict(trainer.megatron)
     # Multi-token-prediction layers are trained on token labels, which a critic does not have.
     megatron.pop("mtp_num_layers", None)
@@ -76,8 +77,8 @@ def critic_trainer(trainer: Trainer, critic: Critic) -> Trainer:
 
 @contextmanager
 def critic_keys(critic: Critic) -> Iterator[None]:
-    """Rewrites errors raised in the block: keys of section `trainer` in the critic's view become the keys of section
-    `critic` that the user sets."""
+    """Rewrites errors raised in the `with` block, which checks the critic as if it were a trainer: replaces keys of
+    section `trainer` with the keys of section `critic` that the user sets."""
 
     def renamed(text: str) -> str:
         text = text.replace("trainer.optimizer.", "critic.optimizer.")

@@ -46,7 +46,7 @@ class Engines(Section):
     """Task of the servers in SGLang's prefill-decode disaggregation. prefill: compute the KV cache of prompts; decode:
     sample tokens from it; regular: do both."""
     frozen: bool = False
-    """true: the servers have a model that is not trained (a judge, a reward model, a teacher), and receive no weights.
+    """true: the servers serve a model that is not trained (a judge, a reward model, a teacher) and receive no weights.
     The group has a separate router, and hooks reach it by the group's name."""
     model: PathText | None = None
     """Hugging Face directory that the servers load, such as an fp8 copy of model.path; null: model.path."""

@@ -233,8 +233,8 @@ def merged_objective(base: object, change: object) -> object:
 def read_objective(key: str, value: object, preset: object = {}) -> Objective:
     """Returns the objective that `value` of algorithm.KEY describes.
 
-    `value`: a kind, a hook's dotted path, or a mapping of parameters with or without a kind. `preset`: another value
-    like `value`, whose parameters are the defaults of those parameters that the kind has. Raises Refusal for an unknown
+    `value`: a kind, a hook's dotted path, or a mapping of parameters with or without a kind. `preset`: a value in the
+    same format; parameters that `value` omits are taken from it if the kind has them. Raises Refusal for an unknown
     kind, and for a parameter that the kind does not have."""
     if isinstance(value, Objective):
         return value

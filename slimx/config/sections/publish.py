@@ -39,13 +39,13 @@ class Publish(Section):
     directory: PathText | None = None
     """Shared directory for the files of the disk transport; null: run.dir/publish."""
     staging: Literal["model", "bucket"] = "model"
-    """Amount of weights that is staged before engines load it. model: engines serve while all weights are staged, which
-    needs memory for a whole model; bucket: engines pause and copy each bucket when it arrives, which needs memory for
-    two buckets."""
+    """Amount of weights that is staged before engines load it. model: engines continue to serve while all weights are
+    staged, which needs memory for a whole model; bucket: engines pause and copy each bucket when it arrives, which
+    needs memory for two buckets."""
     delta: Delta | None = None
-    """Send only the elements that have changed since the last publication, with a mask, by nixl or disk; null: send all
-    weights. Trainers and engines keep the last published bytes in host memory. Useful with slow networks and file
-    systems (docs/publication.md)."""
+    """Send only the elements that have changed since the last publication, with a mask that marks them; supported by
+    the transports nixl and disk. null: send all weights. Trainers and engines keep the last published bytes in host
+    memory. Useful with slow networks and file systems (docs/publication.md)."""
     deadline: Seconds = 300
     """Seconds within which a publication must finish."""
     engine_deadline: Seconds = 120

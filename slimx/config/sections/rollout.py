@@ -30,7 +30,7 @@ GREEDY = 1e-6
 remains, for any vocabulary of less than a million tokens."""
 
 ROUTED_PER_STEP = 4
-"""Minimum number of a step's rollouts that return their tokens' experts if these are neither replayed nor saved."""
+"""Minimum number of rollouts per step that return their tokens' experts if only metrics use them."""
 
 RENDERED = {"conversation", "messages", "tools", "documents", "add_generation_prompt", "tokenize", "return_dict"}
 """Arguments that slimx passes to a chat template, which `rollout.template` therefore must not set."""
@@ -131,7 +131,7 @@ class Sampling(Section):
 
     @property
     def greedy(self) -> dict[str, float]:
-        """Settings, by key, that make sampling greedy (all responses to a prompt are equal); {} if there are none."""
+        """Settings, by key, that make sampling greedy (all responses to a prompt are equal); {} if it is not greedy."""
         keys: dict[str, float] = {}
         if self.temperature < GREEDY:
             keys["temperature"] = self.temperature
@@ -192,11 +192,11 @@ class Rollout(Section):
     source: str | None = None
     """Dotted path of a hook source(prompts, seed) -> DataSource, which orders the prompts; null: shuffled epochs."""
     prompts_per_step: Amount = 32
-    """Number of prompts, and so of groups, that are trained per step."""
+    """Number of prompts, and so of groups, that each step trains on."""
     over_sampling: float | None = Field(default=None, ge=1, le=1_000_000)
     """Groups in flight while a step waits for its groups, as a multiple of prompts_per_step, rounded up. null:
-    max_staleness + 1 - window, the most that can be trained before they are too stale. Groups that become too stale are
-    generated again."""
+    max_staleness + 1 - window, the most that training can use before they are too stale. Groups that become too stale
+    are generated again."""
     partial: bool = False
     """Pause the engines while trainers run (partial rollouts). Unfinished rollouts are interrupted, keep their tokens,
     and continue in the next step. Requires a positive schedule.max_staleness."""
@@ -330,7 +330,7 @@ class Rollout(Section):
 class Eval(Section):
     prompts: PathText | dict[str, PathText] | None = None
     """File of held-out prompts (as `rollout.prompts`), or a mapping from names to files; null: no evaluation. The name
-    is metadata.dataset of prompts without one, so that `reward.parts` can select a reward for each file."""
+    becomes metadata.dataset of prompts that set none, so that `reward.parts` can select a reward by file."""
     fields: RowFields | None = None
     """Columns of rows that are not in slimx's format; null: all rows are in that format. `rollout.fields` and
     `rollout.map` apply to training prompts only, `rollout.system` and `rollout.template` to both."""

@@ -14,11 +14,11 @@ class Schedule(Section):
     """Optimizer updates per step, each on prompts_per_step / updates_per_step whole groups. The importance ratio in
     every update's loss is relative to the policy that sampled the tokens."""
     max_staleness: Count = 0
-    """Maximum number of weight versions by which the oldest token of a trajectory may lag behind when it is trained. 0:
-    synchronous; 1: one step off-policy; more: fully asynchronous."""
+    """Maximum number of weight versions by which the oldest token of a trajectory may lag behind when it is trained on.
+    0: synchronous; 1: one step off-policy; more: fully asynchronous."""
     window: Count = 0
     """Number of batches by which a finished group may overtake an older unfinished group; it must not exceed
-    max_staleness. 0: groups are trained in the order of their prompts."""
+    max_staleness. 0: groups are trained on in the order of their prompts."""
     straggler_deadline: Seconds | None = None
     """Seconds that a batch waits for unfinished groups that must not be overtaken, counted from when enough other
     groups have finished. After that these groups are dropped and counted as dropped/straggler. null: no limit."""

@@ -76,12 +76,12 @@ class Optimizer(Section):
     clip_grad: Weight = 1.0
     """Maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping."""
     max_skipped: Count = 3
-    """Number of consecutive optimizer steps skipped for an infinite or NaN gradient at which the run stops with an
-    error; 0: it never stops."""
+    """Number of consecutive optimizer steps, skipped because of infinite or NaN gradients, after which the run stops
+    with an error; 0: it never stops for this reason."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type in which Adam's moments are stored between steps; a step always computes in fp32. bfloat16 halves their
     memory, as in DeepSeek-V3's training (arXiv:2412.19437, 3.3.3). Needs CUDA, Transformer Engine's Adam and
-    trainer.distributed_optimizer; never run on a GPU."""
+    trainer.distributed_optimizer. Not yet tested on a GPU."""
     offload_fraction: Share = 0.0
     """Fraction of Adam's moments that is kept in (pinned) host memory. Each step copies them to the GPU and back in
     pieces of 512 MiB."""
@@ -92,8 +92,8 @@ OffloadedModule = Literal["core_attn", "attn_proj", "expert_fc1", "moe_act"]
 
 
 class Recompute(Section):
-    """Activation recomputation (checkpointing): activations that the backward pass computes again instead of keeping
-    them."""
+    """Activation recomputation (checkpointing): activations that are computed again in the backward pass instead of
+    being kept in memory."""
 
     granularity: Literal["none", "selective", "full"] = "none"
     """Extent of recomputation. none: keep all activations; selective: recompute the parts of each layer in `modules`;
@@ -239,7 +239,7 @@ published or saved, such as precision, names and shapes of weights."""
 
 
 class RankLayout(Section):
-    """Parallel sizes of a model that is trained on its own set of ranks."""
+    """Parallel sizes of a model that is trained on a separate set of ranks."""
 
     world_size: Size = 1
     """Number of ranks: processes, with one GPU each on CUDA."""
@@ -280,7 +280,7 @@ class Trainer(RankLayout):
     their memory and the communication between ranks, but rounds to 8 bits at every micro-batch and every reduction."""
     grad_bucket_elements: Amount | None = None
     """Minimum number of gradient elements per bucket; null: megatron-core's choice, the larger of 40 million and 1
-    million per DP and CP rank."""
+    million times the number of DP x CP ranks."""
     max_tokens_per_microbatch: Amount = 8192
     """Maximum number of tokens that are packed into one micro-batch."""
     balance: Literal["tokens", "flops"] = "flops"
@@ -301,7 +301,7 @@ class Trainer(RankLayout):
     recompute: Recompute = Recompute()
     offload_activations: tuple[OffloadedModule, ...] = ()
     """Parts of a layer whose saved tensors are moved to pinned host memory until the backward pass: core_attn,
-    attn_proj, expert_fc1, moe_act. Needs CUDA and Transformer Engine; never run on a GPU (docs/trainer.md)."""
+    attn_proj, expert_fc1, moe_act. Needs CUDA and Transformer Engine. Not yet tested on a GPU (docs/trainer.md)."""
     threads: Size = 1
     """CPU threads per trainer rank, which Ray reserves."""
     deadline: Seconds = 1800

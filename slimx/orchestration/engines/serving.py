@@ -34,8 +34,8 @@ take longer than the start of the servers."""
 async def serving(
     config: Config, sources: Sources, directory: Path, note: Callable[[str], None]
 ) -> AsyncIterator[EngineService]:
-    """Starts all engines of `config`, as returned by `without_trainers` (slimx.orchestration.start.checks), and stops
-    them when the block ends. Ray must be running.
+    """Starts all engines of `config`, and stops them when the `with` block ends. `config`: a result of
+    `without_trainers` (slimx.orchestration.start.checks). Ray must be running.
 
     The directory `logs/` and the file `engines.json` are written into `directory`. `note` is called with a message
     about each event of an engine."""

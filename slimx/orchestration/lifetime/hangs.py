@@ -29,14 +29,14 @@ from slimx.observability.live.stacks import write_stacks
 from slimx.runtime.tasks import in_thread
 
 WRITE_S = 45.0
-"""Seconds that a run that is stopping waits until the stacks of all processes are written."""
+"""Maximum number of seconds that a stopping run waits for the stacks of all processes to be written."""
 
 SILENT = ("rank.silent", "engine.silent", "engine.useless")
 """Codes of errors that report a rank or engine which did not respond in time, or responded without doing its work."""
 
 PACKAGE = str(Path(__file__).parents[2])
 SAY_S = 10.0
-"""Seconds that the watchdog waits until its message is printed, before it kills the process."""
+"""Maximum number of seconds that the watchdog waits for its message to be printed before it kills the process."""
 
 LOOK_S = 0.5
 """Interval between two checks of the event loop, in seconds."""
@@ -144,9 +144,8 @@ def main_location() -> str:
 
 
 def pulse_deadline(config: Config) -> float:
-    """Returns the number of seconds for which the driver's event loop may be blocked: the longer of
-    `trainer.watch_deadline` (the time for which a rank may not respond) and the shorter of the rollout and step
-    deadlines."""
+    """Returns the number of seconds for which the driver's event loop may be blocked: the rollout deadline or the step
+    deadline, whichever is shorter, but at least `trainer.watch_deadline`, the time for which a rank may be silent."""
     rollouts = min(config.rollout.rollout_deadline, config.schedule.step_deadline)
     return max(rollouts, config.trainer.watch_deadline)
 

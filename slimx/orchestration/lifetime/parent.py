@@ -34,7 +34,8 @@ ENDED = (1, -signal.SIGABRT)
 LOG = "/python-core-driver-"
 """Substring that identifies the log of Ray's library among the paths of the driver's open files."""
 WORDS = re.compile(r"Terminate the process|Exiting because the Raylet|Check failed")
-"""Pattern of the messages that the library of ray 2.60 writes into its log (`LOG`) before it ends its process."""
+"""Pattern of the messages that the library of Ray 2.60 writes into its log (`LOG`) before it ends the driver's
+process."""
 AGENT = re.compile(r"agent_name = (\w+)")
 """Pattern of the line in a raylet's log that names the agent whose death ended the raylet."""
 RAYLET_LINES = 1000

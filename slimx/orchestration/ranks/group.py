@@ -39,7 +39,7 @@ async def _result[T](reference: Awaitable[T]) -> T:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingCall:
-    """A call to several ranks that has not been finished by all of them."""
+    """A call to several ranks, at least one of which has not finished it."""
 
     description: str
     ranks: dict[Awaitable[object], int]

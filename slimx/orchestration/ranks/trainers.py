@@ -59,11 +59,10 @@ class TrainerGroup(RankGroup):
         self.holders = 1
         """Number of ranks whose memory stores the buckets of a publication: 1 (only the publisher) or all ranks."""
         self.shards_per_rank = 1
-        """Number of batch shards that each data-parallel rank trains: 1, or more after the number of ranks was reduced.
-        """
+        """Number of batch shards per data-parallel rank: 1, or more after the number of ranks was reduced."""
 
     def fewer(self, sizes: Sizes, plans: Mapping[str, Plan]) -> Self:
-        """Returns a group with new, unstarted ranks and the smaller parallel sizes `sizes`; the new group trains the
+        """Returns a group with new, unstarted ranks and the smaller parallel sizes `sizes`; the new group trains on the
         same batches. The ranks of this group must have ended. `plans`: plans of the new group's exports and
         publications, by name."""
         other = copy(self)

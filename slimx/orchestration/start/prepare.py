@@ -191,7 +191,8 @@ def make_plans(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> tu
 
 
 def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
-    """Checks and reads the inputs of rollouts for a command without trainers. Raises the errors of `check_run`."""
+    """Checks and reads the inputs of rollouts for a command without trainers. Raises SlimxError with the problems that
+    it finds."""
     check_reachable(config.cluster.ray_address)
     facts = config.sections | {"device": device, "local_device": device}
     refuse(broken(all_rules(), facts, before=config.sections))

@@ -22,7 +22,7 @@ from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import FileRecord
 
 STOP_S = 10.0
-"""Seconds that a run that is stopping waits for an unfinished save to complete."""
+"""Maximum number of seconds that a stopping run waits for an unfinished save to complete."""
 CRITIC = "critic"
 """Folder of the critic's files in a checkpoint."""
 _POLL_S = 0.1

@@ -149,7 +149,8 @@ def write_config(config: Config, directory: Path) -> None:
 @contextmanager
 def begun(directory: Path) -> Iterator[None]:
     """Locks the directory of a run that is starting. If the start is refused before any part of the run has written a
-    log, restores the directory's previous contents. Raises the errors of `locked`."""
+    log, restores the directory's previous contents. Raises SlimxError if another process has locked the directory or it
+    is not writable."""
     before = _DirectoryContents.of(directory)
     with locked(directory):
         try:

@@ -91,7 +91,8 @@ class Records:
         self._tell_restart("restart_failed" if restart.error else "trainers_replaced", restart)
 
     def trainers_shrunk(self, reason: str) -> None:
-        """Reports that the run continues with fewer trainer ranks. `reason`: message that says so, with the reason."""
+        """Reports that the run continues with fewer trainer ranks. `reason`: the message to report, which explains
+        why."""
         self.table.note(reason)
         self.events.tell("trainers_shrunk", reason, about="trainers")
 
@@ -169,12 +170,13 @@ class Records:
         self._write_samples(groups, step=step, version=version, evaluation=True)
 
     def drop(self, dropped: Dropped, step: int) -> None:
-        """Records a group that is not trained, with the reason. `step`: the step whose metrics count the group."""
+        """Records a group that will not be trained on, with the reason. `step`: the step whose metrics count the
+        group."""
         self.drops.write({"step": step, **asdict(dropped)})
 
     def keep(self, step: int, version: int, batch: Batch) -> None:
-        """Starts to save the groups of `step` before they are trained, so that they can be inspected and replayed if
-        training fails. `version`: version of the weights with which the trainers start the step."""
+        """Starts to save the groups of `step` before the training on them, so that they can be inspected and replayed
+        if it fails. `version`: version of the weights with which the trainers start the step."""
         if self.rollouts is not None and self.rollouts.due(step):
             self._save(in_thread(self.rollouts.write, step, version, batch.groups, batch.dropped))
 

@@ -7,7 +7,7 @@
             critic/                          the critic of a PPO run, in the same format
             policies/NAME/                   each policy other than the actor, in the same format
             slimx/run.json                   step, version, layouts, position in the prompts
-            slimx/tickets.bin                prompts in progress, and groups that are generated but not trained
+            slimx/tickets.bin                prompts in progress, and generated groups that wait to be trained on
             slimx/manifest.json              size and digest of every file; written last
 
 A save writes into `iter_0000040.partial` and renames this directory when everything is on disk. If the run is killed
@@ -98,8 +98,8 @@ class Saves:
         return damaged.rename(aside)
 
     def begin(self, step: int, parts: Sequence[str] = (".",)) -> Path:
-        """Creates an empty directory for the save of step `step` and returns it. `parts`: folders in this directory,
-        one for each rank group that writes; a folder for the reports of its ranks is created in each. Removes
+        """Creates an empty directory for the save of step `step` and returns it. `parts`: folders to create in it, one
+        for each rank group that writes files, each with a folder for the reports of the group's ranks. Removes
         directories of interrupted saves."""
         for interrupted in self.directory.glob("iter_*.partial"):
             shutil.rmtree(interrupted)

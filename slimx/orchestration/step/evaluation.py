@@ -54,8 +54,9 @@ async def answer_all(maker: GroupMaker, prompts: Mapping[str, Sequence[Prompt]])
 
 
 def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequence[GroupOutcome]) -> dict[str, float]:
-    """Returns the metrics of `outcomes`, a result of `answer_all` for `prompts`: the metrics of `score`, of the named
-    parts of rewards, and of values that hooks logged, and `eval/failed`. Raises SlimxError if every prompt failed."""
+    """Returns the metrics of `outcomes`, the result of `answer_all` for `prompts`: accuracy and pass@k (`score`),
+    rewards by named part, values that hooks logged, and the number of failed prompts (`eval/failed`). Raises SlimxError
+    if every prompt failed."""
     failed = [outcome for outcome in outcomes if outcome.failed]
     if len(failed) == len(outcomes):
         raise SlimxError(

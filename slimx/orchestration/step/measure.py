@@ -1,5 +1,5 @@
 """Metrics of a step's groups: rewards, lengths, dropped groups and staleness. Also measures the log-prob gap after
-steps that trained no token of the current version."""
+steps whose training used no token of the current version."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from slimx.rollout.flow.tickets import Batch
 
 
 def group_metrics(batch: Batch, passing: float) -> dict[str, float]:
-    """Returns the counts of `batch` and metrics of its trajectories. `passing`: minimum reward of a correct answer
-    (`eval.passing`)."""
+    """Returns the numbers of dropped and regenerated groups of `batch`, and metrics of the batch's trajectories.
+    `passing`: minimum reward of a correct answer (`eval.passing`)."""
     return batch_counts(batch) | trajectory_metrics(batch.groups, passing)
 
 
 def sample_metrics(run: Run, batch: Batch) -> dict[str, float]:
-    """Returns the counts of a step's batch, and, for each policy, metrics and staleness of the policy's
-    trajectories."""
+    """Returns the numbers of dropped and regenerated groups of a step's batch, and for each policy the rewards, lengths
+    and staleness of its trajectories."""
     metrics = batch_counts(batch)
     for policy in run.policies.values():
         groups = policy.select(batch.groups)
@@ -179,7 +179,7 @@ def staleness_metrics(groups: list[Group], version: int) -> dict[str, float]:
 
 
 async def measure_gap(run: Run, groups: Sequence[Group], metrics: Mapping[str, float]) -> dict[str, float]:
-    """Measures the log-prob gap after a step that trained no token of the current version (`gap/tokens` is 0 in
+    """Measures the log-prob gap after a step whose training used no token of the current version (`gap/tokens` is 0 in
     `metrics`), and returns the gap metrics; {} after any other step. Raises SlimxError if `numerics.mode` is exact and
     there is a gap."""
     if not run.sampled:
