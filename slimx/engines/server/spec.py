@@ -79,7 +79,7 @@ class EngineSpec:
     node: NodeShare | None = None
     """This node's part of a server that spans several nodes; None for a server on one node."""
     keys: Keys = field(default_factory=Keys.random, compare=False)
-    """Keys that requests to the server must have."""
+    """API keys that the server requires in requests."""
     gpus: tuple[str, ...] | None = None
     """GPUs of the server, by index or UUID; None means all GPUs that are visible to the process that starts the
     server."""

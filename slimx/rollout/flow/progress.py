@@ -79,7 +79,8 @@ class _Entry:
 
 
 class Journal:
-    """Record of the completions that one rollout has received, by request, which checkpoints save."""
+    """Record of the completions that one rollout has received, by request. It is saved in checkpoints, so that a
+    resumed run can replay them."""
 
     def __init__(self, recorded: Sequence[Recorded] = ()) -> None:
         self._entries: dict[str, _Entry] = {}

@@ -45,7 +45,7 @@ NEUTRAL = {
     "response_format": {"type": "text"},
     "top_logprobs": 0,
 }
-"""Parameters of which only null and this value are supported."""
+"""Parameters without support, and their neutral values: a request may set each only to null or to this value."""
 SUPPORTED = frozenset(
     {
         "logprobs",
