@@ -53,7 +53,7 @@ class EngineSpec:
     max_total_tokens: int | None = None
     """Size of the KV cache in tokens; None lets SGLang choose it."""
     numerics: NumericsMode = NumericsMode()
-    """Numerics mode of the server."""
+    """Numerics mode of the server, which determines its kernels; the default is the mode `fast`."""
     sizes: EngineSizes = EngineSizes()
     """Parallel sizes of the server."""
     seed: int = 1

@@ -70,7 +70,7 @@ class GroupOutcome:
     reason: str | None = None
     """Drop reason, by which groups are counted: "generate failed", "filter: ...", "straggler", ...; None if kept."""
     detail: str | None = None
-    """Message of the first exception."""
+    """Explanation of the drop reason, such as the message of the first error; None if there is none."""
 
     @property
     def failed(self) -> bool:

@@ -82,7 +82,7 @@ class Dropped:
     """Id of the group's prompt."""
     reason: str
     detail: str | None = None
-    """Message of the first exception; None if the reason is not a failure."""
+    """Explanation of the drop reason, such as the message of the first error; None if there is none."""
     rewards: tuple[float, ...] = ()
     """Rewards of the group's trajectories that have a reward, in order."""
 

@@ -48,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Position of a request in the tree."""
+    """Position of a request in the tree of a rollout's conversations."""
 
     parent: Answer | None
     before: array[int]

@@ -337,4 +337,4 @@ def _tool(tool: object, path: str) -> Json:
 
 
 RESPONSES = ChatApi(read_responses, ResponseWriter)
-"""The API /v1/responses."""
+"""Parser, writer and error format of OpenAI's API /v1/responses."""
