@@ -162,7 +162,7 @@ class EnginesTurn:
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
-        """Waits until engines may start, and makes `end` wait until the block, the start of an engine, has ended."""
+        """Waits until engines may start, and makes `end` wait until the block, which starts an engine, has ended."""
         await self.come()
         async with self.ending():
             yield

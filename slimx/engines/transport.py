@@ -63,7 +63,7 @@ class End(Protocol):
         None."""
 
     def landed(self, packed: PackedBucket) -> AbstractAsyncContextManager[PackedBucket]:
-        """Yields a description of the bucket in memory that the server can open until the block ends."""
+        """Yields the bucket that `packed` describes, in memory that the server can open until the block ends."""
 
 
 class Transport:
@@ -91,8 +91,7 @@ class Transport:
 
 
 def transport_of(publish: Publish) -> Transport:
-    """Returns the transport that `publish.transport` selects; "memory" for "auto", which remains unresolved in a
-    run without engines."""
+    """Returns the transport that `publish.transport` selects; "memory" if it is "auto", as in a run without engines."""
     name = "memory" if publish.transport == "auto" else publish.transport
     return entry_points.load("slimx.transports", name)()
 
@@ -103,7 +102,7 @@ class MemoryDelivery(Delivery):
     def __init__(self, trainers: Trainers):
         self.trainers = trainers
         self._owners: Sequence[Actor] = ()
-        """Actors of the trainer ranks that pack the current publication."""
+        """Actors of the trainer ranks that pack the buckets of the current publication."""
 
     async def begin(self, manifest: Manifest, buckets: int) -> None:
         self._owners = list(self.trainers.actors)

@@ -20,7 +20,8 @@ class Begin:
     text: str = ""
     """User turn that follows the prompt; "" for none."""
     state_key: str | None = None
-    """Key of the state in which the model's first turn begins, as described at `Step.state_key`."""
+    """Key of the state in which the model's first turn begins, equal for equal states in all rollouts of a prompt; None
+    if the environment does not distinguish states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

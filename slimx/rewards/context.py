@@ -42,15 +42,15 @@ class Context(Protocol):
         ...
 
     def log(self, name: str, value: float) -> None:
-        """Logs a number for this call, as `slimx.rollout.hooks.RewardContext.log` does."""
+        """Logs a number for this call of the hook, at most once per name; it becomes a metric of the trajectory."""
         ...
 
 
 def answer_of(ctx: Context, hook: str) -> str:
     """Returns the prompt's answer.
 
-    Raises SlimxError for a prompt without one, because a reward of 0 would hide that. `hook`: name of the reward hook,
-    for the message.
+    Raises SlimxError for a prompt without an answer, because a reward of 0 would hide the problem. `hook`: name of the
+    reward hook, for the message.
     """
     if ctx.prompt.answer is None:
         raise SlimxError(

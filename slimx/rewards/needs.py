@@ -19,7 +19,8 @@ def needs_process[H: Hook](hook: H) -> H:
 
 
 def checked_by(check: Callable[..., None]) -> Callable[[Hook], Hook]:
-    """Returns a decorator that attaches `check` to a hook; it is called with the hook's options before a run starts.
+    """Returns a decorator that attaches `check` to a hook. Before a run starts, `check` is called with the hook's
+    options.
 
     If `check` raises SlimxError, the run does not start.
     """
@@ -32,7 +33,8 @@ def checked_by(check: Callable[..., None]) -> Callable[[Hook], Hook]:
 
 
 def checks_prompts(check: Callable[..., None]) -> Callable[[Hook], Hook]:
-    """Returns a decorator that attaches `check` to a hook; it is called with the hook's prompts before a run starts.
+    """Returns a decorator that attaches `check` to a hook. Before a run starts, `check` is called with the hook's
+    prompts.
 
     If `check` raises SlimxError, the run does not start. The check of a generate hook also receives the hook's options,
     and `tokenizer` if it has a parameter of that name.

@@ -32,7 +32,8 @@ GENERATE = "slimx.generate"
 REWARDS = "slimx.rewards"
 """Entry point group that registers reward hooks under short names for `reward.function`."""
 FORMS = "slimx.hook_forms"
-"""Entry point group that registers each `Form` under the prefix of its hooks."""
+"""Entry point group that registers adapters for hooks of other frameworks (`Form`), each under the prefix of its
+hooks."""
 
 
 class Form(Protocol):
@@ -48,7 +49,7 @@ class Form(Protocol):
         """Loads the reward hook at `path`, in the driver or in another process.
 
         `key`: configuration key with the path, for error messages. `group`: True if the hook computes the rewards of a
-        group. `facts`: return value of the method `facts`.
+        group. `facts`: properties of the run, as returned by the method `facts`.
         """
         ...
 
@@ -99,8 +100,8 @@ def load_keep(config: Config) -> Keep | None:
 
 
 def form_facts(config: Config) -> dict[str, Json]:
-    """Returns, for the prefix of each `Form` that the run uses, the properties of the run that its reward hooks need in
-    other processes."""
+    """Returns the properties of the run that reward hooks of other frameworks need in worker processes, by the prefix
+    of their `Form`."""
     paths = (config.reward.function, *(part.function for part in config.reward.parts))
     names = {str(path).partition(":")[0] for path in paths} & entry_points.find(FORMS).keys()
     return {name: entry_points.load(FORMS, name).facts(config) for name in names}
@@ -150,9 +151,10 @@ def load_generate(config: Config) -> Generate:
 
 
 def load_reward(config: RewardConfig, facts: Mapping[str, Json]) -> Reward | None:
-    """Returns the configured reward hook with its parts and options. Raises the errors of `load_hooks`.
+    """Returns the configured reward hook with its options, or the mixture of `reward.parts`; None if no reward is
+    configured. Raises SlimxError if a hook cannot be loaded.
 
-    `facts`: return value of `form_facts`.
+    `facts`: return value of `form_facts`, the properties of the run that hooks of other frameworks need.
     """
     if config.parts:
         parts: list[WeightedReward[RewardContext]] = []
@@ -183,8 +185,8 @@ def in_process(config: RewardConfig, reward: Reward) -> bool:
 
 
 def check_answers(config: RewardConfig, reward: Reward, prompts: Sequence[Prompt], share: float) -> None:
-    """Raises SlimxError if too many `prompts` have no answer although a reward hook of slimx compares responses with
-    it.
+    """Raises SlimxError if a reward hook compares responses with the prompts' answers, but too many of its `prompts`
+    have none.
 
     `share`: maximum fraction of prompts without an answer.
     """

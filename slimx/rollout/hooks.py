@@ -89,7 +89,7 @@ class RolloutEngine:
     seed: int
     routed_experts: bool
     affinity: str | None = None
-    """Affinity key, as in `GenerationRequest`."""
+    """Affinity key: requests with the same key go to the same engine if `rollout.affinity` is group or rollout."""
     policy: str = ACTOR
     """Name of the policy that the engines sample from."""
 
@@ -152,7 +152,7 @@ class _Logging:
         """Adds `value` to a number that is logged for this call of the hook and starts at 0, e.g. to count events of a
         rollout.
 
-        Raises SlimxError for the names and values for which `log` raises it, but accepts a name that was logged before.
+        Raises SlimxError for a reserved or malformed name, and for a value that is not a number.
         """
         check_hook_name(name)
         self.metrics[name] = self.metrics.get(name, 0.0) + as_number(name, value)
@@ -266,12 +266,13 @@ class RewardContext(_Logging):
 
     @property
     def texts(self) -> list[str]:
-        """`text` of each trajectory, in the order of the group."""
+        """Text of each trajectory's sampled tokens, in the order of the group."""
         return [response.text for response in self.responses]
 
     @property
     def final_answers(self) -> list[str]:
-        """`final_answer` of each trajectory, in the order of the group."""
+        """Final answer of each trajectory (the text of its last turn after the thinking block), in the order of the
+        group."""
         return [response.final_answer for response in self.responses]
 
 

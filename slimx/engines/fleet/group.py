@@ -34,7 +34,7 @@ from slimx.runtime.ports import free_port
 from slimx.runtime.tasks import all_tried
 
 KEPT = 5
-"""Number of restarts that engines.json lists for each engine and router."""
+"""Maximum number of restarts, the latest ones, that engines.json lists for each engine and router."""
 
 
 def keys_of(group: Engines) -> Keys:
@@ -165,7 +165,9 @@ class EngineGroup:
     async def wake(self) -> None:
         """Reallocates the memory of the engines' weights, without values, so a publication must follow.
 
-        No lost engine is restarted until `members.turn.begin` is called."""
+        From now on, no lost engine is restarted until `members.turn.begin` is called, because trainers use the devices
+        until then.
+        """
         await self.members.turn.end()
         await self._perform(self.members.candidates(), "hold_weights")
 

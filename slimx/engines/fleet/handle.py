@@ -27,8 +27,8 @@ class MemberState(StrEnum):
     OUT = "out"
     """Not started, or being restarted; receives neither requests nor publications."""
     JOINING = "joining"
-    """Its server runs, but with weights that were not published; receives the next publication, and only after that
-    requests."""
+    """The engine's server runs, but with weights that were not published; the engine receives the next publication, and
+    only after that requests."""
     MEMBER = "member"
     """Has a verified version and is registered with the router."""
     GONE = "gone"

@@ -81,7 +81,7 @@ class Membership:
         self.before_ending: Callable[[SlimxError], Awaitable[None]] = _nothing
         """Awaited before the server of a lost engine is killed, with the error that caused the loss."""
         self.epoch = 0
-        """Membership epoch: a number that increases whenever candidates or members change."""
+        """Membership epoch: a number that increases whenever an engine or the router is lost or comes back."""
         self.lost = 0
         """Number of times that an engine was lost in this run."""
         self._failure: SlimxError | None = None
@@ -367,7 +367,7 @@ class Membership:
         self.changed()
 
     def changed(self) -> None:
-        """Updates epoch and outage, and wakes waiters, after an engine or the router was lost or came back."""
+        """Updates the epoch and the outage, and wakes waiters, after an engine or the router was lost or came back."""
         self.epoch += 1
         serve = self.keeper.up and self._every_role(self.members())
         self._served = self._served or serve
@@ -388,7 +388,7 @@ class Membership:
 
 
 class Joining:
-    """Those engines of a membership that have no published version; the `Members` of a publication to them alone."""
+    """Running engines without a published version. Implements `Members`, for a publication to these engines alone."""
 
     def __init__(self, members: Membership):
         self._members = members

@@ -172,7 +172,7 @@ class RouterKeeper:
 
     async def _try(self, work: Callable[[], Awaitable[None]]) -> None:
         """Awaits `work()`, a request to the router; if the request fails because of the router, restarts the router and
-        repeats it."""
+        repeats the request."""
         while True:
             if self._restarts_now:
                 await self.look()

@@ -224,7 +224,8 @@ def forms_of(name: str, ranks: Sequence[Json], encoding: Encoding) -> list[dict[
 
 
 def check_staged(name: str, ranks: Sequence[Json]) -> None:
-    """Raises SlimxError if a tensor of a rank's model is not staged; the last check before tensors are copied."""
+    """Raises SlimxError if a tensor of a rank's model is not staged. This is the last check before tensors are
+    copied."""
     for index, rank in enumerate(ranks):
         if rank["missing"]:
             raise SlimxError(

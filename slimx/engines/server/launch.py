@@ -1,10 +1,11 @@
 """Process entry of an engine, a stock SGLang server: `python -m slimx.engines.server.launch [--parent PID]
-[--publish-draft] [--spawn] [--keys FILE] -- ARGUMENTS`. Numerics modes and weight forms add options
-(`NumericsMode.OPTION`, `WeightForm.OPTION`).
+[--publish-draft] [--spawn] [--keys FILE] -- ARGUMENTS`. Numerics modes and weight forms, such as LoRA adapters, add
+options (`NumericsMode.OPTION`, `WeightForm.OPTION`).
 
 On a GPU SGLang spawns its scheduler and detokenizer, which run this file again as `__mp_main__`. Preparations for
 `import sglang` are therefore at the top level, and cheap. On the CPU these processes are forked
-(slimx.adapters.sglang.plugin)."""
+(slimx.adapters.sglang.plugin).
+"""
 
 from __future__ import annotations
 

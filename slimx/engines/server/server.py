@@ -50,13 +50,13 @@ MACHINES = "slimx.machines"
 
 
 class Machines(Protocol):
-    """The nodes of a multi-node server other than the first, on which this process runs."""
+    """The nodes of a multi-node server other than the first. This process runs on the first node."""
 
     count: int
 
     async def start(self, host: str, deadline_s: float) -> NodeShare:
-        """Starts the server's processes on these nodes. Returns the `NodeShare` with which the first node, whose
-        address is `host`, starts its own part."""
+        """Starts the server's processes on these nodes. Returns the `NodeShare` of the first node, from which this
+        process starts that node's part. `host`: address of the first node."""
         ...
 
     async def ended(self, deadline_s: float) -> str | None:

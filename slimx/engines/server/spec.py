@@ -53,7 +53,7 @@ class EngineSpec:
     max_total_tokens: int | None = None
     """Size of the KV cache in tokens; None lets SGLang choose it."""
     numerics: NumericsMode = NumericsMode()
-    """Numerics mode of the server."""
+    """Numerics mode of the server, which determines its kernels; the default is the mode `fast`."""
     sizes: EngineSizes = EngineSizes()
     """Parallel sizes of the server."""
     seed: int = 1
@@ -79,7 +79,7 @@ class EngineSpec:
     node: NodeShare | None = None
     """This node's part of a server that spans several nodes; None for a server on one node."""
     keys: Keys = field(default_factory=Keys.random, compare=False)
-    """Keys that requests to the server must have."""
+    """API keys that the server requires in requests."""
     gpus: tuple[str, ...] | None = None
     """GPUs of the server, by index or UUID; None means all GPUs that are visible to the process that starts the
     server."""

@@ -100,14 +100,14 @@ async def generate(
     """Runs one agent and returns its conversations with the policy as trajectories.
 
     `agent`: dotted path or registered name of an async function, called with `agent_options`. `command`: program and
-    arguments, instead of `agent`. `max_context`: maximum length of a conversation in tokens; None for that of a
-    trainable trajectory. `max_requests`: maximum number of requests. `max_tokens`: maximum number of sampled tokens in
-    all responses together; None for no limit. At either limit, new requests are refused and running ones continue.
-    `sampling`: "run" overrides an agent's temperature and top_p with those of the run, "strict" refuses requests with
-    other values. `tool_parser`: name of a parser, as in `slimx.extras.agents.proxy.tool_calls.find_parser`.
-    `separate_reasoning`: True to remove the text before </think> from the content. `environment`: environment variables
-    that a program inherits in addition to `slimx.extras.agents.agent_process.ALLOWED`. `metadata`: keys of the prompt's
-    metadata that a program receives.
+    arguments, instead of `agent`. `max_context`: maximum length of a conversation in tokens; None means the maximum
+    length of a trainable trajectory. `max_requests`: maximum number of requests. `max_tokens`: maximum number of
+    sampled tokens in all responses together; None for no limit. At either limit, new requests are refused and running
+    ones continue. `sampling`: "run" overrides an agent's temperature and top_p with those of the run, "strict" refuses
+    requests with other values. `tool_parser`: name of the parser of tool calls, or dotted path of a function
+    (`slimx.extras.agents.proxy.tool_calls.find_parser`). `separate_reasoning`: True to remove the text before </think>
+    from the content. `environment`: environment variables that a program inherits in addition to
+    `slimx.extras.agents.agent_process.ALLOWED`. `metadata`: keys of the prompt's metadata that a program receives.
 
     Metadata of each trajectory: `requests`, `overridden` (parameters that the run overrode, and ignored features),
     `forced` (number of responses constrained by a grammar, which are not trained on; absent if 0), `errors` (error

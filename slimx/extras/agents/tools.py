@@ -129,17 +129,17 @@ async def generate(
     """Plays one rollout and returns it as a trajectory: the model's turns are trained on, results of tools are not.
 
     `toolbox`: dotted path or registered name of the toolbox's class. `toolbox_options`: keyword arguments of that
-    class. `tool_parser`: as in `agent.py`. `max_turns`: maximum number of the model's turns. `max_calls`: maximum
-    number of tool calls. `max_unreadable`: number of consecutive turns with an unreadable call that ends a rollout.
-    `max_context`: maximum length in tokens; None for that of a trainable trajectory. A rollout that is ended by a limit
-    is trained on up to that point. `max_result`: maximum length in characters of one result for the model.
-    `open_deadline`, `call_deadline`: seconds; the first call past its deadline is reported to the model, the second one
-    ends the rollout.
+    class. `tool_parser`: name of the parser of tool calls, or dotted path of a function. `max_turns`: maximum number of
+    the model's turns. `max_calls`: maximum number of tool calls. `max_unreadable`: number of consecutive turns with an
+    unreadable call that ends a rollout. `max_context`: maximum length in tokens; None means the maximum length of a
+    trainable trajectory. A rollout that is ended by a limit is trained on up to that point. `max_result`: maximum
+    length in characters of one result for the model. `open_deadline`, `call_deadline`: seconds; the first call past its
+    deadline is reported to the model, the second one ends the rollout.
 
     Metadata: `ended` (done, turns, calls, unreadable, context or length), `turns`, `tool_calls`, `tool_errors` (by
     code: unknown_tool, bad_arguments, deadline, unjudged, and those of the toolbox), `judged` (parts of the toolbox's
-    reward), and `unjudged`, the reason why the toolbox could not verify the rollout, if it could not. Logs tool_calls,
-    tool_errors, unreadable_calls and left_out.
+    reward), and `unjudged`, the reason why the toolbox could not verify the rollout (absent if it could). Logs
+    tool_calls, tool_errors, unreadable_calls and left_out.
 
     Raises GivenUp: "tools lost" if the tools' server has died or cannot be reached, "tools deadline" if it hangs,
     "context" if the prompt and its tools leave no tokens for a turn.

@@ -1,5 +1,5 @@
 """Bearer tokens for HTTP servers that listen on non-loopback addresses. Imports only the standard library, because
-servers that are installed in other projects' environments use it."""
+programs in the Python environments of other projects import it."""
 
 from __future__ import annotations
 

@@ -50,9 +50,10 @@ def fetch(
 
     `json` or `data`: body, or a file that is sent from its start. `connect_s`: maximum seconds to connect; `read_s`:
     maximum seconds without progress afterwards. `most`: maximum number of bytes of content that are read from a
-    response with status 200. `to`: file to which the content of a response with status 200 is written. `proxies`: use
-    the proxies that the environment sets. `redirects`: follow redirects. Raises ClientError or TimeoutError if there is
-    no response, RuntimeError on a thread with a running event loop."""
+    response with status 200. `to`: file to which the content of a response with status 200 is written. `proxies`: True
+    to use the proxies that the environment sets. `redirects`: True to follow redirects. Raises ClientError or
+    TimeoutError if there is no response, RuntimeError on a thread with a running event loop.
+    """
     if isinstance(data, bytes):
         data = io.BytesIO(data)
     proxy = _proxy_of(url) if proxies else None

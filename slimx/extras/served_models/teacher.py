@@ -43,8 +43,9 @@ class Teacher:
     async def score(self, trajectory: Trajectory) -> None:
         """Sets `teacher_logprobs` of `trajectory`, and the most likely tokens if `top` is above 0.
 
-        Raises SlimxError if the trajectory was sampled with other parameters, if no engine responds, or if a trained
-        token has a log-prob that is not finite under the teacher; DeadlineError after `rollout.request_deadline`.
+        Raises SlimxError if the trajectory was sampled at a temperature other than 1 or under top-k or top-p, if no
+        engine responds, or if a trained token has a log-prob that is not finite under the teacher; DeadlineError after
+        `rollout.request_deadline`.
         """
         temperature = float(trajectory.sampling.get("temperature") or 1.0)
         if temperature != 1.0 or trajectory.support is not None:
@@ -96,7 +97,7 @@ class Teachers:
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> None:
         """Scores a rollout of `prompt` with the teacher of the prompt.
 
-        Raises SlimxError if the prompt has no teacher, and the errors of `Teacher.score`.
+        Raises SlimxError if the prompt has no teacher, and raises the same errors as `Teacher.score`.
         """
         await self._teachers[teacher_of(self._algorithm, prompt)].score(trajectory)
 
@@ -153,8 +154,8 @@ def check_taught(algorithm: Algorithm, prompts: Iterable[Prompt]) -> None:
 async def check_vocabulary(server: FrozenEngine, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises SlimxError for the first token id whose text on the server differs from that of `tokenizer`.
 
-    `server`: client of one external server, not of a router, because external servers' tokenizers are not on a local
-    disk.
+    The texts are requested from the server, because its tokenizer is not on a local disk. `server`: client of one
+    external server, not of a router.
     """
     for first in range(0, len(tokenizer), PIECE):
         ids = [[token] for token in range(first, min(first + PIECE, len(tokenizer)))]

@@ -130,7 +130,7 @@ class GenerationClient:
         """Returns the JSON body of a request.
 
         `parameters`: SGLang's sampling parameters. `fields`: request fields that the router does not know and would
-        drop; they are sent in a label, which it forwards.
+        drop; they are sent in a label, because the router forwards labels.
         """
         if self.adapters is not None:
             fields = {"lora_id": self.adapters, **fields}

@@ -103,7 +103,7 @@ class Reader:
     ) -> Completion:
         """Returns the sampled tokens at positions `start` to `stop` of a response, without routed experts.
 
-        `reason`: finish reason. `seconds`: time that the completion reports.
+        `reason`: finish reason. `seconds`: wall time to store in the completion.
         """
         count = stop - start
         sampled = _last(meta, "output_token_logprobs", count)

@@ -63,7 +63,7 @@ class GenerationRequest:
         """True if no other request can continue this one, so that one engine must sample the completion from the start.
 
         This is the case with stop strings, because the tokens so far may contain the start of one, and with a grammar,
-        because it applies from a request's first token.
+        because a grammar applies from a request's first token.
         """
         return bool(self.sampling.get("stop") or self.sampling.get("ebnf"))
 
@@ -180,8 +180,8 @@ class Pending:
         self._parts = [replace(self.completion, finish_reason=reason, routed_experts=routed_experts)]
 
     def rest(self, *, cut: str = "a request was interrupted") -> GenerationRequest:
-        """Returns the request for the tokens that remain to be sampled. Raises the errors of
-        `GenerationRequest.rest`."""
+        """Returns the request for the tokens that remain to be sampled. Raises SlimxError if some tokens were received
+        and the request is `whole`; the message starts with `cut`, which describes the interruption."""
         if not self.count:
             return self.request
         return self.request.rest(self.completion, cut=cut)

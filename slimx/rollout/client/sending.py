@@ -50,7 +50,7 @@ class AnswerError(SlimxError):
         self.message = message
 
     def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
-        """Returns the constructor's arguments for pickling, as `DeadlineError.__reduce__` does."""
+        """Returns the class and the constructor's arguments, from which pickle creates the error again."""
         return type(self), (self.url, self.status, self.message)
 
 
@@ -199,7 +199,7 @@ class RequestSender:
         self._losses = 0
 
     async def answer(self, body: Json, deadline_s: float) -> Json:
-        """Sends the request and returns the body of the response. Raises the errors of `send`."""
+        """Sends the request and returns the body of the response. Retries and raises errors like `send`."""
         data = msgspec.json.encode(body)
 
         async def attempt() -> Answer:
@@ -214,7 +214,7 @@ class RequestSender:
     async def open(self, body: Json, deadline_s: float) -> aiohttp.ClientResponse:
         """Sends the request and returns a response of status 200 with unread body, which the caller must close.
 
-        Raises the errors of `send`.
+        Retries and raises errors like `send`.
         """
         data = msgspec.json.encode(body)
         opened: list[aiohttp.ClientResponse] = []

@@ -136,7 +136,7 @@ class TokenStream:
             await asyncio.sleep(PAUSE_S)
 
     def _left(self) -> float:
-        """Returns the seconds before the deadline, outages excluded. Raises DeadlineError if none remain."""
+        """Returns the seconds until the deadline, outages excluded. Raises DeadlineError if none remain."""
         left = self._deadline_s - (self._sender.time() - self._started)
         if left <= 0:
             raise DeadlineError(REQUEST, self._deadline_s, self._sender.url)

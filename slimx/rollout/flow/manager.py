@@ -118,7 +118,7 @@ class RolloutManager:
         await self.maker.gate.close(self.abort, self.config.rollout.interrupt_deadline)
 
     def admit(self) -> None:
-        """Starts groups up to the limit of open tickets that applies while a batch is awaited."""
+        """Starts groups until as many tickets are open as are allowed while a batch is awaited."""
         self._admit(self.rules.room)
 
     async def stop(self) -> None:
@@ -142,8 +142,8 @@ class RolloutManager:
         }
 
     def counting(self, current: int, done: int) -> int:
-        """Returns the step of the next batch, which counts a group that is dropped now. `current`: step in progress.
-        `done`: number of completed steps."""
+        """Returns the step of the next batch, whose number of dropped groups includes a group dropped now. `current`:
+        step in progress. `done`: number of completed steps."""
         if self.waiting_since is not None:
             return current
         return max(current, done) + 1
@@ -204,8 +204,8 @@ class RolloutManager:
     async def _selected(self) -> list[Ticket]:
         patience = self.config.schedule.straggler_deadline
         give_up_at: float | None = None
-        """Value of `Outage.time` at which the straggler is dropped; None while there is no straggler or no deadline for
-        one."""
+        """Time, by the clock `Outage.time`, at which the straggler is dropped; None without a straggler or without a
+        deadline."""
         while True:
             self._changed.clear()
             self._settle()
@@ -318,9 +318,9 @@ class RolloutManager:
         straggler.outcome = GroupOutcome(group, STRAGGLER, detail)
 
     def _too_old(self, taken: Sequence[Ticket]) -> bool:
-        """Drops the groups of `taken` beyond the staleness bound and generates them again; returns True if there are
-        any. Occurs only after a restart from a checkpoint with other settings, because the rules of admission and
-        selection otherwise prevent it."""
+        """Drops the selected groups `taken` that exceed the staleness bound and generates them again; returns True if
+        there are any. Occurs only after a restart from a checkpoint with other settings, because the rules of admission
+        and selection otherwise prevent it."""
         version = self.maker.version
         bound = self.config.schedule.max_staleness
         too_old = False

@@ -26,7 +26,8 @@ class Recorded:
     """The response so far to one request of a hook, as stored in a checkpoint."""
 
     key: str
-    """Key of the request, as returned by `key_of`."""
+    """Hash of the request's tokens, sampling parameters and seed (`key_of`), by which a resumed run finds the
+    response."""
     token_ids: np.ndarray
     """int32: prompt of the request."""
     completion: Completion
@@ -79,7 +80,8 @@ class _Entry:
 
 
 class Journal:
-    """Record of the completions that one rollout has received, by request, which checkpoints save."""
+    """Record of the completions that one rollout has received, by request. It is saved in checkpoints, so that a
+    resumed run can replay them."""
 
     def __init__(self, recorded: Sequence[Recorded] = ()) -> None:
         self._entries: dict[str, _Entry] = {}

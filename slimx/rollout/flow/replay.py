@@ -47,8 +47,8 @@ class Replay:
         """Does nothing, because no request is in flight."""
 
     def state(self) -> Json:
-        """Returns the state for a checkpoint, which lacks the position in the replay because it follows from the
-        checkpoint's step."""
+        """Returns the state for a checkpoint. It lacks the position in the replay, which follows from the checkpoint's
+        step."""
         return {"replay": str(self.run), "tickets": []}
 
 

@@ -48,8 +48,9 @@ class Returned:
         """Stores the limits.
 
         `hook`: name of the hook, for error messages. `index`: index of the rollout in its group. `vocabularies`:
-        vocabulary size of every trained policy's model, None if unknown. `versions`: newest weight version of every
-        policy that engines may have. `sampled`: True if engines sample the tokens, whose log-probs must then be valid.
+        vocabulary size of every trained policy's model, None if unknown. `versions`: for every policy, the newest
+        weight version that engines may have. `sampled`: True if engines sample the tokens, whose log-probs must then be
+        valid.
         """
         self.hook = hook
         self.group_id = group_id

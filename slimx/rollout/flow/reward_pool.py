@@ -193,8 +193,8 @@ def named(judged: Trajectory | Group) -> str:
 
 
 def verdicts(value: object, judged: Trajectory | Group, hook: Reward) -> Verdict | list[Verdict]:
-    """Checks the return value of `hook` for a trajectory or a group, and returns the reward or the list of rewards in
-    it."""
+    """Checks the return value of `hook`. Returns the reward if `judged` is a trajectory, or the list with the reward of
+    each trajectory if it is a group."""
     if not isinstance(judged, Group):
         return checked(value, hook)
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(judged.trajectories):

@@ -50,7 +50,7 @@ TRIES = 3
 
 
 class _Call(NamedTuple):
-    """Arguments of `_judge` in the worker process."""
+    """One call of the reward hook, as the driver sends it to a worker process."""
 
     hook: tuple[str, str]
     tokenizer_path: str
@@ -59,7 +59,8 @@ class _Call(NamedTuple):
 
 
 _Outcome = tuple[Literal[True], tuple[object, dict[str, float]]] | tuple[Literal[False], str]
-"""(True, the result of `_judge`), or (False, the text of its error)."""
+"""Outcome of a call, as a worker sends it: (True, (the hook's return value, its logged numbers)), or (False, error
+text)."""
 
 
 class RewardProcesses:
@@ -70,8 +71,8 @@ class RewardProcesses:
         """Creates the workers without starting processes.
 
         `reward`: the hook that `config` names; every worker loads its own. `tokenizer_path`: directory of the
-        tokenizer, which is loaded when a hook first uses it. `facts`: return value of `form_facts`. `take_s`: seconds
-        within which an idle worker must accept a call.
+        tokenizer, which is loaded when a hook first uses it. `facts`: return value of `form_facts`, the properties of
+        the run that hooks of other frameworks need. `take_s`: seconds within which an idle worker must accept a call.
         """
         self.config = config
         self.reward = reward
@@ -242,7 +243,8 @@ def reward_runner(
     """Returns the pool of threads or processes in which `reward` runs, depending on `reward.isolation` and the
     hook's requirements.
 
-    `tokenizer_path`, `facts`: as in `RewardProcesses`.
+    `tokenizer_path`: directory of the tokenizer. `facts`: return value of `form_facts`, the properties of the run that
+    hooks of other frameworks need.
     """
     if in_process(config, reward):
         return RewardProcesses(config, reward, tokenizer_path, facts)

@@ -70,16 +70,16 @@ class GroupOutcome:
     reason: str | None = None
     """Drop reason, by which groups are counted: "generate failed", "filter: ...", "straggler", ...; None if kept."""
     detail: str | None = None
-    """Message of the first exception."""
+    """Explanation of the drop reason, such as the message of the first error; None if there is none."""
 
     @property
     def failed(self) -> bool:
-        """True if the group failed, as `is_failure` defines it."""
+        """True if the group failed, and was not dropped by a filter or as a straggler."""
         return self.reason is not None and is_failure(self.reason)
 
 
 def is_failure(reason: str) -> bool:
-    """Returns True if a drop reason is a failure, and neither a filter's decision nor a straggler."""
+    """Returns True if a group with this drop reason failed, and was not dropped by a filter or as a straggler."""
     return reason != STRAGGLER and not reason.startswith("filter")
 
 
@@ -244,7 +244,7 @@ class GroupMaker:
         progress: GroupProgress,
         greedy: bool = False,
     ) -> list[Trajectory]:
-        """Runs a rollout. Returns its trajectories, rewarded unless `reward.scope` is group, or a failed one."""
+        """Runs a rollout; returns its trajectories, with rewards unless `reward.scope` is group, or a failed one."""
         done = progress.done.get(index)
         if done is not None:
             return done
@@ -288,7 +288,7 @@ class GroupMaker:
         evaluation: bool,
         greedy: bool,
     ) -> RolloutContext:
-        """Returns the actor's context of one rollout, which refers to the contexts of all policies."""
+        """Returns the context of one rollout for the policy `actor`; its `policies` contains the others' contexts."""
         sampling = self._sampling(evaluation=evaluation, greedy=greedy)
         routed = False
         if self._route_stride and not (evaluation or greedy):
@@ -382,7 +382,7 @@ class GroupMaker:
         )
 
     async def _judge(self, prompt: Prompt, judged: Trajectory | Group, evaluation: bool) -> None:
-        """Sets the reward of a trajectory or of all in a group; on an error, marks the first trajectory as failed."""
+        """Sets the reward of a trajectory, or of every one in a group; marks the first as failed if the hook fails."""
         if self._rewards is None:
             return
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]

@@ -36,7 +36,7 @@ class Ticket:
     number: int
     prompt: Prompt
     oldest_version: int = 0
-    """Oldest weight version that may have sampled tokens of its rollouts."""
+    """Oldest weight version that may have sampled tokens of the ticket's rollouts."""
     outcome: GroupOutcome | None = None
     task: asyncio.Task[None] | None = None
     """Task that generates the group; None if it has not been started, or was restored as finished."""
@@ -82,13 +82,13 @@ class Dropped:
     """Id of the group's prompt."""
     reason: str
     detail: str | None = None
-    """Message of the first exception; None if the reason is not a failure."""
+    """Explanation of the drop reason, such as the message of the first error; None if there is none."""
     rewards: tuple[float, ...] = ()
     """Rewards of the group's trajectories that have a reward, in order."""
 
     @property
     def failed(self) -> bool:
-        """True if the group failed, as `is_failure` defines it."""
+        """True if the group failed, and was not dropped by a filter or as a straggler."""
         return is_failure(self.reason)
 
     @classmethod
@@ -126,7 +126,7 @@ class SavedTicket:
     prompt: Prompt
     group: Group | None
     born: int = 0
-    """Value of `Ticket.oldest_version`."""
+    """Oldest weight version that may have sampled tokens of the ticket's rollouts (`Ticket.oldest_version`)."""
     rollouts: list[SavedRollout] = field(default_factory=list)
     """Rollouts of an incomplete group; empty for a complete one."""
 
@@ -199,8 +199,8 @@ class Rules:
         return not ticket.waits and ticket.oldest_version + self.staleness < version
 
     def _in_time(self, queue: Sequence[Ticket], taken: Sequence[Ticket], version: int) -> bool:
-        """Returns True if the tickets of `queue` that are not in `taken` are still trained on in time if the following
-        batches take them in order.
+        """Returns True if the tickets of `queue` that are not in `taken` can still be trained on in time. Assumes that
+        the following batches contain these tickets in order.
 
         Ignores tickets that would be late even if all batches were selected strictly in order.
         """

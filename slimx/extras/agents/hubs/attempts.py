@@ -44,8 +44,8 @@ class StepEnvironment:
         self._shown = ""
 
     def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls `function` with `arguments`. Subclasses override this method to raise errors in which the function is
-        called `name`."""
+        """Calls `function` with `arguments`. A subclass overrides this method to convert the function's errors to
+        SlimxError. `name`: name of the function in these errors."""
         return function(*arguments)
 
     def _look(self, observation: object, info: object) -> None:

@@ -48,10 +48,10 @@ class Gymnasium(StepEnvironment):
         """Imports the environment's constructor and the view.
 
         `id`: argument of `gymnasium.make`, MODULE:ID for an environment that a module registers. `make`: dotted path of
-        a function or class that creates the environment, instead of `id`. `make_options`: keyword arguments for
-        whichever of `id` and `make` is set. `text`: dotted path of a `slimx.extras.agents.hubs.views.View`.
-        `text_options`: keyword arguments of the view. `invalid_reward`: reward of a turn without an action.
-        `max_invalid`: number of consecutive turns without an action that ends the rollout.
+        a function or class that creates the environment, instead of `id`. `make_options`: keyword arguments of
+        `gymnasium.make`, or of the function or class `make`. `text`: dotted path of a
+        `slimx.extras.agents.hubs.views.View`. `text_options`: keyword arguments of the view. `invalid_reward`: reward
+        of a turn without an action. `max_invalid`: number of consecutive turns without an action that ends the rollout.
         """
         if (id is None) == (make is None):
             raise SlimxError(

@@ -49,7 +49,7 @@ def bounded_client(headers: dict[str, str], timeout_s: float) -> Any:
 
 
 class Stderr:
-    """Buffer for the end of a server's standard error, which the server writes to `file`."""
+    """Buffer that keeps the end of a server's standard error. The server writes to `file`, the write end of a pipe."""
 
     def __init__(self) -> None:
         self._read_end, write_end = os.pipe()

@@ -65,7 +65,7 @@ def to_prompt(row: Json) -> Json:
 
 
 class NemoGym:
-    """The tools of one resources server, used in a session of the rollout."""
+    """The tools of one NeMo Gym resources server. Each rollout uses them in a separate session."""
 
     def __init__(self, *, url: str) -> None:
         """Stores the base URL of the resources server."""
@@ -124,7 +124,7 @@ class NemoGym:
             await self._http.close()
 
     async def _post(self, path: str, body: Json) -> tuple[int, str]:
-        """Returns status and text of the response to a POST request.
+        """Returns the status and the text of the response to a POST request.
 
         Has no deadline, because the rollout has one. Raises ToolsLost for an unreachable server.
         """

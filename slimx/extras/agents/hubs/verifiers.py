@@ -92,7 +92,7 @@ async def reward(ctx: object, trajectory: Trajectory) -> float | dict[str, float
 
 
 async def _post(url: str, body: Json, token_env: str | None) -> tuple[int, str]:
-    """Returns status and text of the response to a POST request.
+    """Returns the status and the text of the response to a POST request.
 
     Has no deadline, because the rollout has one. Raises SlimxError for an unreachable server.
     """

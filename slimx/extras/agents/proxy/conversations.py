@@ -39,7 +39,7 @@ class Answer:
     continued: bool = False
     """True if another answer continues this one."""
     train: bool = True
-    """False for an answer that was constrained by a grammar, which is excluded from the loss."""
+    """False for an answer that is excluded from the loss, because a grammar constrained its tokens."""
     stopped: bool = False
     """True if the agent tried to continue the conversation after a limit was reached."""
     calls: list[Json] = field(default_factory=list)
@@ -48,14 +48,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Position of a request in the tree."""
+    """Position of a request in the tree of a rollout's conversations."""
 
     parent: Answer | None
     before: array[int]
     token_ids: array[int]
     """All tokens before the answer."""
     digest: bytes
-    """Digest of the request's messages and tools."""
+    """Digest of the request's tools and messages. The answer is stored under a digest that extends this one, by which
+    later requests find the conversation that they continue."""
 
 
 class Conversations:

@@ -182,7 +182,8 @@ def check_stop(stop: list[str], param: str) -> None:
 
 
 def parts(request: ChatRequest) -> int:
-    """Returns the number of messages, calls and tools, each of which takes at least one token."""
+    """Returns the number of messages, calls and tools. Each takes at least one token, so the number is a lower bound of
+    the prompt's length in tokens."""
     calls = sum(len(message.get("tool_calls", ())) for message in request.messages)
     return len(request.messages) + calls + len(request.tools or ())
 

@@ -52,7 +52,7 @@ class Exchange:
     sampling: Json
     """Sampling parameters that differ from the run's."""
     index: int
-    """Index of the request in its session, from which its seed is derived like that of a turn."""
+    """Index of the request in its session. The request's seed is derived from this index and the rollout's seed."""
     writer: AnswerWriter
     """Writer of the response in the format of the API."""
 

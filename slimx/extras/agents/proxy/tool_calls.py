@@ -24,11 +24,13 @@ ATTEMPT = re.compile(
     r"<[^<>\n]{0,32}tool[^<>\n]{0,32}>|\[TOOL_CALLS\]|<\|(?:start|channel)\|>[^<>\n]{0,32} to=functions\.",
     re.IGNORECASE,
 )
-"""Pattern of the start of a tool call. A response that matches it but has no readable call has attempted a call."""
+"""Pattern of the start of a tool call. A response that matches it contains an attempted call, even if no call can be
+parsed."""
 HARMONY_ENDS = re.compile(r"<\|(?:start|end|call|return)\|>")
 HARMONY_CALLS = re.compile(r"to=functions\.([^\s<>]+)")
 WRITTEN_IDS = {"kimik2": re.compile(r"<\|tool_call_begin\|>\s*([^\s<>]+)\s*<\|tool_call_argument_begin\|>")}
-"""Pattern of the call ids that models write, by parser name, because sglang-router does not return them."""
+"""Parser name -> pattern of the call ids in a model's text, from which they are read because sglang-router omits
+them."""
 ROUTER_S = 30.0
 """Seconds that the router has to parse a response."""
 

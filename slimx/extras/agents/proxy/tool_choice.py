@@ -16,7 +16,7 @@ from slimx.json_types import Json
 GRAMMARS = ("hermes", "qwen")
 """Tool parsers whose format has a grammar: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
 DEPTH = 32
-"""Maximum nesting depth of a schema, which the engine compiles while all other requests wait."""
+"""Maximum nesting depth of a schema, limited because all other requests wait while the engine compiles the schema."""
 LENGTH = 65536
 """Maximum length of a schema as JSON, in characters."""
 Tools = Sequence[Json]

@@ -31,8 +31,8 @@ from slimx.extras.http.access import permitted, token_of  # noqa: E402
 from slimx.extras.http.connections import Connections  # noqa: E402
 
 NO_KEY = "SLIMX_HAS_NO_KEY"
-"""Name of a variable that is not set, from which verifiers reads no API key: the proxy, whose URL is secret, must not
-receive keys of other services."""
+"""Name of an environment variable that is unset. verifiers looks for its API key there, and so sends no key of another
+service to the proxy. The proxy needs no key, because its URL is secret."""
 MAX_BODY = 64 * 2**20
 CONNECTIONS = 1024
 """Maximum number of open connections; at the maximum, a new connection closes the one that has been idle longest."""

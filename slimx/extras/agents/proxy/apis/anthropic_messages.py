@@ -308,6 +308,6 @@ def _stop(fields: Json) -> list[str]:
 
 
 MESSAGES = ChatApi(read_messages, MessageWriter, refusal)
-"""The API /v1/messages."""
+"""Parser, writer and error format of Anthropic's API /v1/messages."""
 COUNT_TOKENS = ChatApi(partial(read_messages, counts=True), MessageWriter, refusal)
-"""The API /v1/messages/count_tokens."""
+"""Parser, writer and error format of Anthropic's API /v1/messages/count_tokens."""

@@ -45,7 +45,7 @@ NEUTRAL = {
     "response_format": {"type": "text"},
     "top_logprobs": 0,
 }
-"""Parameters of which only null and this value are supported."""
+"""Parameters without support, and their neutral values: a request may set each only to null or to this value."""
 SUPPORTED = frozenset(
     {
         "logprobs",
@@ -152,7 +152,7 @@ class ChatWriter(AnswerWriter):
         }
 
     def _usage(self, completion: Completion) -> Json:
-        """Returns the token counts."""
+        """Returns the numbers of prompt, sampled and cached tokens in the API's format."""
         sampled = len(completion.token_ids)
         return {
             "prompt_tokens": self.prompt,
@@ -204,4 +204,4 @@ def _stop(fields: Json) -> list[str]:
 
 
 CHAT = ChatApi(read_chat, ChatWriter)
-"""The API /v1/chat/completions."""
+"""Parser, writer and error format of OpenAI's API /v1/chat/completions."""

@@ -42,7 +42,7 @@ IGNORED = frozenset(
 )
 """Parameters that are accepted without effect, because they concern OpenAI's service."""
 NEUTRAL = {"background": False, "top_logprobs": 0, "truncation": "disabled"}
-"""Parameters of which only null and this value are supported."""
+"""Parameters without support, and their neutral values: a request may set each only to null or to this value."""
 SUPPORTED = frozenset(
     {
         "input",
@@ -337,4 +337,4 @@ def _tool(tool: object, path: str) -> Json:
 
 
 RESPONSES = ChatApi(read_responses, ResponseWriter)
-"""The API /v1/responses."""
+"""Parser, writer and error format of OpenAI's API /v1/responses."""
