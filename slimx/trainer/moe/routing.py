@@ -33,7 +33,7 @@ class _LocalRouter:
 
     router: PolicyRouter
     cursor: Cursor
-    """Cursor of the chunk that contains the router."""
+    """Cursor that shows which micro-batch the router's chunk is processing."""
     layer: int
     """Global index of the router's layer, from 0; layers of multi-token prediction follow the decoder's."""
     row: int | None
