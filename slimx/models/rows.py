@@ -45,7 +45,7 @@ class Attention:
     """True if each query head and each key head is normalized separately, with one weight for all query heads and one
     for all key heads."""
     output_gate: bool = False
-    """True if each query head has a gate, by whose sigmoid its attention output is multiplied."""
+    """True if each query head has a gate: the head's attention output is multiplied by the gate's sigmoid."""
     projection_norm: bool = False
     """True if queries are normalized over all query heads together, and keys over all key heads. TP splits these norms'
     weights like the heads."""

@@ -109,8 +109,8 @@ def _find_factors(models: Sequence[ShardedStateDict], path: Path) -> None:
 
 
 def take_state(loaded: StateDict, chunks: Sequence[torch.nn.Module], optimizer: ChainedOptimizer) -> None:
-    """Restores a rank's state from `loaded`, which was read into the tensors of `local_state` under the same parallel
-    sizes."""
+    """Restores a rank's state from `loaded`, which was read, under the same parallel sizes, into the tensors that
+    `local_state` returned."""
     fill(chunks, loaded)
     _fill_optimizer(optimizer, loaded["optimizer"])
     states.set_random_state(loaded[states.RANDOM])
