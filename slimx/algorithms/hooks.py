@@ -21,8 +21,8 @@ Advantages = Callable[[Sequence[Group]], list[float | np.ndarray]]
 
 
 def load_loss(path: str) -> Loss:
-    """Returns the loss hook at the dotted `path`, wrapped in a check of each result. Raises SlimxError if it cannot be
-    loaded; the wrapper raises it for an invalid result."""
+    """Returns the loss hook at the dotted `path`, wrapped in a check of each result. Raises SlimxError if the hook
+    cannot be loaded; the wrapper raises SlimxError if a result is invalid."""
     hook = load_function("algorithm.loss", path, ("inputs",), is_async=False)
 
     def checked(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -55,8 +55,8 @@ def load_loss(path: str) -> Loss:
 
 
 def load_advantages(path: str) -> Advantages:
-    """Returns the advantages hook at the dotted `path`, wrapped in a check of each result. Raises SlimxError if it
-    cannot be loaded; the wrapper raises it for an invalid result."""
+    """Returns the advantages hook at the dotted `path`, wrapped in a check of each result. Raises SlimxError if the
+    hook cannot be loaded; the wrapper raises SlimxError if a result is invalid."""
     hook = load_function("algorithm.advantages", path, ("groups",), is_async=False)
 
     def checked(groups: Sequence[Group]) -> list[float | np.ndarray]:

@@ -53,8 +53,8 @@ class Learner(Protocol):
 
 
 def learner_of(algorithm: Algorithm) -> Learner | None:
-    """Returns the learner of a loss that is computed on scores, from the entry points of `slimx.learners`; None if the
-    algorithm trains a policy."""
+    """Returns the learner for an algorithm whose loss is computed from scores, such as a reward model's; None if the
+    algorithm trains a policy. Learners are entry points of the group `slimx.learners`, named by the loss."""
     if not algorithm.scores:
         return None
     return entry_points.load("slimx.learners", algorithm.loss.kind)()

@@ -119,9 +119,9 @@ class LayerTally:
         """Stores the parameters. `sums`: accumulator, float64 [E + 2], initially zeros, of the number of choices of
         each expert, the balance term and the squared logsumexp.
 
-        `sum_over_shards`: sums over the ranks that share a micro-batch (TP x CP); `sum_over_data`: sums over the ranks
-        that share any of the data-parallel ranks' micro-batches (TP x CP x DP). `topk`: number of experts per token;
-        `function`: see `normalized_scores`. `totals`: None if no auxiliary loss is enabled."""
+        `sum_over_shards`: sums over the ranks that share a micro-batch (TP x CP); `sum_over_data`: sums over the same
+        ranks of all data-parallel replicas (TP x CP x DP). `topk`: number of experts per token; `function`: see
+        `normalized_scores`. `totals`: None if no auxiliary loss is enabled."""
         self.settings = settings
         self.totals = totals
         self.topk = topk

@@ -49,7 +49,8 @@ class DerivedTensors:
 
 
 class AttachedForm:
-    """Weight form of one trainer rank. This base class is the plain form, which has no additional parameters."""
+    """Parameters that a weight form adds to the model on one trainer rank, such as LoRA adapters, and the tensors that
+    the rank packs. This base class is the plain form, which has no additional parameters."""
 
     keeps_base: ClassVar[bool] = False
     """True if training changes only the additional parameters, so that the model without them serves as the reference
@@ -110,7 +111,8 @@ class ServedForm:
 
 
 class WeightForm:
-    """Weight form of a run. This base class is the plain form: weights are trained and published unchanged."""
+    """Form in which a run trains and publishes the policy's weights, for example with LoRA adapters. This base class is
+    the plain form: all weights are trained and published unchanged."""
 
     OPTION: ClassVar[str | None] = None
     """Command-line option of a server that selects this form and takes one argument; None if there is no option."""

@@ -11,7 +11,7 @@ stacks experts or transposes a tensor, the names of the sources express this ins
                                  ranks (an engine's qkv)
     InterleaveQKV(heads, ...)    query, key and value interleaved per query group (Megatron's linear_qkv)
     Fused(map, rows)             as `map`, whose sources the checkpoint stores as one concatenated tensor (fused qkv)
-    Sections(blocks, cuts)       runs of rows of several tensors, sorted into sections (the projections of a delta net)
+    Sections(blocks, cuts)       rows of several tensors, grouped into sections (the projections of a delta net)
     Deinterleave()               rows that alternate between two matrices (gate up gate up ...), concatenated
     Once()                       one tensor on the first rank, zeros on the others (a bias that ranks sum up)
     RotateHalf(...)              rows of every head reordered from rotary pairs (x0 y0 x1 y1) to halves (x0 x1 y0 y1)

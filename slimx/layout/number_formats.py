@@ -123,8 +123,8 @@ class NumberFormat:
     """Names of parameters that SGLang creates for this format in addition to codes and scales, but never reads."""
 
     def other_scheme(self, described: Json) -> str | None:
-        """Returns the first field of `described`, a `quantization_config`, with which this format cannot read the
-        checkpoint, together with the field's value; None if the format can read it."""
+        """Returns name and value of the first field in `described`, a checkpoint's `quantization_config`, that this
+        format does not support, for an error message; None if it supports all of them."""
         return None
 
     # Checkpoints
@@ -160,9 +160,9 @@ class NumberFormat:
         return table
 
     def nearest(self, config: Config, sizes: Sizes) -> Iterable[tuple[str, Config, Sizes]]:
-        """Returns alternatives to a `config` whose trainers of `sizes` split quantization blocks. Each does not split
-        them and is given as (assignment of the changed key as text, changed configuration, its trainer sizes); the most
-        similar is first."""
+        """Returns alternatives to a `config` whose trainer sizes `sizes` split quantization blocks: configurations that
+        do not split them, the most similar first. Each is a tuple (assignment of the changed key as text, changed
+        configuration, its trainer sizes)."""
         return ()
 
     # Engines

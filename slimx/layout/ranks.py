@@ -71,12 +71,11 @@ class Coordinates:
 
 
 def fewer(sizes: Sizes) -> Iterator[Sizes]:
-    """Yields sizes with fewer data-parallel ranks than `sizes`, the largest first, with which a run can continue after
-    it has lost ranks.
+    """Yields the parallel sizes with which a run can continue after it has lost ranks: `sizes` with fewer data-parallel
+    ranks, the largest number first.
 
-    The new number of data-parallel ranks divides the old one, so that each rank takes over the complete shards of
-    several former ranks, and the ranks of a pipeline stage still form complete groups of `expert * expert_tensor`
-    ranks."""
+    The new number of data-parallel ranks divides the old one, so that each rank takes over complete shards of several
+    former ranks. The number of ranks in a pipeline stage is still divisible by `expert * expert_tensor`."""
     for data in range(sizes.data - 1, 0, -1):
         stage = sizes.tensor * sizes.context * data
         if sizes.data % data == 0 and stage % (sizes.expert * sizes.expert_tensor) == 0:

@@ -1,6 +1,7 @@
-"""Weight tables of model families, which have one row per kind of local tensor, with the checkpoint tensors that it
-contains. `Table.entries` expands them to one entry per tensor of the whole model; `MegatronLayout` and `EngineLayout`
-determine which ranks have which part of each tensor. Loading, export and publication are all derived from the rows."""
+"""Weight tables of model families. A table has one row per kind of local tensor, which lists the checkpoint tensors
+that the local tensor contains. `Table.entries` expands the rows to one entry per tensor of the whole model;
+`MegatronLayout` and `EngineLayout` determine which ranks have which part of each tensor. Loading, export and
+publication are all derived from the rows."""
 
 from __future__ import annotations
 
@@ -274,7 +275,8 @@ class Stored:
 
 
 def stored(source: str) -> Stored:
-    """Returns the location in the checkpoint that `source`, the name of a weight table's source, expresses."""
+    """Returns the location in the checkpoint of a weight table's source, parsed from its name `source`, such as
+    `stack[3].T`."""
     match = _INDEXED.fullmatch(source) if "[" in source else None
     if match is None:
         return Stored(source)

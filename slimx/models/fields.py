@@ -110,8 +110,8 @@ class TrackedFields(dict[str, Any]):
 
 
 def _repeats(value: object, hf: Json, name: str) -> bool:
-    """Returns True if `value` repeats that of field `name` in `rope_parameters`, `rope_scaling` or the top level of
-    `hf`, whichever sets it first."""
+    """Returns True if `value` equals the value of field `name`, which is looked up in `rope_parameters`, then in
+    `rope_scaling`, then at the top level of `hf`."""
     for fields in (hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}, hf):
         other = dict.get(fields, name)  # does not record a read
         if other is not None:

@@ -163,8 +163,8 @@ class LayerKind:
         return get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=chunk)
 
     def model_class(self, kind: Callable[..., torch.nn.Module], sizes: Sizes) -> Callable[..., torch.nn.Module]:
-        """Returns the class of the model's chunks: `kind`, the class that a GPTModel would have, or a replacement.
-        `sizes`: the trainer's parallel sizes."""
+        """Returns the constructor of the model's chunks: `kind`, a subclass of GPTModel, or a replacement if the
+        decoder cannot be built as a GPTModel. `sizes`: the trainer's parallel sizes."""
         return kind
 
     def fp32_parameters(self, module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:

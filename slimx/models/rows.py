@@ -45,7 +45,7 @@ class Attention:
     """True if each query head and each key head is normalized separately, with one weight for all query heads and one
     for all key heads."""
     output_gate: bool = False
-    """True if each query head has a gate, by whose sigmoid its attention output is multiplied."""
+    """True if each query head has a gate: the head's attention output is multiplied by the gate's sigmoid."""
     projection_norm: bool = False
     """True if queries are normalized over all query heads together, and keys over all key heads. TP splits these norms'
     weights like the heads."""
@@ -89,8 +89,9 @@ class Layer:
     """Indices of the layers that have these parameters; None: all."""
 
     def row(self, name: str, sources: Named, *, kind: str = "weight", **options: Unpack[RowOptions]) -> Row:
-        """Returns the weight-table row of parameter `name`, whose sources are the tensors `kind`, such as weight or
-        bias, of the checkpoint's modules in `sources`. `options`: further fields of `Row`."""
+        """Returns the weight-table row of parameter `name`, which contains one tensor of each of the checkpoint's
+        modules in `sources`. `kind`: name of that tensor in its module, such as weight or bias. `options`: further
+        fields of `Row`."""
         full = tuple((f"{self.source_prefix}{source}.{kind}", shape) for source, shape in sources)
         return Row(self.prefix + name, full, stage=self.stage, layers=self.layers, **options)
 

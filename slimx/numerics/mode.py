@@ -98,8 +98,8 @@ class NumericsMode:
         """Registers this mode's operations with `registry`, SGLang's HookRegistry. `kinds`: SGLang's HookType."""
 
     def in_force(self, registry: object, model: torch.nn.Module) -> dict[str, bool]:
-        """Returns, by name of each operation that this mode replaces in SGLang, True if the server uses this mode's
-        implementation."""
+        """Returns, for each operation that this mode replaces in SGLang, by the operation's name, True if the server
+        uses this mode's implementation."""
         return {}
 
 

@@ -62,8 +62,8 @@ class PackedBucket:
     They contain the regions of further ranks, or copies of the bucket on the other machines of a multi-node engine.
     Empty if every rank opens `path`."""
     chain: tuple[Any, ...] = ()
-    """Descriptions, in a class that the transport defines, of the files from which the transport's receiver at an
-    engine assembles the bucket; empty if `path` contains the bucket."""
+    """Descriptions of the files from which the transport's receiver at an engine assembles the bucket, as objects of a
+    class that the transport defines. Empty if `path` contains the bucket."""
 
     @property
     def on_device(self) -> bool:

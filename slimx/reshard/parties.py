@@ -2,9 +2,9 @@
 
     Source --gather--> Delivery --bring--> Recipient (one per engine; `Members` lists them)
 
-The publisher calls source, delivery, recipients and members. Only the delivery calls another of them: it moves a bucket
-to an engine and makes the engine's recipient stage the bucket. A *verb* is a method of `Receiver`, such as `stage`; a
-recipient forwards it by name to the process that performs it."""
+The publisher calls source, delivery, recipients and members. These do not call each other, with one exception: the
+delivery moves a bucket to an engine and makes the engine's recipient stage the bucket. A *verb* is a method of
+`Receiver`, such as `stage`; a recipient forwards it by name to the process that performs it."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class Source(Protocol):
 
 
 class Receiver(Protocol):
-    """Steps of a publication that an engine performs, as methods of an object in the process that owns its server. If a
-    method raises SlimxError, the engine is dropped from the publication."""
+    """Steps of a publication that an engine performs, as methods of an object in the process that owns the engine's
+    server. If a method raises SlimxError, the engine is dropped from the publication."""
 
     async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
         """Returns every tensor that the engine loads in this encoding, in the format of `Source.forms`."""
@@ -139,7 +139,7 @@ class Recipient(Protocol):
 
 
 class LocalRecipient:
-    """Recipient without a separate process: it performs each step of a publication itself, by its method with the
+    """Recipient that performs verbs in the publisher's process: subclasses define a method for each verb, with the
     verb's name."""
 
     incarnation = 1

@@ -61,10 +61,10 @@ class Publisher:
     ):
         """Configures the publications of one policy.
 
-        `delivery`: None makes engines open buckets in the source's memory. `deadline_s`: seconds for a whole
-        publication; `step_deadline_s`: seconds for one step at one engine. `staging`: when engines copy (`Staging`).
+        `delivery`: None makes engines open buckets in the source's memory. `deadline_s`: seconds for a publication;
+        `step_deadline_s`: seconds for one step at one engine. `staging`: when engines copy weights into the model.
         `rule`: quantization rule for the manifest. `vacate`: frees devices that source and engines share; awaited after
-        all engines have committed and before the first reallocates its memory; None if no device is shared."""
+        all engines have committed, before any reallocates its memory; None if none are shared."""
         self.source = source
         self.members = members
         self.delivery = delivery or Delivery()
@@ -127,7 +127,7 @@ class _Attempt:
         self.out = Publication(manifest, {recipient.name: EngineOutcome() for recipient in self.active})
         self.ends = asyncio.get_running_loop().time() + publisher.deadline_s
         self._running: dict[str, tuple[int, float]] = {}
-        """Stage -> number of calls that are in it, and when the first of them began (`time.perf_counter`)."""
+        """Stage -> number of running calls in that stage, and start time of the first one (`time.perf_counter`)."""
 
     async def run(self) -> Publication:
         by_bucket = self.publisher.staging == "bucket"
@@ -154,7 +154,7 @@ class _Attempt:
     # Stages -----------------------------------------------------------------------------------------------------------
 
     async def _check_tensors(self) -> None:
-        """Compares the names, shapes and dtypes of all tensors with those of engines not checked since their start."""
+        """Compares the tensors to be sent with those that engines load; skips engines checked since their start."""
         with self._timed("check"):
             sent = await self._by_deadline("check", self.source.forms())
         checked = self.publisher.checked
@@ -309,7 +309,7 @@ class _Attempt:
         raise _EngineDropped
 
     async def _by_deadline[T](self, stage: str, work: Awaitable[T]) -> T:
-        """Awaits `work` of the trainers or transport. Raises DeadlineError after the publication's deadline."""
+        """Awaits `work` of the trainers or the transport. Raises DeadlineError if the publication's deadline passes."""
         try:
             async with asyncio.timeout(self._left()):
                 return await work
@@ -374,8 +374,8 @@ class _Attempt:
 
 
 def _compare(engine: str, sent: list[dict[str, str]], loaded: list[dict[str, str]]) -> None:
-    """Raises SlimxError if the tensors that are sent and loaded, lists as from `Source.forms`, differ. This error ends
-    the publication, because restarting the engine would not help."""
+    """Raises SlimxError if the tensors in `sent` and `loaded`, both in the format of `Source.forms`, differ. This error
+    ends the publication, because restarting the engine would not help."""
     if len(sent) != len(loaded):
         raise SlimxError(
             f"engine {engine} loads tensors into {len(loaded)} ranks, but the trainers send to {len(sent)}; start the "

@@ -37,9 +37,8 @@ class ContextShard:
         return replace(batch, **cut, support=None if batch.support is None else batch.support.take(index))
 
     def gather(self, part: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Joins the parts of a per-token tensor that the context-parallel ranks have into the full tensor, in the order
-        of the packed tokens: [T / size, ...] -> [T, ...]. `lengths`: lengths of the packed sequences. Collective; not
-        differentiable."""
+        """Gathers a per-token tensor from the context-parallel ranks, in the order of the packed tokens: [T / size,
+        ...] -> [T, ...]. `lengths`: lengths of the packed sequences. Collective; not differentiable."""
         if self.size == 1:
             return part
         parts = [torch.empty_like(part) for _ in range(self.size)]
@@ -70,7 +69,8 @@ class ContextShard:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copies `array` to `device` as a tensor; if the device is the CPU, the tensor shares the array's memory.
+    """Copies `array` to `device` as a tensor, through pinned memory; if the device is the CPU, the tensor shares the
+    array's memory instead.
 
     A copy from pageable memory would wait for all work that is queued on the GPU, once per array of a micro-batch. A
     copy from pinned memory is only queued, and torch keeps the pinned memory until the copy is done."""

@@ -109,9 +109,9 @@ class PolicyTrainer(TrainedModel):
     @operation()
     def trained_tokens(self) -> list[list[dict[str, np.ndarray]]]:
         """Returns values of the last training step, by update and micro-batch: `logprobs` float32 [T], the log-prob of
-        each label with the weights with which it was trained; and `other_experts` bool [T], True where a router chose
-        different experts from the engine's. Returns [] except on the last pipeline stage, and when called a second
-        time. Collective over context-parallel ranks."""
+        each label in the forward pass of its update; and `other_experts` bool [T], True where a router chose different
+        experts from the engine's. Returns [] except on the last pipeline stage, and when called a second time.
+        Collective over context-parallel ranks."""
         trained = self._trained
         self._trained = []
         out = []
@@ -146,7 +146,7 @@ class PolicyTrainer(TrainedModel):
         `batches`: micro-batches with this rank's tokens. `others`: results of earlier forward passes on these
         micro-batches. `replay`: experts to use; None if each router chooses. `packings`: see `Pipeline.train`.
         `totals`: denominators of the auxiliary losses of routers. `step`: number of optimizer steps before this one.
-        `version`: version of the engines' weights, if they are those of this update; None otherwise."""
+        `version`: version of the engines' weights if the update starts from the same weights; None otherwise."""
         self._zero_gradients()
         with self.routing.training(batches, totals=totals, replay=replay):
             results = self.pipeline.train(batches, self.loss, others, packings)
@@ -231,8 +231,8 @@ class PolicyTrainer(TrainedModel):
         *,
         mismatch: bool = True,
     ) -> dict[str, float]:
-        """Computes the metrics of a pass from its `results` by micro-batch, reduced over ranks. `version`: version of
-        the weights on whose sampled tokens the log-prob gap is measured; None to measure no gap. `differs`: result of
+        """Computes the metrics of a pass from its `results` by micro-batch, reduced over ranks. `version`: the log-prob
+        gap is measured on tokens that this version of the weights sampled; None to measure no gap. `differs`: result of
         `_differing`. `mismatch`: False if the tokens are not those of a training step, so that only the gap is
         measured."""
         if not self.parallel.last_stage:

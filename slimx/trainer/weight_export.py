@@ -1,5 +1,5 @@
-"""Packing of one rank's weights into buckets for engines and files, as a plan ("publish", "adapters" or "export")
-defines.
+"""Packs one rank's weights into buckets for engines and files, as specified by a plan ("publish", "adapters" or
+"export").
 
 A rank runs its operations one after the other. So once all ranks have returned from the `release` that ends a
 publication, no rank is still writing into a bucket.
@@ -26,7 +26,7 @@ from slimx.trainer.operation import operation
 from slimx.trainer.trained_model import TrainedModel
 
 PROBE_BYTES = 16
-"""Size of the memory with which ranks test whether they can write into each other's memory, in bytes."""
+"""Size in bytes of the memory that a rank allocates for other ranks to test whether they can open it."""
 
 
 class WeightExport:
@@ -58,8 +58,8 @@ class WeightExport:
 
     @operation()
     def probe(self, *, on_device: bool) -> tuple[str, bytes]:
-        """Allocates memory on this rank's GPU or on the host, writes random bytes into it, and returns the path of the
-        memory and the bytes. Other ranks test with `reaches` whether they can open this memory."""
+        """Allocates memory on this rank's GPU or on the host, and writes random bytes into it. Returns the path under
+        which other ranks can open the memory, and the bytes; `reaches` uses both for a test."""
         self._probe = DeviceMemory(PROBE_BYTES, self.device) if on_device else MemoryFile(PROBE_BYTES)
         # Random bytes, because on another host the same path may belong to the memory of another rank.
         content = secrets.token_bytes(PROBE_BYTES)

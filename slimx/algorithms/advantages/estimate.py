@@ -19,8 +19,8 @@ from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError
 
 GROUP = "slimx.advantages"
-"""Entry point group for subclasses of `Estimator`. An entry point's name is the kind of advantages or of loss that
-needs the estimator."""
+"""Entry point group for subclasses of `Estimator`. The name of an entry point is the kind of advantages or of loss
+(`algorithm.advantages`, `algorithm.loss`) that uses the estimator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,8 @@ class StepData:
 
     groups: Sequence[Group]
     updates: Sequence[Sequence[TrainingRow]]
-    """For each update of the step, the rows of its trajectories in the order of `groups`, with the advantages of
-    `all_advantages`."""
+    """For each update of the step, the training rows of its trajectories in the order of `groups`, with the advantages
+    that `all_advantages` returned."""
     policy: Sequence[np.ndarray] | None = None
     """Log-probs [n] of each row under the current weights; None if the algorithm does not need them."""
     reference: Sequence[np.ndarray] | None = None
@@ -45,8 +45,8 @@ class StepData:
 
 
 class Estimator:
-    """Base class of extensions: advantage estimators that `group_advantages` does not contain, and losses that derive
-    columns from the advantages."""
+    """Base class of extensions that compute advantages which `group_advantages` does not implement, or per-token
+    columns that a loss derives from the advantages."""
 
     def __init__(self, algorithm: Algorithm):
         self.algorithm = algorithm
@@ -57,7 +57,7 @@ class Estimator:
         return [0.0] * sum(len(group.trajectories) for group in groups)
 
     def finish(self, step: StepData) -> dict[str, float]:
-        """Fills those columns of the step's rows that depend on all rows, and returns metrics of the step."""
+        """Fills the columns of the step's rows whose values depend on all rows, and returns metrics of the step."""
         return {}
 
 

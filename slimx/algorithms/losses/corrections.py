@@ -69,9 +69,9 @@ def rejection(
 ) -> torch.Tensor:
     """Marks the tokens to exclude; parameters and result: see `Rejection`.
 
-    Excluded are the tokens with w outside [low, high], and all tokens of a sequence that has a token whose own w is
-    below `veto` (slime: 1e-4; 0: no veto). `level`: unit for which w is compared with the bounds (see `correction`);
-    none: no bounds."""
+    A token is excluded if w is outside [low, high], or if the token-level w of any token in its sequence is below
+    `veto` (slime: 1e-4; 0: no veto). `level`: unit for which w is compared with the bounds (see `correction`); none: no
+    bounds."""
     out = torch.zeros_like(trained)
     if level != "none":
         out = out | _outside(_log_weight(log_gap, trained, sequence_sum, level), low, high)

@@ -62,15 +62,16 @@ ROUNDING = 2.0**-23
 
 
 def forward(top: TopLogprobs) -> torch.Tensor:
-    """Computes the coarsened KL(teacher || policy), [T]; formula: see the module's docstring."""
+    """Computes KL(teacher || policy), [T], over the teacher's top-k tokens and one bucket for all other tokens, by the
+    formula in the module's docstring."""
     tail, log_tail = _teacher_tail(top)
     divergence = (top.teacher.exp() * (top.teacher - top.policy)).sum(-1)
     return divergence + torch.where(tail > 0, tail * (log_tail - top.policy_rest), 0.0)
 
 
 def reverse(top: TopLogprobs) -> torch.Tensor:
-    """Computes the coarsened KL(policy || teacher), [T]; formula: see the module's docstring. The teacher's tail counts
-    as at least `ROUNDING`."""
+    """Computes KL(policy || teacher), [T], over the teacher's top-k tokens and one bucket for all other tokens, by the
+    formula in the module's docstring. The teacher's tail counts as at least `ROUNDING`."""
     _, log_tail = _teacher_tail(top)
     divergence = (top.policy.exp() * (top.policy - top.teacher)).sum(-1)
     return divergence + top.policy_rest.exp() * (top.policy_rest - log_tail)

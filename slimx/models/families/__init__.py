@@ -48,7 +48,7 @@ class Family(FamilyOptions, Protocol):
     """Names that a family's module must define, in addition to the optional ones of `FamilyOptions`. `hf` is the
     content of config.json, in which looking up a missing field raises KeyError.
 
-    A field of config.json that none of these functions except `engine_table` reads by name is refused
+    A field of config.json is refused if none of these functions, or only `engine_table`, reads it by name
     (`slimx.models.fields`)."""
 
     ARCHITECTURE: str
@@ -154,8 +154,8 @@ class ModelSpec:
         return any(row.name.endswith("self_attention.q_layernorm.weight") and row.axis == 0 for row in self.table.rows)
 
     def frozen(self, patterns: Sequence[str]) -> frozenset[Sources]:
-        """Returns the parameters that are not trained, each as the tuple of its source tensors as in `select`: those
-        that match `patterns` (`trainer.freeze`) or the family's UNTRAINED."""
+        """Returns the parameters that are not trained, because they match `patterns` (`trainer.freeze`) or the family's
+        UNTRAINED. Each is identified by its checkpoint tensors, as in `select`."""
         configured = select(self.table, patterns, "trainer.freeze")
         return configured | select(self.table, self.family.UNTRAINED, "UNTRAINED")
 
@@ -170,9 +170,9 @@ class ModelSpec:
         return self.family.NO_CPU_ENGINE
 
     def unfused(self, *, cpu: bool, expert: int) -> str | None:
-        """Returns the condition under which SGLang ignores a request to fuse shared experts, as a phrase for an error
-        message, in an engine with expert parallel size `expert`; None if SGLang fuses them. `cpu`: True if the engine
-        runs on the CPU."""
+        """Returns the reason why an engine ignores a request to fuse shared experts, as a phrase for an error message
+        ("on the CPU"); None if it fuses them. `cpu`: True if the engine runs on the CPU. `expert`: expert-parallel
+        size."""
         if not self.family.FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM:
             return None
         if cpu:

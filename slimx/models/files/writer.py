@@ -19,8 +19,8 @@ from slimx.models.fields import without_quantization
 from slimx.models.files.reader import CheckpointReader
 
 _SHARD_BYTES = 4 * 2**30
-"""Size in bytes from which on no more tensors are added to a file of copied tensors; all tensors of a file are in
-memory at the same time."""
+"""Size in bytes at which a file of copied tensors is complete and the next file begins. It is limited because all
+tensors of a file are in memory at the same time."""
 # Files with these suffixes are not copied from the directory from which the run started; all others are.
 TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 

@@ -1,9 +1,9 @@
 """Python interface of the CUDA kernels in `csrc/` that pack buckets: the same records, bytes, checksums and flags as
 `cpu.py`, bit for bit.
 
-A bucket takes one launch on a stream. Only creating a `DevicePlan` (done once) and `results` wait for the device, so
-`pack` overlaps with other work and can be captured into a CUDA graph. The module can be imported on any machine; a
-missing library or device raises SlimxError on first use."""
+One kernel launch on a stream packs a bucket. Only creating a `DevicePlan` (done once) and `results` wait for the
+device, so `pack` overlaps with other work and can be captured into a CUDA graph. The module can be imported on any
+machine; a missing library or device raises SlimxError on first use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIBRARY = Path(__file__).parents[2] / "_lib" / "libslimx_cuda.so"
 ABI = 401
 """Version of the CUDA library's interface that this module calls; must equal SLIMX_CUDA_ABI in csrc/interface.cuh."""
 LONGEST = 2**31 - 1
-"""Maximum number of rows of a piece, and of bytes in one of its rows: the kernel counts both in 32 bits."""
+"""Maximum number of rows in a piece, and maximum number of bytes in a row: the kernel counts both in 32 bits."""
 BF16_AMAX = 0x7F80
 """Number of bf16 values that are finite and not negative; the table of scales for the rule triton has one row for
 each."""
@@ -48,8 +48,8 @@ class DevicePlan:
     ):
         """Checks `pieces`, [n] of `PIECE`, and copies them to `device`, which must be able to read their addresses.
 
-        `names`: names of the tensors, one per checksum; `names` and `bucket` (its label) appear in errors.
-        `bucket_bytes`: size of the bucket; ignored if `checksum` is True. `checksum`: True makes a plan for
+        `names`: names of the tensors, one per checksum; `names` and the bucket's label `bucket` appear in error
+        messages. `bucket_bytes`: size of the bucket; ignored if `checksum` is True. `checksum`: True makes a plan for
         `checksum_rects` instead of `pack`. `blocks_per_sm`: thread blocks per SM; 0 means as many as fit. The number
         does not affect results. Raises SlimxError for invalid pieces."""
         self.library = load(LIBRARY)
@@ -83,12 +83,12 @@ class DevicePlan:
 
     @property
     def tiles(self) -> int:
-        """Number of tiles: the units of work that the launch's thread blocks process one after the other."""
+        """Number of tiles, the units of work that the kernel's thread blocks process one after another."""
         return self._launch.tiles
 
     @property
     def blocks(self) -> int:
-        """Number of thread blocks in the launch."""
+        """Number of thread blocks in the grid with which the kernel is launched."""
         return self._launch.blocks
 
     def launch(self, bucket: int, sums: torch.Tensor, flags: int, stream: torch.cuda.Stream | None) -> None:
@@ -123,8 +123,8 @@ class DevicePlan:
 
 
 class _Launch(ctypes.Structure):
-    """Python counterpart of the C struct SlimxCudaLaunch in csrc/interface.cuh: the size of a plan's launch, and the
-    kernel to launch."""
+    """Python counterpart of the C struct SlimxCudaLaunch in csrc/interface.cuh: the kernel that executes a plan, and
+    the size of its launch."""
 
     _fields_ = [
         ("tiles", ctypes.c_int64),
@@ -142,8 +142,8 @@ def pack(
     flags: torch.Tensor,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Queues one launch on `stream` (None: the current stream) that does on the GPU what
-    `slimx.reshard.kernels.cpu.pack` does.
+    """Queues one kernel launch on `stream` (None: the current stream) that packs a bucket on the GPU as
+    `slimx.reshard.kernels.cpu.pack` does on the CPU.
 
     All tensors are on the plan's device. `bucket`: [bytes] uint8. `sums`: [tensors] int64, the bits of the uint64
     checksums. The kernel adds to `sums`, so the caller zeroes it first on the same stream and adds the seeds on the
@@ -160,8 +160,8 @@ def pack_at(
     flags: torch.Tensor,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Queues the launch of `pack`, but writes to the `plan.bucket_bytes` bytes at `address`, which must be a multiple
-    of 16.
+    """Queues the kernel launch of `pack`, with the `plan.bucket_bytes` bytes of memory at `address` as the bucket.
+    `address` must be a multiple of 16.
 
     The plan's device must be able to access that memory, which may belong to another device or process. The caller
     guarantees that it is large enough."""
@@ -183,7 +183,7 @@ def pack_at(
 
 
 def checksum_rects(plan: DevicePlan, sums: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
-    """Queues one launch that adds the checksums of the plan's pieces to `sums`, [tensors] int64, as
+    """Queues one kernel launch that adds the checksums of the plan's pieces to `sums`, [tensors] int64, as
     `slimx.reshard.kernels.cpu.checksum_rects` does on the CPU. `stream`: None means the current stream."""
     if not plan.checksum:
         raise SlimxError(
@@ -196,8 +196,8 @@ def checksum_rects(plan: DevicePlan, sums: torch.Tensor, stream: torch.cuda.Stre
 
 
 def results(plan: DevicePlan, sums: torch.Tensor, flags: torch.Tensor | None = None) -> np.ndarray:
-    """Waits for the current stream and returns `sums`, to which `pack` or `checksum_rects` added, as [tensors] uint64.
-    The seeds are not included.
+    """Waits for the current stream and returns the checksums that `pack` or `checksum_rects` added to `sums`, as
+    [tensors] uint64. The seeds are not included.
 
     `flags`: the flags that were passed to `pack`; None for checksums. Raises SlimxError naming the bucket if the device
     failed, or naming the first tensor that contains a value that is not finite."""

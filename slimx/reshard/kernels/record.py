@@ -171,8 +171,8 @@ def written_cols(pieces: np.ndarray) -> np.ndarray:
 
 
 def check_sources(pieces: np.ndarray, sums: np.ndarray) -> None:
-    """Raises SlimxError unless `pieces` is a valid array of `PIECE` whose sources can be read and added to `sums`.
-    Addresses cannot be checked."""
+    """Raises SlimxError unless `pieces` is an array of `PIECE` with valid source fields, and `sums` an array of uint64
+    with an element for every tensor index. Addresses are only checked not to be 0."""
     if pieces.dtype != PIECE or pieces.ndim != 1 or not pieces.flags.c_contiguous:
         raise SlimxError(
             f"pieces is an array of {pieces.dtype} with shape {pieces.shape}; pass a contiguous 1-D array of "
@@ -259,8 +259,8 @@ def _unaligned(pieces: np.ndarray, item: np.ndarray, out: np.ndarray) -> np.ndar
 
 
 def _too_long(pieces: np.ndarray, cols: np.ndarray, size: np.ndarray) -> Problem:
-    """Returns the check for pieces whose rows, `cols` elements of `size` bytes, are longer than a row of their tensor
-    (`pos_ld`): error code, mask of such pieces, and description. `cols`, `size`: [pieces]."""
+    """Returns the `Problem` (error code, mask of pieces, description) for pieces whose rows are longer than a row of
+    their tensor (`pos_ld`). `cols`, `size`: for each piece, elements per row and bytes per element, [pieces]."""
     fit = pieces["pos_ld"] // np.maximum(size.astype(np.int64), 1)
     return "kernel.rows", (pieces["rows"] > 1) & (fit < cols), "has rows longer than those of its tensor"
 

@@ -64,10 +64,10 @@ class Packer:
         self._pieces: dict[tuple[int, int], np.ndarray] = {}
         """(bucket, part) -> records of this rank's pieces, [pieces] of `PIECE`."""
         self._device_plans: dict[tuple[int, int, bool], DevicePlan] = {}
-        """(bucket, part, True if its pieces are compacted) -> plan of the launch that packs it."""
+        """(bucket, part, True if its pieces are compacted) -> plan with which one kernel launch packs the part."""
         self._portions: dict[tuple[int, int], list[tuple[Portion, DevicePlan]]] = {}
         """(bucket, part) -> portions in which that part is packed before it is copied to host memory, each with the
-        plan of its launch."""
+        plan of the kernel launch that packs it."""
 
     @property
     def device(self) -> torch.device:
@@ -122,15 +122,15 @@ class Packer:
         return self._launch(bucket, part, self._records(bucket, part), self.form(bucket).size, address, compacted=False)
 
     def pack_device_run(self, bucket: int, part: int = 0) -> tuple[torch.Tensor, Contribution]:
-        """Returns this rank's contribution to one part of `bucket` as a run, as `pack_run` does, but in newly allocated
-        memory of the rank's GPU; waits until it is written."""
+        """Returns this rank's contribution to one part of `bucket` as `pack_run` does, its pieces one after the other,
+        but in newly allocated memory of the rank's GPU. Waits until it is written."""
         pieces, size = compact(self._records(bucket, part))
         run = torch.empty(size, dtype=torch.uint8, device=self.device)
         return run, self._launch(bucket, part, pieces, size, run.data_ptr(), compacted=True)
 
     def pack_run_at(self, bucket: int, address: int) -> Contribution:
-        """Writes the run that `pack_run` returns for part 0 into memory of this rank's GPU at `address`, and waits
-        until it is written."""
+        """Writes this rank's contribution to part 0 of `bucket`, its pieces one after the other as in `pack_run`, into
+        memory of this rank's GPU at `address`, and waits until it is written."""
         pieces, size = compact(self._records(bucket, 0))
         return self._launch(bucket, 0, pieces, size, address, compacted=True)
 
@@ -164,8 +164,8 @@ class Packer:
         self, bucket: int, part: int, pieces: np.ndarray, size: int, address: int, *, compacted: bool
     ) -> Contribution:
         """Writes `pieces` into the `size` bytes of GPU memory at `address` with one kernel launch, and waits until the
-        launch has finished. `compacted`: True if `pieces` were laid out by `compact`; determines which cached launch
-        plan is used."""
+        launch has finished. `compacted`: True if `pieces` were laid out by `compact`; determines which cached
+        `DevicePlan` is used."""
         if not len(pieces):
             return self._nothing(bucket)
         if (bucket, part, compacted) not in self._device_plans:
@@ -177,8 +177,8 @@ class Packer:
         return replace(self._nothing(bucket), sums=kernel_cuda.results(plan, sums, flags))
 
     def _pack_portions(self, bucket: int, part: int, run: torch.Tensor) -> Contribution:
-        """Writes this rank's contribution to one part of `bucket` into `run`, in host memory, and waits until it is
-        written.
+        """Writes this rank's contribution to one part of `bucket`, its pieces one after the other, into the host memory
+        `run`, and waits until it is written.
 
         The contribution is packed in portions, one after the other in the same GPU memory; each is copied to its
         position in `run`."""

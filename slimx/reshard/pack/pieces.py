@@ -158,8 +158,8 @@ def _quantize(
 
 
 def compact(pieces: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns copies of the records with new destinations that are consecutive in memory (a run, as in
-    `Packer.pack_run`), and the size of the run in bytes.
+    """Returns copies of the records whose destinations follow each other in a contiguous buffer (which
+    `Packer.pack_run` fills), and the buffer's size in bytes.
 
     The scales of a piece follow its values. Both start at multiples of 16 bytes, the widest access of the kernels."""
     out = pieces.copy()
@@ -174,19 +174,20 @@ def compact(pieces: np.ndarray) -> tuple[np.ndarray, int]:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Part of a contiguous byte range of a bucket, packed by one kernel launch into a separate buffer."""
+    """Part of the contiguous buffer that `compact` lays out for a rank's pieces of a bucket. One kernel launch packs a
+    portion into smaller, temporary memory, from which it is copied to the buffer."""
 
     pieces: np.ndarray
-    """Records that write the portion, from byte 0 of its memory, [pieces] of `PIECE`."""
+    """Records that write the portion, from byte 0 of the temporary memory, [pieces] of `PIECE`."""
     size: int
-    """Bytes of the portion's memory."""
+    """Size in bytes of the temporary memory that the portion needs."""
     copies: tuple[tuple[int, int, int], ...]
-    """Copies from the portion's memory to the run: (first byte in the memory, first byte in the run, number of
-    bytes)."""
+    """Copies from the portion's temporary memory to the buffer: (first byte in the memory, first byte in the buffer,
+    number of bytes)."""
 
 
 def portions(pieces: np.ndarray, limit: int) -> Iterator[Portion]:
-    """Divides the run of `compact(pieces)` and yields its portions, of at most `limit` bytes each.
+    """Divides the buffer that `compact(pieces)` lays out, and yields its portions, of at most `limit` bytes each.
 
     A portion contains consecutive whole pieces, or some rows of a piece that is larger than `limit`. It exceeds `limit`
     only if a single row of quantization blocks does."""
@@ -234,22 +235,23 @@ def _row_portions(piece: np.ndarray, limit: int) -> Iterator[Portion]:
 
 
 def run_bytes(pieces: np.ndarray) -> np.ndarray:
-    """Returns the bytes that each piece occupies in the run of `compact`, padding included, [pieces]."""
+    """Returns the number of bytes, including padding, that each piece occupies in the buffer that `compact` lays out,
+    [pieces]."""
     values, scales = _compact_bytes(pieces)
     return values + scales
 
 
 def _compact_bytes(pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the bytes of each piece's values and of its scales in the run of `compact`, padding included, [pieces]
-    each."""
+    """Returns the number of bytes, including padding, of each piece's values and of its scales in the buffer that
+    `compact` lays out, [pieces] each."""
     values = pieces["rows"] * _row_bytes(pieces)
     scales = _scale_rows(pieces) * _scale_row_bytes(pieces)
     return -(-values // 16) * 16, -(-scales // 16) * 16
 
 
 def spread(pieces: np.ndarray, run: torch.Tensor) -> np.ndarray:
-    """Returns records that copy every piece from `run` to its destination in `pieces`. `run`, uint8 [bytes], was
-    written by the records of `compact(pieces)`."""
+    """Returns records that copy every piece from `run`, uint8 [bytes], to its destination in `pieces`. The records that
+    `compact(pieces)` returns must have written `run`."""
     packed, _ = compact(pieces)
     out = []
     for dst, ld, rows, row_bytes in (

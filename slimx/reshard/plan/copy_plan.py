@@ -106,9 +106,9 @@ class Plan:
     ):
         """Stores a compiled plan.
 
-        `buckets[target][bucket]`: the same number for all targets; the last ones of a target may be empty. `moved`,
-        [moves] of `MOVE`: sorted by bucket, then by source rank. `unread`: checkpoint tensors of the source that no
-        target loads. `holders`: ranks that could send each move; None in a plan that was read from bytes."""
+        `buckets[target][bucket]`: every target has the same number of buckets; its last ones may be empty. `moved`:
+        moves sorted by bucket, then by source rank, [moves] of `MOVE`. `unread`: checkpoint tensors of the source that
+        no target loads. `holders`: ranks that could send each move; None in a plan that was read from bytes."""
         self.precision = precision
         self.parameters = parameters
         self.buckets = buckets
@@ -223,7 +223,7 @@ class _Compiler:
         self.rows: list[tuple[int, ...]] = []
         self.groups: dict[tuple[int, ...], int] = {}
         self.group_of: list[int] = []
-        """For each move in `rows`: index in `groups` of the ranks that could send it."""
+        """For each move in `rows`: index in `groups` of the group of ranks that could send it."""
         self.read: set[str] = set()
 
     def compile(self, target: Iterable[Part]) -> Plan:

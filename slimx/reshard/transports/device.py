@@ -8,9 +8,10 @@ memory:
 The CUDA IPC handle identifies the physical memory. Processes may therefore number their GPUs differently, or not see
 the owner's GPU at all: they reach the memory from their own GPU, over NVLink or PCIe.
 
-A process opens the memory for one copy or one launch, and closes it when that has finished on the device. Between two
-steps of a publication no process has another's memory open: a reader that dies leaves nothing to clean up, and an owner
-may free its memory. If an owner dies during a step, only that step fails; readers keep their earlier copies.
+A process opens the memory for one copy or one kernel launch, and closes it when that operation has finished on the
+device. Between two steps of a publication no process has another's memory open: a reader that dies leaves nothing to
+clean up, and an owner may free its memory. If an owner dies during a step, only that step fails; readers keep their
+earlier copies.
 
 torch's sharing of CUDA tensors is not used, for two reasons. It counts readers in a file of /dev/shm, so a killed
 reader keeps the memory allocated forever; and it shares whole blocks of its allocator instead of the tensor alone."""

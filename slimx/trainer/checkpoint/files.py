@@ -110,8 +110,8 @@ def unreported(directory: Path, ranks: Iterable[int], holder: str = "trainer") -
 
 
 def write_error(directory: Path, holder: str, reason: str) -> SlimxError:
-    """Returns the error with which a run ends if `holder`, the name of a rank or of the driver, could not write its
-    files of a checkpoint."""
+    """Returns the error that ends a run because a process could not write its files of a checkpoint. `holder`: name of
+    the process, a rank or the driver."""
     return SlimxError(
         f"{directory}: {holder} could not write its files of the checkpoint ({reason}); free disk space or repair "
         "the disk, and run the same command again to resume from the newest complete checkpoint",

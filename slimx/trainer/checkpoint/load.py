@@ -97,9 +97,9 @@ def restore(
 
 
 def _find_factors(models: Sequence[ShardedStateDict], path: Path) -> None:
-    """Redirects the weights of norms to the keys under which slimx stores them (`factor_key`), if the checkpoint in
-    `path` has these keys; older checkpoints store the weights under the keys of the parameters. Must be called after
-    `optimizer_state`, which needs the keys of the parameters."""
+    """Makes norms of gated delta nets load their weights from slimx's keys (`factor_key`), if the checkpoint in `path`
+    has these keys; older checkpoints have only the keys of the parameters. Must be called after `optimizer_state`,
+    which needs the keys of the parameters."""
     stored = read_metadata(path / ".metadata").state_dict_metadata
     for model in models:
         for name, tensor in model.items():
@@ -109,8 +109,8 @@ def _find_factors(models: Sequence[ShardedStateDict], path: Path) -> None:
 
 
 def take_state(loaded: StateDict, chunks: Sequence[torch.nn.Module], optimizer: ChainedOptimizer) -> None:
-    """Restores a rank's state from `loaded`, which was read into the tensors of `local_state` under the same parallel
-    sizes."""
+    """Restores a rank's state from `loaded`, which was read, under the same parallel sizes, into the tensors that
+    `local_state` returned."""
     fill(chunks, loaded)
     _fill_optimizer(optimizer, loaded["optimizer"])
     states.set_random_state(loaded[states.RANDOM])

@@ -58,9 +58,9 @@ Content = torch.Tensor | io.BytesIO
 
 
 class Saver:
-    """Writer of this rank's part of successive checkpoints. `group`: process group of all ranks on the host.
-    `deadline_s`: seconds that rank 0 waits for the reports of other ranks. `holder`: name of the rank group in
-    messages."""
+    """Writer of this rank's part of successive checkpoints. `group`: process group of all ranks for tensors in host
+    memory (gloo). `deadline_s`: seconds that rank 0 waits for the reports of other ranks. `holder`: name of the rank
+    group in messages."""
 
     def __init__(self, *, rank: int, world: int, group: dist.ProcessGroup, deadline_s: float, holder: str = "trainer"):
         self.rank = rank

@@ -108,7 +108,8 @@ def local_state(
     chunks: Sequence[torch.nn.Module], optimizer: ChainedOptimizer, *, loading: bool, frozen: bool
 ) -> ShardedStateDict:
     """Returns this rank's state of model, optimizer and random generators, without the state that ranks have in common.
-    `loading` and `frozen`: see `optimizer_state`."""
+    `loading`: True if a checkpoint will be read into the result. `frozen`: True if any rank has parameters without
+    optimizer state."""
     state = model_state(chunks)
     state["optimizer"] = optimizer_state(optimizer, chunks, state, loading=loading, frozen=frozen)
     state[RANDOM] = random_state()

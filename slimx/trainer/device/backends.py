@@ -85,7 +85,8 @@ def choose_backends(
     configuration key and the missing package, if configured kernels cannot run.
 
     `packages`: result of `installed` on the machines of the trainer. `replaced`: True if `numerics.mode` replaces the
-    layers with its own. `layer_kind`: kinds of layers in the model. `experts`: number of routed experts per layer."""
+    layers with layers that it defines. `layer_kind`: kinds of layers in the model. `experts`: number of routed experts
+    per layer."""
     if replaced:
         packages = set(packages) - {"transformer_engine"}
     _check_offload(trainer, device, packages)

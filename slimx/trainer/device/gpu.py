@@ -64,7 +64,7 @@ class NvmlGpu:
         return int(info.free), int(info.total)
 
     def processes(self) -> list[Process]:
-        """Returns the processes that the driver reports to have memory on the GPU."""
+        """Returns the processes that use memory of the GPU, as reported by the driver."""
         running: Sequence[_NvmlProcess] = self._query(self._nvml.nvmlDeviceGetComputeRunningProcesses, default=[])
         return [Process(process.pid, process.usedGpuMemory, self._name(process.pid)) for process in running]
 

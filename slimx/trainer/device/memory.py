@@ -14,8 +14,8 @@ _PROC = Path("/proc/self")
 
 
 class CudaMeter:
-    """Measures memory that torch's allocator has given to tensors, without the allocator's cache and without memory of
-    other libraries."""
+    """Measures the memory of tensors in torch's allocator, excluding the allocator's cache and memory of other
+    libraries."""
 
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats()

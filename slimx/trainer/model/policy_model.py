@@ -120,15 +120,16 @@ class PolicyOutput:
 
 def bounds_alone(sequences: PackedSeqParams | None) -> PackedSeqParams | None:
     """Returns a copy of `sequences` with only the bounds of the packed sequences, without the choices, such as selected
-    tokens, that decoder layers have recorded in `sequences`. MTP layers must not replay these choices: megatron-core
-    numbers MTP layers from 1 again, and MTP layers run in no pass before the updates."""
+    tokens, that decoder layers have recorded in `sequences`. MTP layers must not replay these choices: none were
+    recorded for MTP layers, which run only in training passes, and megatron-core numbers MTP layers from 1, so they
+    would reuse the choices of decoder layers."""
     if sequences is None:
         return None
     return PackedSeqParams(**{field.name: getattr(sequences, field.name) for field in fields(PackedSeqParams)})
 
 
 class PolicyModel(PolicyOutput, GPTModel):
-    """megatron-core's GPTModel for training a policy, adapted to megatron-core 0.19.2."""
+    """GPTModel of megatron-core 0.19.2 that returns log-probs instead of logits, for training a policy."""
 
 
 class PredictionLayer(MultiTokenPredictionLayer):

@@ -176,7 +176,7 @@ class Weights:
             values.copy_(reader.read(name, rect))
 
     def _windows(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[Rect, str, torch.Tensor]]:
-        """Yields this rank's part of each tensor of a checkpoint: its rectangle, the tensor's name, and the
+        """Yields each part of a checkpoint tensor that this rank has: the part's rectangle, the tensor's name, and the
         corresponding view into `tensors`, local tensors by name."""
         for part in self.parts:
             local = tensors[part.name].detach().view(matrix(part.shape))

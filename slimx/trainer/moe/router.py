@@ -1,5 +1,5 @@
 """megatron-core's router, extended: its choice of experts can be recorded and replayed for each micro-batch, and its
-auxiliary losses use the denominators of the complete update."""
+auxiliary losses are means over all tokens or sequences of an update."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from slimx.errors import SlimxError
 
 @dataclass(slots=True)
 class RoutedTokens:
-    """Tokens of one micro-batch that this rank's routers process: the t tokens that remain after context and sequence
-    parallelism."""
+    """Tokens of one micro-batch that this rank's routers process: the t tokens that context and sequence parallelism
+    assign to this rank."""
 
     counted: torch.Tensor
     """True for tokens that are not padding, bool [t]."""
@@ -54,7 +54,8 @@ class RouterWatch:
     def __init__(self, name: str, cursor: Cursor, row: int | None, tally: LayerTally | None):
         """Creates the watch for one pass. `name`: name of the router in messages. `cursor`: shows which micro-batch the
         router's chunk is processing. `row`: index of the router among the routers that can replay; None if this one
-        cannot. `tally`: counts loads and auxiliary losses in training; None in forward-only passes."""
+        cannot. `tally`: accumulates the tokens per expert and the auxiliary losses in training; None in forward-only
+        passes."""
         self.name = name
         self.row = row
         self.tally = tally
@@ -136,7 +137,8 @@ class PolicyRouter(TopKRouter):
     router_replay: RouterChoice | None
 
     watch: RouterWatch | None = None
-    """Watch of the current pass; without one, the router behaves like megatron-core's."""
+    """Watch for the current pass over the micro-batches; None outside of such passes, when the router behaves like
+    megatron-core's."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Computes the logits of `input` with the router's weight as engines receive it (`served`), for example rounded

@@ -1,7 +1,7 @@
 """Routes, the experts chosen for each token: selects the engine's routes for this rank, and compares these routes with
 the trainer's. The routes of a micro-batch are integers [routers, t, k]: the k experts that each of this rank's MoE
-layers, in the order of the forward pass, uses for each of the t tokens that remain after context and sequence
-parallelism.
+layers, in the order of the forward pass, uses for each of the t tokens that context and sequence parallelism assign to
+this rank.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from slimx.errors import SlimxError
 
 def engine_routes(batch: MicroBatch, layers: Sequence[int], *, experts: int, topk: int) -> np.ndarray:
     """Returns the engine's routes in a micro-batch for `layers` (global indices), uint8 or int16 [layers, T, k].
-    Padding tokens get routes that are distributed over all experts. Raises SlimxError if another token has no route, or
-    if the routes do not fit the model."""
+    Padding tokens get routes that are distributed over all experts. Raises SlimxError if a token other than padding has
+    no route, or if the routes do not fit the model."""
     count = len(batch.tokens)
     spread = (np.arange(count)[:, None] * topk + np.arange(topk)) % experts
     if not (known_routes(batch) | batch.padding).all():

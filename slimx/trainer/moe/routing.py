@@ -33,7 +33,7 @@ class _LocalRouter:
 
     router: PolicyRouter
     cursor: Cursor
-    """Cursor of the chunk that contains the router."""
+    """Cursor that shows which micro-batch the router's chunk is processing."""
     layer: int
     """Global index of the router's layer, from 0; layers of multi-token prediction follow the decoder's."""
     row: int | None
@@ -51,7 +51,7 @@ class Routing:
     losses and are counted, but do not replay, because engines report no routes for them."""
 
     def __init__(self, chunks: Sequence[GPTModel], parallel: ParallelState, settings: Moe):
-        """Finds the routers in `chunks`, the GPT models inside their wrappers in the order of the forward pass."""
+        """Finds the routers in `chunks`, this rank's GPT models (without wrappers) in the order of the forward pass."""
         self._parallel = parallel
         self._settings = settings
         self._cursors = [Cursor() for _ in chunks]
@@ -259,8 +259,8 @@ class Routing:
 
     @torch.no_grad()
     def update_bias(self) -> None:
-        """Updates the routers' selection biases from the token counts of the last training pass, equally on all ranks;
-        must be called after `gather_sums`."""
+        """Updates the routers' selection biases from the token counts of the last training pass, identically on all
+        ranks; must be called after `gather_sums`."""
         if not self._settings.bias_update_rate:
             return
         for local in self._routers:

@@ -34,11 +34,11 @@ def gap_metrics(
     other_routes_before: torch.Tensor,
     comparable: torch.Tensor,
 ) -> Sums:
-    """Computes, for this rank's tokens, the log-prob gap |trainer - engine| over the tokens in `measured`. All
-    arguments have shape [T]. `rollout`: the engine's log-probs. `other_routes`: True where the engine chose different
-    experts for this token. `other_routes_before`: True where the engine chose different experts for this or an earlier
-    token of the sequence. `comparable`: True where the engine's experts are known, or the model has none. The caller
-    reduces the results over ranks."""
+    """Computes statistics of the log-prob gap |trainer - engine| over those of this rank's tokens that are in the mask
+    `measured`. All arguments have shape [T]. `rollout`: the engine's log-probs. `other_routes`: True where the engine
+    chose different experts for this token. `other_routes_before`: True where the engine chose different experts for
+    this or an earlier token of the sequence. `comparable`: True where the engine's experts are known, or the model has
+    none. The caller reduces the results over ranks."""
     gap = (logprobs - rollout).abs().double()[measured]
     above = gap > GAP_LIMIT
     explained = other_routes_before[measured]
@@ -56,9 +56,9 @@ def gap_metrics(
 
 
 def mismatch_sums(logprobs: torch.Tensor, rollout: torch.Tensor, trained: torch.Tensor) -> Sums:
-    """Returns the sums from which `mismatch_metrics` compares the current policy with the engines that sampled the
-    tokens, over all tokens in `trained`, whatever version of the weights sampled them. All arguments have shape [T].
-    `rollout`: the engine's log-probs."""
+    """Returns the sums from which `mismatch_metrics` computes how much the current policy differs from the engines that
+    sampled the tokens. The sums are over all tokens in the mask `trained`, regardless of the weight version that
+    sampled them. All arguments have shape [T]. `rollout`: the engine's log-probs."""
     difference = (logprobs - rollout).double()[trained]
     # Bounded, because a single token with a larger ratio than e^20 (5e8) would dominate the mean of all tokens.
     ratio = difference.clamp(max=20).exp()

@@ -50,8 +50,10 @@ class ForwardPasses:
     ):
         """Copies the weights of the reference and of the teacher to the host, each only if `algorithm` needs it.
         `weights`: must contain the initial weights, which become the reference. `replay`: value of
-        `trainer.moe.routing_replay`. `recorder`: result of `LayerKind.recorder`. `samples_known`: True if the engines'
-        log-probs equal the policy's before each step, bit for bit, so that they need not be recomputed."""
+        `trainer.moe.routing_replay`. `recorder`: function that is called once per micro-batch and creates a `Packing`,
+        through which layers record discrete choices for later passes; None if layers choose again in every pass.
+        `samples_known`: True if the engines' log-probs equal the policy's before each step, bit for bit, so that they
+        need not be recomputed."""
         self._pipeline = pipeline
         self._routing = routing
         self._weights = weights
