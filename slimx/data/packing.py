@@ -45,7 +45,7 @@ def pack(
       interleaved pipeline); a rank with too few rows gets micro-batches of padding only.
     - `cost`: function that returns the predicted cost of a row from its number of tokens; default: the number of
       tokens.
-    - `lockstep`: see `distribute`.
+    - `lockstep`: True if ranks wait for each other in every micro-batch, because they share experts (see `distribute`).
 
     Raises SlimxError if a row alone exceeds `max_tokens`, or if there are fewer rows than ranks.
     """

@@ -234,8 +234,8 @@ GROUP = "slimx.engine_layers"
 """Entry point group of modules whose `ROWS` add further kinds of layers to the parameter table."""
 
 TOGETHER: tuple[Split, ...] = (latent_down,)
-"""Split functions of table rows whose sources must be loaded together: SGLang's `load_weights` fuses them only if one
-call includes all sources of a row, and otherwise drops them silently."""
+"""Split functions of table rows whose Hugging Face tensors must be loaded together: SGLang's `load_weights` fuses the
+tensors of such a row only if one call includes all of them, and otherwise drops them silently."""
 
 
 _BARE_ATTENTION = re.compile(r"(?<=\.layers\.)(\d+)\.(?=(qkv_proj|o_proj|q_norm|k_norm)\.)")
@@ -382,8 +382,8 @@ def rank_in(group: places.ParallelGroup | None) -> int:
 
 
 def _part(rects: tuple[Rect, ...]) -> tuple[tuple[int, ...], ...]:
-    """Returns the position and size in the tensor of each of `rects`, to check that this rank's copies are the same
-    part."""
+    """Returns the position and size in the tensor of each of `rects`, to check that all copies of the tensor on this
+    rank contain the same part of it."""
     return tuple((rect.row, rect.col, rect.rows, rect.cols) for rect in rects)
 
 
