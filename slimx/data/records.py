@@ -119,7 +119,7 @@ class Trajectory:
     finish_reason: str | None = None
     """Reason why generation ended: stop, length or abort; for a failed trajectory the exception's text."""
     timings: dict[str, float] = field(default_factory=dict)
-    """Durations in seconds, by name."""
+    """Durations in seconds, by name, such as `generate` for the engines' completions."""
     metadata: Json = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 

@@ -162,11 +162,11 @@ def encode_turns(
 ) -> list[int]:
     """Returns the token ids that end the assistant's turn, contain `messages` and open the assistant's next turn.
 
-    To work with any chat template, it renders a short conversation in which a marker stands for the assistant's answer,
-    and tokenizes the text after the marker. The end-of-turn token is omitted if `after`, the tokens so far, already
-    ends with it because the model sampled it. `tools`: tools of the conversation. `calls`: tool calls of the
-    assistant's turn, whose names and ids a template may need to render the tools' results. Raises SlimxError if the
-    template refuses the messages."""
+    To work with any chat template, the function renders a short conversation in which a marker stands for the
+    assistant's answer, and tokenizes the text after the marker. The end-of-turn token is omitted if `after`, the tokens
+    so far, already ends with it because the model sampled it. `tools`: tools of the conversation. `calls`: tool calls
+    of the assistant's turn, whose names and ids a template may need to render the tools' results. Raises SlimxError if
+    the template refuses the messages."""
 
     def encode_after(later: Sequence[Json]) -> list[int]:
         if calls:

@@ -260,8 +260,8 @@ def _open(source: Path, family: Family | None) -> tuple[ModelSpec, CheckpointRea
 
 
 def _with_prediction(path: Path, layers: int, family: Family | None) -> ModelSpec:
-    """Reads the model description with `layers` layers of multi-token prediction, or with as many as its config has if
-    that is fewer."""
+    """Reads the model description with `layers` multi-token prediction layers, or with all that the config declares if
+    these are fewer."""
     spec = read_model(path, family=family)
     return read_model(path, mtp_layers=min(layers, spec.family.mtp_layers(spec.hf)), family=family)
 

@@ -326,8 +326,8 @@ class RankReceiver:
         return layout
 
     def _parameters(self, policy: str) -> dict[str, torch.Tensor]:
-        """Returns all tensors that publications of `policy` write: parameters and the policy's slot, by name in
-        layouts."""
+        """Returns all tensors that publications of `policy` write: the model's parameters and the tensors of the
+        policy's adapter slot, by their names in layouts."""
         parameters: dict[str, torch.Tensor] = dict(weights_of(self.model))
         if self.adapters:
             parameters |= self.adapters[policy].buffers()

@@ -26,7 +26,7 @@ transfers are numbered from 1."""
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
-    """Range of an agent's memory; `nbytes` bytes from `address`."""
+    """Range of an agent's memory: `nbytes` bytes from `address` on."""
 
     address: int
     nbytes: int
