@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 Parts = list[list[int]]
 """Indices of each part's items, ascending; every item is in exactly one part."""
 DIFFERENCED = 2**22
-"""Product of items and parts up to which `balance` also tries `differencing`, which takes about a second at this size.
-With more items, the parts of `greedy` alone are nearly equal."""
+"""Maximum product of the numbers of items and parts for which `balance` also tries `differencing`, which takes about a
+second at this size. With more items, the parts of `greedy` alone are nearly equal."""
 
 
 def balance(costs: Sequence[float], parts: int) -> Parts:

@@ -40,7 +40,7 @@ def column(
     source: str | None = None,
     needed: Callable[[Algorithm], Shape | None] | None = None,
 ) -> dict[str, Column]:
-    """Returns dataclass metadata that marks a field as a column. Parameters: see `Column`."""
+    """Returns dataclass metadata that marks a field as a column. The parameters are the fields of `Column`."""
     return {"column": Column(dtype, fill, source, needed)}
 
 
@@ -59,7 +59,7 @@ class LossColumns[Array]:
     advantages: Array = field(metadata=column())
     """float32 [n]: advantage of each predicted token."""
     rollout_logprobs: Array = field(metadata=column(source="logprobs"))
-    """float32 [n]: log-probs of the predicted tokens that the inference engine reported; 0 at tokens that were not
+    """float32 [n]: log-probs that the inference engine reported for the predicted tokens; 0 at tokens that were not
     sampled."""
     values: Array | None = field(default=None, metadata=column())
     """float32 [n]: the critic's value estimates before the step's first update; None without a critic."""

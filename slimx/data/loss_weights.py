@@ -19,7 +19,8 @@ UNITS: dict[Aggregation, Callable[[Trajectory], Hashable]] = {
     "constant": lambda trajectory: (trajectory.group_id, trajectory.rollout_id),
     "sum": lambda trajectory: trajectory.group_id,
 }
-"""For each aggregation, a function that returns the unit to which a trajectory's tokens belong (see `loss_weights`)."""
+"""For each aggregation, a function that returns a key of the unit (update, rollout or group) to which a trajectory's
+tokens belong; `loss_weights` describes the units."""
 
 
 def loss_weights(

@@ -45,7 +45,7 @@ def pack(
       interleaved pipeline); a rank with too few rows gets micro-batches of padding only.
     - `cost`: function that returns the predicted cost of a row from its number of tokens; default: the number of
       tokens.
-    - `lockstep`: see `distribute`.
+    - `lockstep`: True if ranks wait for each other in every micro-batch, because they share experts (see `distribute`).
 
     Raises SlimxError if a row alone exceeds `max_tokens`, or if there are fewer rows than ranks.
     """
@@ -138,8 +138,8 @@ def slowdown(split: Split, costs: Sequence[float], *, lockstep: bool) -> float:
 def lay_out(
     rows: Sequence[TrainingRow], split: Split, *, multiple_of: int = 1, sequence_multiple: int = 1
 ) -> list[list[MicroBatch]]:
-    """Packs the rows of each micro-batch of `split`, and returns the micro-batches of each rank. `multiple_of` and
-    `sequence_multiple`: see `pack`."""
+    """Packs the rows of each micro-batch of `split`, and returns the micro-batches of each rank. `multiple_of`,
+    `sequence_multiple`: multiples to which micro-batches and rows are padded, as in `pack`."""
     multiple_of = lcm(multiple_of, sequence_multiple)
     shards = []
     for parts in split:
@@ -207,8 +207,8 @@ def _pack_rows(
     def joined(
         parts: Sequence[np.ndarray], dtype: npt.DTypeLike, pad: float = 0, shape: tuple[int, ...] = ()
     ) -> np.ndarray:
-        """Concatenates `parts`, one array per row, with `pad` at padding. `shape`: shape per position if there are no
-        rows."""
+        """Concatenates `parts`, one array per row, with the value `pad` at padding. `shape`: shape of one position's
+        entry, used if `parts` is empty."""
         shape = parts[0].shape[1:] if parts else shape
         out = np.full((sum(lengths), *shape), pad, dtype)
         start = 0
@@ -266,7 +266,7 @@ def _joined_routes(
 
 def _joined_support(rows: Sequence[TrainingRow], lengths: Sequence[int]) -> Support | None:
     """Concatenates the supports of `rows`. Padding, and rows without a support, allow the whole vocabulary. `lengths`:
-    see `MicroBatch`."""
+    number of positions of each packed sequence."""
     if all(row.support is None for row in rows):
         return None
     parts: list[Support] = []

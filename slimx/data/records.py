@@ -119,7 +119,7 @@ class Trajectory:
     finish_reason: str | None = None
     """Reason why generation ended: stop, length or abort; for a failed trajectory the exception's text."""
     timings: dict[str, float] = field(default_factory=dict)
-    """Durations in seconds, by name."""
+    """Durations in seconds, by name, such as `generate` for the engines' completions."""
     metadata: Json = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
@@ -155,7 +155,7 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int | None:
-        """Version of the oldest weights that sampled a span; None if nothing was sampled."""
+        """Version of the oldest weights that sampled a token; None if nothing was sampled."""
         return min((span.version for span in self.spans if span.version is not None), default=None)
 
     def versions(self) -> np.ndarray:
@@ -168,7 +168,7 @@ class Trajectory:
 
     def newest_only(self) -> Trajectory:
         """Returns a copy whose loss mask excludes tokens sampled by weights older than the trajectory's newest version.
-        Trained tokens that were not sampled remain trained."""
+        Trained tokens that were not sampled remain in the mask."""
         versions = self.versions()
         stale = (versions >= 0) & (versions < versions.max(initial=-1))
         return replace(self, loss_mask=np.where(stale, 0, self.loss_mask).astype(np.uint8))

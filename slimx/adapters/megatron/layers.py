@@ -229,8 +229,8 @@ class RowGroupedLinear(GroupedLinear):
 
 
 class TorchSpecProvider(BackendSpecProvider):
-    """megatron-core's backend interface: methods return this file's class for each kind of layer, and whether layers
-    are fused."""
+    """Implementation of megatron-core's backend interface: methods return the plain-torch class for each kind of layer,
+    or state whether layers are fused."""
 
     def linear(self) -> type:
         return Linear

@@ -92,7 +92,8 @@ def _contains(rendered: str, texts: Sequence[str]) -> bool:
 
 
 def _text(message: Json) -> str:
-    """Returns the part of a message's text that a rendering must contain: an assistant's text without its thinking."""
+    """Returns the part of a message's text that a rendering must contain: the whole text, or for an assistant's message
+    the text after its thinking."""
     content = message.get("content")
     if not isinstance(content, str):
         return ""

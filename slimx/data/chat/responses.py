@@ -41,7 +41,8 @@ class Response:
 
 def final_answer(text: str, *, thinking: bool = False) -> str:
     """Returns the answer in a turn's `text`: the text after the last </think>, or in the Harmony format the last
-    message of the channel `final`. Without thinking it is the whole text; if the thinking did not end, it is "".
+    message of the channel `final`. Without thinking the answer is the whole text; if the thinking did not end, the
+    answer is "".
 
     `thinking`: True for a turn that begins inside thinking, because the chat template opened it."""
     if CHANNEL in text:
@@ -102,9 +103,9 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, *, skip_special
 
 
 def _answer(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, text: str, thinking: bool) -> str:
-    """Returns the final answer of a turn. `ids`: tokens of the turn; `text`: these tokens decoded without special
-    tokens, which for some tokenizers still contain <think> and </think>; `thinking`: True if the turn began inside
-    thinking."""
+    """Returns the final answer of a turn. `ids`: tokens of the turn; `text`: `ids` decoded without special tokens; for
+    some tokenizers, <think> and </think> are not special and remain in the text. `thinking`: True if the turn began
+    inside thinking."""
     if THOUGHT_ENDS in text or not _has_special_marks(tokenizer, ids):
         return final_answer(text, thinking=thinking)
     answer = final_answer(_decode(tokenizer, ids, skip_special_tokens=False), thinking=thinking)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 REPEATS = re.compile(r"\brange\b|\*|(?:{%[-+]? *(?:for|macro)\b[\s\S]*){2}")
 """Pattern that matches every chat template that might not terminate. A template whose only loop runs over the messages
-always does."""
+always terminates."""
 WAIT_S = 600.0
 """Timeout of the rendering process, in seconds."""
 

@@ -34,7 +34,8 @@ MARKER = "(the answer 8d1f)"
 """Placeholder for the assistant's answer in a short conversation; its position in the rendered text shows what the chat
 template puts after an answer."""
 BATCH = 512
-"""Number of prompts per tokenizer call. A batched call uses all cores, and saves a third of the work."""
+"""Number of prompts per tokenizer call. A batched call uses all cores, and takes a third less work than one call per
+prompt."""
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -165,11 +166,11 @@ def encode_turns(
 ) -> list[int]:
     """Returns the token ids that end the assistant's turn, contain `messages` and open the assistant's next turn.
 
-    To work with any chat template, it renders a short conversation in which a marker stands for the assistant's answer,
-    and tokenizes the text after the marker. The end-of-turn token is omitted if the model sampled it, so that `after`,
-    the tokens so far, already ends with this token. `tools`: tools of the conversation. `calls`: tool calls of the
-    assistant's turn, whose names and ids a template may need to render the tools' results. Raises SlimxError if the
-    template refuses the messages."""
+    To work with any chat template, the function renders a short conversation in which a marker stands for the
+    assistant's answer, and tokenizes the text after the marker. The end-of-turn token is omitted if `after`, the tokens
+    so far, already ends with it because the model sampled it. `tools`: tools of the conversation. `calls`: tool calls
+    of the assistant's turn, whose names and ids a template may need to render the tools' results. Raises SlimxError if
+    the template refuses the messages."""
 
     def encode_after(later: Sequence[Json]) -> list[int]:
         if calls:

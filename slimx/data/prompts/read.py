@@ -55,9 +55,9 @@ class DataSource(Protocol):
     """Source of prompts for the training loop. A user's class needs only the three methods defined here.
 
     A source whose next prompts depend on earlier outcomes has a fourth method, `learn(outcomes)`. It is called with a
-    list of `Outcome`, in the order of the prompts, whenever a training step takes its groups. Prompts whose rollouts
-    are running at that time were chosen without these outcomes. A checkpoint contains the source's state after the call
-    with the last step's outcomes."""
+    list of `Outcome`, in the order of the prompts, whenever a training step receives the groups that it trains on.
+    Prompts whose rollouts are running at that time were chosen without these outcomes. A checkpoint contains the
+    source's state after the call with the last step's outcomes."""
 
     def next(self) -> Prompt:
         """Returns the next prompt. A source never runs out of prompts."""

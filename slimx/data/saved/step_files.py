@@ -126,8 +126,8 @@ class StepFiles:
     """Writer of a run's files of rollouts."""
 
     def __init__(self, directory: Path, origin: Origin, *, every: int, keep: int, resume_step: int):
-        """Removes the files of `resume_step` and later steps, because the run trains these steps again. `every`: number
-        of steps between files, 0: no files; `keep`: number of newest files to keep, 0: all."""
+        """Removes the files of `resume_step` and later steps, because the run repeats these steps. `every`: number of
+        steps between files, 0: no files; `keep`: number of newest files to keep, 0: all."""
         self.directory = directory
         self.origin = origin
         self.every = every
@@ -141,8 +141,8 @@ class StepFiles:
         return self.every > 0 and (step - 1) % self.every == 0
 
     def write(self, step: int, version: int, groups: Sequence[Group], dropped: Mapping[str, int]) -> Path:
-        """Writes the file of a step's groups, and removes old files beyond `keep`. `version` and `dropped`: see
-        `About`."""
+        """Writes the file of a step's groups, and removes old files beyond `keep`. `version`: version of the trainers'
+        weights; `dropped`: number of groups dropped during the step, by reason."""
         about = describe(step, version, groups, dropped, self.origin)
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / file_name(step)
@@ -162,7 +162,8 @@ class StepFiles:
 
 
 def describe(step: int, version: int, groups: Sequence[Group], dropped: Mapping[str, int], origin: Origin) -> About:
-    """Returns the description of a step's groups; see `About` for the parameters."""
+    """Returns the description of a step's groups. `version`: version of the trainers' weights; `dropped`: number of
+    groups dropped during the step, by reason."""
     trajectories: list[Trajectory] = []
     for group in groups:
         trajectories += group.trajectories

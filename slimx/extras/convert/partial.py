@@ -44,8 +44,8 @@ class Partial:
     """The directory OUT.partial of an unfinished conversion."""
 
     def __init__(self, out: Path, planned: Collection[str], small: Collection[str]):
-        """Takes the final directory `out`, and the names of files: `planned` are those that the conversion writes in
-        parallel, `small` those that it adds at the end.
+        """Describes the directory of a conversion to `out`, without creating it. `planned`: names of the files that the
+        conversion writes in parallel; `small`: names of the files that it adds at the end.
 
         Raises SlimxError if `out` exists."""
         if os.path.lexists(out) or out.name in ("", ".."):

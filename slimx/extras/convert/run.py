@@ -71,9 +71,10 @@ def hf_to_megatron(
     """Plans the conversion of the Hugging Face directory `source` to a Megatron-LM release. Tensors that a trainer does
     not have are omitted.
 
-    `dtype`: dtype of the converted weights; None: as stored, with fp8 converted to bf16. `layout`: see
-    `target.parse_layout`. `layers`: keys of layers, numbered or stacked; "auto": numbered for models with experts.
-    `file_bytes`: approximate size of a file. `family`: model family; None: the family of the source's architecture."""
+    `dtype`: dtype of the converted weights; None: as stored, with fp8 converted to bf16. `layout`: parallel sizes of
+    the job that will load the output, as text (`target.parse_layout`). `layers`: keys of layers, numbered or stacked;
+    "auto": numbered for models with experts. `file_bytes`: approximate size of a file. `family`: model family; None:
+    the family of the source's architecture."""
     spec, reader = _open(source, family)
     target = Target(spec.table, parse_layout(layout))
     return ToMegatron(
@@ -88,11 +89,12 @@ def hf_to_megatron(
 
 
 def _numbered(spec: ModelSpec, layers: Layers) -> bool:
-    """Returns True if each layer gets separate keys. Raises SlimxError if `layers` requires stacking but the model's
-    layers differ.
+    """Returns True if each layer gets separate keys, False if one key stacks the layers. Raises SlimxError if `layers`
+    requires stacking but the model's layers differ.
 
     Scripts of slime and Miles pass --moe-layer-freq as a list for every model with experts, which makes megatron-core
-    expect numbered layers. Megatron-LM loads them too, because of the metadata that is written with them."""
+    expect numbered layers. Megatron-LM also loads numbered layers, because of the metadata that is written with
+    them."""
     differ = numbers_layers(spec.transformer)
     if layers == "stacked" and differ:
         raise SlimxError(
@@ -258,8 +260,8 @@ def _open(source: Path, family: Family | None) -> tuple[ModelSpec, CheckpointRea
 
 
 def _with_prediction(path: Path, layers: int, family: Family | None) -> ModelSpec:
-    """Reads the model description with `layers` layers of multi-token prediction, or with as many as its config has if
-    that is fewer."""
+    """Reads the model description with `layers` multi-token prediction layers, or with all that the config declares if
+    these are fewer."""
     spec = read_model(path, family=family)
     return read_model(path, mtp_layers=min(layers, spec.family.mtp_layers(spec.hf)), family=family)
 

@@ -66,12 +66,12 @@ class Reading:
         """Reusable memory for converted tensors."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype of tensor `name`; see `TensorSource.dtype`."""
+        """Returns the dtype in which `read` returns the tensor `name`."""
         return self._source.dtype(name)
 
     def read(self, name: str, rect: Rect) -> torch.Tensor:
-        """Reads elements of a tensor; see `TensorSource.read`. The caller must drop the result before the next call, so
-        that its file can be closed."""
+        """Reads the elements `rect` of the tensor `name`, [rect.rows, rect.cols]. The caller must drop the result
+        before the next call, so that the file from which it was read can be closed."""
         if self._bytes > MAPPED_BYTES:
             self._source = self._source.reopened()
             self._bytes = 0

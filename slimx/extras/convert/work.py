@@ -138,10 +138,10 @@ def convert(
 ) -> dict[str, FileRecord]:
     """Writes `conversion` to the new directory `out`, and returns the sizes and digests of its tensor files by name.
 
-    `threads`: number of files that are written in parallel. `progress`: receives the progress; None: nothing does.
-    `verify`: True to read the files again, and compare their bytes with those written and their values with the
-    source's. Raises SlimxError on failure; `out` then does not exist, and finished files remain in OUT.partial for a
-    retry.
+    `threads`: number of files that are written in parallel. `progress`: listener to which progress is reported; None:
+    no reports. `verify`: True to read the files again, and compare their bytes with those written and their values with
+    the source's. Raises SlimxError on failure; `out` then does not exist, and finished files remain in OUT.partial for
+    a retry.
     """
     names = [file.name for file in conversion.files]
     partial = Partial(out, names, conversion.small)

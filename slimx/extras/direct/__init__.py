@@ -6,5 +6,5 @@ machine, or of one of its GPUs, into which trainer ranks write. A *run* is a con
 bucket that one trainer rank packs for one engine rank."""
 
 SLOTS = 2
-"""Number of buckets for which senders and receivers have memory each: a sender packs one bucket while another is in
-flight, and a receiver verifies one while another arrives."""
+"""Number of buckets that fit into the memory of each sender and of each receiver: a sender packs one bucket while
+another is in flight, and a receiver verifies one while another arrives."""

@@ -138,8 +138,8 @@ def _cut(
     """Returns the moves to all engines, [moves] of `MOVE`, with their senders. A move that several ranks send becomes
     several moves.
 
-    `nbytes`: bytes of each move of `plan`. `shares`: result of `share`. `grain`: minimum bytes of a part of a divided
-    move."""
+    `nbytes`: bytes of each move of `plan`. `shares`: for each group of holders, the fraction of its bytes that each
+    holder sends. `grain`: minimum bytes of a part of a divided move."""
     moved = np.tile(plan.moved, engines)
     moved["target"] += np.repeat(np.arange(engines, dtype=np.int32) * plan.targets, len(plan.moved))
     moved["source"] = np.array([ranks[0] for ranks in holders.groups], dtype=np.int32)[np.tile(holders.of, engines)]

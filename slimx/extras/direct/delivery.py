@@ -94,7 +94,7 @@ class DeliveryOutcome:
     lacking: dict[int, str] = field(default_factory=dict)
     """Engine at which bytes are missing -> the trainer rank that should have sent these bytes."""
     known: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the outcomes at all engines are known."""
+    """Event that is set when the outcomes at all engines are known."""
 
     def settle(self, engine: int) -> None:
         self.awaited.discard(engine)
@@ -137,9 +137,9 @@ class DirectDelivery(Delivery):
         """Prepares transfers to `engines`.
 
         `engines`: name -> its receivers, the same number on each of its machines; trainer ranks write to all of them. A
-        receiver is the index of a GPU in the process on its machine, or None for host memory. `step_deadline_s`:
-        seconds for one call to one engine. `changes`: None to send full weights each time, else
-        `slimx.config.sections.publish.Publish.changes`."""
+        receiver is given by the index of its GPU in the process on that machine, or by None for host memory.
+        `step_deadline_s`: seconds for one call to one engine. `changes`: None to send full weights each time, else the
+        size in bytes of the elements that are compared, and the interval of full publications in versions."""
         self.senders = senders
         self.step_deadline_s = step_deadline_s
         self.item, self.every_full = changes or (0, 1)
@@ -159,19 +159,19 @@ class DirectDelivery(Delivery):
         self.broken: SlimxError | None = None
         """Error that prevents the trainers from sending; None if they can send."""
         self._connected: dict[str, int] = {}
-        """Engine -> its incarnation when the trainer ranks connected to its memory."""
+        """Engine -> its number of starts (incarnation) when the trainer ranks connected to its memory."""
         self._prepared = False
         self._owners: list[Any] = []
-        """Actors of the ranks that pack the current publication."""
+        """Ray actors of the trainer ranks that pack the current publication."""
         self._replaced = asyncio.Event()
-        """Set when other ranks have replaced those in `_owners`."""
+        """Event that is set when other trainer ranks have replaced those in `_owners`."""
         self._outcomes: dict[int, DeliveryOutcome] = {}
-        """Bucket of the current publication, or MEETING for the connections -> outcome of its delivery."""
+        """Bucket of the current publication -> outcome of its delivery; MEETING -> outcome of the connections."""
         self._culprits = ""
         """Names of trainer ranks whose bytes reached no engine in the previous publication; "" if none."""
 
     def _deal(self) -> None:
-        """Chooses the senders of all moves among the current ranks."""
+        """Chooses, among the current trainer ranks, the sender of each part of a tensor that engines receive."""
         plan = self.senders.published
         # Every engine rank has its own memory.
         self.buckets = PlannedBuckets(plan, apart=True)

@@ -21,8 +21,8 @@ class DirectTransport(Transport):
     def on_gpus(self, publish: Publish, device: str, *, colocate: bool) -> bool:
         """Returns True if trainers and engines keep buckets in GPU memory.
 
-        This requires `publish.staging` "bucket", no deltas, and separate GPUs: on shared GPUs memory is released for
-        the other side, and would have to be registered with NIXL again."""
+        This requires `publish.staging` "bucket", no deltas, and separate GPUs: on shared GPUs, trainers and engines
+        release their memory for each other, and bucket memory would have to be registered with NIXL again each time."""
         return device == "cuda" and publish.staging == "bucket" and publish.delta is None and not colocate
 
     def end(self, publish: Publish) -> type[DirectEnd]:

@@ -114,13 +114,13 @@ class ChangesDirectory(VersionDirectory):
 
 
 class ChainReader:
-    """Reader of versions in the owner process of an engine, which keeps the buckets that it has read."""
+    """Reader of versions in the owner process of an engine. The reader keeps the buckets that it has read."""
 
     def __init__(self, item: int):
         self.item = item
         self._buckets: dict[str, tuple[str, torch.Tensor]] = {}
-        """Attempt that wrote the last file that was read, and the content of the bucket after that file, by the name of
-        the bucket's files without extension."""
+        """For each bucket, by the name of its files without extension: the publication attempt that wrote the file read
+        last, and the bucket's content after this file."""
         self.read = 0
         """Number of bytes that have been read from files so far."""
 
@@ -128,7 +128,7 @@ class ChainReader:
     def landed(self, packed: PackedBucket) -> Iterator[PackedBucket]:
         """Yields the whole bucket in memory that a server can map; a server that has mapped it keeps access after the
         block. Raises SlimxError naming the file if a file has an unexpected length or does not contain changes to the
-        bytes kept here."""
+        bytes that this reader keeps."""
         memory = self._updated(packed)
         file = MemoryFile(packed.size)
         try:

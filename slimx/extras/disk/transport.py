@@ -50,7 +50,8 @@ class DiskDelivery(Delivery):
         self.trainers = trainers
         self.directory = directory
         self._unwritten = -1
-        """Number of buckets of the current publication that have not been written yet."""
+        """Number of buckets of the current publication that have not been written yet; -1 before the first publication
+        and after a complete one."""
 
     async def begin(self, manifest: Manifest, buckets: int) -> None:
         self._unwritten = buckets

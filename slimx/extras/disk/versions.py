@@ -3,9 +3,9 @@
     DIRECTORY/version-000007.epoch-2.partial/bucket-00000.safetensors ...     while it is being written
     DIRECTORY/version-000007/{bucket-*.safetensors, manifest.json}    complete: renamed as a whole
 
-They serve engines that share only a file system with the trainers, and engines that recover while the trainers are busy
-or gone, because a complete version can be read without the trainers. Receivers map a file as they map the publisher's
-memory, and compare the same checksums.
+Versions on disk serve engines that share only a file system with the trainers, and engines that recover while the
+trainers are busy or gone, because a complete version can be read without the trainers. Receivers map a file as they map
+the publisher's memory, and compare the same checksums.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ MEGATRON_FIELDS = (
     "config_logger_dir",
 )
 """megatron-core configuration fields that do not change the trainer's forward results: layer placement, communication
-and saved tensors. This is a list of allowed fields, because each version of megatron-core adds fields that do change
-them."""
+and saved tensors. The tuple contains allowed rather than refused fields, because each version of megatron-core adds
+fields that change the results."""
 
 
 FAMILIES = (

@@ -20,10 +20,10 @@ class ServedWeights:
     """Copies of one rank's weights that a publication quantizes, rounded to fp8 by the publication's kernel and
     converted back to the model's dtype.
 
-    They are quantized by a copy plan whose source and target are both the rank's own parts. Like any copy plan, this
-    one checks that shards consist of whole blocks of the checkpoint's tensors, so that all layouts of trainers and
-    engines produce the same codes. The copies need one byte per weight for the codes, and the size of the weights for
-    the values.
+    The weights are quantized by a copy plan whose source and target are both the rank's own parts. Like any copy plan,
+    this one checks that shards consist of whole blocks of the checkpoint's tensors, so that all layouts of trainers and
+    engines produce the same codes. Memory use: one byte per weight for the codes, and as much as the weights themselves
+    for the values.
     """
 
     def __init__(
@@ -44,7 +44,8 @@ class ServedWeights:
         self._codes = torch.zeros(form.size, dtype=torch.uint8)
         values_dtype = getattr(torch, dtype)
         self.values = {part.name: torch.zeros(part.shape, dtype=values_dtype) for part in quantized}
-        """Values that engines have, by parameter name, since the last `refresh`; zeros before the first."""
+        """Values that engines would have after a publication of the weights at the last `refresh`, by parameter name;
+        zeros before the first `refresh`."""
         self._block = quantization.block
         self._rounded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         """fp8 codes and their scales, each as a matrix, by parameter name."""

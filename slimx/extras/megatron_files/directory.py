@@ -212,7 +212,7 @@ class TensorLocation:
 
 def locations(table: Table, *, per_layer: bool) -> Iterator[TensorLocation]:
     """Yields the locations of all tensors of the model, in the order of the Hugging Face checkpoint, with Megatron-LM's
-    keys and stacking. `per_layer`: see `Fit`."""
+    keys and stacking. `per_layer`: True if keys are numbered by layer."""
     for entry, part in zip(table.entries(), MegatronLayout(table, Sizes()).parts(), strict=True):
         name = _PREDICTION_LAYER.sub(r"\1transformer_layer.", part.name)
         index: tuple[int, ...] = ()

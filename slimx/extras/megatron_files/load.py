@@ -34,7 +34,7 @@ def load_weights(fit: Fit, chunks: Sequence[torch.nn.Module]) -> None:
 
 def _centred(state: ShardedStateDict, fit: Fit) -> list[tuple[str, str]]:
     """Finds the norms in `state` that the checkpoint stores with 1 subtracted, and gives each a separate fp32 buffer
-    into which it is read. Returns for each norm the key of its model chunk in `state`, and its name in the chunk.
+    into which the norm is read. Returns for each norm the key of its model chunk in `state`, and its name in the chunk.
     `fit`: names of the model's tensors in the checkpoint."""
     out = []
     for key, model in state.items():

@@ -33,7 +33,7 @@ def publishes_draft(argv: Sequence[str]) -> bool:
 
 class WithDraft(nn.Module):
     """Target and draft model as one module. The target's parameters keep their names, and the draft's have the prefix
-    `DRAFT`. Parameters that both share appear under the target's name only."""
+    `DRAFT`. Parameters that both models share appear under the target's name only."""
 
     def __init__(self, target: nn.Module, draft: nn.Module) -> None:
         super().__init__()

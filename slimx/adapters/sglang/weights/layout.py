@@ -190,8 +190,8 @@ def experts_gate_up(
 
 
 def experts_down(served: ServedParameter, part: str = "down_proj") -> Iterator[ServedPiece]:
-    """Yields the expert parameter w2: for each expert, this rank's columns of the down projection. `part`: its name in
-    the checkpoint."""
+    """Yields the expert parameter w2: for each expert, this rank's columns of the down projection. `part`: name of the
+    down projection in the checkpoint."""
     owner = cast(places.Experts, served.owner)
     inner = owner.intermediate_size_per_partition
     total = inner * owner.moe_tp_size
@@ -234,8 +234,8 @@ GROUP = "slimx.engine_layers"
 """Entry point group of modules whose `ROWS` add further kinds of layers to the parameter table."""
 
 TOGETHER: tuple[Split, ...] = (latent_down,)
-"""Split functions of table rows whose sources must be loaded together: SGLang's `load_weights` fuses them only if one
-call includes all sources of a row, and otherwise drops them silently."""
+"""Split functions of table rows whose Hugging Face tensors must be loaded together: SGLang's `load_weights` fuses the
+tensors of such a row only if one call includes all of them, and otherwise drops them silently."""
 
 
 _BARE_ATTENTION = re.compile(r"(?<=\.layers\.)(\d+)\.(?=(qkv_proj|o_proj|q_norm|k_norm)\.)")
@@ -244,12 +244,12 @@ checkpoints store them under `self_attn`."""
 
 
 class Unexpected(Exception):
-    """Raised for a parameter that no table row explains; `hf_layout` records the error's text in `Layout.uncovered`."""
+    """Raised for a parameter that no table row describes; `hf_layout` records the text in `Layout.uncovered`."""
 
 
 def hf_layout(model: nn.Module, experts: object = None) -> Layout:
-    """Returns the locations of all Hugging Face tensors in `model`. A parameter that no table row explains is listed in
-    `uncovered`, never skipped.
+    """Returns the locations of all Hugging Face tensors in `model`. A parameter that no table row describes is listed
+    in `uncovered`, never skipped.
 
     `experts`: this process's ExpertLocationMetadata of SGLang, which maps physical slots to experts; None if slot i
     contains expert i.
@@ -269,7 +269,7 @@ def hf_layout(model: nn.Module, experts: object = None) -> Layout:
 
 def _add(layout: Layout, name: str, served: ServedParameter, weights: Parameters) -> None:
     """Adds the tensors stored in parameter `name` to `layout`, after checking that they cover the parameter exactly.
-    `weights`: all parameters of the model, in which the codes are looked up if `name` is a tensor of scales."""
+    `weights`: all parameters of the model, to look up the quantized codes if `name` is a tensor of scales."""
     source = name
     scales_of = None
     for number_format in all_formats().values():
@@ -382,8 +382,8 @@ def rank_in(group: places.ParallelGroup | None) -> int:
 
 
 def _part(rects: tuple[Rect, ...]) -> tuple[tuple[int, ...], ...]:
-    """Returns the position and size in the tensor of each of `rects`, to check that this rank's copies are the same
-    part."""
+    """Returns the position and size in the tensor of each of `rects`, to check that all copies of the tensor on this
+    rank contain the same part of it."""
     return tuple((rect.row, rect.col, rect.rows, rect.cols) for rect in rects)
 
 

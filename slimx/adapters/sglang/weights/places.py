@@ -139,8 +139,8 @@ class LocalPart:
     shape: tuple[int, ...]
     """Shape that the parameter had when the layout was computed."""
     rects: tuple[Rect, ...]
-    """Rectangles that this rank stores: one; or several with increasing rows, if the tensor consists of sections that
-    are each split over ranks."""
+    """Rectangles that this rank stores: a single one, or several with increasing rows if the tensor consists of
+    sections that are each split over ranks."""
 
     def views(self, parameters: Parameters) -> list[torch.Tensor] | None:
         """Returns a view [rows, cols] of each rectangle in the parameter. Returns None if the parameter no longer

@@ -163,8 +163,8 @@ class RankReceiver:
         return self.status()
 
     def _load(self) -> None:
-        """Copies the staged tensors into the model. Raises SlimxError, with the model unchanged, if no tensors or not
-        all required tensors are staged. After any other exception, the model may contain part of the new weights."""
+        """Copies the staged tensors into the model. Raises SlimxError, with the model unchanged, if nothing is staged
+        or a required tensor is missing. After any other exception, the model may contain part of the new weights."""
         publication = self.open
         if publication is None or not publication.waiting:
             raise SlimxError(
@@ -280,8 +280,8 @@ class RankReceiver:
         """Returns `{"open": text or None, "version", "staged": count, "bytes", "missing": count, "first_missing": name
         or None, "outcome": {...}}`.
 
-        `staged`, `bytes`: staged tensors, not yet copied. `missing`: tensors that this rank needs and has neither
-        staged nor copied; only their number, because clients call this for every bucket.
+        `staged`, `bytes`: number and size of tensors staged but not yet copied. `missing`: number of tensors that this
+        rank needs and has neither staged nor copied (no names, because clients call this for every bucket).
         """
         publication = self.open
         response: Json = {"open": None, "staged": 0, "bytes": 0, "missing": 0, "first_missing": None}
@@ -326,8 +326,8 @@ class RankReceiver:
         return layout
 
     def _parameters(self, policy: str) -> dict[str, torch.Tensor]:
-        """Returns all tensors that publications of `policy` write: parameters and the policy's slot, by name in
-        layouts."""
+        """Returns all tensors that publications of `policy` write: the model's parameters and the tensors of the
+        policy's adapter slot, by their names in layouts."""
         parameters: dict[str, torch.Tensor] = dict(weights_of(self.model))
         if self.adapters:
             parameters |= self.adapters[policy].buffers()

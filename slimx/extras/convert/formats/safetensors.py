@@ -57,8 +57,8 @@ class Unit:
     tensors: tuple[Tensor, ...]
     blocks: Callable[[Reading], Iterator[torch.Tensor]]
     compare: Callable[[Reading, Reading, Advance], None]
-    """Function of source, output and a progress callback that compares the tensors' values. Raises SlimxError naming a
-    tensor that differs."""
+    """Function (source, output, progress callback) that compares the tensors' values in source and output. Raises
+    SlimxError naming a tensor that differs."""
 
     @property
     def nbytes(self) -> int:

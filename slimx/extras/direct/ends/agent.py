@@ -28,7 +28,7 @@ wakes the thread earlier."""
 
 
 class LinkError(SlimxError):
-    """Raised if an agent cannot be reached or a transfer failed."""
+    """Raised if an agent cannot be reached or a transfer fails."""
 
 
 class Agent:
@@ -136,7 +136,7 @@ class Agent:
         return transfer
 
     def notices(self) -> Iterator[bytes]:
-        """Yields the notices that were received since the last call."""
+        """Yields the notices (messages sent with writes) that this agent has received since the last call."""
         for received in self._agent.get_new_notifs().values():
             yield from received
 

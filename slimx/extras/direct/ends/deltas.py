@@ -33,11 +33,11 @@ class SentRuns:
     def write(
         self, bucket: int, target: int, fresh: torch.Tensor, out: torch.Tensor, *, transfer: int, base: int
     ) -> int:
-        """Encodes the run `fresh`, uint8 [bytes], as header and frame in `out`, and stores the run as the one sent in
-        `transfer`. Returns the number of bytes to send.
+        """Encodes the run (byte range) `fresh`, uint8 [bytes], as header and frame in `out`, and stores its bytes as
+        those sent in `transfer`. Returns the number of bytes to send.
 
         `out`: uint8 [room_of(bytes)]. `base`: index of the transfer whose bytes the engine has. The frame contains only
-        the changes to these bytes if this store still has them, else the full run."""
+        the changes to these bytes if this store still has them, else all bytes of `fresh`."""
         last_transfer, run = self._runs.get((bucket, target), (NO_BASE, None))
         if run is None:
             run = torch.empty(len(fresh), dtype=torch.uint8)
@@ -54,23 +54,25 @@ class SentRuns:
 
 
 class ReceivedRuns:
-    """The bytes that an engine last received, by bucket and run, in host memory."""
+    """The bytes that an engine last received, in host memory, by run: the range of a bucket's bytes that one trainer
+    rank sends to one engine rank."""
 
     def __init__(self, item: int, buckets: int):
         self.item = item
         self.bases = [NO_BASE] * buckets
-        """Bucket -> index of the transfer in which all its stored runs were received; NO_BASE if they are from
-        different transfers or missing."""
+        """Bucket -> index of the transfer in which all stored bytes of the bucket were received; NO_BASE if they are
+        from different transfers or missing."""
         self._runs: dict[PackedRun, torch.Tensor] = {}
 
     def run(self, run: PackedRun) -> torch.Tensor:
-        """Returns the stored bytes of a run, uint8 [bytes]; the same memory in every call."""
+        """Returns the buffer with the stored bytes of `run`, uint8 [bytes]; every call returns the same buffer."""
         if run not in self._runs:
             self._runs[run] = torch.zeros(run.nbytes, dtype=torch.uint8)
         return self._runs[run]
 
     def take(self, engine: str, bucket: int, transfer: int, runs: list[PackedRun], slot: torch.Tensor) -> None:
-        """Applies the frames of all `runs` of `bucket`, which are in `slot`, uint8 [bytes], to the stored bytes.
+        """Applies the received frames (encoded changes) of all `runs` (byte ranges) of `bucket` to the stored bytes.
+        `slot`: memory with the frames, uint8 [bytes].
 
         Raises LinkError naming the trainer rank whose frame is invalid or refers to a transfer other than the stored
         one."""

@@ -22,8 +22,8 @@ class DirectEnd:
         self._landings = AsyncExitStack()
 
     async def prepare(self, host: str, nodes: Any = None) -> None:
-        """Prepares for a start of the server, as `slimx.engines.transport.End.prepare`; imports torch and NIXL, which
-        only this transport needs in the process."""
+        """Prepares for a start of the server: imports torch and NIXL, which only this transport needs in the process.
+        `host`, `nodes`: as in `slimx.engines.transport.End.prepare`."""
         self.host = host
         self._nodes = nodes
         await asyncio.to_thread(import_module, "slimx.extras.direct.ends.receiver")

@@ -19,14 +19,14 @@ from slimx.reshard.plan.copy_plan import Plan
 
 HEADER = np.dtype([("base", "<i8"), ("length", "<i8")])
 """Header of a frame: `base`, the index of the transfer to whose bytes the frame's changes apply (NO_BASE if the frame
-contains a full run), and `length`, the size of the frame in bytes."""
+contains all bytes), and `length`, the size of the frame in bytes."""
 NO_BASE = 0
-"""Value that stands for no transfer where the index of a transfer is expected whose bytes changes apply to; transfers
-are numbered from 1."""
+"""Value that takes the place of a transfer's index if there are no earlier bytes to which changes could apply;
+transfers are numbered from 1."""
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
-    """Range of an agent's memory; `nbytes` bytes from `address`."""
+    """Range of an agent's memory: `nbytes` bytes from `address` on."""
 
     address: int
     nbytes: int
@@ -39,11 +39,11 @@ class PackedRun(msgspec.Struct, frozen=True, array_like=True):
 
     bucket: int
     source: int
-    """Trainer rank that writes the bytes of the run."""
+    """Trainer rank that writes this byte range."""
     rank: int
-    """Engine rank that receives the bytes of the run."""
+    """Engine rank that receives this byte range."""
     offset: int
-    """Offset in bytes of the run's first byte from the start of the slot."""
+    """Offset in bytes of this byte range from the start of the slot."""
     nbytes: int
 
 
@@ -58,8 +58,8 @@ class Offer(msgspec.Struct, frozen=True):
     """Regions of memory; bucket b arrives in slot b modulo the number of slots."""
     runs: tuple[PackedRun, ...]
     item: int = 0
-    """Element size in bytes if runs are sent as frames of changes (`slimx.extras.direct.ends.deltas`); 0 if they are
-    sent as they are."""
+    """Element size in bytes if trainer ranks send frames of changes (`slimx.extras.direct.ends.deltas`); 0 if they send
+    the bytes as they are."""
 
     def of(self, source: int) -> Offer:
         """Returns a copy of the offer that contains only the runs (byte ranges) of trainer rank `source`."""
@@ -70,8 +70,8 @@ class Offer(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Offer:
-        """Returns the offer that `to_bytes` encoded. Raises SlimxError for anything else, or if a run is outside its
-        slot."""
+        """Returns the offer that `to_bytes` encoded. Raises SlimxError for anything else, or if one of the offer's runs
+        (byte ranges) is outside its slot."""
         try:
             offer = msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:
@@ -133,8 +133,8 @@ def sizes_of_runs(buckets: PlannedBuckets, bucket: int, moves: np.ndarray, by: s
 
 
 def room_of(nbytes: int, item: int) -> int:
-    """Returns the bytes to reserve for a run of `nbytes` bytes: `nbytes` itself if `item` is 0, else the maximum size
-    of header and frame."""
+    """Returns the bytes to reserve in a buffer for a range of `nbytes` bytes: `nbytes` itself if `item` is 0, else the
+    maximum size of header and frame."""
     if not item:
         return nbytes
     return -(-(HEADER.itemsize + frames.room(nbytes)) // frames.STEP) * frames.STEP

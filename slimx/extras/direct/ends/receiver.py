@@ -40,7 +40,7 @@ class Invitation:
     deadline_s: float
     """Seconds within which a bucket must arrive."""
     item: int = 0
-    """Element size in bytes if changes are sent (`publish.delta`); 0 for full runs."""
+    """Element size in bytes if changes are sent (`publish.delta`); 0 if all bytes are sent each time."""
     gpu: int | None = None
     """Index, in the receiver's process, of the GPU whose memory receives the bytes; None for host memory."""
 
@@ -73,7 +73,8 @@ class DirectReceiver:
         self._arrived: dict[tuple[int, int], set[int]] = {}
         """(transfer, bucket) -> trainer ranks whose bytes have arrived."""
         self._copies: dict[tuple[int, int], np.ndarray | None] = {}
-        """(rank, bucket) -> records that copy received bytes to the tensors; None if the rank receives nothing."""
+        """(rank, bucket) -> input records for the kernel that copies received bytes to their tensors; None if the rank
+        receives nothing."""
         self._closed = threading.Event()
         self._lock = threading.Lock()
         """Lock that protects the agent and its memory, because `close` and `landed` may be called in different
@@ -90,8 +91,8 @@ class DirectReceiver:
 
     @contextmanager
     def landed(self, packed: PackedBucket) -> Iterator[PackedBucket]:
-        """Waits until a bucket has arrived, and yields it with the tensors of this receiver's ranks, one memory per
-        rank.
+        """Waits until a bucket has arrived, and yields it with the tensors of this receiver's ranks, each rank's in
+        separate memory.
 
         Processes that have opened host memory can use it after the block; GPU memory is reused for the next bucket.
         Raises LinkError naming the trainer ranks whose bytes did not arrive in time, or if this receiver is closed."""
@@ -184,7 +185,7 @@ class DirectReceiver:
             return [] if self._closed.is_set() else list(self.agent.notices())
 
     def _place(self, size: int) -> MemoryFile | DeviceMemory:
-        """Returns memory in which one rank's part of a bucket is assembled, all zero."""
+        """Returns zeroed memory of at least `size` bytes, in which one rank's part of a bucket is assembled."""
         slot = self._slots[0]
         if isinstance(slot, torch.Tensor):
             return MemoryFile(size)
@@ -217,8 +218,8 @@ class DirectReceiver:
             kernel_cuda.results(copies, sums)  # waits until the copies have ended
 
     def _records(self, rank: int, bucket: int) -> np.ndarray | None:
-        """Returns records that copy the received bytes of `bucket` to the tensors of `rank`; None if the rank receives
-        nothing."""
+        """Returns input records for the kernel that copies the received bytes of `bucket` to the tensors of `rank`;
+        None if the rank receives nothing."""
         part = self._parts[rank]
         slot = self._slots[bucket % len(self._slots)]
         memory = slot if isinstance(slot, torch.Tensor) else slot.bytes

@@ -52,7 +52,7 @@ class EngineLink:
     runs: dict[int, list[PackedRun]]
     """Bucket -> locations of this rank's runs (contiguous ranges of bytes) in the receiver's memory."""
     writes: dict[int, Write] = field(default_factory=dict)
-    """Slot of the ring buffer -> write from this slot, in order of age. The write of a bucket starts after that of the
+    """Slot of the ring buffer -> write from this slot, the oldest first. The write of a bucket starts after that of the
     previous bucket is done, so that buckets arrive in order."""
     failed: str = ""
     """Reason why a write to the receiver failed; "" if none did."""
@@ -67,8 +67,8 @@ class DirectSender:
     ):
         """Allocates the ring buffer for packed buckets and starts the polling thread. `packer`: packer of a plan in
         which receiver e has the targets `edges[e]` to `edges[e + 1]` - 1. `name`, `host`: as in `Agent`. `item`:
-        element size in bytes if changes are sent (`publish.delta`), 0 for full runs. `on_gpu`: True to allocate the
-        ring buffer in the memory of the rank's GPU, which requires full runs."""
+        element size in bytes if changes are sent (`publish.delta`), 0 if all bytes are sent each time. `on_gpu`: True
+        to allocate the ring buffer in the memory of the rank's GPU, which requires that `item` is 0."""
         self.packer = packer
         self.edges = edges
         self.item = item
@@ -89,7 +89,7 @@ class DirectSender:
         self._sent = SentRuns(item) if item else None
         self._packed = torch.empty(max(map(sum, sizes)), dtype=torch.uint8) if item else None
         """Buffer in which this rank's part of a bucket is packed before it is compared with the bytes sent last; None
-        if full runs are sent."""
+        if all bytes are sent each time."""
         self.engines: dict[int, EngineLink] = {}
         self._lock = threading.Lock()
         """Lock that protects the agent and the writes."""
@@ -135,8 +135,8 @@ class DirectSender:
         """Packs `bucket` and starts writing it to receivers, without waiting for the writes.
 
         `transfer`: index of the publication. `engines`: receiver -> index of the transfer whose bytes of this bucket it
-        has; 0 if it has none, so that it receives full runs. The bucket reuses the memory of an earlier one in the ring
-        buffer. If a receiver has not yet received all of the earlier bucket, the write to it is cancelled, and the
+        has; 0 if it has none, so that all bytes are sent to it. The bucket reuses the memory of an earlier one in the
+        ring buffer. If a receiver has not yet received all of the earlier bucket, the write to it is cancelled, and the
         receiver counts as failed."""
         slot = bucket % len(self._ring)
         failed = self._vacate(slot)
@@ -226,8 +226,8 @@ class DirectSender:
         packed: torch.Tensor,
         slot: torch.Tensor,
     ) -> dict[int, Region]:
-        """Writes the encoded changes of `packed`, this rank's full runs of `bucket`, into `slot`. Returns the encoded
-        region by target.
+        """Writes the encoded changes of `packed`, all bytes that this rank has packed for `bucket`, into `slot`.
+        Returns for each target the region of `slot` to send.
 
         `sent`: store of the bytes that were sent last. `taking`: receiver -> index of the transfer whose bytes it has;
         other receivers get nothing."""
@@ -247,7 +247,7 @@ class DirectSender:
         return placed
 
     def _places(self, bucket: int) -> dict[int, Region]:
-        """Returns for each target the region of the ring buffer that contains its full run of `bucket`."""
+        """Returns for each target the region of the ring buffer that contains all bytes of `bucket` for this target."""
         placed = {}
         ring = region_of(self._ring[bucket % len(self._ring)])
         address = ring.address
@@ -277,8 +277,8 @@ class DirectSender:
         return engine.writes[slot].nbytes
 
     def _sizes(self, bucket: int) -> dict[int, int]:
-        """Returns for each target the size in bytes of its run of `bucket`, in the order in which the runs are
-        packed."""
+        """Returns for each target, in the order of packing, the number of bytes that this rank packs for the target in
+        `bucket`."""
         if bucket not in self._known:
             moves = self.packer.plan.moves_of(self.packer.rank, bucket)
             self._known[bucket] = dict(sizes_of_runs(self._buckets, bucket, moves, "target"))

@@ -22,10 +22,10 @@ def attention(
     its keys in order of position.
 
     `query` [T, heads, d], `key` [T, groups, d], `value` [T, groups, dv]; `cu_seqlens` [sequences + 1]: bounds of the
-    sequences, from 0 to T. `scale`: factor of the scores. `rows` [R]: under context parallelism, the positions in the
-    pack of this rank's queries, which are the same fraction of every sequence; `query` is then [R, heads, d], and the
-    result [R, heads, dv]. `window`: number of tokens to which a token attends, including itself; None: all before it.
-    `sinks` [heads]: score of each head's attention sink, which precedes the keys and has no value.
+    sequences, from 0 to T. `scale`: factor of the scores. `rows` [R]: under context parallelism, the positions of this
+    rank's queries among the T packed tokens (the same fraction of every sequence); `query` is then [R, heads, d], and
+    the result [R, heads, dv]. `window`: number of tokens to which a token attends, including itself; None: all before
+    it. `sinks` [heads]: score of each head's attention sink, which precedes the keys and has no value.
     """
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
 
@@ -44,8 +44,8 @@ def attention(
     def plain(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Computes the same attention as `exact`, but with torch's ordinary kernels in fp32; the backward pass uses its
-        gradient."""
+        """Computes the same attention as the forward function `exact`, but with torch's ordinary kernels in fp32; the
+        backward pass uses the gradient of this function."""
         query_fp32 = query.float()
         key_fp32 = key.float()
         value_fp32 = value.float()

@@ -48,8 +48,8 @@ def fingerprint(dtype: torch.dtype, device: str = "cpu") -> str:
 
 def _results(dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     def values(*shape: int, seed: int, size: float = 1.0) -> torch.Tensor:
-        """Returns pseudorandom values in [-size, size) that are the same on every machine: hashed integers (Knuth's
-        multiplicative hash), divided."""
+        """Returns pseudorandom values in [-size, size) that are the same on every machine: consecutive integers, hashed
+        by Knuth's multiplicative hash and scaled."""
         count = torch.arange(seed, seed + torch.Size(shape).numel(), dtype=torch.int64) * 2654435761 % 2**32
         return ((count - 2**31).double() / 2**31 * size).view(shape).to(device, dtype)
 

@@ -24,10 +24,10 @@ def route(
     top_k] int64, ascending.
 
     `score`: "softmax" over all experts, or "sigmoid". The experts with the largest scores (with softmax: logits) are
-    selected; of equal ones, that with the lower id. `bias` [experts] is added only for the selection. With `groups` >
-    1, only experts in the `top_groups` groups with the largest sums of their two highest scores are eligible
-    (DeepSeek-V3, 2412.19437). The weights are the scores, divided by their sum in order of id if `renormalize`, and
-    finally multiplied by `factor`.
+    selected; of experts with equal scores, the one with the lower id. `bias` [experts] is added only for the selection.
+    With `groups` > 1, only experts in the `top_groups` groups with the largest sums of their two highest scores are
+    eligible (DeepSeek-V3, 2412.19437). The weights are the scores, divided by their sum in order of id if
+    `renormalize`, and finally multiplied by `factor`.
     """
     if score not in ("softmax", "sigmoid"):
         raise SlimxError(

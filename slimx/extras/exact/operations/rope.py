@@ -54,8 +54,9 @@ def rope(
     """Applies the rotary embedding to query [T, heads, d] and key [T, groups, d] at `positions` [T], in fp32, and
     rounds once to their dtype.
 
-    `cos_sin`: table from `rope_table`; dimensions beyond its width are unchanged. `interleaved`: True if a pair is two
-    adjacent dimensions, False if it is the same dimension of the two halves of the rotated dimensions.
+    `cos_sin`: table from `rope_table`; dimensions beyond its width are unchanged. `interleaved`: True if a pair
+    consists of two adjacent dimensions, False if it consists of corresponding dimensions of the two halves of the
+    rotated dimensions.
     """
     cosine, sine = cos_sin[positions].chunk(2, dim=1)
     return _Rotation.apply(query, cosine, sine, interleaved), _Rotation.apply(key, cosine, sine, interleaved)

@@ -11,7 +11,7 @@ LANES = 16
 """Number of separate partial sums (lanes) from which the sum of a row, and the dot product of a query and a key, are
 computed."""
 SUM_BLOCK = 1024
-"""Number of elements in a block of a row; the sums of blocks are added in order."""
+"""Number of elements in each block of a row that is summed; the sums of the blocks are added in order."""
 KEY_BLOCK = 128
 """Number of keys in a block of attention; each block's sum of weights and weighted sum of values are added to the
 totals in order."""

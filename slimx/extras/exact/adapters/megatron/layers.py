@@ -126,8 +126,8 @@ def _check(builder: Builder, role: str) -> None:
 
 def compute_with(parameter: torch.nn.Parameter, rounded: torch.Tensor) -> None:
     """Makes layers multiply by `rounded`, which has the shape of `parameter`, instead of by `parameter`. `rounded`
-    contains the values that engines have after an fp8 publication; updates of its memory take effect at the next call.
-    Its gradient becomes the gradient of `parameter`, unchanged."""
+    contains the values that engines have after an fp8 publication; in-place updates of `rounded` take effect at the
+    next call. The gradient of `rounded` becomes the gradient of `parameter`, unchanged."""
     serve(parameter, lambda: _StraightThrough.apply(parameter, rounded))
 
 

@@ -50,7 +50,7 @@ class ExpertOperations:
         return {EXPERTS, GROUPED_TOP_K if blocks else TOP_K} | blocks
 
     def block(self, layer: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Computes a MoE layer of a class in BLOCKS for `hidden` [tokens, hidden]. The shared experts' output is added
+        """Computes an MoE layer of a class in BLOCKS for `hidden` [tokens, hidden]. The shared experts' output is added
         before the sum of the experts is rounded."""
         from sglang.srt.layers.moe.utils import post_experts_all_reduce
 

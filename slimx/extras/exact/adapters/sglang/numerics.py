@@ -86,7 +86,7 @@ class ExactServer:
         self.blocks = BlockOperations(self.linear)
         self.latent = LatentOperations(self._rotate)
         self._gates: set[int] = set()
-        """Python id() of each linear layer that computes router logits, whose outputs stay in fp32."""
+        """Python id() of each linear layer that computes router logits. The outputs of these layers stay in fp32."""
         self._tables: dict[tuple[exact.Rotary, torch.device], torch.Tensor] = {}
 
     def replacements(self) -> dict[str, Callable[..., Any]]:

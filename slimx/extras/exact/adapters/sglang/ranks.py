@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def gathered(part: torch.Tensor, group: Any) -> list[torch.Tensor]:
-    """Gathers the tensor `part` of every rank in `group`, SGLang's GroupCoordinator, and returns them in rank order."""
+    """Gathers `part` from every rank in `group`, an SGLang GroupCoordinator, and returns the tensors in rank order."""
     parts = [torch.empty_like(part) for _ in range(group.world_size)]
     dist.all_gather(parts, part.contiguous(), group=group.device_group)
     return parts

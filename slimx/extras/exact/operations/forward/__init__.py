@@ -12,8 +12,8 @@ from slimx.extras.exact.ordered import module_for
 
 
 def forward_on(device: torch.device) -> ModuleType:
-    """Returns the module that implements the forward functions for tensors on `device`: the kernels' if they are
-    available, otherwise `reference`."""
+    """Returns the module that implements the forward functions for tensors on `device`: `kernel` or `kernel_cuda` if
+    its kernels are available, otherwise `reference`."""
     return module_for(device, kernel, kernel_cuda, reference)
 
 

@@ -68,9 +68,9 @@ class Gathered(NamedTuple):
     value: torch.Tensor
     """Cached values, [slots, groups, dv]."""
     index: torch.Tensor  # type: ignore[assignment]  # the field hides tuple.index, which nothing calls
-    """Slots, int32 of any shape, read as if flattened."""
+    """Cache slots that the query rows read, int32 of any shape; `begin` contains indices into the flattened tensor."""
     begin: torch.Tensor
-    """First element of `index` that each query row reads, int64 [R]."""
+    """Index, in the flattened `index`, of the first slot that each query row reads, int64 [R]."""
     length: torch.Tensor
     """Number of elements of `index` that each query row reads, int64 [R]."""
 

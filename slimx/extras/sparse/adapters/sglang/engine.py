@@ -16,7 +16,7 @@ class _Indexer(Protocol):
 
 
 class _KeyProjection(Protocol):
-    """Attributes of the linear layer with an indexer's key projection that layouts read."""
+    """Attributes, read by layouts, of the linear layer that contains an indexer's key projection."""
 
     output_size: int
 
