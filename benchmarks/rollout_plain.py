@@ -47,8 +47,8 @@ class PlainPath:
             groups += [group for group in made if len({sample.reward for sample in group}) > 1]
         samples = [sample for group in groups for sample in group]
         rewards = torch.tensor([sample.reward for sample in samples]).view(-1, self.size)
-        centred = rewards - rewards.mean(1, keepdim=True)
-        advantages = (centred / (centred.pow(2).sum(1, keepdim=True).div(self.size - 1).sqrt() + 1e-6)).flatten()
+        centered = rewards - rewards.mean(1, keepdim=True)
+        advantages = (centered / (centered.pow(2).sum(1, keepdim=True).div(self.size - 1).sqrt() + 1e-6)).flatten()
         return self._pack(samples, advantages, ranks, max_tokens), advantages
 
     async def _group(self, number: int) -> list[Sample]:

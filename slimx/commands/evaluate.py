@@ -18,7 +18,7 @@ from slimx.orchestration.engines.serving import serving
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
 from slimx.orchestration.start.prepare import Sources, check_sources
 from slimx.orchestration.state.directory import EVALUATIONS
-from slimx.orchestration.step.evaluation import answer_all, judge
+from slimx.orchestration.step.evaluation import answer_all, eval_metrics
 
 LOGGED = "eval_hook/"
 """Prefix of the names of metrics that hooks log during an evaluation."""
@@ -78,7 +78,7 @@ async def evaluate_once(service: EngineService) -> Json:
         "samples": config.eval.samples,
         "temperature": config.eval.temperature,
         "prompts": {name: len(rows) for name, rows in prompts.items()},
-        "metrics": judge(config.eval, prompts, outcomes),
+        "metrics": eval_metrics(config.eval, prompts, outcomes),
     }
 
 

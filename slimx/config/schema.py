@@ -176,7 +176,7 @@ class CoreConfig(Section):
         return self.publish.adapters == "alone"
 
     @property
-    def samples_known(self) -> bool:
+    def engine_logprobs_exact(self) -> bool:
         """True if the engines' log-probs are bitwise equal to the trainer's. This holds in exact mode without
         staleness, because this run's engines then sample every token with the weights that the step starts from. False
         for replayed rollouts, which come from another run."""

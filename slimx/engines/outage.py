@@ -126,49 +126,49 @@ AnyOutage = Outage | RemoteOutage
 """An outage as seen by a request that waits for engines, in the outage's own event loop or in another one."""
 
 
-class EnginesTurn:
+class EnginePhase:
     """Phases in which engines may start on devices that they share with trainers.
 
     SGLang sizes its KV cache by free memory, so trainers must have released their memory first. A phase lasts until
     `end` is called; if no device is shared, `end` is never called and engines may always start."""
 
     def __init__(self) -> None:
-        self._theirs = asyncio.Event()
+        self._active = asyncio.Event()
         self._idle = asyncio.Event()
-        self._theirs.set()
+        self._active.set()
         self._idle.set()
         self._busy = 0
         """Number of engines that are being started or stopped."""
 
     @property
-    def theirs(self) -> bool:
+    def active(self) -> bool:
         """True while engines may start."""
-        return self._theirs.is_set()
+        return self._active.is_set()
 
     def begin(self) -> None:
         """Begins a phase in which engines may start, because trainers have released their memory."""
-        self._theirs.set()
+        self._active.set()
 
     async def end(self) -> None:
         """Ends the phase: prevents further starts, and waits until no engine is starting or stopping.
 
         There is no deadline, because starts and stops have their own."""
-        self._theirs.clear()
+        self._active.clear()
         await self._idle.wait()
 
-    async def come(self) -> None:
+    async def wait(self) -> None:
         """Waits until engines may start."""
-        await self._theirs.wait()
+        await self._active.wait()
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
         """Waits until engines may start, and makes `end` wait until the block, which starts an engine, has ended."""
-        await self.come()
-        async with self.ending():
+        await self.wait()
+        async with self.stopping():
             yield
 
     @asynccontextmanager
-    async def ending(self) -> AsyncIterator[None]:
+    async def stopping(self) -> AsyncIterator[None]:
         """Makes `end` wait until the block, which stops an engine, has ended. Unlike starts, stops are allowed in every
         phase."""
         self._busy += 1

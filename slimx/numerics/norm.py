@@ -17,7 +17,7 @@ def rms_scale(x: torch.Tensor, mean_square: torch.Tensor, weight: torch.Tensor, 
     return (x.float() * torch.rsqrt(mean_square + eps) * weight.float()).to(x.dtype)
 
 
-def zero_centred_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def zero_centered_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Computes `rms_norm` with the weight `1 + weight` (Gemma, arXiv 2403.08295; Qwen3-Next). `x` [..., hidden].
     Computes in fp32, because bf16 is too imprecise for the sum; the result has the dtype of x."""
     return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)

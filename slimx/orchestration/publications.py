@@ -170,7 +170,7 @@ class EnginePublications(Publications):
 
     async def _give_turn(self) -> None:
         await self.trainers.offload()
-        self.engines.members.turn.begin()
+        self.engines.members.engine_phase.begin()
 
     async def watched[T](self, work: Awaitable[T], step: int, *, training: bool = False) -> T:
         """Awaits `work` and returns its result. Raises SlimxError if all engines of the run are lost in the meantime
@@ -183,7 +183,7 @@ class EnginePublications(Publications):
         if self._shared is not None and self._shared.owner != self.policy:
             return await work  # shared engines are watched by the policy that owns them
         members = self.engines.members
-        awake = members.turn.theirs
+        awake = members.engine_phase.active
         training = training or not awake
         kept = self.delivery.keeps and awake
 

@@ -71,7 +71,7 @@ class PolicyTrainer(TrainedModel):
             config.algorithm,
             config.trainer.moe.routing_replay,
             recorder=spec.layer_kind.recorder(config.trainer),
-            samples_known=config.samples_known,
+            engine_logprobs_exact=config.engine_logprobs_exact,
         )
 
     @operation("train", needs="training")

@@ -41,7 +41,7 @@ NAMES = [
 ]
 
 
-def orthogonalised(matrix: Any) -> Any:
+def orthogonalized(matrix: Any) -> Any:
     """The update of a matrix [m, n]: five Newton-Schulz iterations in fp32, scaled by 0.2 sqrt(max(m, n))."""
     x = matrix / matrix.norm()
     for a, b, c in QUINTIC:
@@ -53,12 +53,12 @@ def orthogonalised(matrix: Any) -> Any:
 def in_parts(update: Any, heads: list[int] | None) -> Any:
     """Orthogonalise a matrix, or queries, keys and values of it: `heads`, their rows in each group of queries."""
     if heads is None:
-        return orthogonalised(update)
+        return orthogonalized(update)
     import torch
 
     width = update.shape[-1]
     parts = update.view(-1, sum(heads), width).split(heads, dim=1)
-    updates = [orthogonalised(part.reshape(-1, width)).view(part.shape) for part in parts]
+    updates = [orthogonalized(part.reshape(-1, width)).view(part.shape) for part in parts]
     return torch.cat(updates, dim=1).view(update.shape)
 
 

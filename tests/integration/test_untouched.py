@@ -1,5 +1,5 @@
 """Checkpoints of models with gated delta nets in megatron-core's own modules, as Megatron-LM and Megatron-Bridge load
-them: the norm of a net's heads is centred on zero there, and nowhere else."""
+them: the norm of a net's heads is centered on zero there, and nowhere else."""
 
 from __future__ import annotations
 

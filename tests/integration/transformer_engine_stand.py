@@ -28,7 +28,7 @@ from slimx.extras.cpu.adapters import megatron as megatron_cpu
 from slimx.extras.low_precision import products
 from slimx.extras.low_precision.recipes import RECIPES
 from slimx.numerics.attention import packed_attention
-from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
+from slimx.numerics.norm import rms_norm, zero_centered_rms_norm
 
 PACKAGE = Path(sys.prefix) / "transformer-engine"
 """Where `make venv` puts the package's Python, outside what an interpreter of the environment imports."""
@@ -204,8 +204,8 @@ def _layer_norm(self: Any, input: torch.Tensor, **_: Any) -> torch.Tensor:
     return F.layer_norm(input, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool) -> torch.Tensor:
-    return (zero_centred_rms_norm if zero_centred else rms_norm)(x, weight, eps)
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool) -> torch.Tensor:
+    return (zero_centered_rms_norm if zero_centered else rms_norm)(x, weight, eps)
 
 
 def _grouped_linear(

@@ -68,13 +68,13 @@ def slope_of(series: Sequence[Series], seed: int = 1) -> Slope | None:
     """Returns the slope that all processes share; None without any series."""
     if not series:
         return None
-    centred = [(steps - steps.mean(), values - values.mean()) for steps, values in series]
-    scale = sum(float(steps @ steps) for steps, _ in centred)
-    slope = sum(float(steps @ values) for steps, values in centred) / scale
-    residuals = [values - slope * steps for steps, values in centred]
+    centered = [(steps - steps.mean(), values - values.mean()) for steps, values in series]
+    scale = sum(float(steps @ steps) for steps, _ in centered)
+    slope = sum(float(steps @ values) for steps, values in centered) / scale
+    residuals = [values - slope * steps for steps, values in centered]
     random = np.random.default_rng(seed)
     moved = np.zeros(DRAWS)
-    for (steps, _), residual in zip(centred, residuals, strict=True):
+    for (steps, _), residual in zip(centered, residuals, strict=True):
         length = max(1, len(residual) // BLOCKS)
         count = -(-len(residual) // length)
         starts = random.integers(0, len(residual) - length + 1, (DRAWS, count))

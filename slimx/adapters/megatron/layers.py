@@ -28,7 +28,7 @@ from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupe
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from slimx.adapters.megatron.attention import PackedAttention
-from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
+from slimx.numerics.norm import rms_norm, zero_centered_rms_norm
 
 
 def install(*, always: bool = False) -> bool:
@@ -89,7 +89,7 @@ class Norm(torch.nn.Module):
         self.weight = _norm_weight(hidden_size, config)
         self.eps = eps
         if config.layernorm_zero_centered_gamma:
-            self.norm = zero_centred_rms_norm
+            self.norm = zero_centered_rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(x, self.weight, self.eps)
@@ -105,7 +105,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = _norm_weight(input_size, config)
         if config.layernorm_zero_centered_gamma:
-            self.norm = zero_centred_rms_norm
+            self.norm = zero_centered_rms_norm
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return super().forward(self.norm(x, self.layer_norm_weight, self.config.layernorm_epsilon))

@@ -34,10 +34,10 @@ def grpo(rewards: Sequence[float], *, normalize_std: bool = True, eps: float = 1
     its advantage is 0. Without `normalize_std` the difference is not divided (Dr. GRPO, 2503.20783).
     """
     values = _above_first(rewards)
-    centred = values - values.mean()
+    centered = values - values.mean()
     if normalize_std and len(values) > 1:
-        centred = centred / (values.std(ddof=1) + eps)
-    return centred.astype(np.float32)
+        centered = centered / (values.std(ddof=1) + eps)
+    return centered.astype(np.float32)
 
 
 def rloo(rewards: Sequence[float]) -> np.ndarray:
@@ -96,5 +96,5 @@ def gdpo(parts: Mapping[str, Sequence[float]], weights: Mapping[str, float], *, 
 def standardize(values: np.ndarray, *, eps: float = 1e-8) -> np.ndarray:
     """Scales `values` to mean 0 and standard deviation 1 over all values. This is GDPO's last step; here the variance
     has n in the denominator."""
-    centred = values.astype(np.float64) - values.mean(dtype=np.float64)
-    return (centred / np.sqrt(np.square(centred).mean() + eps)).astype(np.float32)
+    centered = values.astype(np.float64) - values.mean(dtype=np.float64)
+    return (centered / np.sqrt(np.square(centered).mean() + eps)).astype(np.float32)

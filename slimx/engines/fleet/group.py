@@ -158,17 +158,17 @@ class EngineGroup:
 
         An engine that fails to release it is quarantined, and its processes have ended when this method returns. If an
         engine is still starting, its start is awaited, and then it releases its memory as well."""
-        await self.members.turn.end()
+        await self.members.engine_phase.end()
         await self._perform(self.members.candidates(), "sleep")
-        await self.members.turn.end()
+        await self.members.engine_phase.end()
 
     async def wake(self) -> None:
         """Reallocates the memory of the engines' weights, without values, so a publication must follow.
 
-        From now on, no lost engine is restarted until `members.turn.begin` is called, because trainers use the devices
+        From now on, no lost engine is restarted until `members.engine_phase.begin` is called, because trainers use the devices
         until then.
         """
-        await self.members.turn.end()
+        await self.members.engine_phase.end()
         await self._perform(self.members.candidates(), "hold_weights")
 
     async def _perform(self, engines: Sequence[EngineHandle], method: str) -> None:

@@ -20,7 +20,7 @@ from slimx.cluster.waiting import first_line
 from slimx.config.sections.engines import Health
 from slimx.engines.fleet.handle import EngineHandle, MemberState
 from slimx.engines.fleet.router_keeper import RouterKeeper
-from slimx.engines.outage import EnginesTurn, Outage
+from slimx.engines.outage import EnginePhase, Outage
 from slimx.engines.server.router import Router
 from slimx.engines.server.server import ANSWER_S
 from slimx.errors import DeadlineError, PartLost, SlimxError
@@ -67,7 +67,7 @@ class Membership:
 
         self.restarts = {engine.name: restarts(f"engine {engine.name}") for engine in engines}
         self.keeper = RouterKeeper(self, router, restarts("router"))
-        self.turn = EnginesTurn()
+        self.engine_phase = EnginePhase()
         """Phases in which lost engines may be restarted on devices that they share with trainers."""
         self.outage = Outage()
         """Outages of this group: times in which no engine or no router serves, after they have served before."""
@@ -147,14 +147,14 @@ class Membership:
 
     async def _recover(self, engine: EngineHandle, error: SlimxError, removal: asyncio.Task[None]) -> None:
         """Kills a lost engine's server after its `removal` from the router, and restarts it as often as allowed."""
-        async with self.turn.ending():
+        async with self.engine_phase.stopping():
             await removal
             await self.before_ending(error)
             await engine.stop(grace_s=0)
         restarts = self.restarts[engine.name]
         while restarts.left:
             await asyncio.sleep(restarts.pause)
-            async with self.turn.starting():
+            async with self.engine_phase.starting():
                 try:
                     with restarts.attempt(error):
                         await engine.start(self.start_deadline_s)
@@ -339,7 +339,7 @@ class Membership:
 
     async def _lose_patience(self) -> None:
         limit = self.health.outage_deadline
-        await self.turn.come()  # until then no engine may be restarted
+        await self.engine_phase.wait()  # until then no engine may be restarted
         await asyncio.sleep(limit)
         names = ", ".join(engine.name for engine in self.engines)
         self.fail(DeadlineError("an engine to come back", limit, f"engines {names} (rollout.health.outage_deadline)"))

@@ -107,7 +107,7 @@ class Engine(EngineServer):
         If the start fails, the server is stopped."""
         self.move(State.STARTING)
         try:
-            await self.lasting(self.launch(deadline_s))
+            await self.while_running(self.launch(deadline_s))
         except ReceiverLost:
             raise  # the server was stopped meanwhile, and the next start may have begun already
         except BaseException:
@@ -154,7 +154,7 @@ class Engine(EngineServer):
             self._enter(verb, epoch)
         try:
             async with asyncio.timeout(deadline_s):
-                return await self.lasting(getattr(self, verb)(*arguments))
+                return await self.while_running(getattr(self, verb)(*arguments))
         except TimeoutError:
             raise DeadlineError(verb, deadline_s, f"engine {self.spec.name}") from None
 

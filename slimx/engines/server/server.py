@@ -245,7 +245,7 @@ class EngineServer:
             await asyncio.sleep(0.1)
         return end
 
-    async def lasting[T](self, work: Awaitable[T]) -> T:
+    async def while_running[T](self, work: Awaitable[T]) -> T:
         """Awaits `work` and returns its result. Raises ReceiverLost if the server is stopped before that, because a
         request of this work must not reach the server of the next start."""
         task = asyncio.ensure_future(work)

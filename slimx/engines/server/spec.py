@@ -30,7 +30,7 @@ class NodeShare:
     rank: int
     """Index of the node; node 0 serves requests."""
     count: int
-    meeting: str
+    init_address: str
     """host:port on node 0 at which the ranks of all nodes rendezvous."""
     peers: tuple[str, ...]
     """Addresses of all nodes of the server; connections from other addresses are dropped."""
@@ -143,7 +143,7 @@ def server_args(spec: EngineSpec) -> Json:
     if spec.bootstrap_port is not None:
         ours |= {"disaggregation_bootstrap_port": spec.bootstrap_port}
     if spec.node is not None:
-        ours |= {"nnodes": spec.node.count, "node_rank": spec.node.rank, "dist_init_addr": spec.node.meeting}
+        ours |= {"nnodes": spec.node.count, "node_rank": spec.node.rank, "dist_init_addr": spec.node.init_address}
     # With incremental output, streamed events contain only new tokens instead of repeating all log-probs.
     defaults: Json = {"log_level": "warning", "incremental_streaming_output": True}
     if not spec.sglang.get("enforce_shared_experts_fusion"):

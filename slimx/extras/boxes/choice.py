@@ -36,7 +36,7 @@ ONLY = {
     "url": ("remote",),
     "token_env": ("remote",),
     "patience": ("remote",),
-    "again": ("remote",),
+    "retry": ("remote",),
 }
 """For each option that only some backends have, the names of these backends."""
 NOT_IN_HEADERS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
@@ -64,7 +64,7 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Environment variable that contains the server's token; None if the server requires none."""
     patience: Above0 = 30.0
     """Seconds to wait for a sandbox while the server has none free."""
-    again: Above0 = 30.0
+    retry: Above0 = 30.0
     """Seconds during which a call without a response from the server is retried."""
 
     @classmethod
@@ -139,7 +139,7 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def server(self) -> RemoteServer:
         token = os.environ[self.token_env] if self.token_env else None
-        return RemoteServer(self.url.rstrip("/"), token, self.again)
+        return RemoteServer(self.url.rstrip("/"), token, self.retry)
 
     def sweep(self) -> int:
         """Removes roots, containers and images that killed runs left on this machine, and returns how many it

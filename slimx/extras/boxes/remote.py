@@ -61,7 +61,7 @@ class RemoteServer:
     url: str
     """Base URL of the server, without a path."""
     token: str | None = None
-    again_s: float = 30.0
+    retry_s: float = 30.0
     """Seconds during which a call whose response was lost is retried."""
 
     def request(
@@ -73,19 +73,19 @@ class RemoteServer:
         data: bytes | IO[bytes] | None = None,
         most: int = MAX_JSON,
         seconds: float = ANSWER_S,
-        again: bool = True,
+        retry: bool = True,
         to: IO[bytes] | None = None,
     ) -> HttpResponse:
         """Sends a request and returns the response, with up to `most` bytes of content.
 
-        `path`: path after /v1/. `seconds`: maximum seconds without progress. `again`: True to retry if the response was
+        `path`: path after /v1/. `seconds`: maximum seconds without progress. `retry`: True to retry if the response was
         lost. `to`: file to which the content is written; None to return it in the response. Raises BoxLost if there is
         no response, BoxRefusal if the server refuses the request.
         """
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         until = time.monotonic()
-        if again:
-            until += self.again_s
+        if retry:
+            until += self.retry_s
         while True:
             try:
                 if to is not None:
@@ -109,14 +109,14 @@ class RemoteServer:
                         f"{str(error)[:300]})",
                         about=self.url,
                     ) from error
-                time.sleep(min(1.0, self.again_s / 10))
+                time.sleep(min(1.0, self.retry_s / 10))
                 continue
             self._check(response, path)
             return response
 
     def check(self) -> None:
         """Raises BoxLost or BoxRefusal if the server is down, has another protocol version, or refuses the token."""
-        response = self.request("GET", "", again=False)
+        response = self.request("GET", "", retry=False)
         try:
             version = json.loads(response.content)["protocol"]
         except (ValueError, KeyError, TypeError):
@@ -290,7 +290,7 @@ class RemoteBox(Box):
     def _renew(self, seconds: float) -> None:
         while not self._closing.wait(seconds):
             try:
-                self._server.request("POST", f"{self._path}/lease", again=False)
+                self._server.request("POST", f"{self._path}/lease", retry=False)
             except (BoxLost, BoxRefusal):
                 continue  # the rollout's next call raises the error
 

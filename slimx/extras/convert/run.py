@@ -128,7 +128,7 @@ def megatron_to_hf(
     for name, (shape, declared) in _tensors(spec).items():
         tensor = stored(name)
         target = _target_dtype(trained, name, declared, dtype)
-        if declared is None and name not in trained.centred:
+        if declared is None and name not in trained.centered:
             dtypes.add(target)
         if tensor.index is None:
             units.append(copied(name, shape, target))

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 PATIENCE = 0.8
 """Fraction of a step's deadline within which a bucket must arrive, so that missing bytes are reported before the
 deadline passes."""
-MEETING = -1
+CONNECTING = -1
 """Value used in place of a bucket's index while trainer ranks connect to engines."""
-UNREACHED = ("direct.metadata", "direct.meeting", "direct.missing", "direct.unreached")
+UNREACHED = ("direct.metadata", "direct.connect", "direct.missing", "direct.unreached")
 """Error codes of failures that can be caused by an engine, by a trainer rank, or by the link between them."""
 INQUIRY = (1 - PATIENCE) / 4
 """Fraction of a step's deadline for each of two checks that determine the cause of a failure."""
@@ -166,7 +166,7 @@ class DirectDelivery(Delivery):
         self._replaced = asyncio.Event()
         """Event that is set when other trainer ranks have replaced those in `_owners`."""
         self._outcomes: dict[int, DeliveryOutcome] = {}
-        """Bucket of the current publication -> outcome of its delivery; MEETING -> outcome of the connections."""
+        """Bucket of the current publication -> outcome of its delivery; CONNECTING -> outcome of the connections."""
         self._culprits = ""
         """Names of trainer ranks whose bytes reached no engine in the previous publication; "" if none."""
 
@@ -212,7 +212,7 @@ class DirectDelivery(Delivery):
             for number, receiver in enumerate(receivers):
                 agent = name if len(receivers) == 1 else f"{name}, receiver {number}"
                 invitations.append(self._invitation(agent, receiver))
-            async with self._judged(MEETING, index):
+            async with self._judged(CONNECTING, index):
                 offers: list[Offer] = await recipient.perform("transport", epoch, "join", invitations)
                 async with self._unless_died():
                     for receiver, offer in zip(receivers, offers, strict=True):
@@ -234,7 +234,7 @@ class DirectDelivery(Delivery):
             raise SlimxError(
                 f"trainer ranks could not connect to engine {name} within {patience:.0f} s; check the network "
                 "between their machines (cluster.network)",
-                code="direct.meeting",
+                code="direct.connect",
                 about="trainer ranks",
             ) from None
 
@@ -264,7 +264,7 @@ class DirectDelivery(Delivery):
 
     @asynccontextmanager
     async def _judged(self, bucket: int, index: int) -> AsyncIterator[None]:
-        """Raises TransportLost if trainer ranks, not engine `index`, prevent the delivery of `bucket` (or MEETING).
+        """Raises TransportLost if trainer ranks, not engine `index`, prevent the delivery of `bucket` (or CONNECTING).
 
         If bytes are missing at several engines and reached none, the ranks or their links are considered the cause. The
         publication can be repeated once; if it fails in this way again, these ranks are considered lost."""
@@ -286,14 +286,14 @@ class DirectDelivery(Delivery):
     async def _raise_for_culprits(self, outcome: DeliveryOutcome, bucket: int, error: SlimxError) -> None:
         await asyncio.sleep(0)  # lets the calls to other engines begin
         # A bucket is late at all engines at the same time, but trainer ranks connect to engines one after the other.
-        fraction = PATIENCE - 2 * INQUIRY if bucket == MEETING else INQUIRY
+        fraction = PATIENCE - 2 * INQUIRY if bucket == CONNECTING else INQUIRY
         with suppress(TimeoutError):
             async with asyncio.timeout(fraction * self.step_deadline_s):
                 await outcome.known.wait()
         ranks = outcome.culprits
         if not ranks:
             return
-        subject = "connect" if bucket == MEETING else f"write bucket {bucket}"
+        subject = "connect" if bucket == CONNECTING else f"write bucket {bucket}"
         message = f"{ranks} could not {subject} to any of {len(outcome.lacking)} engines: {error}"
         if self._culprits and self.broken is None and not self._replaced.is_set():
             self.broken = PartLost(

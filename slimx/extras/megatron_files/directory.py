@@ -105,7 +105,7 @@ class Fit:
     axis."""
     keys: Mapping[str, str]
     """Keys of tensors in the checkpoint, by key in slimx's model, for tensors whose keys differ."""
-    centred: frozenset[str] = frozenset()
+    centered: frozenset[str] = frozenset()
     """Keys in the checkpoint of norm weights that are stored with 1 subtracted."""
 
 
@@ -131,7 +131,7 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
     per_layer = any(_LAYER.match(key) for key in shapes)
     known: set[str] = set()
     keys: dict[str, str] = {}
-    centred: set[str] = set()
+    centered: set[str] = set()
     for location in locations(table, per_layer=per_layer):
         if location.key in known:
             continue
@@ -142,9 +142,9 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
         if key != location.key:
             keys[location.key] = key
         elif (
-            location.centred and not (path / RUN_STATE).is_dir()
+            location.centered and not (path / RUN_STATE).is_dir()
         ):  # a run's checkpoint without these keys was written before they existed
-            centred.add(key)
+            centered.add(key)
         if shapes[key] != location.shape and not _padded(path, key, shapes[key], location.shape):
             shape = f"has shape {list(shapes[key])}, but the model requires {list(location.shape)}"
             raise _wrong(path, key, "shape", shape)
@@ -152,7 +152,7 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
     if unknown:
         lost = f"is not part of the model and would be lost ({len(unknown)} such tensors)"
         raise _wrong(path, unknown[0], "unknown", f"{lost}; use the config.json of the model that was saved")
-    return Fit(path, per_layer, keys, frozenset(centred))
+    return Fit(path, per_layer, keys, frozenset(centered))
 
 
 def _present(keys: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -202,7 +202,7 @@ class TensorLocation:
     entry: Entry
     also: tuple[str, ...] = ()
     """Other keys under which the same tensor may be stored."""
-    centred: bool = False
+    centered: bool = False
     """True if `key` stores a norm's weights with 1 subtracted (in fp32 if slimx wrote it), and `also` the weights
     themselves."""
     first: int = 0

@@ -23,23 +23,23 @@ def load_weights(fit: Fit, chunks: Sequence[torch.nn.Module]) -> None:
         for value in nested_values(state):
             if isinstance(value, ShardedTensor):
                 value.key = fit.keys.get(value.key, value.key)
-        centred = _centred(state, fit)
+        centered = _centered(state, fit)
         loaded = load_sharded(state, fit.path, tensors_only=True)
-        for key, name in centred:
+        for key, name in centered:
             loaded[key][name] += 1
         fill(chunks, loaded)
     except (Exception, CheckpointException) as error:
         raise unusable(fit.path, error) from error
 
 
-def _centred(state: ShardedStateDict, fit: Fit) -> list[tuple[str, str]]:
+def _centered(state: ShardedStateDict, fit: Fit) -> list[tuple[str, str]]:
     """Finds the norms in `state` that the checkpoint stores with 1 subtracted, and gives each a separate fp32 buffer
     into which the norm is read. Returns for each norm the key of its model chunk in `state`, and its name in the chunk.
     `fit`: names of the model's tensors in the checkpoint."""
     out = []
     for key, model in state.items():
         for name, tensor in model.items():
-            if tensor.key in fit.centred:
+            if tensor.key in fit.centered:
                 data = torch.empty_like(tensor.data, dtype=torch.float32, requires_grad=False)
                 model[name] = replace(tensor, data=data, dtype=torch.float32)
                 out.append((key, name))

@@ -211,7 +211,7 @@ class Suggestion(Record):
     """Bytes of GPU memory that are free on the fullest rank."""
     cost: float
     """Seconds of an update that the cost model predicts; only for ranking."""
-    again: float
+    recomputed: float
     """FLOPs of recomputation as a fraction of the FLOPs of an update without recomputation."""
     why: str
 

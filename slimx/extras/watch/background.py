@@ -22,18 +22,18 @@ class InOrder:
     If a call raises an exception, a later `add` or `close` raises it again, so that the caller notices and counts
     it."""
 
-    def __init__(self, name: str, *, close_s: float = 60.0, room: int = 512) -> None:
+    def __init__(self, name: str, *, close_s: float = 60.0, max_waiting: int = 512) -> None:
         """Starts the thread. `name`: name of the tracker or webhook, for messages. `close_s`: timeout of `close` in
-        seconds. `room`: maximum number of waiting calls."""
+        seconds. `max_waiting`: maximum number of waiting calls."""
         self.name = name
         self._close_s = close_s
-        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(room)
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(max_waiting)
         self._raised: deque[Exception] = deque()
         self._thread = threading.Thread(target=self._work, name=f"slimx-{name}", daemon=True)
         self._thread.start()
 
     def add(self, call: Callable[[], None]) -> None:
-        """Adds a call to the queue. Raises SlimxError and discards the call if `room` calls are already waiting."""
+        """Adds a call to the queue. Raises SlimxError and discards the call if `max_waiting` calls are already waiting."""
         try:
             self._calls.put_nowait(call)
         except queue.Full:
@@ -89,10 +89,10 @@ class InBackground:
     """Tracker that forwards the calls of its methods to `sink` in a background thread, in order. An exception of `sink`
     is raised by a later call, as in `InOrder`."""
 
-    def __init__(self, sink: Sink, *, close_s: float = 60.0, room: int = 512) -> None:
+    def __init__(self, sink: Sink, *, close_s: float = 60.0, max_waiting: int = 512) -> None:
         self.name = sink.name
         self._sink = sink
-        self._calls = InOrder(sink.name, close_s=close_s, room=room)
+        self._calls = InOrder(sink.name, close_s=close_s, max_waiting=max_waiting)
 
     def log(self, record: StepRecord) -> None:
         self._calls.add(partial(self._sink.log, record))

@@ -40,7 +40,7 @@ async def evaluate(run: Run) -> dict[str, float]:
             metrics = {}
             for policy in run.policies.values():
                 policy_outcomes = [_of(outcome, policy) for outcome in outcomes]
-                metrics |= policy.named(judge(run.config.eval, run.eval_prompts, policy_outcomes))
+                metrics |= policy.named(eval_metrics(run.config.eval, run.eval_prompts, policy_outcomes))
     groups = answered_groups(outcomes)
     run.records.evaluation(run.step, run.version, metrics, groups)
     return metrics
@@ -53,7 +53,9 @@ async def answer_all(maker: GroupMaker, prompts: Mapping[str, Sequence[Prompt]])
     return await asyncio.gather(*(_answer(maker, index, prompt) for index, prompt in enumerate(rows)))
 
 
-def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequence[GroupOutcome]) -> dict[str, float]:
+def eval_metrics(
+    options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequence[GroupOutcome]
+) -> dict[str, float]:
     """Returns the metrics of `outcomes`, the result of `answer_all` for `prompts`: accuracy and pass@k (`score`),
     rewards by named part, values that hooks logged, and the number of failed prompts (`eval/failed`). Raises SlimxError
     if every prompt failed."""

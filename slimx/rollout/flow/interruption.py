@@ -99,7 +99,7 @@ class Interruptible:
 
     async def _request(self, pending: Pending) -> Completion | None:
         """Returns the remainder of the completion, or None if the gate closed before the request was sent."""
-        async with self._slots.one(self._clock):
+        async with self._slots.occupy(self._clock):
             if self._gate.is_open:
                 return await self._client.generate(pending.rest())
             return None
@@ -118,7 +118,7 @@ class Interruptible:
         `out`: future by which the gate tracks the stream; the gate cancels it to abandon the stream.
         """
         await self._opened()
-        async with self._gate.tracked(out), self._slots.one(self._clock):
+        async with self._gate.tracked(out), self._slots.occupy(self._clock):
             if not self._gate.is_open:
                 yield None
                 return

@@ -119,7 +119,7 @@ class RolloutManager:
 
     def admit(self) -> None:
         """Starts groups until as many tickets are open as are allowed while a batch is awaited."""
-        self._admit(self.rules.room)
+        self._admit(self.rules.max_open)
 
     async def stop(self) -> None:
         """Cancels all tasks and waits up to `STOP_S` for them to end; a hook that ignores its cancellation is left
@@ -162,7 +162,7 @@ class RolloutManager:
             "open": len(self._tickets),
             "generating": self.in_flight,
             "done": sum(ticket.outcome is not None for ticket in self._tickets),
-            "held": 0 if waiting else max(0, self.rules.room - len(self._tickets)),
+            "held": 0 if waiting else max(0, self.rules.max_open - len(self._tickets)),
             "rests": self.rests,
             "requests": self.maker.gate.out,
             "waiting_since": self.waiting_since,
@@ -186,7 +186,9 @@ class RolloutManager:
         self.source.restore(state["source"])
         self._next = state["next"]
         for saved in state["tickets"]:
-            ticket = Ticket(saved.number, saved.prompt, saved.born, progress=GroupProgress.restore(saved.rollouts))
+            ticket = Ticket(
+                saved.number, saved.prompt, saved.oldest_version, progress=GroupProgress.restore(saved.rollouts)
+            )
             if saved.group is not None:
                 ticket.outcome = GroupOutcome(saved.group)
             self._tickets.append(ticket)
@@ -268,7 +270,7 @@ class RolloutManager:
                 # Trainers are training: a replacement of a dropped group starts with the current version, but is for
                 # a batch after the next publication.
                 self._settle()
-                self._admit(self.rules.room - self.rules.size)
+                self._admit(self.rules.max_open - self.rules.size)
         except Exception as error:
             # A rollout's failure is an outcome, but a bug must reach the training loop instead of vanishing in a task.
             self._error = error

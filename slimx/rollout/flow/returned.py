@@ -32,7 +32,7 @@ _PLAIN_FIELDS = [field.name for field in fields(Trajectory) if field.name in _TY
 _Fields = make_dataclass("Trajectory", [(name, _TYPES[name]) for name in _PLAIN_FIELDS])
 
 
-class Returned:
+class ReturnCheck:
     """Checks for the trajectories of one rollout, after a hook has returned them or may have changed them."""
 
     def __init__(

@@ -26,7 +26,7 @@ from slimx.rollout.flow.gate import Gate
 from slimx.rollout.flow.interruption import Interruptible
 from slimx.rollout.flow.progress import GroupProgress
 from slimx.rollout.flow.returned import (
-    Returned,
+    ReturnCheck,
     Score,
     add_metrics,
     any_failed,
@@ -325,7 +325,7 @@ class GroupMaker:
     async def _generate(self, ctx: RolloutContext, prompt: Prompt, clock: Clock) -> list[Trajectory]:
         """Calls the generate hook within the rollout's deadline, and returns its trajectories after checking them."""
         slots = self._eval_slots if ctx.evaluation else self._train_slots
-        async with slots.one(), clock:
+        async with slots.occupy(), clock:
             with self.outage.stops(clock):
                 result = await self.hooks.generate(ctx, prompt)
         trajectories = result if isinstance(result, list) else [result]
@@ -370,9 +370,9 @@ class GroupMaker:
             sampling["stop_token_ids"] = list(options.stop_token_ids)
         return sampling
 
-    def _returned(self, group_id: str, index: int, hook: str) -> Returned:
+    def _returned(self, group_id: str, index: int, hook: str) -> ReturnCheck:
         """Returns the checks for the trajectories of a rollout, with `hook` as the name in their error messages."""
-        return Returned(
+        return ReturnCheck(
             hook,
             group_id,
             index,

@@ -27,7 +27,7 @@ class Slots:
         self._others: deque[asyncio.Future[None]] = deque()
 
     @asynccontextmanager
-    async def one(self, clock: Clock | None = None, *, first: bool = False) -> AsyncIterator[None]:
+    async def occupy(self, clock: Clock | None = None, *, first: bool = False) -> AsyncIterator[None]:
         """Occupies a slot inside the block. `clock`: clock of the rollout's deadline, which is suspended during the
         wait for the slot.
 
@@ -74,11 +74,11 @@ class SlottedClient:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Samples like `GenerationClient.generate`, in a slot."""
-        async with self._slots.one(self._clock, first=True):
+        async with self._slots.occupy(self._clock, first=True):
             return await self._client.generate(request)
 
     @asynccontextmanager
     async def stream(self, request: GenerationRequest) -> AsyncIterator[CompletionStream]:
         """Streams like `GenerationClient.stream`, in a slot that is occupied until the stream ends."""
-        async with self._slots.one(self._clock, first=True), self._client.stream(request) as stream:
+        async with self._slots.occupy(self._clock, first=True), self._client.stream(request) as stream:
             yield stream

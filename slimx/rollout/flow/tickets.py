@@ -140,7 +140,7 @@ class SavedTicket:
             number=ticket.number,
             prompt=ticket.prompt,
             group=group,
-            born=ticket.oldest_version,
+            oldest_version=ticket.oldest_version,
             rollouts=ticket.progress.save() if group is None else [],
         )
 
@@ -151,7 +151,7 @@ class Rules:
 
     size: int
     """Number of groups in a batch."""
-    room: int
+    max_open: int
     """Maximum number of open tickets while a batch is awaited."""
     staleness: int
     """Maximum age of a trajectory in weight versions."""
@@ -163,8 +163,8 @@ class Rules:
         """Returns the rules that `config` sets."""
         size = config.rollout.prompts_per_step
         schedule = config.schedule
-        room = math.ceil(batches_in_flight(config.rollout, schedule) * size)
-        return cls(size, room, schedule.max_staleness, schedule.window)
+        max_open = math.ceil(batches_in_flight(config.rollout, schedule) * size)
+        return cls(size, max_open, schedule.max_staleness, schedule.window)
 
     def select(self, queue: Sequence[Ticket], version: int) -> list[Ticket] | None:
         """Returns the tickets for the next batch, or None if it must wait for unfinished groups.

@@ -88,11 +88,11 @@ def full_state(
     if any rank has parameters without optimizer state."""
     state = local_state(chunks, optimizer, loading=False, frozen=frozen)
     for key in chunk_keys(chunks):
-        state[key] = _with_centred(state[key])
+        state[key] = _with_centered(state[key])
     return state | common_state(chunks, step, data_size)
 
 
-def _with_centred(model: ShardedStateDict) -> ShardedStateDict:
+def _with_centered(model: ShardedStateDict) -> ShardedStateDict:
     """Returns `model`, the sharded state of a chunk, with two entries for each norm that Megatron-LM stores minus 1:
     the weight under slimx's own key, and the weight minus 1 under Megatron-LM's key."""
     out = dict(model)
@@ -100,7 +100,7 @@ def _with_centred(model: ShardedStateDict) -> ShardedStateDict:
         key = factor_key(tensor.key)
         if key is not None:
             out[name] = replace(tensor, key=key)
-            out[f"{name}.centred"] = replace(tensor, data=tensor.data.detach().float() - 1, dtype=torch.float32)
+            out[f"{name}.centered"] = replace(tensor, data=tensor.data.detach().float() - 1, dtype=torch.float32)
     return out
 
 

@@ -46,20 +46,20 @@ class ForwardPasses:
         replay: Replay,
         *,
         recorder: Callable[[], Packing] | None = None,
-        samples_known: bool = False,
+        engine_logprobs_exact: bool = False,
     ):
         """Copies the weights of the reference and of the teacher to the host, each only if `algorithm` needs it.
         `weights`: must contain the initial weights, which become the reference. `replay`: value of
         `trainer.moe.routing_replay`. `recorder`: function that is called once per micro-batch and creates a `Packing`,
         through which layers record discrete choices for later passes; None if layers choose again in every pass.
-        `samples_known`: True if the engines' log-probs equal the policy's before each step, bit for bit, so that they
+        `engine_logprobs_exact`: True if the engines' log-probs equal the policy's before each step, bit for bit, so that they
         need not be recomputed."""
         self._pipeline = pipeline
         self._routing = routing
         self._weights = weights
         self._replay = replay
         self._recorder = recorder
-        self._recompute = algorithm.old_logprobs == "recompute" and not samples_known
+        self._recompute = algorithm.old_logprobs == "recompute" and not engine_logprobs_exact
         self._copies: dict[str, HostCopy] = {}
         self._base = algorithm.reference and weights.attached.keeps_base
         """True if the reference is the base weights without the attached adapters, because no update changes the base

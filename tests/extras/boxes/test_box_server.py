@@ -207,7 +207,7 @@ async def test_a_restarted_server_removes_the_boxes_of_the_killed_one(place):
         os.environ["BOXES_TOKEN"] = "secret"
         try:
             box = {"backend": "remote", "url": server.url, "token_env": "BOXES_TOKEN", "patience": 1, "seconds": 60,
-                   "memory_mib": 128, "disk_mib": 8, "again": 1}  # fmt: skip
+                   "memory_mib": 128, "disk_mib": 8, "retry": 1}  # fmt: skip
             ctx, _ = context(calling("shell", command=f"sleep {seconds}"), "Done.")
             with pytest.raises(GivenUp) as caught:
                 options = {"box": box, "tasks": str(directory)}

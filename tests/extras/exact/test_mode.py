@@ -52,10 +52,10 @@ def test_a_replay_sums_in_the_order_of_the_run_that_it_replays() -> None:
 
 
 def test_log_probs_are_reused_only_if_the_runs_engines_sampled() -> None:
-    assert config().samples_known
-    assert not config(numerics={"mode": "fast"}).samples_known
-    assert not config(schedule={"max_staleness": 1}).samples_known
-    assert not config(rollout={"replay": "/tmp/y"}).samples_known
+    assert config().engine_logprobs_exact
+    assert not config(numerics={"mode": "fast"}).engine_logprobs_exact
+    assert not config(schedule={"max_staleness": 1}).engine_logprobs_exact
+    assert not config(rollout={"replay": "/tmp/y"}).engine_logprobs_exact
 
 
 def test_a_server_is_told_its_leaves_on_its_command_line() -> None:

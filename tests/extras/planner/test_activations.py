@@ -199,7 +199,10 @@ def test_the_cheapest_way_to_keep_activations_that_fits_is_chosen():
     ]
     assert 'trainer.offload_activations=["expert_fc1"]' in host.overrides
     assert 'trainer.recompute.modules=["layernorm", "moe"]' in modules.overrides
-    assert [suggestion.again for suggestion in (nothing, host)] == [0, 0] and 0.1 < modules.again < layers.again < 0.34
+    assert [suggestion.recomputed for suggestion in (nothing, host)] == [
+        0,
+        0,
+    ] and 0.1 < modules.recomputed < layers.recomputed < 0.34
     assert nothing.cost <= host.cost < modules.cost < layers.cost
     peaks = [suggestion.trainer_peak / 2**30 for suggestion in (nothing, host, modules, layers)]
     assert peaks == sorted(peaks, reverse=True)

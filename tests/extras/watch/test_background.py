@@ -62,7 +62,7 @@ def test_a_failure_is_counted_though_it_comes_later(tmp_path):
 
 def test_a_server_that_never_answers_ends_neither_a_call_nor_the_run():
     server = Server()
-    sink = InBackground(server, close_s=0.05, room=2)
+    sink = InBackground(server, close_s=0.05, max_waiting=2)
     sink.log(record(0))
     while sink._calls.waiting:  # until the thread has taken it
         pass

@@ -15,7 +15,7 @@ import msgspec
 import plotly
 import pytest
 
-from slimx.extras.watch.report.charts import OTHERS, PHASES, PhaseColours
+from slimx.extras.watch.report.charts import OTHERS, PHASES, PhaseColors
 from slimx.extras.watch.report.curves import curves
 from slimx.extras.watch.report.phase_charts import phase_charts
 from slimx.extras.watch.report.report import PLOTLY, _joined, write_report
@@ -314,11 +314,11 @@ def test_what_hooks_and_rewards_measure_is_drawn_by_its_name():
     }
 
 
-def test_a_phase_has_one_colour_in_all_charts_of_a_page():
-    colours, seen = PhaseColours(), {}
+def test_a_phase_has_one_color_in_all_charts_of_a_page():
+    colors, seen = PhaseColors(), {}
     for names in (("generate", "train", "simulate"), ("train", "grade", "simulate")):
         phases = [Phase(name=name, step=1, track="main", start=START + i, seconds=1.0) for i, name in enumerate(names)]
-        for chart in phase_charts(phases, points=100, colours=colours):
+        for chart in phase_charts(phases, points=100, colors=colors):
             for bar in chart.figure.data:
                 assert seen.setdefault(bar.name, bar.marker.color) == bar.marker.color
     assert len(set(seen.values())) == len(seen) == 4
@@ -359,7 +359,7 @@ def test_a_stacked_bar_adds_up_to_the_time_of_its_step():
         Phase(name="train", step=1, track="main", start=START + 1, seconds=6.0),
         Phase(name="optimizer", step=1, track="main", start=START + 2, seconds=2.0),
     ]
-    bars, _ = phase_charts(phases, points=100, colours=PhaseColours())
+    bars, _ = phase_charts(phases, points=100, colors=PhaseColors())
     assert {bar.name: bar.y[0] for bar in bars.figure.data} == pytest.approx(
         {"step, rest": 4.0, "train, rest": 4.0, "optimizer": 2.0}, abs=1e-4
     )
@@ -371,7 +371,7 @@ def test_the_last_steps_are_drawn_by_track():
         for step in range(20)
         for name, track, offset in (("generate", "rollout", 0), ("train", "main", 5))
     ]
-    _, gantt = phase_charts(phases, points=100, colours=PhaseColours())
+    _, gantt = phase_charts(phases, points=100, colors=PhaseColors())
     assert numbers(gantt.title) == [6]
     assert set(gantt.figure.layout.yaxis.ticktext) == {"rollout", "main"}
     assert {step for bar in gantt.figure.data for step in bar.customdata} == set(range(14, 20))

@@ -344,7 +344,7 @@ def test_a_browser_follows_a_run(run, tmp_path):
     assert charts and all('class="main-svg"' in chart for chart in charts)
 
 
-EVERY_COLOUR = pytest.mark.slow("every colour of tokens: a start of the browser for each")
+EVERY_COLOR = pytest.mark.slow("every color of tokens: a start of the browser for each")
 
 
 @pytest.mark.needs("chromium")
@@ -352,14 +352,14 @@ EVERY_COLOUR = pytest.mark.slow("every colour of tokens: a start of the browser 
     ("by", "expected"),
     [
         ("gap", [True, False, True]),
-        pytest.param("advantage", [True, True, True], marks=EVERY_COLOUR),
-        pytest.param("experts", [True, False, True], marks=EVERY_COLOUR),
+        pytest.param("advantage", [True, True, True], marks=EVERY_COLOR),
+        pytest.param("experts", [True, False, True], marks=EVERY_COLOR),
     ],
 )
-def test_a_browser_colours_tokens(page, tmp_path, by, expected):
-    found = drawn(f"{page.address}/?token=secret&dataset=math&colour={by}#rollouts", tmp_path)
-    colours = re.findall(r'<span class="sampled"[^>]* style="background: (rgba?\([^)]*\))', found)
-    assert [item == colours[0] for item in colours] == expected
+def test_a_browser_colors_tokens(page, tmp_path, by, expected):
+    found = drawn(f"{page.address}/?token=secret&dataset=math&color={by}#rollouts", tmp_path)
+    colors = re.findall(r'<span class="sampled"[^>]* style="background: (rgba?\([^)]*\))', found)
+    assert [item == colors[0] for item in colors] == expected
 
 
 @pytest.mark.needs("chromium")
@@ -367,7 +367,7 @@ def test_a_browser_filters_and_compares_and_text_of_a_run_is_no_markup(page, tmp
     chosen = drawn(f"{page.address}/?token=secret&dataset=math#rollouts", tmp_path)
     both = drawn(f"{page.address}/?token=secret&compare=1&highest=0#rollouts", tmp_path)
     assert "g2/0" in chosen and "g1/0" not in chosen
-    # The only one that is left is open: a colour per version, what a tool said marked.
+    # The only one that is left is open: a color per version, what a tool said marked.
     assert "version 1" in chosen and "version 2" in chosen and chosen.count('class="inserted"') == 1
     assert len(set(re.findall(r"background: (rgba?\([^)]*\))", chosen))) >= 3
     assert "g0/0" in both and "g1/1" in both and "g0/1" not in both and "g2/0" not in both

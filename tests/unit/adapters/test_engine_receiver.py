@@ -245,7 +245,7 @@ def test_publications_begin_one_at_a_time_and_never_go_back(receiver, sent) -> N
     [
         ({"rule": "int3"}, "receiver.manifest", "rule"),
         ({"encoding": "gguf"}, "manifest.value", "encoding"),
-        ({"colour": "red"}, "manifest.key", "colour"),
+        ({"color": "red"}, "manifest.key", "color"),
         ({}, "receiver.manifest", "staging"),
     ],
 )

@@ -16,7 +16,7 @@ from rich.console import Console
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch, TrainBatch
 from slimx.data.records import Prompt
-from slimx.engines.outage import EnginesTurn, Outage
+from slimx.engines.outage import EnginePhase, Outage
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.observability.events import Events
@@ -124,7 +124,7 @@ class Members:
     """Engines that all serve, until they are `broken`."""
 
     def __init__(self) -> None:
-        self.outage, self.keeper, self.turn = Outage(), SimpleNamespace(in_flight=None), EnginesTurn()
+        self.outage, self.keeper, self.turn = Outage(), SimpleNamespace(in_flight=None), EnginePhase()
         self.run, self.broken = True, asyncio.Event()
 
     async def available(self) -> None:

@@ -14,7 +14,7 @@ from slimx.config.sections.rollout import Eval
 from slimx.data.records import Group
 from slimx.observability.tracking.names import find
 from slimx.orchestration.start.prompts import heldout_prompts
-from slimx.orchestration.step.evaluation import answers, judge, score
+from slimx.orchestration.step.evaluation import answers, eval_metrics, score
 from slimx.rollout.flow.rollouts import GroupOutcome
 from tests.extras.rewards.reward_stand import trajectory
 from tests.refusals import invalid, refused
@@ -55,7 +55,7 @@ def test_a_failed_prompt_is_wrong_in_every_k():
         answer.rollout_id, answer.reward = str(number), float(number == 0)
     outcomes = [GroupOutcome(group), GroupOutcome(None, "generate failed", "detail")]
     options = Eval(samples=3, temperature=1.0, pass_at=(1, 3))
-    found = judge(options, {"aime": prompts()[:1], "gpqa": prompts()[:1]}, outcomes)
+    found = eval_metrics(options, {"aime": prompts()[:1], "gpqa": prompts()[:1]}, outcomes)
     assert found["eval/aime/pass@1"] == pytest.approx(1 / 3) and found["eval/aime/pass@3"] == 1.0
     assert found["eval/gpqa/accuracy"] == found["eval/gpqa/pass@3"] == 0.0 and found["eval/failed"] == 1.0
     assert found["eval/accuracy"] == pytest.approx(1 / 6) and found["eval/pass@3"] == 0.5

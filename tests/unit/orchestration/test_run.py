@@ -100,19 +100,19 @@ async def test_a_publication_without_engines_waits_for_one(tmp_path, parts):
 
     async def available() -> None:
         if not members.run:
-            assert members.turn.theirs and parts.done[-1] == "offload trainers"
+            assert members.engine_phase.active and parts.done[-1] == "offload trainers"
             members.run = True
             parts.done.append("engines start")
 
     async def woken() -> None:
-        await members.turn.end()
+        await members.engine_phase.end()
         await wake()
 
     engines.wake, members.available = woken, available
     await asyncio.wait_for(run.publish(), LIMIT_S)
     await stopped(run)
     assert parts.done == [WAKE, "offload trainers", "engines start", WAKE, "publish 0", "offload trainers"]
-    assert members.turn.theirs
+    assert members.engine_phase.active
 
 
 async def test_a_run_that_is_asked_to_leave_saves_the_step_that_it_is_at(tmp_path, parts):

@@ -167,7 +167,7 @@ async def test_a_second_publication_is_refused_while_one_runs():
 def test_a_manifest_survives_json_and_refuses_what_makes_no_sense():
     manifest = Manifest(policy="actor", version=7, trainer_step=7, membership_epoch=3, rule="ue8m0", encoding="local")
     assert Manifest.from_json(manifest.to_json()) == manifest
-    for change in ("rule", "colour"):
+    for change in ("rule", "color"):
         values = manifest.to_json()
         values.pop(change) if change in values else values.update({change: 1})
         with refused("manifest.key", about=change):

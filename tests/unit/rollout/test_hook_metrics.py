@@ -13,7 +13,7 @@ from slimx.config.sections.rollout import Eval
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.saved.codec import decode, decode_groups, encode, encode_groups
 from slimx.observability.tracking.names import find
-from slimx.orchestration.step.evaluation import judge
+from slimx.orchestration.step.evaluation import eval_metrics
 from slimx.orchestration.step.measure import group_metrics
 from slimx.rollout import single_turn
 from slimx.rollout.flow.progress import GroupProgress, SavedRollout
@@ -141,7 +141,7 @@ def test_held_out_answers_have_parts_and_numbers_of_their_own():
     answer = reward_stand.trajectory()
     answer.reward, answer.reward_parts, answer.metrics = 1.0, {"right": 1.0}, {"hits": 4.0}
     batch = batch_of(answer)
-    found = judge(Eval(), {"": [batch.groups[0].prompt]}, [GroupOutcome(batch.groups[0])])
+    found = eval_metrics(Eval(), {"": [batch.groups[0].prompt]}, [GroupOutcome(batch.groups[0])])
     assert (found["eval_reward/part/right/mean"], found["eval_hook/hits/mean"]) == (1.0, 4.0)
     assert [name for name in found if find(name) is None] == []
 

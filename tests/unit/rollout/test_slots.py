@@ -75,7 +75,7 @@ async def test_evaluation_requests_go_first_and_unused_places_move_on():
     slots, came, hold = Slots(1), list[str](), asyncio.Event()
 
     async def request(name: str, first: bool = False) -> None:
-        async with Clock(10) as clock, slots.one(clock, first=first):
+        async with Clock(10) as clock, slots.occupy(clock, first=first):
             came.append(name)
             await hold.wait()
 
@@ -90,20 +90,20 @@ async def test_evaluation_requests_go_first_and_unused_places_move_on():
             tasks[name].cancel()  # while it waits
         hold.set()
     assert came == ["a", "eval 1", "eval 3", "c"]
-    async with Clock(1) as clock, slots.one(clock):
+    async with Clock(1) as clock, slots.occupy(clock):
         pass  # no place was lost
 
 
 async def test_a_place_given_to_one_that_is_cancelled_at_that_moment_is_not_lost():
     slots = Slots(1)
     async with asyncio.timeout(60), Clock(10) as clock:
-        async with slots.one(clock):
-            waiting = asyncio.create_task(slots.one(clock).__aenter__())
+        async with slots.occupy(clock):
+            waiting = asyncio.create_task(slots.occupy(clock).__aenter__())
             await asyncio.sleep(0)
         waiting.cancel()  # it has the place and does not know yet
         await asyncio.gather(waiting, return_exceptions=True)
         assert waiting.cancelled()
-        async with slots.one(clock):
+        async with slots.occupy(clock):
             pass
 
 
@@ -128,14 +128,14 @@ async def test_a_task_that_outlives_its_rollout_gives_its_place_back():
     slots, clock = Slots(1), Clock(5)
 
     async def late() -> None:
-        async with slots.one(clock):
+        async with slots.occupy(clock):
             pass
 
-    async with slots.one(Clock(5)), clock:
+    async with slots.occupy(Clock(5)), clock:
         left = asyncio.create_task(late())
         await asyncio.sleep(0.01)
     await left
-    async with asyncio.timeout(60), slots.one(clock):
+    async with asyncio.timeout(60), slots.occupy(clock):
         pass
 
 
@@ -144,10 +144,10 @@ async def test_a_request_that_is_cancelled_while_it_waits_takes_no_place():
     async with Clock(5) as clock:
 
         async def wait() -> None:
-            async with slots.one(clock):
+            async with slots.occupy(clock):
                 await asyncio.sleep(0)
 
-        async with slots.one(clock):
+        async with slots.occupy(clock):
             waiting = asyncio.create_task(wait())
             await asyncio.sleep(0.01)
             waiting.cancel()

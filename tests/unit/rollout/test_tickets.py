@@ -44,12 +44,12 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_batch_takes(case):
     marks, born, version, staleness, window, taken = CASES[case]
-    found = Rules(size=2, room=9, staleness=staleness, window=window).select(queue_of(marks, born), version)
+    found = Rules(size=2, max_open=9, staleness=staleness, window=window).select(queue_of(marks, born), version)
     assert (found and [ticket.number for ticket in found]) == taken
 
 
 def test_a_ticket_that_waits_to_be_begun_is_not_late():
-    rules = Rules(size=2, room=9, staleness=1, window=0)
+    rules = Rules(size=2, max_open=9, staleness=1, window=0)
     begun, waiting = queue_of(".", [0])[0], queue_of(".", [0], started=False)[0]
     assert [rules.late(begun, version) for version in (1, 2)] == [False, True]
     assert not rules.late(waiting, 9)

@@ -96,7 +96,7 @@ class Piece:
             if overlap is not None:
                 target = out[overlap.local_row :, overlap.local_col :][: overlap.rows, : overlap.cols]
                 target.copy_(reading.read(part.sources[rect.source], overlap))
-        return (out.sub_(1) if self.location.centred else out).view(self.sizes)
+        return (out.sub_(1) if self.location.centered else out).view(self.sizes)
 
 
 def _section_boxes(location: TensorLocation, boxes: Sequence[ShardBox]) -> Iterator[ShardBox]:
@@ -217,8 +217,8 @@ class ToMegatron:
         for location in self._tensors:
             if location.first:
                 continue  # the sources were compared at the first section
-            if location.centred:
-                _compare_centred(location, source, directory / _RELEASE)
+            if location.centered:
+                _compare_centered(location, source, directory / _RELEASE)
                 continue
             for name, (_, shape) in zip(location.entry.sources, location.entry.row.sources, strict=True):
                 compare_copied(name, shape, self._dtypes[location.key], source, written, advance)
@@ -285,14 +285,14 @@ class ToMegatron:
 def _written(location: TensorLocation) -> Iterator[TensorLocation]:
     """Yields the locations of the tensors that are written for `location`: usually one. If its key stores the values
     with 1 subtracted, a second tensor stores the values themselves."""
-    if not location.centred:
+    if not location.centered:
         yield location
         return
     yield replace(location, also=())
-    yield replace(location, key=location.also[0], also=(), centred=False)
+    yield replace(location, key=location.also[0], also=(), centered=False)
 
 
-def _compare_centred(location: TensorLocation, source: Reading, release: Path) -> None:
+def _compare_centered(location: TensorLocation, source: Reading, release: Path) -> None:
     """Raises SlimxError unless the key of `location` contains the source's values with 1 subtracted."""
     (name,) = location.part.sources
     expected = source.read(name, location.part.rects[0]).float().flatten() - 1
@@ -308,7 +308,7 @@ def _dtypes(
     tensors. Raises SlimxError if the source stores the tensors of a key in several dtypes."""
     out: dict[str, torch.dtype] = {}
     for location in tensors:
-        declared = "float32" if location.centred else location.entry.row.dtype
+        declared = "float32" if location.centered else location.entry.row.dtype
         if declared is not None:
             out[location.key] = getattr(torch, declared)
             continue

@@ -64,7 +64,7 @@ class TorchDistReader:
         self._holders: dict[str, list[tuple[TensorLocation, Rect]]] = defaultdict(list)
         for location in locations(table, per_layer=fit.per_layer):
             location = replace(
-                location, key=fit.keys.get(location.key, location.key), centred=location.key in fit.centred
+                location, key=fit.keys.get(location.key, location.key), centered=location.key in fit.centered
             )
             for rect in location.part.rects:
                 self._holders[location.part.sources[rect.source]].append((location, rect))
@@ -109,17 +109,17 @@ class TorchDistReader:
         return self._holders.keys()
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype in which tensor `name` was saved; fp32 for tensors in `centred`."""
-        return torch.float32 if name in self.centred else self._dtypes[self._holders[name][0][0].key]
+        """Returns the dtype in which tensor `name` was saved; fp32 for tensors in `centered`."""
+        return torch.float32 if name in self.centered else self._dtypes[self._holders[name][0][0].key]
 
     @cached_property
-    def centred(self) -> frozenset[str]:
+    def centered(self) -> frozenset[str]:
         """Names of norm weights that the checkpoint stores with 1 subtracted. `read` adds 1 in fp32, as megatron-core
         does."""
         names = set()
         for name, holders in self._holders.items():
             first, _ = holders[0]
-            if first.centred:
+            if first.centered:
                 names.add(name)
         return frozenset(names)
 
@@ -139,7 +139,7 @@ class TorchDistReader:
         for move in moves(rects, rect._replace(local_row=0, local_col=0), name):
             self._fill(out, holders[move.source][0], move)
         check_finite(out, name, self.path)
-        return out.float() + 1 if name in self.centred else out
+        return out.float() + 1 if name in self.centered else out
 
     def _fill(self, out: torch.Tensor, location: TensorLocation, move: Move) -> None:
         """Copies the part `move` of the tensor at `location` to `out`, from all pieces that overlap it."""

@@ -41,7 +41,7 @@ from slimx.extras.lora.merged import Merged, merged
 from slimx.extras.lora.targets import adapts
 from slimx.layout.parts import Part, matrix
 from slimx.layout.table import Table
-from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
+from slimx.numerics.norm import rms_norm, zero_centered_rms_norm
 
 
 class _Marks(Protocol):
@@ -256,7 +256,7 @@ def _add(adapter: Adapter, layer: torch.nn.Module, args: tuple[torch.Tensor, ...
     out, bias = output
     if hasattr(layer, "layer_norm_weight"):
         fused = cast(_NormLinear, layer)
-        norm = zero_centred_rms_norm if fused.config.layernorm_zero_centered_gamma else rms_norm
+        norm = zero_centered_rms_norm if fused.config.layernorm_zero_centered_gamma else rms_norm
         x = norm(x, fused.layer_norm_weight, fused.config.layernorm_epsilon)
     return out + adapter.apply(x), bias
 

@@ -105,7 +105,7 @@ class ParameterRun:
     """True if publications in fp8 quantize these parameters."""
     adapted: bool = False
     """True if each of these parameters has a low-rank adapter."""
-    orthogonalised: bool = False
+    orthogonalized: bool = False
     """True if Muon updates these parameters, as it does all matrices except embedding and output layer."""
 
 
@@ -227,7 +227,7 @@ class Holdings:
                 parameter=parameter,
                 quantized=row.quantized,
                 adapted=rank > 0,
-                orthogonalised=_orthogonalised(row),
+                orthogonalized=_orthogonalized(row),
             )
             if rank == 0:
                 continue
@@ -283,7 +283,7 @@ def _split_last(
     return tuple(embedding), tuple(norm), tuple(output)
 
 
-def _orthogonalised(row: Row) -> bool:
+def _orthogonalized(row: Row) -> bool:
     return all(len(shape) == 2 for _, shape in row.sources) and not row.name.startswith(_ENDS)
 
 

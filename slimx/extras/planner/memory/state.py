@@ -76,7 +76,7 @@ class Buffers:
         self._unused = 0
         """Bytes of second moments that Muon does not keep. Muon's state is never sharded."""
         if trainer.optimizer.kind == "muon":
-            self._unused = FP32 * _elements(run for run in trained if run.orthogonalised)
+            self._unused = FP32 * _elements(run for run in trained if run.orthogonalized)
         self._buffers: list[_Buffer] = []
         for (_, expert, dtype), group in groupby(trained, key=_buffer_key):
             if self.distributed:

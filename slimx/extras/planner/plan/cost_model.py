@@ -87,7 +87,7 @@ def update_cost(
     # All stages wait for the one with the most layers.
     uneven = max(sizes.split, default=0) * sizes.stages / model["num_layers"] or 1.0
     once = uneven * flops / (sizes.world * gpu.flops * EFFICIENCY)
-    compute = once * (1 + again(spec, batch.tokens_per_rollout, trainer)) if trainer else once
+    compute = once * (1 + recomputed_fraction(spec, batch.tokens_per_rollout, trainer)) if trainer else once
 
     def link(span: int) -> float:
         return gpu.nvlink if span <= machine.domain else gpu.network
@@ -142,7 +142,7 @@ def _communication(
     return moved
 
 
-def again(spec: ModelSpec, length: int, trainer: Trainer) -> float:
+def recomputed_fraction(spec: ModelSpec, length: int, trainer: Trainer) -> float:
     """Returns the FLOPs of recomputation as a fraction of the FLOPs of an update without recomputation. `length`:
     length of the sequences in tokens."""
     selective = trainer.recompute.granularity == "selective"

@@ -30,7 +30,7 @@ from slimx.extras.planner.memory.publication import most_merging
 from slimx.extras.planner.memory.trainer import StageState, holdings, stage_states, trainer_memory
 from slimx.extras.planner.memory_record import EngineMemory, TrainerMemory
 from slimx.extras.planner.plan.activation_strategies import STRATEGIES, ActivationStrategy, allowed
-from slimx.extras.planner.plan.cost_model import Cost, again, update_cost
+from slimx.extras.planner.plan.cost_model import Cost, recomputed_fraction, update_cost
 from slimx.extras.planner.plan.splits import Fields, divides, sizes_of_split, splits
 from slimx.extras.planner.record import Searched, Suggestion
 from slimx.extras.planner.rules import memory
@@ -342,7 +342,7 @@ class Search:
         layout += f", recompute {recompute.granularity}"
         if recompute.granularity == "selective":
             layout += f" ({', '.join(recompute.modules)})"
-        fraction = again(self.spec, self.config.rollout.longest, trainer)
+        fraction = recomputed_fraction(self.spec, self.config.rollout.longest, trainer)
         if fraction:
             layout += f" ({fraction:.1%} more FLOPs)"
         if trainer.offload_activations:
@@ -356,7 +356,7 @@ class Search:
             trainer_peak=peak,
             margin=self.gpu_memory - peak,
             cost=round(candidate.cost.total, 4),
-            again=round(fraction, 4),
+            recomputed=round(fraction, 4),
             why=candidate.cost.why,
         )
 

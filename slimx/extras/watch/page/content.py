@@ -15,7 +15,7 @@ import msgspec
 from slimx.data.saved.step_files import DIRECTORY, step_files
 from slimx.data.saved.trained_tokens import SUFFIX
 from slimx.errors import SlimxError
-from slimx.extras.watch.report.charts import Chart, PhaseColours
+from slimx.extras.watch.report.charts import Chart, PhaseColors
 from slimx.extras.watch.report.curves import curves
 from slimx.extras.watch.report.phase_charts import phase_charts
 from slimx.extras.watch.rollouts import Choice, step_of
@@ -84,7 +84,7 @@ class Content:
         self._phases = Growing(
             directory / "timeline.jsonl", lambda values: msgspec.convert(values, type=Phase), keep=PHASES_KEPT
         )
-        self._colours = PhaseColours()
+        self._colors = PhaseColors()
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._rollouts: dict[int, tuple[tuple[int, ...], Json]] = {}
@@ -111,7 +111,7 @@ class Content:
                 drawn, _ = curves(steps, points=POINTS)
                 charts += _cards(drawn, "curves")
             if phases:
-                timed = phase_charts(phases, points=POINTS // 2, colours=self._colours)
+                timed = phase_charts(phases, points=POINTS // 2, colors=self._colors)
                 charts += _cards(timed, "time")
             return {"version": version, "charts": charts}
 

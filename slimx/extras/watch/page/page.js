@@ -217,13 +217,13 @@ function tooltipOf(token) {
   return lines.join(", ");
 }
 
-// Each function below returns `colour`, which maps a token to a color and an opacity from 0 to 1, or to null, and the
+// Each function below returns `color`, which maps a token to a color and an opacity from 0 to 1, or to null, and the
 // `entries` and `words` of the legend.
 function byVersion(tokens) {
   const versions = [...new Set(tokens.map((token) => token.version).filter((version) => version !== null))];
   const shade = (version) => SHADES[versions.indexOf(version) % SHADES.length];
   return {
-    colour: (token) => token.version === null ? null : [shade(token.version), 0.16 + Math.min(1, -(token.logprob ?? 0) / 5) * 0.7],
+    color: (token) => token.version === null ? null : [shade(token.version), 0.16 + Math.min(1, -(token.logprob ?? 0) / 5) * 0.7],
     entries: versions.map((version) => [shade(version), `version ${version}`]),
     words: "stronger color: less likely token",
   };
@@ -231,16 +231,16 @@ function byVersion(tokens) {
 
 // The opacity increases by a seventh per decade, from a gap of 1e-7 (the precision of a log-prob) to a gap of 1.
 function byGap() {
-  const colour = (token) => gapOf(token) === null ? null
+  const color = (token) => gapOf(token) === null ? null
     : gapOf(token) === 0 ? [GOOD, 0.25] : [BAD, Math.max(0.12, Math.min(1, 1 + Math.log10(gapOf(token)) / 7))];
-  return {colour, entries: [[GOOD, "no gap"], [BAD, "log-prob gap"]], words: "from pale (at most 1e-6) to full color (at least 1)"};
+  return {color, entries: [[GOOD, "no gap"], [BAD, "log-prob gap"]], words: "from pale (at most 1e-6) to full color (at least 1)"};
 }
 
 function byAdvantage(tokens) {
   const trained = tokens.filter((token) => token.trained && known(token.advantage));
   const most = trained.reduce((found, token) => Math.max(found, Math.abs(token.advantage)), 0) || 1;
   return {
-    colour: (token) => token.trained && known(token.advantage) && token.advantage !== 0
+    color: (token) => token.trained && known(token.advantage) && token.advantage !== 0
       ? [token.advantage > 0 ? GOOD : BAD, 0.15 + 0.6 * Math.abs(token.advantage) / most] : null,
     entries: [[GOOD, "made more likely"], [BAD, "made less likely"]],
     words: `strongest color: advantage of ${shown(most)} or -${shown(most)}`,
@@ -248,28 +248,28 @@ function byAdvantage(tokens) {
 }
 
 function byExperts() {
-  const colour = (token) => token.version === null || !known(token.other_experts) ? null
+  const color = (token) => token.version === null || !known(token.other_experts) ? null
     : token.other_experts ? [BAD, 0.7] : [GOOD, 0.2];
-  return {colour, entries: [[GOOD, "same experts as in the engine"], [BAD, "other experts in at least one layer"]], words: ""};
+  return {color, entries: [[GOOD, "same experts as in the engine"], [BAD, "other experts in at least one layer"]], words: ""};
 }
 
-const COLOURINGS = {"": byVersion, gap: byGap, advantage: byAdvantage, experts: byExperts};
+const COLORINGS = {"": byVersion, gap: byGap, advantage: byAdvantage, experts: byExperts};
 
 function paint(row) {
-  const chosen = COLOURINGS[byId("colour").value](row.tokens);
+  const chosen = COLORINGS[byId("color").value](row.tokens);
   const legend = row.querySelector(".legend"), spans = row.querySelectorAll(".tokens > span");
-  const colours = row.tokens.map(chosen.colour);
+  const colors = row.tokens.map(chosen.color);
   legend.replaceChildren(...chosen.entries.map(([shade, words]) => {
     const entry = element("span"), mark = element("i");
     mark.style.background = shade;
     entry.append(mark, words);
     return entry;
   }));
-  const missing = colours.every((colour) => colour === null) ? "this step has no values to color by" : chosen.words;
+  const missing = colors.every((color) => color === null) ? "this step has no values to color by" : chosen.words;
   legend.append([missing, "dotted: inserted", "pale: not trained"].filter(Boolean).join("; "));
-  colours.forEach((colour, at) => {
-    spans[at].style.background = colour === null ? ""
-      : colour[0] + Math.round(255 * colour[1]).toString(16).padStart(2, "0");
+  colors.forEach((color, at) => {
+    spans[at].style.background = color === null ? ""
+      : color[0] + Math.round(255 * color[1]).toString(16).padStart(2, "0");
   });
 }
 
@@ -299,7 +299,7 @@ function choose(tab) {
 }
 
 // The URL contains the tab and the filters, so that a link to it shows the same view.
-const FILTERS = ["lowest", "highest", "dataset", "longest", "words", "order", "colour", "compare"];
+const FILTERS = ["lowest", "highest", "dataset", "longest", "words", "order", "color", "compare"];
 
 function remember(tab) {
   const wanted = new URLSearchParams();
@@ -327,7 +327,7 @@ document.querySelectorAll("nav button").forEach((button) => button.addEventListe
 document.querySelectorAll(".side").forEach((side) => side.querySelector(".step").addEventListener("change", () => load(side)));
 byId("filters").addEventListener("input", (event) => {
   // A change of color repaints open tokens without closing them.
-  if (event.target.id === "colour") document.querySelectorAll(".trajectory").forEach((row) => { if (row.tokens) paint(row); });
+  if (event.target.id === "color") document.querySelectorAll(".trajectory").forEach((row) => { if (row.tokens) paint(row); });
   else document.querySelectorAll(".side").forEach(drawGroups);
   remember();
 });

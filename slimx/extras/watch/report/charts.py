@@ -37,7 +37,7 @@ OTHERS = ("#6f9fd8", "#a3c34f", "#cf7d5a", "#4fb0a0", "#a86fd6", "#d4a94e", "#5b
 GRID = "rgba(128,128,128,0.22)"
 
 
-class PhaseColours:
+class PhaseColors:
     """Colors of phases on a whole page: a phase has its color from PHASES, or else one from OTHERS, in order of first
     use."""
 

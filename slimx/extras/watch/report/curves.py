@@ -168,7 +168,7 @@ def _panel(panel: Panel, present: Sequence[Series], records: Sequence[StepRecord
         if running is not None:
             line.faint = True
             x, y = thin(steps, running, points, peak)
-            lines.append(_Line(f"mean of {RUNNING_MEAN_STEPS} steps", line.colour, x, y, series.sparse))
+            lines.append(_Line(f"mean of {RUNNING_MEAN_STEPS} steps", line.color, x, y, series.sparse))
     constant = _constant(lines)
     if panel.log:
         _logarithmic(chart, lines)
@@ -188,7 +188,7 @@ class _Line:
     """One line of a chart."""
 
     label: str
-    colour: str
+    color: str
     x: np.ndarray
     y: np.ndarray
     sparse: bool
@@ -238,7 +238,7 @@ def _logarithmic(chart: Chart, lines: Sequence[_Line]) -> None:
                 x=line.x[zeros].astype(np.int32),
                 y=np.full(zeros.sum(), foot, dtype=np.float32),
                 mode="markers",
-                marker={"symbol": "circle-open", "color": line.colour, "size": 5},
+                marker={"symbol": "circle-open", "color": line.color, "size": 5},
                 name=line.label,
                 hovertemplate="0",
                 showlegend=False,
@@ -270,7 +270,7 @@ def _draw(figure: go.Figure, line: _Line) -> None:
         name=line.label,
         mode=mode,
         marker={"size": 5},
-        line={"color": line.colour, "width": width},
+        line={"color": line.color, "width": width},
         opacity=opacity,
     )
 

@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slimx.extras.watch.report.charts import GRID, Chart, PhaseColours, new_figure, run_length, thin
+from slimx.extras.watch.report.charts import GRID, Chart, PhaseColors, new_figure, run_length, thin
 from slimx.observability.tracking.phases import Phase, Placed, place
 
 GANTT_STEPS = 6
 GANTT_ROWS = 24
 
 
-def phase_charts(phases: Sequence[Phase], *, points: int, colours: PhaseColours) -> list[Chart]:
+def phase_charts(phases: Sequence[Phase], *, points: int, colors: PhaseColors) -> list[Chart]:
     """Returns a chart of seconds by phase for each step, and a chart of the last GANTT_STEPS steps by track; [] without
     phases.
 
-    `points`: maximum number of bars; more steps are averaged. `colours`: colors of phases on the page."""
+    `points`: maximum number of bars; more steps are averaged. `colors`: colors of phases on the page."""
     placed = place(phases)
     by_name: dict[str, str] = {}
     for item in placed:
         name = item.phase.name
         if name not in by_name:
-            by_name[name] = colours.of(name)
+            by_name[name] = colors.of(name)
     return [*_seconds_by_phase(placed, by_name, points), *_gantt(placed, by_name)]
 
 
@@ -34,12 +34,12 @@ def _steps(placed: Sequence[Placed]) -> list[int]:
     return sorted({item.phase.step for item in placed if item.phase.step is not None})
 
 
-def _seconds_by_phase(placed: Sequence[Placed], colours: dict[str, str], points: int) -> list[Chart]:
+def _seconds_by_phase(placed: Sequence[Placed], colors: dict[str, str], points: int) -> list[Chart]:
     steps = _steps(placed)
     if not steps:
         return []
     position = {step: index for index, step in enumerate(steps)}
-    seconds = {name: np.zeros(len(steps)) for name in colours}
+    seconds = {name: np.zeros(len(steps)) for name in colors}
     outside: dict[str, float] = defaultdict(float)
     parents: set[str] = set()
     tracks: set[str] = set()
@@ -66,7 +66,7 @@ def _seconds_by_phase(placed: Sequence[Placed], colours: dict[str, str], points:
             x=x.astype(np.int32),
             y=y.astype(np.float32),
             name=label,
-            marker={"color": colours[name], "line": {"width": 0}},
+            marker={"color": colors[name], "line": {"width": 0}},
             hovertemplate="%{y:.2f} s",
         )
     chart.figure.update_layout(hovermode="x unified")
@@ -82,7 +82,7 @@ def _seconds_by_phase(placed: Sequence[Placed], colours: dict[str, str], points:
     return [chart]
 
 
-def _gantt(placed: Sequence[Placed], colours: dict[str, str]) -> list[Chart]:
+def _gantt(placed: Sequence[Placed], colors: dict[str, str]) -> list[Chart]:
     steps = _steps(placed)[-GANTT_STEPS:]
     inside = [item for item in placed if item.phase.step in steps]
     if not inside:
@@ -101,7 +101,7 @@ def _gantt(placed: Sequence[Placed], colours: dict[str, str]) -> list[Chart]:
     chart = Chart(title=title, figure=new_figure(height=96 + 30 * len(rows)), wide=True)
     if len(keys) > GANTT_ROWS:
         chart.notes.append(f"{len(keys) - GANTT_ROWS} more rows of overlapping phases are not drawn.")
-    bars: dict[str, _Bars] = {name: _Bars() for name in colours}
+    bars: dict[str, _Bars] = {name: _Bars() for name in colors}
     for item in inside:
         if _row(item) in rows:
             bars[item.phase.name].add(item, origin, rows[_row(item)])
@@ -115,7 +115,7 @@ def _gantt(placed: Sequence[Placed], colours: dict[str, str]) -> list[Chart]:
             y=drawn.row,
             width=0.78,
             name=name,
-            marker={"color": colours[name], "line": {"width": 0}},
+            marker={"color": colors[name], "line": {"width": 0}},
             text=[name] * len(drawn.start),
             textposition="inside",
             textangle=0,  # text that does not fit into a bar is omitted rather than rotated

@@ -14,7 +14,7 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from slimx.errors import SlimxError
-from slimx.extras.watch.report.charts import Chart, PhaseColours
+from slimx.extras.watch.report.charts import Chart, PhaseColors
 from slimx.extras.watch.report.curves import curves
 from slimx.extras.watch.report.phase_charts import phase_charts
 from slimx.observability.tracking.metrics import StepRecord
@@ -71,7 +71,7 @@ class _Writer:
     """Converter of charts to values for the page's template, with the state that all sections of the page share."""
 
     written: int = 0
-    colours: PhaseColours = field(default_factory=PhaseColours)
+    colors: PhaseColors = field(default_factory=PhaseColors)
 
     def card(self, chart: Chart) -> dict[str, Any]:
         self.written += 1
@@ -105,7 +105,7 @@ def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
     elif "metrics.jsonl" not in run.missing:
         run.problems.append("metrics.jsonl contains no step")
     if run.phases:
-        charts = phase_charts(run.phases, points=min(points, 300), colours=figures.colours)
+        charts = phase_charts(run.phases, points=min(points, 300), colors=figures.colors)
         blocks.append({"title": "Time by phase", "charts": [figures.card(chart) for chart in charts], "notes": []})
     elif "timeline.jsonl" not in run.missing:
         run.problems.append("timeline.jsonl contains no phase")

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from slimx.extras.recurrent.numerics.delta_rule import causal_convolution, gated_delta_rule, l2norm
-from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
+from slimx.numerics.norm import rms_norm, zero_centered_rms_norm
 
 GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate.rms_norm_gated"
 GATED_LAYER_NORM = "sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn"
@@ -184,8 +184,8 @@ def norm_heads(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes zero-centered RMSNorms over each head of `q` and `k`, both [T, heads * head_dim]; returns them as [T *
     heads, head_dim]."""
-    normed_q = zero_centred_rms_norm(q.reshape(-1, head_dim), q_weight, eps)
-    normed_k = zero_centred_rms_norm(k.reshape(-1, head_dim), k_weight, eps)
+    normed_q = zero_centered_rms_norm(q.reshape(-1, head_dim), q_weight, eps)
+    normed_k = zero_centered_rms_norm(k.reshape(-1, head_dim), k_weight, eps)
     return normed_q, normed_k
 
 

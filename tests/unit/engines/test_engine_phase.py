@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from slimx.engines.fleet.handle import MemberState
-from slimx.engines.outage import EnginesTurn
+from slimx.engines.outage import EnginePhase
 from tests.unit.engines.recovery_stand import Stand, gone
 from tests.virtual_time import virtually
 
@@ -14,20 +14,20 @@ LIMIT_S = 300.0
 
 
 @virtually
-async def test_an_engine_lost_in_the_trainers_turn_starts_in_its_own():
+async def test_an_engine_lost_while_trainers_run_starts_in_the_engine_phase():
     async with Stand(outage_deadline=0.02) as stand:
-        await stand.members.turn.end()
+        await stand.members.engine_phase.end()
         for engine in stand.engines:
             await stand.members.quarantine(engine, gone(engine.name))
         await stand.until(lambda: stand.log.count("stop http://e0/0") == stand.log.count("stop http://e1/0") == 1)
         await asyncio.sleep(0.1)  # many times the patience with an outage, which the trainers' turn does not count in
         assert not [line for line in stand.log if line.startswith("start")] and stand.members.failure() is None
-        stand.members.turn.begin()
+        stand.members.engine_phase.begin()
         await stand.until(lambda: all(engine.state is MemberState.JOINING for engine in stand.engines))
         assert stand.members.failure() is None
 
 
-async def test_the_trainers_turn_waits_for_starting_and_ending_engines():
+async def test_the_end_of_the_engine_phase_waits_for_starts_and_stops():
     async with Stand() as stand:
         stopping, starting, begun = asyncio.Event(), asyncio.Event(), asyncio.Event()
         stop, start = stand.engines[0].stop, stand.engines[0].start
@@ -43,16 +43,16 @@ async def test_the_trainers_turn_waits_for_starting_and_ending_engines():
 
         stand.engines[0].stop, stand.engines[0].start = slow_stop, slow_start
         await stand.members.quarantine(stand.engines[0], gone())
-        turn = asyncio.create_task(stand.members.turn.end())
+        turn = asyncio.create_task(stand.members.engine_phase.end())
         await asyncio.sleep(0.02)
         assert not turn.done(), "the lost engine still holds its memory"
         stopping.set()
         await asyncio.wait_for(turn, LIMIT_S)
         assert stand.engines[0].state is MemberState.OUT
 
-        stand.members.turn.begin()
+        stand.members.engine_phase.begin()
         await asyncio.wait_for(begun.wait(), LIMIT_S)
-        turn = asyncio.create_task(stand.members.turn.end())
+        turn = asyncio.create_task(stand.members.engine_phase.end())
         await asyncio.sleep(0.02)
         assert not turn.done()
         starting.set()
@@ -60,7 +60,7 @@ async def test_the_trainers_turn_waits_for_starting_and_ending_engines():
         assert stand.engines[0].state is MemberState.JOINING, "it runs, and can be put to sleep"
 
 
-async def test_the_turn_is_the_engines_where_nobody_ends_it():
-    turn = EnginesTurn()
-    async with asyncio.timeout(LIMIT_S), turn.starting(), turn.ending():
-        assert turn.theirs
+async def test_engines_may_always_start_if_nobody_ends_their_phase():
+    phase = EnginePhase()
+    async with asyncio.timeout(LIMIT_S), phase.starting(), phase.stopping():
+        assert phase.active
