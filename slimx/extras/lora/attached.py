@@ -61,8 +61,8 @@ class MergingBuffer(DerivedTensors):
 
     @torch.no_grad()
     def make(self, bucket: int, moves: np.ndarray) -> None:
-        """Computes the merged weights that are read by `moves`, some of the moves of `bucket`, and overwrites those of
-        the previous bucket."""
+        """Computes the merged weights that `moves` read (some of the copies that the plan makes into `bucket`), and
+        overwrites the merged weights of the previous bucket."""
         places = self.places(bucket)
         for name in self._names(moves):
             places[name].copy_(self._merging[name]())
@@ -79,7 +79,8 @@ class MergingBuffer(DerivedTensors):
 
 
 class AttachedAdapters(AttachedForm):
-    """Weight form of a trainer rank whose weights are frozen and have adapters."""
+    """Weight form of a trainer rank with frozen weights and adapters: determines which tensors the rank publishes and
+    exports, merged weights or the matrices A and B."""
 
     keeps_base: ClassVar[bool] = True
 

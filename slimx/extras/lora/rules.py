@@ -181,8 +181,7 @@ def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Prob
 
 @rule("lora.alone_transport", "publish.transport")
 def brings_adapters(publish: Publish, device: str) -> Problems:
-    """Checks that the transport, or the one chosen for `device` if `publish.transport` is auto, can publish adapters
-    alone."""
+    """Checks that the transport of weights, including one that slimx chose for `device`, can publish adapters alone."""
     if publish.adapters == "alone" and publish.transport != "memory":
         yield (
             "publish.adapters=alone requires publish.transport=memory, on one machine: set publish.transport "

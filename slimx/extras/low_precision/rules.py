@@ -200,8 +200,8 @@ def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
 
 @rule("publish.int4", "publish.quantize")
 def takes_codes(publish: Publish, numerics: Numerics, rollout: Rollout) -> Problems:
-    """Refuses engines that rearrange codes. Engines must store codes in rows, as checkpoints do, and only SGLang's
-    Triton kernel uses this order."""
+    """Refuses settings with which engines cannot receive INT4 codes, such as expert kernels that rearrange them.
+    Engines must store codes in rows, as checkpoints do, and only SGLang's Triton kernel uses this order."""
     if publish.quantize != "int4":
         return
     codes = "publish.quantize=int4"

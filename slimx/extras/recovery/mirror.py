@@ -106,7 +106,7 @@ class Mirror:
 
     def _send(self, store: Any, step: int, data: np.ndarray) -> None:
         """Sends the state after `step` steps to `store`, in a background thread. Failures are printed rather than
-        raised, because the driver queries only the store for the states that are complete."""
+        raised, because the driver asks only the store which states are complete."""
         try:
             self._ask(store.begin.remote(step, self.rank, len(data)))
             for start in range(0, len(data), CHUNK):

@@ -47,8 +47,8 @@ def equal(answer: str | None, right: Any) -> bool:
 
 
 def grade(solution: str, right: Any) -> bool:
-    """Returns True if the boxed value of a solution is correct; the reference `right` may be boxed, too
-    (`grade_answer_verl`)."""
+    """Implements `grade_answer_verl`: returns True if the boxed value of a solution is correct. The reference `right`
+    may be boxed, too."""
     return equal(last_box(solution), last_box(str(right)) or right)
 
 

@@ -36,7 +36,7 @@ FORMS = {
 
 def load(key: str, path: str, kind: str) -> Callable[..., Any]:
     """Returns the function at the dotted path `path`, the value of the configuration key `key` without its prefix.
-    `kind`: key of `FORMS`.
+    `kind`: kind of slime hook, a key of `FORMS` such as "generate" or "reward".
 
     Raises SlimxError if the function needs a part of slime that slimx does not provide, naming that part, or if its
     signature does not match `kind`."""

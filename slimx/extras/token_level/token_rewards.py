@@ -1,6 +1,6 @@
 """Advantages from per-token rewards: those of PPO with a critic's values, those of REINFORCE++ without.
 
-All tensors are [B, L], one row per trajectory; `mask` is True at positions whose label was sampled and is trained.
+All tensors are [B, L], one row per trajectory; `mask` is True at positions whose label was sampled and is trained on.
 Positions are aligned as in `slimx.data.batch`: position t has read token t and predicts token t + 1, so the value at t
 is that of the state before the prediction. Other positions, such as those of a tool's response, may be between trained
 ones. Because the policy does not act there, the estimator treats consecutive trained positions as adjacent.

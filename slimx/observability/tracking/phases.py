@@ -101,8 +101,9 @@ def _end(phase: Phase) -> float:
 class Timeline:
     """Times phases with a monotonic clock. May be used from several threads and asyncio tasks at the same time.
 
-    A phase is written when it ends, even by an exception. `resume_step`: see JsonlFile. If the file cannot be written
-    any more, the run continues: the first failure is reported, `close` returns the number of failures, and `take` stays
+    A phase is written when it ends, even by an exception. `resume_step`: first step of a resumed run, which writes the
+    phases of this and later steps again (see `JsonlFile`); None for a new run. If the file cannot be written any more,
+    the run continues: the first failure is reported, `close` returns the number of failures, and `take` stays
     correct."""
 
     def __init__(
