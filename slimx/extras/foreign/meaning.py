@@ -21,7 +21,7 @@ class Meaning:
     """Key of slimx; "" if there is none. `*` stands for an entry of a list, `{}` for the part of the foreign name that
     `*` matched."""
     values: Mapping[str, str | Meaning] = field(default_factory=dict)
-    """Foreign value in lower case -> value of `key`, or another Meaning if `key` has no such value (`translate`)."""
+    """Foreign value in lower case -> value of `key`, or another Meaning if `key` has no such value."""
     closed: bool = False
     """True if `values` lists every valid foreign value."""
     prefix: str = ""

@@ -79,7 +79,7 @@ class Nodes:
         """Creates the actors without starting processes.
 
         `places`: placements of all nodes other than the first. `deadline_s`: deadline in seconds of one call to the
-        transport's receivers. The other arguments are those of `NodeActor`."""
+        transport's receivers. The other arguments are passed to each `NodeActor`."""
         self.name = spec.name
         self.deadline_s = deadline_s
         cpus = spec.threads * spec.sizes.world / (len(places) + 1)

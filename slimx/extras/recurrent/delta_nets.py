@@ -1,4 +1,4 @@
-"""Kind of decoder layers with gated delta nets (Yang et al., 2412.06464) in some layers and attention in the others."""
+"""Properties of decoders with gated delta nets (Yang et al., 2412.06464) in some layers and attention in the others."""
 
 from __future__ import annotations
 
@@ -177,5 +177,5 @@ class DeltaNets(LayerKind):
 
 
 def layer_kind(hf: HfConfig) -> LayerKind:
-    """Returns the kind of decoder layers that the families Qwen3-Next and Qwen3.5 have."""
+    """Returns the properties that the decoders of Qwen3-Next and Qwen3.5 have in common."""
     return DeltaNets()

@@ -1,4 +1,4 @@
-"""Kind of decoder layers of hybrid models: each layer is Mamba-2 (Dao and Gu, 2405.21060), attention, an MLP or
+"""Properties of hybrid decoders, in which each layer is Mamba-2 (Dao and Gu, 2405.21060), attention, an MLP or
 experts."""
 
 from __future__ import annotations

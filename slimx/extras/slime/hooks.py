@@ -171,8 +171,8 @@ class GenerateHook:
 
 @dataclass(frozen=True)
 class RewardHook:
-    """slimx reward hook that calls a slime reward, in a thread or a process, with one sample per call unless `group` is
-    True."""
+    """slimx reward hook that calls a slime reward function, in a thread or a process, with one sample per call unless
+    `group` is True."""
 
     function: Callable[..., Any]
     path: str

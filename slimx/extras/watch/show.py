@@ -20,7 +20,7 @@ Json = dict[str, Any]
 def group_values(
     group: Group, version: int | None, decode: Decode, trained: Mapping[str, TrainedTokens], *, tokens: bool
 ) -> Json:
-    """Returns {id, prompt: see `prompt_values`, reward: mean or None, baseline, trajectories}.
+    """Returns {id, prompt: result of `prompt_values`, reward: mean or None, baseline, trajectories}.
 
     `version`: weight version of the trainers, relative to which staleness is counted. `trained`: values that training
     computed, by trajectory id. `tokens`: True to include a list of every token."""

@@ -176,7 +176,7 @@ def _restarts(part: dict[str, Any]) -> list[str]:
 
 
 def _last_line(file: Path) -> dict[str, Any]:
-    """Returns the last complete line of a file of JSON lines; {} without one. Reads at most 256 KiB."""
+    """Returns the last complete line of a file of JSON lines; {} if there is none. Reads at most 256 KiB."""
     last = last_lines(file, 2**18)[-1:]
     if not last or not last[0].strip():
         return {}

@@ -87,8 +87,8 @@ class StepRecord:
             )
 
     def to_json(self) -> Json:
-        """Returns the record as a JSON object without NaN and infinities, in the format that the docstring of the class
-        shows."""
+        """Returns the record as a JSON object without NaN and infinities: such values are null in `metrics` and text in
+        `nonfinite`."""
         metrics: dict[str, float | None] = dict(self.metrics)
         nonfinite = {}
         for key, value in self.metrics.items():

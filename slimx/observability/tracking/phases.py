@@ -87,8 +87,8 @@ def _place_track(phases: list[Phase]) -> list[Placed]:
 
 
 def _fits(phase: Phase, open_phases: list[Placed]) -> bool:
-    """Removes the phases that end before `phase` starts from `open_phases`, the unfinished phases of a lane. Returns
-    True if the remaining phases contain `phase` completely."""
+    """Removes from `open_phases`, the unfinished phases of a lane, those that end before `phase` starts. Returns True
+    if the remaining phases contain `phase` completely."""
     while open_phases and _end(open_phases[-1].phase) <= phase.start + TOLERANCE_SECONDS:
         open_phases.pop()
     return not open_phases or _end(phase) <= _end(open_phases[-1].phase) + TOLERANCE_SECONDS

@@ -155,8 +155,8 @@ def transformer_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def layer_kind(hf: HfConfig) -> LayerKind:
-    """Returns the model's decoder layers as `HybridLayers`, which has the layer pattern: one character per layer, such
-    as "MEM*E"."""
+    """Returns the properties of the model's decoder, including its layer pattern with one character per layer, such as
+    "MEM*E"."""
     return HybridLayers(_pattern(hf))
 
 

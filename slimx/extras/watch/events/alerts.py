@@ -1,4 +1,4 @@
-"""Turns incidents of a run into events, and sends them to its webhook."""
+"""Turns incidents of a run into events, and sends the events to the run's webhook."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def open_alerts(config: Config, note: Callable[[str], None]) -> Iterator[Alerts]
 
 
 def without_signal(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Returns a sentence for each policy that has had no training signal for `AFTER` or more steps, by the prefix of
-    the policy's metrics. `metrics`: metrics of the last step."""
+    """Returns prefix of a policy's metrics -> sentence, for each policy that has had no training signal for `AFTER` or
+    more steps. `metrics`: metrics of the last step."""
     out = {}
     for key, steps in metrics.items():
         if not key.endswith(STEPS_WITHOUT_SIGNAL) or (steps or 0) < AFTER:
