@@ -38,7 +38,7 @@ POLL_S = 0.2
 ORPHAN_GRACE_S = 5.0
 """Seconds for which the command may shut down after its owner died, before it is killed."""
 LOOK_S = 2.0
-"""Seconds between two checks for shared memory and for stopped processes."""
+"""Seconds between two checks of the process tree for newly mapped shared memory and for stopped processes."""
 NOT_STARTED = 127
 """Exit status of the guard if its command cannot be started; a shell uses the same."""
 KILL_WAIT_S = 10.0
@@ -167,8 +167,8 @@ def adopt_orphans() -> None:
 
 
 def kill_descendants(pid: int) -> None:
-    """Sends SIGKILL to all descendants of the process `pid` until none is left, because a process may fork while it is
-    being killed. Raises DeadlineError after `KILL_WAIT_S`."""
+    """Sends SIGKILL to all descendants of the process `pid` repeatedly until none is left, because a process may fork
+    while it is being killed. Raises DeadlineError if some are left after `KILL_WAIT_S`."""
     deadline = time.monotonic() + KILL_WAIT_S
     while time.monotonic() < deadline:
         try:

@@ -24,7 +24,7 @@ USUAL = Path("/usr/local/cuda")
 WHEEL = "nvidia/cu13"
 """Directory in site-packages into which the CUDA wheels of the lock file install their files."""
 RUNTIME = "lib64/libcudart.so"
-"""Library that kernels of SGLang and flashinfer are linked with, relative to the toolkit's directory."""
+"""Path of the library that kernels of SGLang and flashinfer are linked with, relative to the toolkit's directory."""
 PROGRAM = "#include <cuda_runtime.h>\n__global__ void one(int* x) { *x = 1; }\nvoid run(int* x) { one<<<1, 1>>>(x); }\n"
 
 

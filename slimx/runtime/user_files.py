@@ -13,8 +13,8 @@ from slimx.errors import SlimxError
 SOCKET_BYTES = 107
 """Maximum length of a Unix socket's path, in bytes."""
 SOCKET_NAME_BYTES = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.00")
-"""Length in bytes of the longest socket path that a run creates below the private directory: that of a socket of
-Ray."""
+"""Length in bytes of the longest socket path that a run creates in the private directory, relative to that directory;
+the socket is one of Ray's."""
 
 
 def private_directory() -> Path:

@@ -28,7 +28,8 @@ class Known:
     hub: str
     """Location on the Hub, hf://OWNER/NAME/SUBSET/SPLIT."""
     convert: Callable[[Row, str, int], Json]
-    """Function of a row, its location for error messages, and a seed. It returns the fields of a prompt."""
+    """Function that converts a row to the fields of a prompt. Its other arguments are the row's location, for error
+    messages, and a seed."""
     reward: str
     """Name or dotted path of a reward function that suits the data set's answers."""
 

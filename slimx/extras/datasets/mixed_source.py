@@ -17,9 +17,9 @@ class MixedSource:
     """Endless stream of prompts from several sources. The source of each prompt is drawn by weight, with random numbers
     that depend only on the seed and the prompt's index.
 
-    Each source yields its prompts as a `PromptSource` does. Weights that change with the step depend on the number of
-    prompts taken so far, with `per_step` prompts per step, so timing has no influence. Each dropped group consumes one
-    additional prompt.
+    Each source yields its prompts as a `PromptSource` does. If weights change with the step, the step is computed from
+    the number of prompts drawn so far, `per_step` per step, so timing has no influence. A dropped group counts too,
+    because it is replaced with a group of a further prompt.
     """
 
     def __init__(self, sets: Sequence[PromptSet], prompts: Mapping[str, Sequence[Prompt]], seed: int, per_step: int):

@@ -32,7 +32,8 @@ def engine_table(
 
 def draft_rows(hf: HfConfig, *, fused_shared_experts: bool = False) -> tuple[Row, ...]:
     """Returns the weight-table rows of the multi-token prediction layer in SGLang's draft model
-    (`sglang.srt.models.deepseek_nextn`). `fused_shared_experts`: as in `engine_table`."""
+    (`sglang.srt.models.deepseek_nextn`). `fused_shared_experts`: True if SGLang stores the shared expert after the
+    routed ones in the same parameters."""
     return engine_draft_rows(hf, partial(_attention, hf), fused=fused_shared_experts)
 
 

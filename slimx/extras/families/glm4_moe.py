@@ -56,7 +56,8 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
 
 def draft_rows(hf: HfConfig, *, fused_shared_experts: bool = False) -> tuple[Row, ...]:
     """Returns the weight-table rows of the multi-token prediction layer in SGLang's draft model
-    (`sglang.srt.models.glm4_moe_nextn`). `fused_shared_experts`: as in `engine_table`."""
+    (`sglang.srt.models.glm4_moe_nextn`). `fused_shared_experts`: True if SGLang stores the shared expert after the
+    routed ones in the same parameters."""
     attention = partial(engine_rows.attention, sizes=_attention(hf))
     return engine_draft_rows(hf, attention, fused=fused_shared_experts, gate_dtype="float32")
 

@@ -14,7 +14,7 @@ from slimx.models.fields import HfConfig
 
 ARCHITECTURE = "Glm4MoeLiteForCausalLM"
 FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM = True
-"""True, as for GLM-4.5 (`slimx.extras.families.glm4_moe`)."""
+"""True, because SGLang 0.5.23 fuses the shared expert only on GPUs without expert parallelism, as for GLM-4.5."""
 
 
 def unsupported(hf: HfConfig) -> str | None:

@@ -59,7 +59,7 @@ def table_with_prediction(
 
 def _rows(hf: HfConfig, layer: Layer, attention: Callable[[Layer], tuple[Row, ...]]) -> tuple[Row, ...]:
     """Returns the weight-table rows of a multi-token prediction layer: norms and projection of embedding and hidden
-    state, a decoder layer, and the final norm. `attention`: as in `table_with_prediction`."""
+    state, a decoder layer, and the final norm. `attention`: function that returns the rows of a layer's attention."""
     hidden = hf["hidden_size"]
     inside = Layer(layer.prefix + "mtp_model_layer.", layer.source_prefix, stage=layer.stage)
     return (

@@ -29,8 +29,8 @@ def moe_fields(hf: HfConfig) -> Json:
 
 
 def router_fields(hf: HfConfig) -> Json:
-    """Returns the fields of megatron-core's TransformerConfig for routed experts and their router (see `moe_fields` for
-    shared experts)."""
+    """Returns the fields of megatron-core's TransformerConfig for routed experts and their router, without those for
+    shared experts, which `moe_fields` adds."""
     return {
         "num_moe_experts": hf["n_routed_experts"],
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
@@ -85,7 +85,8 @@ def engine_draft_rows(
 ) -> tuple[Row, ...]:
     """Returns the weight-table rows of a multi-token prediction layer with DeepSeek-V3's sigmoid router in SGLang's
     draft model, which shares the target model's embedding and output layer. `attention`: function that returns the rows
-    of a layer's attention; `fused`, `gate_dtype`: as in `engine_moe_table`."""
+    of a layer's attention; `fused`: True if SGLang stores the shared expert after the routed ones in the same
+    parameters; `gate_dtype`: dtype of the router's weight; None: the model's dtype."""
     layer = Layer(f"{DRAFT}model.", engine_rows.LAYER, stage="mtp")
     inside = Layer(f"{layer.prefix}decoder.", layer.source_prefix, stage=layer.stage)
     hidden = hf["hidden_size"]

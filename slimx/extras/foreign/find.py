@@ -79,14 +79,14 @@ def of_flag(name: str, value: str) -> Meaning | None:
 
 
 def of_word(key: str, word: str) -> str | Meaning | None:
-    """Returns the valid value of slimx's `key` that users write as `word`, which is in lower case, or a meaning that
-    explains why there is none; None if the word is unknown."""
+    """Returns the valid value of slimx's `key` for `word`, a value in lower case as users write it, or a meaning that
+    explains why there is none. Returns None if the word is unknown."""
     return VALUES.get(key, {}).get(word)
 
 
 def meaning(tables: Sequence[Table], name: str, value: str) -> Meaning | None:
-    """Returns the meaning of `name` in the first of `tables` in which `value` is valid for it, otherwise in the first
-    that contains the name; None if no table contains it."""
+    """Returns the meaning of `name` from the first of `tables` that accepts `value` for it. If none does, returns the
+    meaning from the first table that contains the name; None if no table contains it."""
     name = name.lower().replace("-", "_")
     first = None
     for table in tables:
@@ -98,8 +98,8 @@ def meaning(tables: Sequence[Table], name: str, value: str) -> Meaning | None:
 
 
 def _entry(table: Table, name: str) -> Meaning | None:
-    """Returns the entry for `name` in `table`: the exact one, or the one with the longest prefix ending in `*` that
-    matches the name."""
+    """Returns the entry for `name` in `table`: the entry of exactly this name, otherwise the one whose pattern (a
+    prefix followed by `*`) matches the name with the longest prefix; None if there is none."""
     entry = table.get(name)
     if entry is not None:
         return _as_meaning(entry)

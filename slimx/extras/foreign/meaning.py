@@ -21,7 +21,7 @@ class Meaning:
     """Key of slimx; "" if there is none. `*` stands for an entry of a list, `{}` for the part of the foreign name that
     `*` matched."""
     values: Mapping[str, str | Meaning] = field(default_factory=dict)
-    """Values in slimx, or other meanings, by the foreign value in lower case."""
+    """Foreign value in lower case -> value of `key`, or another Meaning if `key` has no such value."""
     closed: bool = False
     """True if `values` lists every valid foreign value."""
     prefix: str = ""
@@ -31,8 +31,8 @@ class Meaning:
     sets: Mapping[str, str] = field(default_factory=dict)
 
     def translate(self, value: str) -> str | Meaning | None:
-        """Returns the value in slimx that corresponds to the foreign `value`, or another meaning; None if `value` is
-        invalid."""
+        """Returns the value in slimx that corresponds to the foreign `value`; another Meaning if `key` has no such
+        value, for example because the foreign value sets other keys or is not supported; None if `value` is invalid."""
         translated = self.values.get(value.lower())
         if translated is not None:
             return translated

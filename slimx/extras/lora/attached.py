@@ -61,8 +61,8 @@ class MergingBuffer(DerivedTensors):
 
     @torch.no_grad()
     def make(self, bucket: int, moves: np.ndarray) -> None:
-        """Computes the merged weights that are read by `moves`, some of the moves of `bucket`, and overwrites those of
-        the previous bucket."""
+        """Computes the merged weights that `moves` read, and overwrites those of the previous bucket. `moves`: some of
+        the copies into `bucket` that the plan contains."""
         places = self.places(bucket)
         for name in self._names(moves):
             places[name].copy_(self._merging[name]())
@@ -79,13 +79,14 @@ class MergingBuffer(DerivedTensors):
 
 
 class AttachedAdapters(AttachedForm):
-    """Weight form of a trainer rank whose weights are frozen and have adapters."""
+    """Weight form of a trainer rank with frozen weights and adapters: determines which tensors the rank publishes and
+    exports, merged weights or the matrices A and B."""
 
     keeps_base: ClassVar[bool] = True
 
     def __init__(self, adapters: Mapping[str, Adapter], *, alone: bool):
-        """Stores `adapters`, weight name -> adapter. `alone`: True if engines receive the matrices A and B alone
-        instead of merged weights (`publish.adapters`)."""
+        """Stores `adapters`, weight name -> adapter. `alone`: True if engines receive only the matrices A and B, not
+        merged weights (`publish.adapters`)."""
         self.adapters = adapters
         self._alone = alone
         self.merging = {name: adapter.merged for name, adapter in adapters.items()}

@@ -32,8 +32,8 @@ HEALTH_CHECK = "HEALTH_CHECK"
 
 @dataclass(frozen=True, slots=True)
 class ServedLora(ServedForm):
-    """Weight form of a server with unmerged adapters: one slot per policy, all with the same rank and for the same
-    modules."""
+    """Form of the weights in a server with unmerged adapters: the base weights, and one slot per policy for its
+    adapters. All adapters have the same rank and belong to the same modules."""
 
     alphas: dict[str, float]
     """Policy -> alpha of its adapters. In SGLang the adapters have the policy's name. If there is only one policy,

@@ -34,9 +34,9 @@ TENSORS = "adapter_model.safetensors"
 STACKED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 """Projection of an expert -> the stacked parameter of transformers that contains it."""
 PARAMETERS = (".gate", ".gate_proj", ".up_proj", ".down_proj")
-"""Endings of the names of modules that PEFT, in a model with experts, adapts only as parameters: a router is not a
-linear module, and the other names in `target_modules` mean experts (peft 0.21.2,
-utils/transformers_weight_conversion.py)."""
+"""Endings of the names of modules whose weights PEFT adapts only as parameters (`target_parameters`) in a model with
+experts: a router is not a linear module, and PEFT interprets the other names in `target_modules` as experts (peft
+0.21.2, utils/transformers_weight_conversion.py)."""
 WRAPPED = {"gate_up_proj": ".base_layer", "down_proj": ""}
 """Stacked parameter -> ending of the name of PEFT's module that contains its adapter."""
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -126,7 +126,7 @@ class PeftAdapters:
                 )
 
     def matrices(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns A [n r, columns] and B [rows, n r] for the rows and columns that `part` has of a weight.
+        """Returns A [n r, columns] and B [rows, n r] for the rows and columns of a weight that `part` contains.
 
         n: number of different matrices A of the modules that share the weight; r: rank in the directory."""
         rows, cols = matrix(part.shape)
@@ -146,8 +146,8 @@ class PeftAdapters:
         return a, b
 
     def _stacked(self, part: Part) -> list[list[int]]:
-        """Returns the indices of the sources of `part` that have adapters; sources with the same matrix A are in one
-        list."""
+        """Returns the indices of those checkpoint tensors in `part.sources` that have adapters. Tensors with the same
+        matrix A are in one list."""
         out: list[list[int]] = []
         for index, source in enumerate(part.sources):
             module, _ = self._module(source)
@@ -163,8 +163,8 @@ class PeftAdapters:
         return out
 
     def _pair(self, part: Part, source: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns A and B of the module, or of one expert's projection, whose weight is the source of `part` with index
-        `source`."""
+        """Returns A and B of the module, or of one expert's projection, whose weight is the checkpoint tensor
+        `part.sources[source]`."""
         name, expert = self._module(part.sources[source])
         a = self._tensor(name, "A")
         b = self._tensor(name, "B")

@@ -47,12 +47,13 @@ UNPROVEN = {
         "rollout.engines.sglang.torchao_config",
     ),
 }
-"""Setting -> keys that were never tried together with this setting (`slimx.rules.unproven.UNPROVEN`)."""
+"""Setting -> keys that have not been tested together with this setting (`slimx.rules.unproven.UNPROVEN`)."""
 ARCHITECTURES = {
     "trainer.lora": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
     "publish.adapters=alone": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM"),
 }
-"""Setting -> model architectures with which the setting was tried (`slimx.rules.unproven.other_architectures`)."""
+"""Setting -> the only model architectures with which the setting has been tested
+(`slimx.rules.unproven.other_architectures`)."""
 
 
 @rule("unproven", "trainer.lora", facts=sections_in(UNPROVEN))
@@ -67,8 +68,8 @@ def unproven_architecture(trainer: Trainer, publish: Publish, spec: ModelSpec) -
 
 @rule("policies.engines_of", "policies")
 def shares_a_base(configs: Mapping[str, Config]) -> Problems:
-    """Checks that policies whose responses the actor's engines generate have the actor's base weights, and adapters of
-    the same shape."""
+    """Checks that policies served by the actor's engines have the same base weights as the actor, and adapters of the
+    same shape."""
     actor = configs[ACTOR]
     adapters = actor.trainer.lora
     for name in actor.served_by_actor:
@@ -181,8 +182,7 @@ def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Prob
 
 @rule("lora.alone_transport", "publish.transport")
 def brings_adapters(publish: Publish, device: str) -> Problems:
-    """Checks that the transport, or the one chosen for `device` if `publish.transport` is auto, can publish adapters
-    alone."""
+    """Checks that the transport of weights, including one that slimx chose for `device`, can publish adapters alone."""
     if publish.adapters == "alone" and publish.transport != "memory":
         yield (
             "publish.adapters=alone requires publish.transport=memory, on one machine; set publish.transport "

@@ -59,11 +59,12 @@ def peft_name(source: str, letter: Literal["A", "B"]) -> str:
 
 
 def adapter_parts(weights: Iterable[Part], targets: Collection[str] | None, rank: int) -> list[Part]:
-    """Returns the parts A [rank, in] and B [out, rank] of the adapters of those of `weights` that belong to `targets`.
+    """Returns a `Part` for each matrix A [rank, in] and B [out, rank] of the adapters of those `weights` that belong to
+    `targets`.
 
-    The sources of these parts have PEFT's names. Modules that share a weight (such as q, k and v) share its matrix A,
-    which is named after the first of these modules. A is split like the weight's columns and B like its rows. Trainer
-    ranks with the same rows and columns are in the same part."""
+    The sources have PEFT's names. Modules that share a weight (such as q, k and v) share its matrix A, which is named
+    after the first of these modules. A is split like the weight's columns and B like its rows. Trainer ranks that store
+    the same rows and columns of a matrix share one `Part`."""
     adapters: dict[tuple[str, tuple[str, ...], tuple[Rect, ...]], Part] = {}
     for part in weights:
         if part.copy or not adapts(targets, part.name):
@@ -86,8 +87,8 @@ def adapter_parts(weights: Iterable[Part], targets: Collection[str] | None, rank
 
 
 def adapter_targets(table: Table, targets: Collection[str] | None, rank: int) -> Iterator[Part]:
-    """Yields the parts A and B of every module that `targets` select, unsplit and with PEFT's names. If several modules
-    share a matrix A, each gets a copy of it."""
+    """Yields a `Part` for each unsplit matrix A and B, with PEFT's name, of every module that belongs to one of
+    `targets`. If several modules share a matrix A, each gets a copy of it."""
     for entry in table.entries():
         if not adapts(targets, entry.row.name):
             continue

@@ -48,10 +48,11 @@ UNPROVEN = {
     ),
     "publish.quantize=int4": ("rollout.engines.sglang.speculative_algorithm (layers of multi-token prediction)",),
 }
-"""Feature -> configuration keys that were never tested with the feature, as in `slimx.rules.unproven.UNPROVEN`."""
+"""Feature -> configuration keys that have not been tested with the feature, in the format of
+`slimx.rules.unproven.UNPROVEN`."""
 ARCHITECTURES = {"trainer.fp8": ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")}
-"""Feature -> the only model architectures with which the feature was tested, as in
-`slimx.rules.unproven.other_architectures`."""
+"""Feature -> the only model architectures with which the feature has been tested
+(`slimx.rules.unproven.other_architectures`)."""
 ON = {"blockwise": ("h100", "h200"), "mxfp8": ("gb300",)}
 """Recipe of `trainer.fp8` -> the values of `cluster.gpu` whose tensor cores support its blocks. Blackwell GPUs compute
 128-wide blocks as MXFP8, which would need scales that are powers of two."""
@@ -200,8 +201,8 @@ def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
 
 @rule("publish.int4", "publish.quantize")
 def takes_codes(publish: Publish, numerics: Numerics, rollout: Rollout) -> Problems:
-    """Refuses engines that rearrange codes. Engines must store codes in rows, as checkpoints do, and only SGLang's
-    Triton kernel uses this order."""
+    """Refuses settings with which engines cannot receive INT4 codes, such as expert kernels that rearrange them.
+    Engines must store codes in rows, as checkpoints do, and only SGLang's Triton kernel uses this order."""
     if publish.quantize != "int4":
         return
     codes = "publish.quantize=int4"
@@ -271,7 +272,7 @@ def starts_in_plain_values(rollout: Rollout, spec: ModelSpec) -> Problems:
 @rule("engines.fp8_model", "rollout.engines.model")
 def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
     """Refuses engines that start from bf16 weights but get fp8 publications, because the engines' parameters cannot
-    store fp8. Directories that do not exist yet are not checked."""
+    store fp8. Model directories that do not exist yet are not checked."""
     if not publish.in_fp8:
         return
     for group, directory, quantization in _origins(rollout, spec):
@@ -286,7 +287,7 @@ def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Proble
 @rule("engines.int4_model", "rollout.engines.model")
 def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
     """Refuses engines that start from INT4 weights but get unquantized or fp8 publications, or the reverse, because the
-    parameters' layouts differ. Directories that do not exist yet are not checked."""
+    parameters' layouts differ. Model directories that do not exist yet are not checked."""
     published = publish.quantize == "int4"
     for group, directory, quantization in _origins(rollout, spec):
         starts = quantization.get("quant_method") == "compressed-tensors"

@@ -72,8 +72,8 @@ class Fp8(Rounding):
 
 class Int4Experts(Rounding):
     """Rounding of the weights of routed experts to INT4 values (docs/numerics.md), repeated after every write to the
-    parameters (`trainer.qat`). The optimizer keeps the unrounded weights and updates them with the gradients with
-    respect to the rounded weights, unchanged (straight-through estimator)."""
+    parameters (`trainer.qat`). The optimizer keeps the unrounded weights and applies to them the gradients with respect
+    to the rounded weights (straight-through estimator)."""
 
     def prepare_weights(self, weights: Any) -> None:
         from slimx.extras.low_precision.int4 import rounded_parts

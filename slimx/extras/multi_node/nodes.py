@@ -79,7 +79,7 @@ class Nodes:
         """Creates the actors without starting processes.
 
         `places`: placements of all nodes other than the first. `deadline_s`: deadline in seconds of one call to the
-        transport's receivers. The other arguments are those of `NodeActor`."""
+        transport's receivers. The other arguments are passed to each `NodeActor`."""
         self.name = spec.name
         self.deadline_s = deadline_s
         cpus = spec.threads * spec.sizes.world / (len(places) + 1)
@@ -96,8 +96,8 @@ class Nodes:
         return len(self._actors)
 
     async def start(self, host: str, deadline_s: float) -> NodeShare:
-        """Starts the server's processes on these nodes. Returns the `NodeShare` with which the first node, whose
-        address is `host`, starts its own part."""
+        """Starts the server's processes on these nodes. Returns the `NodeShare` of the first node, which then starts
+        its part of the server. `host`: address of the first node."""
         hosts = (host, *await self._call("address", deadline_s))
         rendezvous = address(host, free_port(host))
         first, *shares = [NodeShare(rank, len(hosts), rendezvous, hosts) for rank in range(len(hosts))]

@@ -124,8 +124,8 @@ class HostMoments(ExternalState):
                 torch.cuda.current_stream().synchronize()
 
     def _pieces(self, groups: list[list[torch.Tensor]]) -> Iterator[list[list[torch.Tensor]]]:
-        """Yields sets of parameters that the inner optimizer steps together, each as one list per parameter group:
-        first all whose moments stay on the device, then the others piece by piece."""
+        """Yields the sets of parameters that the inner optimizer updates in one call, each as one list per parameter
+        group: first all parameters whose moments stay on the device, then the remaining ones piece by piece."""
         on_device: list[list[torch.Tensor]] = [[] for _ in groups]
         for index, parameters in enumerate(groups):
             on_device[index] += [parameter for parameter in parameters if parameter not in self.moved]

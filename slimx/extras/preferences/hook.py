@@ -31,7 +31,7 @@ def check(prompts: Iterable[Prompt], *, tokenizer: "PreTrainedTokenizerBase") ->
 @checks_prompts(check)
 async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     """Returns, without sampling, the prompt followed by one of its two answers as the chat template renders it. All
-    tokens of the answer are trained. The reward is 1 for the chosen answer and 0 for the rejected one."""
+    tokens of the answer are trained on. The reward is 1 for the chosen answer and 0 for the rejected one."""
     check_pair(prompt)
     draft = ctx.draft(prompt)
     text = (prompt.answer or "") if ctx.index == 0 else prompt.metadata["rejected"]

@@ -16,8 +16,8 @@ from slimx.trainer.parallel import ParallelState
 
 
 class ScoreModel(ValueModel):
-    """Model with a score per token. Its head has no bias: only differences of scores are trained, so the gradient of a
-    bias would be only noise."""
+    """Model with a score per token. Its head has no bias: the loss depends only on differences of scores, so the
+    gradient of a bias would be only noise."""
 
     BIAS = False
 

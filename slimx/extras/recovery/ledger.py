@@ -20,10 +20,10 @@ a hundred times that in fp32."""
 
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
-    """Record of a trained step: the input of the trainers, and the metrics that they returned."""
+    """Record of a completed training step: the input of the trainers, and the metrics that they returned."""
 
     step: int
-    """Number of steps before this one."""
+    """Number of steps completed before this one."""
     version: int
     """Version of the engines' weights during the step."""
     updates: list[TrainBatch]
@@ -50,16 +50,15 @@ class Base:
 
 class Ledger:
     """Record, in the driver's memory, of the newest state from which trainers can start, and of the steps since then.
-    It contains at most the steps between two checkpoints, and those that are trained while the second one is
-    written."""
+    It contains at most the steps between two checkpoints, and those completed while the second one is written."""
 
     def __init__(self) -> None:
         self.base = Base()
         self.steps: dict[int, TrainedStep] = {}
-        """Trained steps, by the number of steps before each."""
+        """Completed training steps, by the number of steps before each."""
 
     def trained(self, step: TrainedStep) -> None:
-        """Records a step that the trainers have trained."""
+        """Records a training step that the trainers have completed."""
         self.steps[step.step] = step
 
     def rebase(self, base: Base) -> None:
@@ -74,8 +73,8 @@ class Ledger:
 
 
 def check_same(step: int, recorded: Mapping[str, float], again: Mapping[str, float]) -> None:
-    """Raises SlimxError naming the first metric of step `step` (counted from 1) whose values in `recorded` and in
-    `again`, the metrics of training the step again, differ in any bit. NaN equals NaN."""
+    """Raises SlimxError naming the first metric of step `step` (counted from 1) that differs in any bit between
+    `recorded`, the metrics when the step was first trained, and `again`, those of its repetition. NaN equals NaN."""
     for name in sorted({*recorded, *again}):
         before = recorded.get(name)
         now = again.get(name)
@@ -85,9 +84,10 @@ def check_same(step: int, recorded: Mapping[str, float], again: Mapping[str, flo
 
 
 def check_close(step: int, recorded: Mapping[str, float], again: Mapping[str, float]) -> None:
-    """Raises SlimxError naming a metric of step `step` (counted from 1) that differs by more than the order of
-    summation of fewer ranks can explain: the gradient norm or the loss differs by more than `CLOSE` times the gradient
-    norm (at least 1). `recorded` and `again`: see `check_same`."""
+    """Raises SlimxError naming a metric of step `step` (counted from 1) that changed too much when fewer ranks repeated
+    the step: the gradient norm or the loss differs by more than `CLOSE` times the recorded gradient norm (at least
+    `CLOSE`), which a changed order of summation cannot explain. `recorded`: metrics when the step was first trained;
+    `again`: metrics of its repetition."""
     bound = CLOSE * max(1.0, abs(recorded.get("optim/grad_norm", 1.0)))
     for name in ("optim/grad_norm", "loss/policy"):
         if name not in recorded:

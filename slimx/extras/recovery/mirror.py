@@ -31,7 +31,7 @@ from slimx.models.files.safe_pickle import safe_classes
 _ALIGNED = 64
 _MARK = "slimx tensor "
 _LENGTH = 8
-"""Size in bytes of the field with the skeleton's length."""
+"""Size in bytes of the field that stores the skeleton's length."""
 
 
 class Mirror:
@@ -47,8 +47,8 @@ class Mirror:
 
     def send(self, store: Any, step: int, state: dict[str, Any]) -> None:
         """Copies `state`, the state after `step` steps, and starts to send the copy to `store`. When this returns,
-        `state` may be changed; when the copy is complete, `store` reports so. Raises MirrorLost if the previous mirror
-        is still being sent."""
+        `state` may be changed; `store` reports when the copy is complete. Raises MirrorLost if the previous mirror is
+        still being sent."""
         if self._thread is not None:
             self._thread.join(self.deadline_s)
             if self._thread.is_alive():
@@ -107,7 +107,7 @@ class Mirror:
 
     def _send(self, store: Any, step: int, data: np.ndarray) -> None:
         """Sends the state after `step` steps to `store`, in a background thread. Failures are printed rather than
-        raised, because the driver queries only the store for the states that are complete."""
+        raised, because the driver asks only the store which states are complete."""
         try:
             self._ask(store.begin.remote(step, self.rank, len(data)))
             for start in range(0, len(data), CHUNK):

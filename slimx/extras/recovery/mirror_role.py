@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class MirrorRole:
-    """Role that mirrors the state of one rank's model; see `slimx.trainer.rank.Role`."""
+    """Role of a trainer rank (`slimx.trainer.rank.Role`) that mirrors the state of the rank's model in another
+    process."""
 
     def __init__(self, rank: TrainerRank):
         self.model = cast("PolicyTrainer", rank.roles["model"])

@@ -29,7 +29,7 @@ class MirrorLost(SlimxError):
 
 @dataclass
 class Mirrored:
-    """Mirrored state of one rank after one step."""
+    """Mirrored state of one rank after a certain step."""
 
     data: np.ndarray
     """uint8 [size]: the bytes of the state, complete once `digest` is set."""

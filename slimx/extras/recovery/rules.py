@@ -65,7 +65,8 @@ def keeps_engines(recovery: Recovery, rollout: Rollout) -> Problems:
 
 @rule("recovery.transport", "publish.transport")
 def recovers_with(recovery: Recovery, publish: Publish, schedule: Schedule, device: str) -> Problems:
-    """Checks the transport of weights, including the one that is chosen if the configuration does not set it."""
+    """Refuses weight transports that keep buckets in GPU memory, including a transport that slimx chose because the
+    configuration does not set one."""
     if not recovery.trainers:
         return
     from slimx.engines.transport import transport_of

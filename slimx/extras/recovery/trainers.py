@@ -60,7 +60,7 @@ class TrainerRecovery(RankLossHandler):
         self.ledger = Ledger()
         self.mirrors = Mirrors(trainers, log_dir, records.table.note)
         self.trained_again = 0
-        """Number of steps that new ranks trained again."""
+        """Number of training steps that new ranks have repeated."""
         self.from_mirrors = 0
         """Number of times that new ranks restored their state from mirrors."""
         self.replaced = 0
@@ -90,7 +90,8 @@ class TrainerRecovery(RankLossHandler):
         self.ledger.rebase(Base(step, path))
 
     def trained(self, step: int, version: int, updates: list[TrainBatch], metrics: dict[str, float]) -> None:
-        """Records a trained step until a checkpoint includes it; parameters: see `RankLossHandler`."""
+        """Records a completed training step until a checkpoint includes it. `step`: number of steps completed before
+        it; `version`: version of the engines' weights during the step."""
         self.ledger.trained(TrainedStep(step, version, updates, dict(metrics)))
 
     async def after_step(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -112,8 +113,8 @@ class TrainerRecovery(RankLossHandler):
         await self.mirrors.stop()
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics: replacements so far, seconds without trainers since the last call, and the size of the
-        recorded batches."""
+        """Returns the metrics `recovery/...`, such as the number of replacements so far, the seconds without trainers
+        since the last call, and the size of the recorded batches."""
         metrics = {
             "recovery/trainers": float(self.replaced),
             "recovery/seconds": self._seconds,
@@ -324,7 +325,8 @@ class TrainerRecovery(RankLossHandler):
 
 async def run_watched[T](group: TrainerGroup, deadline_s: float, work: Awaitable[T]) -> T:
     """Awaits `work` and returns its result. Raises the error of a rank of `group` if a rank is lost before `work` is
-    done. `deadline_s`: see `watch_ranks`."""
+    done. `deadline_s`: seconds after which a rank counts as lost if it does not respond between calls, or is
+    stopped."""
     watch = asyncio.ensure_future(watch_ranks(group, deadline_s))
     task, _ = await race(work, watch)
     if task is not None:

@@ -1,4 +1,4 @@
-"""Kind of decoder layers with gated delta nets (Yang et al., 2412.06464) in some layers and attention in the others."""
+"""Properties of decoders with gated delta nets (Yang et al., 2412.06464) in some layers and attention in the others."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class DeltaNets(LayerKind):
 
     def mixer_bytes(self, model: Mapping[str, Any], setting: Any, parts: LayerParts) -> dict[str, float] | None:
         """Returns the bytes of one delta net's activations by field of `LayerBytes`; None for a layer with attention.
-        The result was never compared with a measurement.
+        The result has never been compared with a measurement.
 
         Tensor-parallel ranks split heads, but not tokens. Under context parallelism, a rank has fewer heads but more
         tokens, so the number of elements stays the same. Keys and queries are repeated for each value head, as in
@@ -177,5 +177,5 @@ class DeltaNets(LayerKind):
 
 
 def layer_kind(hf: HfConfig) -> LayerKind:
-    """Returns the layer kind of Qwen3-Next and Qwen3.5."""
+    """Returns the properties that the decoders of Qwen3-Next and Qwen3.5 have in common."""
     return DeltaNets()

@@ -1,4 +1,4 @@
-"""Kind of decoder layers of hybrid models: each layer is Mamba-2 (Dao and Gu, 2405.21060), attention, an MLP or
+"""Properties of hybrid decoders, in which each layer is Mamba-2 (Dao and Gu, 2405.21060), attention, an MLP or
 experts."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HybridLayers(LayerKind):
 
     def mixer_bytes(self, model: Mapping[str, Any], setting: Any, parts: LayerParts) -> dict[str, float] | None:
         """Returns the bytes of one Mamba-2 layer's activations by field of `LayerBytes`; None for a layer with
-        attention. The result was never compared with a measurement.
+        attention. The result has never been compared with a measurement.
 
         Tensor-parallel ranks split groups of heads, but not tokens."""
         if parts.mixer == "attention":

@@ -191,7 +191,7 @@ def _first(completion: Completion, count: int, position: int) -> Completion:
 def _as_claimed(sample: Sample, position: int, mask: list[int], ctx: Any, name: str, version: int | None) -> Completion:
     """Returns the consecutive trained tokens from `position` on as a completion with the values in the sample, for
     hooks that use their own client. `mask`: loss mask of all tokens; `name`: name of the sample in errors; `version`:
-    see `to_trajectory`."""
+    version of the weights in all engines while the hook ran; None if it may have changed."""
     start = len(sample.tokens) - sample.response_length
     edges = np.flatnonzero(np.diff([0, *mask, 0])).reshape(-1, 2)
     index = next(n for n, (first, _) in enumerate(edges) if first == position)

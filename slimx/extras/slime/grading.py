@@ -47,8 +47,8 @@ def equal(answer: str | None, right: Any) -> bool:
 
 
 def grade(solution: str, right: Any) -> bool:
-    """Returns True if the boxed value of a solution is correct; the reference `right` may be boxed, too
-    (`grade_answer_verl`)."""
+    """Implements `grade_answer_verl`: returns True if the boxed value of a solution is correct. The reference `right`
+    may be boxed, too."""
     return equal(last_box(solution), last_box(str(right)) or right)
 
 
@@ -116,8 +116,8 @@ the content of the last box, which math and deepscaler do anyway."""
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
-    """Implements `rm_hub.async_rm`: returns the reward of one sample from the run's slime reward, or without one from
-    the rule of `rm_type`."""
+    """Implements `rm_hub.async_rm`: returns the reward of one sample, computed by the run's slime reward function or,
+    if the run has none, by the rule for `rm_type`."""
     hook = _run_reward(args)
     if hook is not None:
         return await ask(hook, args.custom_rm_path, args, sample, **kwargs)
@@ -134,8 +134,8 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
 
 
 async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Any]:
-    """Implements `rm_hub.batched_async_rm`: returns the rewards of several samples. If the run has a slime reward, it
-    is called once with the list."""
+    """Implements `rm_hub.batched_async_rm`: returns the rewards of several samples. If the run has a slime reward
+    function, it is called once with the list."""
     hook = _run_reward(args)
     if hook is not None:
         return await ask(hook, args.custom_rm_path, args, samples, **kwargs)
@@ -144,8 +144,8 @@ async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> l
 
 async def ask(function: Callable[..., Any], path: str, args: Any, judged: Any, **kwargs: Any) -> Any:
     """Calls the reward `function`, whose dotted path is `path`, on `judged`, a sample or a list of samples. Raises
-    SlimxError if the function is already running, which happens if it is the run's reward and requests the run's reward
-    through `rm_hub`."""
+    SlimxError if the function is already running, which happens if the run's reward function calls `rm_hub`, which
+    would call that function again."""
     if function is JUDGING.get():
         raise SlimxError(
             f"{path} is the run's reward and calls slime's rm_hub, which would call {path} again without end; set "
@@ -161,8 +161,8 @@ async def ask(function: Callable[..., Any], path: str, args: Any, judged: Any, *
 
 
 def _run_reward(args: Any) -> Callable[..., Any] | None:
-    """Returns the run's slime reward. Returns None if there is none, or if it is one of this module's functions, which
-    use rm_type."""
+    """Returns the run's slime reward function. Returns None if there is none, or if it is one of this module's
+    functions, which use rm_type."""
     path = getattr(args, "custom_rm_path", None)
     function = None if path is None else load_function(path)
     return None if function in (async_rm, batched_async_rm) else function

@@ -36,7 +36,7 @@ FORMS = {
 
 def load(key: str, path: str, kind: str) -> Callable[..., Any]:
     """Returns the function at the dotted path `path`, the value of the configuration key `key` without its prefix.
-    `kind`: key of `FORMS`.
+    `kind`: kind of slime hook, a key of `FORMS` such as "generate" or "reward".
 
     Raises SlimxError if the function needs a part of slime that slimx does not provide, naming that part, or if its
     signature does not match `kind`."""
@@ -171,8 +171,8 @@ class GenerateHook:
 
 @dataclass(frozen=True)
 class RewardHook:
-    """slimx reward hook that calls a slime reward, in a thread or a process, with one sample per call unless `group` is
-    True."""
+    """slimx reward hook that calls a slime reward function, in a thread or a process, with one sample per call unless
+    `group` is True."""
 
     function: Callable[..., Any]
     path: str

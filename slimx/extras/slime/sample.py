@@ -133,4 +133,4 @@ Status = Sample.Status
 ENDS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 """Status of a sample for each `finish_reason` of a request."""
 FIELDS = frozenset(item.name for item in fields(Sample))
-"""Names of a sample's own fields; hooks added all other attributes."""
+"""Names of the fields that every sample has; all other attributes were added by hooks."""

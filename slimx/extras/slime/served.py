@@ -30,10 +30,10 @@ RETRIES = 5
 async def post(url: str, payload: Any, max_retries: int = RETRIES, headers: dict[str, str] | None = None) -> Any:
     """Implements `http_utils.post`.
 
-    A request to /generate of the policy's router is recorded as one of this rollout, and gets slimx's deadline, retries
-    on other engines, and weight versions. Requests to frozen engines and external servers are plain HTTP with a timeout
-    and at most `RETRIES` retries. `headers` are sent only with plain HTTP, because `rollout.affinity` chooses the
-    engine of a rollout."""
+    A request to /generate of the policy's router is recorded as a request of this rollout, and gets slimx's deadline,
+    retries on other engines, and weight versions. Requests to frozen engines and external servers are plain HTTP with a
+    timeout and at most `RETRIES` retries. `headers` are sent only with plain HTTP, because `rollout.affinity` chooses
+    the engine of a rollout."""
     call = current("slime.utils.http_utils.post")
     parts = urlsplit(url)
     base = f"{parts.scheme}://{parts.netloc}"
@@ -151,8 +151,8 @@ class DynamicFilterOutput:
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **_: Any) -> DynamicFilterOutput:
-    """Implements `dynamic_sampling_filters.check_reward_nonzero_std`: drops groups whose rewards are equal, because
-    they have no gradient."""
+    """Implements `dynamic_sampling_filters.check_reward_nonzero_std`: drops groups whose rewards are all equal, because
+    such groups contribute no gradient."""
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     keep = len(rewards) > 1 and statistics.stdev(rewards) > 1e-6
     return DynamicFilterOutput(keep, None if keep else f"zero_std_{round(rewards[0], 1)}")

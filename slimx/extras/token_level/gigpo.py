@@ -51,7 +51,8 @@ def step_advantages(
 ) -> list[np.ndarray]:
     """Returns the advantage of each turn among the turns of one group that started from the same state, for every
     predicted token: float32 [L-1] per trajectory. It is 0 for tokens that were not sampled, and for a turn whose state
-    no other turn of the group has. `gamma`: discount per turn; `normalize_std` and `eps`: see `grpo`.
+    no other turn of the group has. `gamma`: discount per turn; `normalize_std`: True to divide by the standard
+    deviation plus `eps`, as in `grpo`.
 
     Raises SlimxError for a trajectory without turns, and for a turn without a state."""
     states: dict[str, list[tuple[int, int]]] = {}

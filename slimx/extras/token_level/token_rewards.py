@@ -1,6 +1,6 @@
 """Advantages from per-token rewards: those of PPO with a critic's values, those of REINFORCE++ without.
 
-All tensors are [B, L], one row per trajectory; `mask` is True at positions whose label was sampled and is trained.
+All tensors are [B, L], one row per trajectory; `mask` is True at positions whose label was sampled and is trained on.
 Positions are aligned as in `slimx.data.batch`: position t has read token t and predicts token t + 1, so the value at t
 is that of the state before the prediction. Other positions, such as those of a tool's response, may be between trained
 ones. Because the policy does not act there, the estimator treats consecutive trained positions as adjacent.
@@ -60,7 +60,7 @@ def gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes generalized advantage estimation (1506.02438). Returns advantages and returns (advantages + values),
-    both 0 at positions that are not trained.
+    both 0 at positions that are not trained on.
 
     For the trained positions i of a row, delta_i = r_i + gamma V_{i+1} - V_i and A_i = delta_i + gamma lam A_{i+1}. V
     and A are 0 after the last trained position, because the trajectory ends there, even if it was truncated at the

@@ -139,8 +139,8 @@ class ValueTrainer(TrainedModel):
 
 
 def _heads(modules: list[ValueModel]) -> set[str]:
-    """Returns the names of the value head's parameters on this rank, with the model chunk's number as a prefix, as in
-    `Weights`."""
+    """Returns the names of the value head's parameters on this rank, with the model chunk's number as a prefix if the
+    rank has several chunks."""
     names = set()
     for chunk, module in enumerate(modules):
         if module.post_process:

@@ -38,7 +38,7 @@ class PrometheusSink:
     name = "prometheus"
 
     def __init__(self, run: str, directory: Path, host: str, port: int) -> None:
-        """Starts the server. `run`: value of run.name, a label of every metric. `directory`: run directory, whose
+        """Starts the server. `run`: name of the run, a label of every metric. `directory`: run directory, whose
         engines.json contains the URLs of the engines. Raises SlimxError if it cannot listen on the port."""
         self._steps = StepCollector(run)
         registry = CollectorRegistry()

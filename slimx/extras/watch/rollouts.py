@@ -128,8 +128,8 @@ def buffer_of(directory: Path, choice: Choice) -> Json:
     """Returns {checkpoint, step, version, waiting, hidden, problems} for the groups that the newest checkpoint saved
     for later steps.
 
-    `waiting` has for each started prompt {number, prompt, group: None if incomplete, complete_rollouts, sampled_tokens:
-    number of saved tokens of its unfinished rollouts}. Raises SlimxError without a checkpoint."""
+    `waiting` contains for each started prompt {number, prompt, group: None if incomplete, complete_rollouts,
+    sampled_tokens: number of saved tokens of its unfinished rollouts}. Raises SlimxError if there is no checkpoint."""
     check_run(directory)
     newest = Saves(directory / "checkpoints", keep=1).newest()
     if newest is None:

@@ -20,7 +20,7 @@ Json = dict[str, Any]
 def group_values(
     group: Group, version: int | None, decode: Decode, trained: Mapping[str, TrainedTokens], *, tokens: bool
 ) -> Json:
-    """Returns {id, prompt: see `prompt_values`, reward: mean or None, baseline, trajectories}.
+    """Returns {id, prompt: result of `prompt_values`, reward: mean or None, baseline, trajectories}.
 
     `version`: weight version of the trainers, relative to which staleness is counted. `trained`: values that training
     computed, by trajectory id. `tokens`: True to include a list of every token."""
@@ -93,8 +93,8 @@ def _trajectory_values(
 
 def _trained_values(trajectory: Trajectory, trained: TrainedTokens) -> Json:
     """Returns values over a trajectory's trained tokens: {advantage: mean, gap: largest difference between the
-    log-probs of trainer and engine, other_experts: number of tokens that the trainer routed to other experts}. They are
-    None without trained tokens."""
+    log-probs of trainer and engine, other_experts: number of tokens that the trainer routed to other experts}. All are
+    None if the trajectory has no trained tokens."""
     chosen = trajectory.loss_mask > 0
     if not chosen.any():
         return {"advantage": None, "gap": None, "other_experts": None}
@@ -192,7 +192,7 @@ def _named_values(values: Mapping[str, float | None]) -> str:
 
 
 def _trained_words(trajectory: Json) -> str:
-    """Describes the values that training computed for a trajectory; "" before it is trained."""
+    """Describes the values that training computed for a trajectory; "" before it has been trained on."""
     if trajectory.get("gap") is None:
         return ""
     words = f" with advantage {_shown(trajectory['advantage'])}"

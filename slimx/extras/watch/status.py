@@ -35,8 +35,8 @@ class RunCondition(StrEnum):
 
     @property
     def exit_status(self) -> int:
-        """Exit status for the state: 0, 3, 4 or 5. The command exits with 2 for a directory without a run, as for every
-        error."""
+        """Exit status for the state: 0 if running, 3 if finished, 4 if stalled, 5 if dead. The command exits with 2 for
+        a directory without a run, as for every error."""
         return {RunCondition.RUNNING: 0, RunCondition.FINISHED: 3, RunCondition.STALLED: 4, RunCondition.DEAD: 5}[self]
 
 
@@ -153,7 +153,8 @@ def _policies(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _shown(metrics: Mapping[str, float], prefix: str = "") -> str:
-    """Formats those metrics of SHOWN that `metrics` contains. `prefix`: prefix of their names in `metrics`."""
+    """Formats the most important metrics (`SHOWN`), as far as `metrics` contains them. `prefix`: prefix of their names
+    in `metrics`."""
     parts = []
     for key in SHOWN:
         value = metrics.get(prefix + key)
@@ -175,7 +176,7 @@ def _restarts(part: dict[str, Any]) -> list[str]:
 
 
 def _last_line(file: Path) -> dict[str, Any]:
-    """Returns the last complete line of a file of JSON lines; {} without one. Reads at most 256 KiB."""
+    """Returns the last complete line of a file of JSON lines; {} if there is none. Reads at most 256 KiB."""
     last = last_lines(file, 2**18)[-1:]
     if not last or not last[0].strip():
         return {}

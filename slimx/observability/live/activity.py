@@ -41,7 +41,7 @@ name. "" for engines: they generate or wait, depending on the state of the rollo
 
 
 class Activity:
-    """While entered, writes the activity file of a run every `EVERY_S` seconds."""
+    """Context manager that writes the activity file of a run every `EVERY_S` seconds."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class Activity:
 def read_activity(directory: Path) -> Json | None:
     """Returns the newest activity that the run in `directory` has written; None if there is none.
 
-    Keys: `written` (Unix time), `step` (number of the step in progress), `phase`, `number` (of phases so far) and
-    `since` (start of the phase); `rollouts`: None or `RolloutManager.status`; `awaited`: while no engine serves, `what`
-    rollouts wait for and `since` when, else None; `late`: the current call to trainer ranks and the ranks that have not
-    responded (`RankGroup.late`), or None."""
+    Keys: `written` (Unix time), `step` (number of the step in progress), `phase`, `number` (number of phases so far)
+    and `since` (start of the phase); `rollouts`: result of `RolloutManager.status`, or None; `awaited`: while engines
+    cannot serve, a dict of the cause (`what`) and the start of the outage (`since`), otherwise None; `late`: the
+    current call to trainer ranks and the ranks that have not responded (`RankGroup.late`), or None."""
     file = directory / FILE
     if not file.exists():
         return None

@@ -46,7 +46,7 @@ class Stack:
     text: str
     """Stacks of the threads of the process, or the reason why the stacks could not be read."""
     found: bool
-    """True if `text` contains stacks."""
+    """True if the stacks could be read; False if `text` is the reason why not."""
 
 
 def members(directory: Path) -> list[Member]:

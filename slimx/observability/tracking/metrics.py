@@ -87,8 +87,8 @@ class StepRecord:
             )
 
     def to_json(self) -> Json:
-        """Returns the record as a JSON object without NaN and infinities, in the format that the docstring of the class
-        shows."""
+        """Returns the record as a JSON object without NaN and infinities: such values are null in `metrics` and text in
+        `nonfinite`."""
         metrics: dict[str, float | None] = dict(self.metrics)
         nonfinite = {}
         for key, value in self.metrics.items():
@@ -116,8 +116,8 @@ class Signal:
     reward, or because the gradient was 0. The counts start at 0 in every process."""
 
     def __init__(self, compared: Mapping[str, bool]):
-        """Starts the counts at 0. `compared`: for each policy, by the prefix of its metrics, True if its advantages
-        only compare the rollouts of a group, and are therefore 0 if all rewards in the group are equal."""
+        """Starts the counts at 0. `compared`: prefix of a policy's metrics -> True if the policy's advantages only
+        compare the rollouts of a group, and are therefore 0 if all rewards in the group are equal."""
         self._compared = compared
         self._steps = dict.fromkeys(compared, 0)
 

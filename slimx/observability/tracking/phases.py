@@ -87,8 +87,8 @@ def _place_track(phases: list[Phase]) -> list[Placed]:
 
 
 def _fits(phase: Phase, open_phases: list[Placed]) -> bool:
-    """Removes the phases that end before `phase` starts from `open_phases`, the unfinished phases of a lane. Returns
-    True if the remaining phases contain `phase` completely."""
+    """Removes from `open_phases`, the unfinished phases of a lane, those that end before `phase` starts. Returns True
+    if the remaining phases contain `phase` completely."""
     while open_phases and _end(open_phases[-1].phase) <= phase.start + TOLERANCE_SECONDS:
         open_phases.pop()
     return not open_phases or _end(phase) <= _end(open_phases[-1].phase) + TOLERANCE_SECONDS
@@ -101,8 +101,9 @@ def _end(phase: Phase) -> float:
 class Timeline:
     """Times phases with a monotonic clock. May be used from several threads and asyncio tasks at the same time.
 
-    A phase is written when it ends, even by an exception. `resume_step`: see JsonlFile. If the file cannot be written
-    any more, the run continues: the first failure is reported, `close` returns the number of failures, and `take` stays
+    A phase is written when it ends, even by an exception. `resume_step`: first step of a resumed run, which writes the
+    phases of this and later steps again (see `JsonlFile`); None for a new run. If the file cannot be written any more,
+    the run continues: the first failure is reported, `close` returns the number of failures, and `take` stays
     correct."""
 
     def __init__(

@@ -31,7 +31,7 @@ class SampleRow:
 
     prompt: str
     samples: list[RecordedSample | None]
-    """Rollout of the prompt at each step of the comparison; None for a step without one."""
+    """Rollout of the prompt at each step of the comparison; None for a step without a rollout of this prompt."""
 
     @property
     def answer(self) -> str:

@@ -133,7 +133,7 @@ class TrackedRun:
         return path.read_text().strip()
 
     def named(self, file: str) -> Json:
-        """Returns the arguments with which wandb and SwanLab start a run, or resume the run if its id is stored in
+        """Returns the arguments that make wandb or SwanLab start the run, or resume it if its id is already stored in
         `file` in the run's directory."""
         id_ = self.id_in(file)
         return {"project": self.project, "name": self.name, "config": dict(self.config), "id": id_, "resume": "allow"}

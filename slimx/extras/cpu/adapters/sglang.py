@@ -271,5 +271,5 @@ def _close(gaps: tuple[Gap, ...]) -> None:
 
 
 def attest() -> dict[str, bool]:
-    """Returns name -> state of each gap; True if the gap is closed."""
+    """Returns, for each gap by name, True if the gap is closed."""
     return {gap.name: not gap.open() for gap in (*CHOICES, *_gaps())}

@@ -91,9 +91,9 @@ def _is_note(file: Path, directory: Path) -> bool:
 
 
 def _part_of(file: Path, directory: Path) -> tuple[str, ...]:
-    """Returns the names of a file's folders, which identify its subset, followed by the name of its split: test for
-    test-00000-of-00001.parquet, but only the folders' names for 0000.parquet. Files in folders named COLUMN=VALUE are
-    one table, whatever their names."""
+    """Returns the names of a file's folders, which identify its subset, followed by the name of its split if the file
+    name contains one, such as test in test-00000-of-00001.parquet but none in 0000.parquet. Files in folders named
+    COLUMN=VALUE are one table, whatever their names."""
     named_folders = [name for name in _folders(file, directory) if name != "data"]
     folders = [name for name in named_folders if "=" not in name]
     name = re.sub(_SHARD, "", file.stem)

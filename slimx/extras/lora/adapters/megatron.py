@@ -186,10 +186,11 @@ class Adapter:
 def attach(
     module: torch.nn.Module, parts: Iterable[Part], table: Table, lora: Lora, *, seed: int, merging: bool = False
 ) -> dict[str, Adapter]:
-    """Attaches adapters to those weights of `parts` in `module` that `lora` targets; returns weight name -> adapter.
+    """Attaches adapters to those weights of `module` that `lora` targets; returns weight name -> adapter.
 
-    `module`: the only model chunk of a rank, not yet wrapped for data parallelism. `merging`: True if all layers
-    multiply by merged weights instead of adding the adapter's output."""
+    `module`: the only model chunk of a rank, not yet wrapped for data parallelism. `parts`: description of each of the
+    rank's weights by the checkpoint elements that it contains. `merging`: True if all layers multiply by merged weights
+    instead of adding the adapter's output."""
     shapes = table.checkpoint_shapes()
     adapters: dict[str, Adapter] = {}
     owners: dict[str, list[Adapter]] = {}
@@ -220,8 +221,8 @@ def attach(
 
 
 def _axis(part: Part, sources: list[tuple[int, ...]]) -> int | None:
-    """Returns the axis along which the concatenated `sources` are split over ranks in `part`; None if the ranks with
-    `part` have them in full."""
+    """Returns the axis along which ranks split the weight that `part` describes: 0 for rows, 1 for columns; None if a
+    rank has the complete weight. `sources`: shapes of the checkpoint tensors that are concatenated in the weight."""
     rows, columns = matrix(part.shape)
     if rows < sum(shape[0] for shape in sources):
         return 0

@@ -86,8 +86,8 @@ def as_the_policy(original: Callable[..., None], manager: Any, batch: Any) -> No
 
 
 def attest(manager: Any) -> dict[str, Any] | None:
-    """Returns what this server rank attests about adapters, {rank: LoRA rank, scales: {policy: alpha / rank}}; None for
-    a server without published adapters."""
+    """Returns the description of this server rank's adapters that clients check, {rank: LoRA rank, scales: {policy:
+    alpha / rank}}; None for a server without published adapters."""
     policies = {} if manager is None else receiver_of(manager.base_model).adapters
     if not policies:
         return None

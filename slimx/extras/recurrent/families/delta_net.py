@@ -212,7 +212,7 @@ def weight_table(hf: HfConfig, store: Store, frozen: Mapping[str, tuple[int, ...
 
 def _trained(layer: Layer, net: DeltaNet, store: Store) -> tuple[Row, ...]:
     """Returns the weight-table rows of a delta net as megatron-core's GatedDeltaNet stores it, and of the norm before
-    it. `store`: as in `weight_table`."""
+    it. `store`: how the checkpoint stores the input projections."""
     prefix = "self_attention."
     source_prefix = "linear_attn."
     stored = store(net)
@@ -367,7 +367,7 @@ def _served_experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
 
 def _served(layer: Layer, net: DeltaNet, served: Served) -> tuple[Row, ...]:
     """Returns the weight-table rows of a delta net in SGLang (`Qwen3GatedDeltaNet`, `Qwen3_5GatedDeltaNet`), and of the
-    norms before and after it. `served`: as in `engine_table`."""
+    norms before and after it. `served`: function that returns SGLang's parameters for the input projections."""
     source_prefix = "linear_attn."
     split: dict[str, Any] = {"axis": 0, "group": "attention"}
     projections = []

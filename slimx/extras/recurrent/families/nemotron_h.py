@@ -155,7 +155,8 @@ def transformer_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def layer_kind(hf: HfConfig) -> LayerKind:
-    """Returns the object that describes the decoder's layers, with the model's pattern (the kind of each layer)."""
+    """Returns the properties of the model's decoder, including its layer pattern with one character per layer, such as
+    "MEM*E"."""
     return HybridLayers(_pattern(hf))
 
 
@@ -242,17 +243,17 @@ def _mamba(layer: Layer, sizes: StateSpace) -> tuple[Row, ...]:
 
 
 def _sections(groups: int, kinds: dict[str, int]) -> dict[str, Any]:
-    """Returns the fields `map`, `axis` and `sections` of a `Row` whose source stores several kinds of rows one after
-    the other. Tensor-parallel ranks split each kind. `groups`: number of groups; `kinds`: name of each kind -> its rows
-    per group."""
+    """Returns the fields `map`, `axis` and `sections` of a weight-table `Row` whose checkpoint tensor stores several
+    kinds of rows one after the other. Each kind is split over tensor-parallel ranks. `groups`: number of groups;
+    `kinds`: name of each kind -> its rows per group."""
     starts = accumulate((groups * rows for rows in kinds.values()), initial=0)
     cuts = [Cut(0, start, rows, rows) for start, rows in zip(starts, kinds.values(), strict=False)]
     return {"map": Sections(groups, tuple(cuts)), "axis": 0, "sections": tuple(kinds)}
 
 
 def _attention(layer: Layer, sizes: Attention) -> tuple[Row, ...]:
-    """Returns the weight-table rows of grouped-query attention and of the norm before it. Checkpoints call attention a
-    mixer, too."""
+    """Returns the weight-table rows of grouped-query attention and of the norm before it. Checkpoints name the
+    attention module `mixer`, like the modules of all other kinds of layers."""
     rows = []
     for row in layer.attention(sizes):
         sources = []

@@ -1,4 +1,4 @@
-"""Turns incidents of a run into events, and sends them to its webhook."""
+"""Turns incidents of a run into events, and sends the events to the run's webhook."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Alerts(Events):
     def __init__(self, name: str, directory: Path, note: Callable[[str], None], *, factor: float, at_least: float):
         """Stores the run's `name` and `directory`; no webhook is set yet. `note` receives messages for the user: about
         stalls and steps without a signal, and at the end about undelivered events. `factor` and `at_least`: settings of
-        `track.stall`."""
+        `track.stall`, which determine when a phase counts as stalled."""
         self.webhook: Webhook | None = None
         self.note = note
         self._name = name
@@ -42,8 +42,8 @@ class Alerts(Events):
         no such phase."""
 
     def tell(self, kind: Kind, what: str, *, about: str = "") -> None:
-        """Sends an event to the webhook; does nothing without one. `what`: a sentence without the run's name; `about`:
-        see `Event`."""
+        """Sends an event to the webhook; does nothing if none is set. `what`: a sentence without the run's name;
+        `about`: phase, part of the run or error code that the event concerns; "" for the whole run."""
         if self.webhook is None:
             return
         step = ""
@@ -124,7 +124,8 @@ def alerting(alerts: Alerts, url: str | None) -> Iterator[None]:
 
 @contextmanager
 def open_alerts(config: Config, note: Callable[[str], None]) -> Iterator[Alerts]:
-    """Yields the receiver of a run's events; see `slimx.observability.events.open_events`."""
+    """Yields the receiver of a run's events, which posts them to the URL `track.webhook` if it is set. `note` shows a
+    message to the user. This is an entry point of `slimx.event_receivers`."""
     stall = config.track.stall
     alerts = Alerts(config.run.name, Path(config.run.dir), note, factor=stall.factor, at_least=stall.at_least)
     with alerting(alerts, config.track.webhook):
@@ -132,8 +133,8 @@ def open_alerts(config: Config, note: Callable[[str], None]) -> Iterator[Alerts]
 
 
 def without_signal(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Returns a sentence for each policy that has had no training signal for `AFTER` or more steps, by the prefix of
-    the policy's metrics. `metrics`: metrics of the last step."""
+    """Returns prefix of a policy's metrics -> sentence, for each policy that has had no training signal for `AFTER` or
+    more steps. `metrics`: metrics of the last step."""
     out = {}
     for key, steps in metrics.items():
         if not key.endswith(STEPS_WITHOUT_SIGNAL) or (steps or 0) < AFTER:

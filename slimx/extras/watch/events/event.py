@@ -15,9 +15,9 @@ class Event:
     text: str
     """One readable line with the run's name. Chat services display a field of this name."""
     run: str
-    """Value of run.name."""
+    """Name of the run (`run.name`)."""
     directory: str
-    """Absolute path of run.dir."""
+    """Absolute path of the run's directory (`run.dir`)."""
     host: str
     """Host name of the driver's machine."""
     step: int | None

@@ -39,7 +39,7 @@ def phase_pace(
     directory: Path, activity: Mapping[str, Any], now: float, *, factor: float, at_least: float
 ) -> PhasePace:
     """Returns the pace at time `now` (Unix seconds) of the phase that `activity` describes. `factor` and `at_least`:
-    settings of `track.stall`."""
+    settings of `track.stall`, which determine the pace's `limit`."""
     usual = usual_seconds(directory, activity["phase"])
     return PhasePace(activity["phase"], now - activity["since"], usual, max(at_least, factor * (usual or 0.0)))
 

@@ -122,7 +122,7 @@ def curves(records: Sequence[StepRecord], *, points: int) -> tuple[list[Chart], 
 
 
 def _matching(names: Sequence[str], pattern: re.Pattern[str]) -> list[tuple[str, str]]:
-    """Returns the names that match, each with the text of the pattern's group."""
+    """Returns those of `names` that match `pattern`, each with the text that the pattern's group matched."""
     out = []
     for name in names:
         match = pattern.fullmatch(name)

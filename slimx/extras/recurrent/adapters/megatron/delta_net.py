@@ -82,7 +82,8 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, None]:
     """Computes the gated delta rule and returns its outputs [batch, length, heads, dv]. Replaces
     flash-linear-attention's function of the same name. `g`: logarithms of the decays; `beta`: learning rates;
-    `cu_seqlens`: as in `causal_conv1d`. Queries and keys are already L2-normalized."""
+    `cu_seqlens`: bounds of the sequences packed in the only row of the batch, or None if each row is one sequence.
+    Queries and keys are already L2-normalized."""
     out, _ = gated_delta_rule(
         query.flatten(0, 1),
         key.flatten(0, 1),

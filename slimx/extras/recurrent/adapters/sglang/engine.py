@@ -20,7 +20,8 @@ from slimx.layout.maps import Rect
 
 
 class _DeltaNet(Protocol):
-    """Attributes of SGLang's Qwen3GatedDeltaNet and Qwen3_5GatedDeltaNet that layouts read."""
+    """Protocol for type checking: attributes of SGLang's Qwen3GatedDeltaNet and Qwen3_5GatedDeltaNet that functions of
+    this module read."""
 
     key_dim: int
     value_dim: int
@@ -31,7 +32,8 @@ class _DeltaNet(Protocol):
 
 
 class _MergedLinear(Protocol):
-    """Attributes of SGLang's MergedColumnParallelLinear that layouts read."""
+    """Protocol for type checking: attributes of SGLang's MergedColumnParallelLinear that functions of this module
+    read."""
 
     output_sizes: list[int]
     output_partition_sizes: list[int]
@@ -54,7 +56,7 @@ def delta_convolution(parameter: ServedParameter) -> Iterator[ServedPiece]:
 
 
 def delta_heads(parameter: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields this rank's elements of a vector with one element per value head."""
+    """Yields this rank's elements of a vector with one element per value head (A_log or dt_bias)."""
     net = cast(_DeltaNet, parameter.owner)
     rows = parameter.parameter.shape[0]
     yield share_of_rows("{name}", net.num_v_heads, 1, rows, net.attn_tp_rank, 0, vector=True)
