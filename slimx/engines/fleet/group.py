@@ -165,8 +165,8 @@ class EngineGroup:
     async def wake(self) -> None:
         """Reallocates the memory of the engines' weights, without values, so a publication must follow.
 
-        From now on, no lost engine is restarted until `members.engine_phase.begin` is called, because trainers use the devices
-        until then.
+        From now on, no lost engine is restarted until `members.engine_phase.begin` is called, because trainers use the
+        devices until then.
         """
         await self.members.engine_phase.end()
         await self._perform(self.members.candidates(), "hold_weights")

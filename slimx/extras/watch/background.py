@@ -33,7 +33,7 @@ class InOrder:
         self._thread.start()
 
     def add(self, call: Callable[[], None]) -> None:
-        """Adds a call to the queue. Raises SlimxError and discards the call if `max_waiting` calls are already waiting."""
+        """Adds a call to the queue. Raises SlimxError and discards the call if `max_waiting` calls already wait."""
         try:
             self._calls.put_nowait(call)
         except queue.Full:

@@ -125,7 +125,7 @@ class SavedTicket:
     number: int
     prompt: Prompt
     group: Group | None
-    born: int = 0
+    oldest_version: int = 0
     """Oldest weight version that may have sampled tokens of the ticket's rollouts (`Ticket.oldest_version`)."""
     rollouts: list[SavedRollout] = field(default_factory=list)
     """Rollouts of an incomplete group; empty for a complete one."""

@@ -54,7 +54,7 @@ def place():
 @pytest.fixture(scope="module")
 def server(place):
     with served(place, *WORDS, "--lease", str(LEASE_S), "--images", str(place / "images")) as (server, _):
-        yield RemoteServer(server.url, server.token, again_s=1.0)
+        yield RemoteServer(server.url, server.token, retry_s=1.0)
     assert list(place.glob(f"{rootfs.PREFIX}*")) == [], "a server that is stopped ends its boxes"
 
 
