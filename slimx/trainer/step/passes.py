@@ -52,8 +52,8 @@ class ForwardPasses:
         `weights`: must contain the initial weights, which become the reference. `replay`: value of
         `trainer.moe.routing_replay`. `recorder`: function that is called once per micro-batch and creates a `Packing`,
         through which layers record discrete choices for later passes; None if layers choose again in every pass.
-        `engine_logprobs_exact`: True if the engines' log-probs equal the policy's before each step, bit for bit, so that
-        they need not be recomputed."""
+        `engine_logprobs_exact`: True if the engines' log-probs equal the policy's before each step, bit for bit, so
+        that they need not be recomputed."""
         self._pipeline = pipeline
         self._routing = routing
         self._weights = weights
