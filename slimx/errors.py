@@ -92,6 +92,11 @@ def ending_of(error: BaseException | None) -> tuple[int, str]:
     return 1, f"{type(error).__name__}: {error}"
 
 
+def one_line(error: BaseException) -> str:
+    """Returns the text of `error` on one line, cut to 300 characters; the name of its class if it has no text."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 def raised(error: BaseException) -> str:
     """Returns type, message and location of an error in user code, such as "KeyError: 'nope' (/home/me/rewards.py, line
     12)".

@@ -16,7 +16,7 @@ from slimx.adapters.ray import SearchPath, be_silent, without_unused
 from slimx.cluster.access import SYSTEM_CONFIG, local_options
 from slimx.cluster.starting import trained_ranks
 from slimx.config.schema import Config
-from slimx.errors import PartLost, SlimxError
+from slimx.errors import PartLost, SlimxError, one_line
 
 SHUTDOWN_S = 20.0
 """Maximum number of seconds to wait for Ray to shut down."""
@@ -58,7 +58,7 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
         raise
     except Exception as error:  # Ray raises plain Exception if one of its processes does not start
         where = config.cluster.ray_address or "on this machine"
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)
         raise PartLost(
             f"Ray cannot be started {where} ({reason}); see its logs in /tmp/ray/session_latest/logs",
             code="ray.start",

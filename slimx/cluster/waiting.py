@@ -12,7 +12,7 @@ from pathlib import Path
 import ray
 
 from slimx.cluster.place import Actor
-from slimx.errors import DeadlineError, PartLost, SlimxError
+from slimx.errors import DeadlineError, PartLost, SlimxError, one_line
 from slimx.runtime.logs import log_end, quoted
 from slimx.runtime.tasks import AnyFuture, cancelled, in_thread
 
@@ -165,7 +165,7 @@ async def ask_ray[T, *Ts](
     except TimeoutError:
         raise DeadlineError(what, deadline_s, holder) from None
     except ray.exceptions.RayError as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)
         raise PartLost(
             f"{holder} failed while slimx waited for {what} ({reason}); see the logs of Ray's session",
             code="ray.lost",

@@ -14,7 +14,7 @@ import psutil
 import ray
 
 from slimx.cluster.waiting import ask_ray
-from slimx.errors import DeadlineError, PartLost
+from slimx.errors import DeadlineError, PartLost, one_line
 from slimx.runtime.tasks import first_of
 
 LOOK_S = 1.0
@@ -79,7 +79,7 @@ async def _silent(name: str, probe: Probe, deadline_s: float) -> PartLost:
         except DeadlineError:
             return _lost(name, f"no response within {deadline_s:g} s")
         except Exception as error:
-            return _lost(name, " ".join(str(error).split())[:200])
+            return _lost(name, one_line(error))
         await asyncio.sleep(deadline_s / 4)
 
 

@@ -12,6 +12,7 @@ from yaml import MarkedYAMLError
 
 from slimx.config.foreign_names import of_word
 from slimx.config.section import echoed, shortened
+from slimx.errors import one_line
 
 UNCLOSED = {"while parsing a flow mapping": "{...}", "while parsing a flow sequence": "[...]"}
 
@@ -76,7 +77,7 @@ def not_yaml(error: Exception, text: str) -> tuple[int | None, str]:
     if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
         if "set_int_max_str_digits" in str(error):
             return None, "it contains an integer of more than 4,300 digits; write a smaller number"
-        return None, f"not readable as YAML ({_one_line(error)})"
+        return None, f"not readable as YAML ({one_line(error)})"
     line = error.problem_mark.line + 1
     problem = (error.problem or "").replace("did not find expected", "expected")
     brackets = UNCLOSED.get(error.context or "")
@@ -145,7 +146,3 @@ def invalid_value(where: str, item: ErrorDetails) -> str:
         near = near or difflib.get_close_matches(word, choices, n=2)
         return f"{sentence}; did you mean {' or '.join(near)}?" if near else sentence
     return sentence.partition(", unable to parse")[0]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

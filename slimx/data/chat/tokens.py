@@ -12,7 +12,7 @@ from slimx.data.chat.messages import unseen
 from slimx.data.chat.template import check_arguments, with_template
 from slimx.data.records import Prompt
 from slimx.durable import replace_synced
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, one_line
 from slimx.json_types import Json
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # missing companion files, invalid JSON, an unknown tokenizer class
         raise SlimxError(
-            f"{path}: the tokenizer cannot be loaded ({_first_line(error)}); check the files in this directory",
+            f"{path}: the tokenizer cannot be loaded ({one_line(error)}); check the files in this directory",
             code="tokenizer.broken",
             about=str(path),
         ) from error
@@ -136,7 +136,7 @@ def encode_chat(
         ids = tokenizer.apply_chat_template(list(messages), **_arguments(tools), return_dict=False)
     except Exception as error:  # templates may raise any exception, tokenizers a bare Exception
         raise SlimxError(
-            f"the tokenizer or its chat template rejects these {len(messages)} messages ({_first_line(error)}); use "
+            f"the tokenizer or its chat template rejects these {len(messages)} messages ({one_line(error)}); use "
             "only roles and fields that the template supports",
             code="tokenizer.template",
         ) from error
@@ -188,7 +188,7 @@ def encode_turns(
         lost = unseen(messages, str(tokenizer.decode(ids)), render_after)
     except Exception as error:  # templates may raise any exception
         raise SlimxError(
-            f"the chat template rejects {len(messages)} messages after an assistant's answer ({_first_line(error)}); "
+            f"the chat template rejects {len(messages)} messages after an assistant's answer ({one_line(error)}); "
             "use only roles and fields that the template supports",
             code="tokenizer.template",
         ) from error
@@ -313,7 +313,7 @@ def _full_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str | Slim
     except SlimxError as error:
         return error
     except Exception as error:  # templates may raise any exception
-        return _refused(prompt, f"the tokenizer or its chat template refuses the messages ({_first_line(error)})")
+        return _refused(prompt, f"the tokenizer or its chat template refuses the messages ({one_line(error)})")
     if lost is not None:
         return _refused(prompt, f"the chat template omits messages[{lost}] of role {messages[lost]['role']!r}")
     return text
@@ -345,7 +345,3 @@ def _arguments(tools: list[Json] | None) -> Json:
     if tools:
         arguments["tools"] = tools
     return arguments
-
-
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

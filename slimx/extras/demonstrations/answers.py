@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from slimx.data.chat.responses import THOUGHT_BEGINS, THOUGHT_ENDS
 from slimx.data.chat.tokens import MARKER, answered, special_ids, templated
 from slimx.data.records import Prompt
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, one_line
 from slimx.json_types import Json
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: str) -
                 if _shows(text[:end], answer):
                     return text, end
     except Exception as error:  # templates may raise any exception
-        raise _refused(prompt, f"refuses the answer ({' '.join(str(error).split())[:300]})") from error
+        raise _refused(prompt, f"refuses the answer ({one_line(error)})") from error
     if THOUGHT_ENDS in answer and opened.endswith(THOUGHT_BEGINS):  # the prompt opens the thinking, the answer ends it
         text = answer.strip().removeprefix(THOUGHT_BEGINS).lstrip("\n")
         return text, len(text)

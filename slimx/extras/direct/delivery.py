@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from slimx.cluster.waiting import has_died
@@ -390,13 +391,10 @@ class DirectSource:
 
 def _bases(engine: str, attested: object, receivers: int, buckets: int) -> list[list[int]]:
     """Returns an engine's response to `bases`. Raises SlimxError unless it lists a transfer per receiver and bucket."""
-    if (
-        isinstance(attested, list)
-        and len(attested) == receivers
-        and all(isinstance(bases, list) and len(bases) == buckets for bases in attested)
-        and all(type(base) is int for base in chain.from_iterable(attested))
-    ):
-        return attested
+    with suppress(msgspec.ValidationError):
+        bases = msgspec.convert(attested, list[list[int]])
+        if [len(found) for found in bases] == [buckets] * receivers:
+            return bases
     raise SlimxError(
         f"engine {engine} did not report a transfer for each of its {buckets} buckets; install the same version of "
         "slimx on every machine",

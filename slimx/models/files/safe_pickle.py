@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, one_line
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
@@ -95,7 +95,7 @@ def read_metadata(path: Path) -> Metadata:
         ) from error
     # A damaged pickle may raise nearly any exception.
     except Exception as error:
-        raise _no_metadata(path, " ".join(str(error).split())) from error
+        raise _no_metadata(path, one_line(error)) from error
     problem = _problem(metadata)
     if problem is not None:
         raise _no_metadata(path, problem)

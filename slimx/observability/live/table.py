@@ -47,27 +47,33 @@ class TableColumn:
         return format(float(value), self.format)
 
 
+STEP = TableColumn("step", "step", ".0f")
+REWARD = TableColumn("reward", "reward/mean", ".3f")
+TOKENS_PER_SECOND = TableColumn("tokens/s", "perf/tokens_per_second", ",.0f")
+SECONDS = TableColumn("seconds", "time/step", ".1f")
+"""Columns that several of the tables below have."""
+
 RL_COLUMNS = (
-    TableColumn("step", "step", ".0f"),
-    TableColumn("reward", "reward/mean", ".3f"),
+    STEP,
+    REWARD,
     TableColumn("loss", "loss/policy", ".4f"),
     TableColumn("KL", "kl/reference", ".1e"),
     TableColumn("gap", "gap/mean", ".1e"),
     TableColumn("stale", "staleness/max", ".0f"),
-    TableColumn("tokens/s", "perf/tokens_per_second", ",.0f"),
+    TOKENS_PER_SECOND,
     TableColumn("generate", "time/generate", ".1f"),
     TableColumn("train", "time/train", ".1f"),
     TableColumn("publish", "time/publish", ".1f"),
 )
 
 GENERATE_COLUMNS = (
-    TableColumn("step", "step", ".0f"),
-    TableColumn("reward", "reward/mean", ".3f"),
+    STEP,
+    REWARD,
     TableColumn("tokens", "response/mean_tokens", ".1f"),
     TableColumn("truncated", "response/truncated", ".2f"),
     TableColumn("dropped", "dropped/total", ".0f"),
-    TableColumn("tokens/s", "perf/tokens_per_second", ",.0f"),
-    TableColumn("seconds", "time/step", ".1f"),
+    TOKENS_PER_SECOND,
+    SECONDS,
 )
 
 PPO_COLUMNS = (
@@ -77,12 +83,12 @@ PPO_COLUMNS = (
 )
 
 SFT_COLUMNS = (
-    TableColumn("step", "step", ".0f"),
+    STEP,
     TableColumn("loss", "loss/sft", ".4f"),
     TableColumn("lr", "optim/lr", ".2e"),
     TableColumn("grad norm", "optim/grad_norm", ".3f"),
-    TableColumn("tokens/s", "perf/tokens_per_second", ",.0f"),
-    TableColumn("seconds", "time/step", ".1f"),
+    TOKENS_PER_SECOND,
+    SECONDS,
 )
 
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, one_line
 from slimx.json_types import Json
 from slimx.observability.tracking.jsonl import load_records
 from slimx.observability.tracking.metrics import StepRecord
@@ -69,7 +69,7 @@ def read_config(directory: Path) -> Json:
     try:
         tree = OmegaConf.load(file)
     except (OSError, ValueError, YAMLError) as error:
-        raise _damaged(file, " ".join(str(error).split())) from error
+        raise _damaged(file, one_line(error)) from error
     try:
         values = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException:

@@ -20,7 +20,7 @@ from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.number_formats import ITEMSIZE, Precision
 from slimx.layout.parts import Part, check_boxes, matrix
-from slimx.reshard.plan.intersect import Move, moves
+from slimx.reshard.plan.intersect import Move, check_blocks, moves
 
 FORMAT = 2
 """Version of the format that `Plan.to_bytes` writes."""
@@ -317,7 +317,7 @@ class _Compiler:
             filled = max((r.local_row + r.rows for r in part.rects), default=0)
             boxes = [(r.local_row, r.local_col, r.rows, r.cols) for r in part.rects]
             shape = (min(filled, rows), cols)
-            check_boxes(f"plan: {part.name}", shape, np.array(boxes, dtype=np.int64).reshape(-1, 4))
+            check_boxes(part.name, shape, np.array(boxes, dtype=np.int64).reshape(-1, 4))
             self.checked.add(key)
 
     def _meet(self, name: str, rect: Rect, quantized: bool) -> tuple[Move, ...]:
@@ -331,35 +331,9 @@ class _Compiler:
             block_moves = moves(self.sources[name][0], rect._replace(local_row=0, local_col=0), name)
             if quantization is not None:
                 for move in block_moves:
-                    self._check_blocks(name, move, rect, quantization.block)
+                    check_blocks(name, move, rect, quantization.block)
             self.met[key] = block_moves
         return self.met[key]
-
-    def _check_blocks(self, name: str, move: Move, rect: Rect, block_shape: tuple[int, int]) -> None:
-        """Raises SlimxError unless every quantization block of `move` is a block of the checkpoint's tensor and lies in
-        one rectangle of one rank. Otherwise quantized values would depend on parallel sizes."""
-        if max(move.row_step, rect.step) > 1:
-            raise SlimxError(
-                f"{name} cannot be quantized, because its rows are reordered; leave out publish.quantize",
-                code="plan.reordered",
-                about=name,
-            )
-        high, wide = block_shape
-        row = rect.row + move.row
-        col = rect.col + move.col
-        for local, first, start, length, total, block in (
-            (rect.local_row + move.row, row, move.row, move.rows, rect.rows, high),
-            (rect.local_col + move.col, col, move.col, move.cols, rect.cols, wide),
-        ):
-            # A rectangle may end inside a block only at the tensor's edge; elsewhere the next would start inside it.
-            if local % block or first % block or (length % block and start + length != total):
-                raise SlimxError(
-                    f"a shard of {name}, {move.rows} x {move.cols} at row {row}, column {col}, does not consist of "
-                    f"whole quantization blocks of {high} x {wide}; choose parallel sizes with which head_dim, the "
-                    f"experts' inner size / ETP and every other shard are multiples of {block}",
-                    code="plan.blocks",
-                    about=name,
-                )
 
     def _place(self, part: Part, rank: int) -> tuple[int, int]:
         """Adds `part`, and its scales if quantized, to a bucket of `rank`; returns the indices of bucket and tensor."""

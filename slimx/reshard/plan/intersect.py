@@ -47,11 +47,38 @@ def moves(sources: Sequence[Rect], target: Rect, name: str) -> tuple[Move, ...]:
         else:
             boxes.extend((row + k * m.row_step, col, 1, m.cols) for k in range(m.rows))
     check_boxes(
-        f"plan: the rectangle of {name} at row {target.row}, column {target.col}",
+        f"the rectangle of {name} at row {target.row}, column {target.col}",
         (target.rows, target.cols),
         np.array(boxes, dtype=np.int64).reshape(-1, 4),
     )
     return tuple(found)
+
+
+def check_blocks(name: str, move: Move, rect: Rect, block_shape: tuple[int, int]) -> None:
+    """Raises SlimxError unless every quantization block of `move` is a block of the checkpoint's tensor and lies in
+    one rectangle of one rank. Otherwise quantized values would depend on parallel sizes."""
+    if max(move.row_step, rect.step) > 1:
+        raise SlimxError(
+            f"{name} cannot be quantized, because its rows are reordered; leave out publish.quantize",
+            code="plan.reordered",
+            about=name,
+        )
+    high, wide = block_shape
+    row = rect.row + move.row
+    col = rect.col + move.col
+    for local, first, start, length, total, block in (
+        (rect.local_row + move.row, row, move.row, move.rows, rect.rows, high),
+        (rect.local_col + move.col, col, move.col, move.cols, rect.cols, wide),
+    ):
+        # A rectangle may end inside a block only at the tensor's edge; elsewhere the next would start inside it.
+        if local % block or first % block or (length % block and start + length != total):
+            raise SlimxError(
+                f"a shard of {name}, {move.rows} x {move.cols} at row {row}, column {col}, does not consist of "
+                f"whole quantization blocks of {high} x {wide}; choose parallel sizes with which head_dim, the "
+                f"experts' inner size / ETP and every other shard are multiples of {block}",
+                code="plan.blocks",
+                about=name,
+            )
 
 
 def _meet(index: int, source: Rect, target: Rect) -> Move | None:
@@ -81,8 +108,7 @@ def _common_rows(a: Rect, b: Rect) -> tuple[int, int, int] | None:
     there are none."""
     if a.step != b.step and 1 not in (a.step, b.step):
         raise SlimxError(
-            f"plan: rectangles with row steps {a.step} and {b.step} cannot be intersected: one of the steps must be 1, "
-            "or both equal",
+            f"rectangles with row steps {a.step} and {b.step} cannot be intersected; use equal steps, or one step of 1",
         )
     step = max(a.step, b.step)
     if a.step == b.step and (a.row - b.row) % step:

@@ -120,7 +120,7 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
     unread = set(plan.unread) - _predicting(spec.table)
     if unread:
         raise SlimxError(
-            f"plan: no engine loads the trainer's tensor {min(unread)} ({len(unread)} such tensors); add its row to "
+            f"no engine loads the trainer's tensor {min(unread)} ({len(unread)} such tensors); add its row to "
             "the family's engine table",
         )
     return PublicationPlan(plan, encoding, note, adapters)

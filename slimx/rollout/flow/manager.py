@@ -186,12 +186,7 @@ class RolloutManager:
         self.source.restore(state["source"])
         self._next = state["next"]
         for saved in state["tickets"]:
-            ticket = Ticket(
-                saved.number, saved.prompt, saved.oldest_version, progress=GroupProgress.restore(saved.rollouts)
-            )
-            if saved.group is not None:
-                ticket.outcome = GroupOutcome(saved.group)
-            self._tickets.append(ticket)
+            self._tickets.append(saved.restore())
         for dropped in state["dropped"]:
             self._drop(Dropped(**dropped))
 

@@ -144,6 +144,13 @@ class SavedTicket:
             rollouts=ticket.progress.save() if group is None else [],
         )
 
+    def restore(self) -> Ticket:
+        """Returns the ticket, whose progress continues from the saved rollouts."""
+        ticket = Ticket(self.number, self.prompt, self.oldest_version, progress=GroupProgress.restore(self.rollouts))
+        if self.group is not None:
+            ticket.outcome = GroupOutcome(self.group)
+        return ticket
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:

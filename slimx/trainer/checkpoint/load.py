@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, one_line
 from slimx.models.files.safe_pickle import read_metadata, safe_classes
 from slimx.models.files.torch_dist import factor_key, read_common
 from slimx.trainer.checkpoint import state as states
@@ -142,7 +142,7 @@ def unusable(path: Path, error: BaseException) -> SlimxError:
     if isinstance(error, SlimxError):
         return error
     return SlimxError(
-        f"{path}: this checkpoint cannot be loaded ({' '.join(str(error).split())[:300]}); use another one, or the "
+        f"{path}: this checkpoint cannot be loaded ({one_line(error)}); use another one, or the "
         "parallel sizes with which it was written",
         code="checkpoint.load",
         about=str(path),

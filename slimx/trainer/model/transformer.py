@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from slimx.config.schema import Config
 from slimx.config.sections.trainer import Trainer
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, one_line
 from slimx.models.families import ModelSpec
 from slimx.numerics.mode import mode_of
 from slimx.numerics.rounding import rounding_of
@@ -68,7 +68,7 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
     except (ValueError, AssertionError) as error:
         raise SlimxError(
             f"megatron-core refuses the model in {spec.path} with these parallel sizes: "
-            f"{' '.join(str(error).split())}; change the setting that it names",
+            f"{one_line(error)}; change the setting that it names",
             code="trainer.megatron_core",
             about=spec.path,
         ) from error

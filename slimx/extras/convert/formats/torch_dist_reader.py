@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, one_line
 from slimx.extras.convert.sources import Scratch, Shape
 from slimx.extras.megatron_files.directory import TensorLocation, check_fit, locations
 from slimx.layout.maps import Rect
@@ -231,7 +231,7 @@ def _load(path: Path, piece: _Stored) -> torch.Tensor:
             return torch.load(view, map_location="cpu", weights_only=True)
     # A damaged file may raise almost any exception.
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)
         raise _damaged(path, piece.file, f"the file is damaged at byte {piece.start} ({reason})") from error
 
 
