@@ -64,8 +64,8 @@ def load_advantages(path: str) -> Advantages:
         trajectories = list(chain(*(group.trajectories for group in groups)))
         if not isinstance(result, Sequence) or len(result) != len(trajectories):
             raise SlimxError(
-                f"algorithm.advantages: {path} returned {_kind(result)} for {len(trajectories)} trajectories; return a "
-                "list with one number, or one array [L-1], per trajectory",
+                f"algorithm.advantages: {path} returned {_kind(result)} for {len(trajectories)} trajectories; return "
+                "a list with one item per trajectory, either a number or an array over its predicted tokens",
                 code="hook.advantages_result",
                 about=path,
             )

@@ -71,8 +71,8 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
             stop_ray()
             raise SlimxError(
                 f"the Ray cluster has {available:g} {kind}s, but the run needs {needed:g} ({ranks} trainer ranks, "
-                f"{engines} engine ranks, cluster.device {device}); add nodes or lower "
-                "trainer.world_size or rollout.engines",
+                f"{engines} engine ranks, cluster.device {device}); add nodes, or lower trainer.world_size or "
+                "rollout.engines.count",
                 code="cluster.resources",
                 about=kind,
             )

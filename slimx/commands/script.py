@@ -118,8 +118,8 @@ def _alone() -> Iterator[None]:
     paused meanwhile. Raises SlimxError in a worker process that imports the script."""
     if multiprocessing.parent_process() is not None:
         raise SlimxError(
-            "a worker process imports this script and would start the run again; put the call under "
-            '`if __name__ == "__main__":`',
+            "a worker process imports this script and would start the run again; put the call that starts the run "
+            'under `if __name__ == "__main__":`',
             code="script.main",
             about="__main__",
         )

@@ -89,8 +89,8 @@ class RunCommand(TyperCommand):
             if code and isinstance(error, typer.Exit):
                 raise  # the command itself failed; commands never raise it for success
             raise SlimxError(
-                f"slimx {self.name} was ended early by {raised(error)}; remove the call of exit from the hook, "
-                "or from a module that it imports",
+                f"slimx {self.name} was ended early by {raised(error)}; remove the call to exit from the run's hooks "
+                "or from the modules that they import",
                 code="cli.exit",
                 about=type(error).__name__,
             ) from error

@@ -75,8 +75,8 @@ def _check_ids(name: str, routes: np.ndarray, shape: RouteShape) -> None:
             code = "routes.experts"
             problem = f"not all of them are experts from 0 to {shape.experts - 1}"
         raise SlimxError(
-            f"trajectory {name}: layer {layer} was routed to {routes[position, layer].tolist()} at token {position}: "
-            f"{problem}, so trainer.moe.routing_replay=R3 cannot replay it; return the engine's routes unchanged",
+            f"trajectory {name}: layer {layer} was routed to {routes[position, layer].tolist()} at token {position} "
+            f"({problem}), so trainer.moe.routing_replay=R3 cannot replay it; return the engine's routes unchanged",
             code=code,
             about=name,
         )

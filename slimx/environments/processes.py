@@ -174,13 +174,15 @@ class InProcess:
             self._process.join(CLOSE_S)
             raise SlimxError(
                 f"the process of the environment {self._path} of rollout {self._rollout} "
-                f"{how_ended(self._process.exitcode)} in {name}; run the environment on this prompt outside slimx",
+                f"{how_ended(self._process.exitcode)} in {name}; to find the cause, run the environment outside "
+                "slimx on the prompt of this rollout",
                 code="environment.crash",
                 about=self._rollout,
             ) from None
         if not succeeded:
             raise SlimxError(
-                f"the environment {self._path} of rollout {self._rollout} raised {result} in {name}",
+                f"the environment {self._path} of rollout {self._rollout} raised {result} in {name}; correct the "
+                "environment",
                 code="environment.raised",
                 about=self._path,
             )

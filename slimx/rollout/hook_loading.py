@@ -131,7 +131,7 @@ def _refuse_without_prefix(key: str, path: str) -> None:
     for name, form in entry_points.load_all(FORMS).items():
         if form.is_form_of(path):
             raise SlimxError(
-                f"{key}: {path} was written for {name}; add its prefix: {name}:{path}",
+                f"{key}: {path} was written for {name}; add its prefix, as in {name}:{path}",
                 code="hooks.prefix",
                 about=path,
             )
@@ -176,8 +176,8 @@ def in_process(config: RewardConfig, reward: Reward) -> bool:
     needing = [name_of(hook) for hook in _parts(reward) if needs.asks_for_process(hook)]
     if config.isolation == "thread" and needing:
         raise SlimxError(
-            f"reward.isolation is thread, but {needing[0]} computes for long without awaiting and cannot be stopped "
-            "in a thread at its deadline; set reward.isolation=auto",
+            f"reward.isolation is thread, but {needing[0]} computes for a long time without awaiting, and a thread "
+            "cannot be stopped at its deadline; set reward.isolation=auto",
             code="hooks.isolation",
             about="reward.isolation",
         )

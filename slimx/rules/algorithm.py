@@ -76,9 +76,8 @@ def same_architecture(spec: ModelSpec, teacher_weights: Path | None) -> Problems
     for field in sorted((policy_fields.keys() | teacher_fields.keys()) - {"max_sequence_length"}):
         if policy_fields.get(field) != teacher_fields.get(field):
             yield (
-                f"algorithm.teacher {path} must have the architecture of {spec.path}, because both are loaded into the "
-                f"same model: {field} is {teacher_fields.get(field)}, not {policy_fields.get(field)}; use a teacher "
-                "of the same architecture"
+                f"algorithm.teacher {path} has {field} {teacher_fields.get(field)}, not {policy_fields.get(field)} "
+                f"as in {spec.path}, but both are loaded into the same model; use a teacher of the same architecture"
             )
             return
     CheckpointReader(path).check(spec.table)

@@ -103,7 +103,10 @@ def has_engine_kernels(rollout: Rollout, spec: ModelSpec) -> Problems:
             continue
         lack = deep_ep_lacks(group.tensor, spec.transformer["hidden_size"])
         if lack:
-            yield f"{group.where} has sglang.moe_a2a_backend=deepep, which {lack}; remove it, or change tensor"
+            yield (
+                f"{group.where} has sglang.moe_a2a_backend=deepep, which {lack}; remove it, or set a tensor-parallel "
+                "size that DeepEP supports"
+            )
 
 
 @rule("engines.transfer_package", "rollout.engines.sglang.disaggregation_transfer_backend")

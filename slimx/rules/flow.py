@@ -24,8 +24,8 @@ def overtaking(rollout: Rollout, schedule: Schedule) -> Problems:
     window = schedule.window
     if window > stale:
         yield (
-            f"schedule.window is {window}, more than schedule.max_staleness={stale}: a group that this many batches "
-            "overtake would be too stale to be trained; lower schedule.window, or raise schedule.max_staleness"
+            f"schedule.window is {window}, more than schedule.max_staleness={stale}, so a group overtaken by "
+            f"{window} batches would be too stale to train on; lower schedule.window, or raise schedule.max_staleness"
         )
     elif window and batches_in_flight(rollout, schedule) <= 1:
         yield (

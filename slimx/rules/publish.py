@@ -30,8 +30,8 @@ def on_one_machine(rollout: Rollout, publish: Publish) -> Problems:
     for group in rollout.policy_engines:
         if group.nodes > 1 and publish.one_machine:
             yield (
-                f"publish.transport={publish.transport} works on one machine, but a server of {group.where} spans "
-                f"{group.nodes} machines; set publish.transport to auto, nixl or disk"
+                f"publish.transport={publish.transport} works only on one machine, but a server of {group.where} "
+                f"spans {group.nodes} machines; set publish.transport to auto, nixl or disk"
             )
 
 
@@ -42,7 +42,7 @@ def reaches_servers(rollout: Rollout, publish: Publish, cluster: Cluster, device
     for name, host in rollout.external_hosts.items():
         if not is_local(host):
             yield (
-                f"publish.transport={publish.transport} works on one machine, but engine {name} runs at {host}, "
+                f"publish.transport={publish.transport} works only on one machine, but engine {name} runs at {host}, "
                 "which is not an address of the trainers' machine; set publish.transport=disk"
             )
 
@@ -61,8 +61,8 @@ def stays_on_one_machine(publish: Publish, cluster: Cluster, rollout: Rollout, d
             if device != "cpu":
                 remedy += ", or set cluster.gpus_per_node, from which the nodes of servers are known"
             yield (
-                f"publish.transport={publish.transport} works on one machine, but cluster.nodes is {cluster.nodes} and "
-                f"servers of {group.where} may be on any node; {remedy}"
+                f"publish.transport={publish.transport} works only on one machine, but cluster.nodes is "
+                f"{cluster.nodes} and servers of {group.where} may be on any node; {remedy}"
             )
             return
 

@@ -34,7 +34,10 @@ def _has_gpu() -> bool:
 @rule("muon.unused", "trainer.optimizer.muon")
 def has_effect(trainer: Trainer) -> Problems:
     if trainer.optimizer.kind == "adam" and trainer.optimizer.muon != Muon():
-        yield "trainer.optimizer.muon has no effect with trainer.optimizer.kind=adam; set that to muon, or remove it"
+        yield (
+            "trainer.optimizer.muon has no effect with trainer.optimizer.kind=adam; set trainer.optimizer.kind=muon, "
+            "or remove trainer.optimizer.muon"
+        )
 
 
 @rule("muon.distributed", "trainer.distributed_optimizer")

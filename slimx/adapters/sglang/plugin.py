@@ -152,8 +152,9 @@ def _response(runner: Runner, verb: str, arguments: Json) -> Json:
         if verb in of_process:
             return entry_points.load(VERBS, verb)(runner, **arguments)
         raise SlimxError(
-            f"slimx {slimx.__version__} in this server does not have the action {PREFIX}{verb}, only "
-            f"{', '.join(sorted(verbs | of_process.keys()))}; install the same version of slimx on every machine",
+            f"this server runs slimx {slimx.__version__}, which has the actions "
+            f"{', '.join(sorted(verbs | of_process.keys()))} but not {PREFIX}{verb}; install the same version of "
+            "slimx on every machine",
             code="plugin.action",
             about=PREFIX + verb,
         )

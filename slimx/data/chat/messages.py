@@ -41,8 +41,8 @@ def with_text(messages: Sequence[Json], where: str) -> list[Json]:
         out.append({**message, "content": content})
     if out and out[-1]["role"] == "assistant":
         raise SlimxError(
-            f"{where}: messages end with an assistant's message, to which the model would reply; leave that message "
-            "out, and set `answer` to an answer to learn from or to compare with",
+            f"{where}: messages end with an assistant's message, to which the model would reply; remove that "
+            "message, and put a demonstration or reference answer into `answer`",
             code="prompts.last_turn",
             about=where,
         )

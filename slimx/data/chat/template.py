@@ -42,8 +42,8 @@ def check_ends(tokenizer: PreTrainedTokenizerBase) -> None:
     if not ends:
         where = tokenizer.name_or_path
         raise SlimxError(
-            f"{where}: the chat template exceeds the limit of time or memory even for a short conversation; correct "
-            "its loops",
+            f"{where}: the chat template exceeds the time or memory limit even for a short conversation; correct its "
+            "loops",
             code="template.endless",
             about=where,
         )

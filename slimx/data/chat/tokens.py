@@ -65,7 +65,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # missing companion files, invalid JSON, an unknown tokenizer class
         raise SlimxError(
-            f"{path}: the tokenizer cannot be loaded ({one_line(error)}); check the files in this directory",
+            f"{path}: the tokenizer cannot be loaded ({one_line(error)}); copy the tokenizer's files into this "
+            "directory again",
             code="tokenizer.broken",
             about=str(path),
         ) from error

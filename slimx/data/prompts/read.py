@@ -128,8 +128,8 @@ def _prompt(row: Json, default_id: str, where: str) -> Prompt:
             if fitting:
                 hint = f"or set rollout.fields: {written(fitting)}"
             raise SlimxError(
-                f"{where}: unknown key {key!r}; a row may have {', '.join(KEYS)}; put other values into metadata, "
-                f"{hint}",
+                f"{where}: key {key!r} is unknown, because a row may have only {', '.join(KEYS)}; put other values "
+                f"into metadata, {hint}",
                 code="prompts.key",
                 about=key,
             )
@@ -150,7 +150,7 @@ def _prompt(row: Json, default_id: str, where: str) -> Prompt:
         raise SlimxError(f"{where}: the row has {problem}; set exactly one of them", code=code, about=where)
     if not (prompt.messages or prompt.token_ids):
         raise SlimxError(
-            f"{where}: messages or token_ids is an empty list; a prompt needs at least one entry",
+            f"{where}: messages or token_ids is an empty list; give it at least one entry",
             code="prompts.empty_list",
             about=where,
         )

@@ -47,7 +47,9 @@ def _object(line: bytes, where: str) -> Json:
         fields = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SlimxError(
-            f"{where}: not a JSON object ({error}); write one object per line", code="prompts.line", about=where
+            f"{where}: the line is not a JSON object ({error}); write one object per line",
+            code="prompts.line",
+            about=where,
         ) from error
     return as_row(fields, where)
 

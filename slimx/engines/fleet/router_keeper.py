@@ -140,7 +140,7 @@ class RouterKeeper:
             limit += f": {history}"
         self.membership.fail(
             PartLost(
-                f"the router is lost, and its restarts are used up ({limit}); the last error was {reason}; see the "
+                f"the router is lost, and its restarts are used up ({limit}), most recently after {reason}; see the "
                 "router's log, and run the same command again to resume",
                 code="router.gone",
                 about="router",

@@ -73,8 +73,8 @@ def check_plugin(rank: Json, name: str) -> None:
     failed = [part for part, in_force in parts.items() if not in_force]
     if failed:
         raise SlimxError(
-            f"engine {name}: these parts of the slimx plugin did not take effect in process {rank['pid']}: "
-            f"{', '.join(failed)}; find the reason in SGLang's log (search for 'plugin')",
+            f"parts of the slimx plugin of engine {name} did not take effect in process {rank['pid']} "
+            f"({', '.join(failed)}); search SGLang's log for 'plugin' to find the reason",
             code="engine.plugin_part",
             about=", ".join(failed),
         )
@@ -93,8 +93,8 @@ async def check_guarded(wire: ControlClient) -> None:
         )
         if status not in REFUSED:
             raise SlimxError(
-                f"{wire.server_name} responds to {method} {wire.url}{path} without a key (status {status}); remove the "
-                "arguments that disable keys from rollout.engines.sglang",
+                f"{wire.server_name} responds to {method} {wire.url}{path} without a key (status {status}); remove "
+                "from rollout.engines.sglang the arguments that disable keys",
                 code="engine.unguarded",
                 about=path,
             )
@@ -127,8 +127,8 @@ def check_ranks(ranks: list[Json], spec: EngineSpec) -> None:
         for fact in _facts(rank, spec):
             if fact.attested != fact.expected:
                 raise SlimxError(
-                    f"engine {spec.name} rank {index} runs with {fact.name} {fact.attested}, but the configuration "
-                    f"requires {fact.expected}; {fact.remedy}",
+                    f"rank {index} of engine {spec.name} runs with {fact.name} {fact.attested}, but the "
+                    f"configuration requires {fact.expected}; {fact.remedy}",
                     code=f"engine.{fact.name}",
                     about=f"{spec.name} rank {index}",
                 )
@@ -167,7 +167,7 @@ def check_backends(ranks: list[Json], spec: EngineSpec) -> None:
             continue
         for field, plain in unpublishable(rank["backends"], experts=rank["experts"], fp8=rank["fp8"]):
             raise SlimxError(
-                f"engine {spec.name} rank {index} selected {field} {rank['backends'][field]!r}, which changes the "
+                f"rank {index} of engine {spec.name} selected {field} {rank['backends'][field]!r}, which changes the "
                 f"layout of published weights; set rollout.engines.sglang.{field}={plain}",
                 code="engine.backend",
                 about=field,
@@ -229,8 +229,8 @@ def check_staged(name: str, ranks: Sequence[Json]) -> None:
     for index, rank in enumerate(ranks):
         if rank["missing"]:
             raise SlimxError(
-                f"engine {name} rank {index}: {rank['missing']} tensors of the model (the first is "
-                f"{rank['first_missing']}) are not staged; stage every tensor before loading",
+                f"{rank['missing']} tensors of the model (the first is {rank['first_missing']}) are not staged on "
+                f"rank {index} of engine {name}; stage every tensor before loading",
                 code="engine.not_staged",
                 about=rank["first_missing"],
             )
@@ -242,8 +242,8 @@ def check_copied(name: str, ranks: Sequence[Json]) -> None:
         error = rank["outcome"].get("error")
         if error:
             raise SlimxError(
-                f"engine {name} rank {index}: copying failed after {rank['outcome']['loaded']} tensors ({error}); "
-                "publish again",
+                f"copying weights to rank {index} of engine {name} failed after {rank['outcome']['loaded']} tensors "
+                f"({error}); publish again",
                 code="engine.copy",
                 about=name,
             )

@@ -82,7 +82,8 @@ class Engine(EngineServer):
         if to not in TRANSITIONS[self.state]:
             allowed = ", ".join(sorted(TRANSITIONS[self.state]))
             raise SlimxError(
-                f"engine {self.spec.name} is {self.state} and cannot become {to}; move it to {allowed}",
+                f"engine {self.spec.name} is {self.state} and cannot become {to}; move it only to {allowed} from "
+                "this state",
                 code="engine.transition",
                 about=str(to),
             )

@@ -186,8 +186,9 @@ class ControlClient:
                 )
         if sorted(ranks) != list(range(size)):
             raise SlimxError(
-                f"{self.server_name}: only ranks {sorted(ranks)} of {size} responded to {action}; with pp_size above 1 "
-                "SGLang returns only the responses of the first stage; use tensor and expert parallelism",
+                f"{self.server_name}: only ranks {sorted(ranks)} of {size} responded to {action}, because with "
+                "pp_size above 1 SGLang returns only the responses of the first stage; set pp_size to 1, and use "
+                "tensor and expert parallelism",
                 code="engine.ranks_missing",
                 about=self.server_name,
             )

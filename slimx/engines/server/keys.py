@@ -65,7 +65,7 @@ class Keys:
             try:
                 if stat.S_IMODE(os.stat(where).st_mode) & 0o077:
                     raise SlimxError(
-                        f"--keys {where}: other users may read it; run `chmod 600 {where}`",
+                        f"--keys {where} can be read by other users; run `chmod 600 {where}`",
                         code="keys.mode",
                         about=where,
                     )

@@ -256,7 +256,11 @@ class EngineServer:
             self.pending.discard(task)
             await cancelled(task)
         if task.cancelled():
-            raise ReceiverLost(f"engine {self.spec.name} was stopped", code="engine.stopped", about=self.spec.name)
+            raise ReceiverLost(
+                f"engine {self.spec.name} was stopped before it responded; wait until it has been restarted",
+                code="engine.stopped",
+                about=self.spec.name,
+            )
         return task.result()
 
     async def call(self, path: str, body: Json | None = None) -> Json:

@@ -188,8 +188,8 @@ def check_keyless(args: Json) -> None:
             )
     if args.get("tokenizer_worker_num") not in (None, 1):
         raise SlimxError(
-            f"rollout.engines.sglang.tokenizer_worker_num is {args['tokenizer_worker_num']}, but with more than 1 "
-            "SGLang checks no keys, so that any process could replace the weights; set it to 1",
+            f"rollout.engines.sglang.tokenizer_worker_num is {args['tokenizer_worker_num']}, but SGLang checks no "
+            "keys if it is above 1, so any process could replace the weights; set it to 1",
             code="engine.unguarded",
             about="tokenizer_worker_num",
         )

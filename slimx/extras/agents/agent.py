@@ -53,7 +53,7 @@ def check(
         needs.check(_load(agent, agent_options))
     if command is not None and (not command or shutil.which(command[0]) is None):
         raise SlimxError(
-            f"rollout.options.command: the program {command[:1]} was not found; give its full path",
+            f"rollout.options.command: the program {next(iter(command), '')!r} was not found; give its full path",
             code="agent.program",
             about="rollout.options.command",
         )

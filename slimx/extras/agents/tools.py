@@ -102,8 +102,8 @@ def check_prompts(
         for (name, seconds), needed in zip(deadlines.items(), needs(prompts, **options), strict=True):
             if seconds < needed:
                 raise SlimxError(
-                    f"rollout.options.{name} is {seconds:g} s, but {toolbox} may take {needed:g} s for these prompts; "
-                    f"raise {name}, or these rollouts will be given up",
+                    f"rollout.options.{name} is {seconds:g} s, but {toolbox} may take {needed:g} s for prompts of "
+                    f"this run; raise {name}, so that slow rollouts are not aborted",
                     code="tools.limit",
                     about=f"rollout.options.{name}",
                 )

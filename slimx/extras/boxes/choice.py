@@ -117,7 +117,7 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if isinstance(source, str):
             raise BoxRefusal(
                 f"the backend bubblewrap needs a tar archive or a directory, but {source} is the name of an image; "
-                "give an archive or a directory, or set the backend container",
+                "give an archive or a directory, or set the backend to container",
                 code="source",
                 about=source,
             )

@@ -136,7 +136,8 @@ def check_run(command: Sequence[str], stdin: str, cwd: str) -> None:
 def not_plain(path: str, reason: str) -> BoxRefusal:
     """Returns the error for a path that is not a regular file or contains a link."""
     return BoxRefusal(
-        f"{path} in the sandbox is not a regular file reached without links ({reason}); use a regular file",
+        f"{path} in the sandbox is not a regular file, or its path contains a link ({reason}); use the path of a "
+        "regular file without links",
         code="file",
         about=path,
     )

@@ -88,7 +88,7 @@ def make(source: Path, base: Path | None, image_mib: int, *, host_usr: bool = Fa
 
 def no_source(source: Path) -> BoxRefusal:
     return BoxRefusal(
-        f"the image or root directory {source} does not exist; use a tar archive or a directory",
+        f"the image or root directory {source} does not exist; give the path of an existing tar archive or directory",
         code="source",
         about=str(source),
     )

@@ -212,7 +212,7 @@ def _work(
         conversion = plan(run, options)
     except OSError as error:
         raise SlimxError(
-            f"{error.filename}: cannot be read ({error.strerror}); check the path and its permissions",
+            f"{error.filename} cannot be read ({error.strerror}); check the path and its permissions",
             code="convert.system",
             about=str(error.filename),
         ) from error

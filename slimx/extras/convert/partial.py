@@ -194,14 +194,15 @@ class Partial:
         """Builds the SlimxError that explains an OS error of the conversion to the user."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return SlimxError(
-                f"{self.path}: no space is left on the disk; free up space and run the same command again; "
-                "finished files are kept",
+                f"{self.path}: no space is left on the disk; free up space and run the same command again, which "
+                "keeps finished files",
                 code="convert.space",
                 about=str(self.path),
             )
         path = str(error.filename or self.path)
         return SlimxError(
-            f"{path}: cannot be written or read ({error.strerror or error}); fix this and run the same command again",
+            f"{path} cannot be written or read ({error.strerror or error}); correct its permissions or the disk, and "
+            "run the same command again",
             code="convert.system",
             about=path,
         )

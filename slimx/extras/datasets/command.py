@@ -81,7 +81,7 @@ def convert(name: str, out: Path, source: str | None, seed: int) -> Iterator[str
         write_atomic(out, b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts.values()))
     except OSError as error:
         raise SlimxError(
-            f"{out}: cannot be written ({error.strerror}); give another file", code="data.out", about=str(out)
+            f"{out} cannot be written ({error.strerror}); give another file", code="data.out", about=str(out)
         ) from error
     yield f"{out}: {len(prompts)} prompts of {origin}"
     if repeated:

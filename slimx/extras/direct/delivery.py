@@ -298,8 +298,8 @@ class DirectDelivery(Delivery):
         message = f"{ranks} could not {subject} to any of {len(outcome.lacking)} engines: {error}"
         if self._culprits and self.broken is None and not self._replaced.is_set():
             self.broken = PartLost(
-                f"{message}; {self._culprits} also failed in the previous publication; check their machines and "
-                "network",
+                f"{message}; check the machines and network of {self._culprits}, which also failed in the previous "
+                "publication",
                 code="direct.mute",
                 about=ranks,
             )

@@ -14,6 +14,6 @@ def put_together(rollout: Rollout, publish: Publish) -> Problems:
     for group in rollout.policy_engines:
         if group.urls or group.nodes > 1:
             yield (
-                "with publish.transport=disk a slimx process at each server assembles its weights on one machine, but "
-                f"{group.where} has urls or multi-node servers; remove publish.delta"
+                "with publish.delta and publish.transport=disk, a slimx process next to each server assembles its "
+                f"weights on one machine, but {group.where} has urls or multi-node servers; remove publish.delta"
             )

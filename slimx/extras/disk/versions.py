@@ -124,8 +124,8 @@ class StoredVersion:
         """Raises SlimxError if `manifest` describes another version than the stored one."""
         if manifest.version != self.manifest.version:
             raise SlimxError(
-                f"{self.path} contains {self.manifest}, not {manifest}, which is to be published; publish the stored "
-                "version under its number",
+                f"{self.path} contains {self.manifest}, not {manifest}; publish the stored version under its own "
+                "number",
                 code="disk.version",
                 about=str(self.path),
             )

@@ -96,7 +96,10 @@ def leaves_divide(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> Pro
         return
     leaves = tree_leaves(numerics, trainer, rollout)
     if leaves & (leaves - 1):
-        yield f"{leaves} leaves of row-parallel sums form no binary tree; set numerics.leaves to a power of two"
+        yield (
+            f"{leaves} leaves of row-parallel sums do not form a complete binary tree; set numerics.leaves to a power "
+            "of two"
+        )
     for name, size in tensor_sizes(trainer, rollout).items():
         if leaves % size:
             yield (
@@ -285,7 +288,7 @@ def cuts_evenly(numerics: Numerics, trainer: Trainer, rollout: Rollout, spec: Mo
 def rounds_model(numerics: Numerics, publish: Publish, spec: ModelSpec) -> Problems:
     if numerics.exact and publish.quantize is not None and spec.family.ARCHITECTURE not in IN_BLOCKS:
         yield (
-            f"{MODE}, in which publish.quantize covers {', '.join(IN_BLOCKS)}, but {spec.path} is a "
+            f"{MODE}, which supports publish.quantize only for {', '.join(IN_BLOCKS)}, but {spec.path} is a "
             f"{spec.family.ARCHITECTURE}; set publish.quantize=null"
         )
 

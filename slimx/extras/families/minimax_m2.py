@@ -101,8 +101,8 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
         if hf.get(key) is None:
             raise SlimxError(
                 f"SGLang 0.5.23 would serve a {ARCHITECTURE} without {key} as a different model; add it to "
-                "config.json (published values: use_qk_norm true, use_routing_bias true, scoring_func sigmoid, and "
-                "rotary_dim)",
+                "config.json, as in the published files (use_qk_norm true, use_routing_bias true, scoring_func "
+                "sigmoid)",
                 code="model.served_field",
                 about=key,
             )

@@ -126,7 +126,10 @@ def has_targets(trainer: Trainer, spec: ModelSpec) -> Problems:
     for target in absent(trainer.lora.targets or (), spec.table):
         yield f"{spec.path} has no layers of the target {target}; remove that target"
     if trainer.lora.targets == ():
-        yield "the list is empty, so nothing would be trained; remove the key to adapt all layers, or name targets"
+        yield (
+            "trainer.lora.targets is an empty list, so nothing would be trained; remove it to adapt all layers, or "
+            "name targets"
+        )
 
 
 @rule("lora.load", "trainer.lora.load")
@@ -168,15 +171,15 @@ def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Prob
     names = [row.name for row in spec.table.rows if adapts(trainer.lora.targets, row.name)]
     if any(adapts(("experts",), name) for name in names):
         yield (
-            "SGLang 0.5.23 supports adapters of routed experts only with Triton on GPUs, and slimx has not been tested "
-            "with them unmerged; list only attention, or set publish.adapters to merged"
+            "SGLang 0.5.23 supports adapters of routed experts only with Triton on GPUs, and slimx was never tested "
+            "with unmerged ones; set trainer.lora.targets to attention only, or set publish.adapters to merged"
         )
         return
     others = [name for name in names if not adapts(SERVED, name)]
     if others:
         yield (
             f"publish.adapters=alone has been tested only for {' and '.join(SERVED)}, but {others[0]} would have an "
-            "adapter; list only these targets, or set publish.adapters to merged"
+            "adapter; remove other targets from trainer.lora.targets, or set publish.adapters to merged"
         )
 
 

@@ -186,7 +186,7 @@ def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
         if cols % GROUP:
             yield (
                 f"trainer.qat={trainer.qat} rounds groups of {GROUP} columns, but {name} in the experts of "
-                f"{spec.path} has {cols}; leave trainer.qat out"
+                f"{spec.path} has {cols} columns, not a multiple of {GROUP}; leave trainer.qat out"
             )
             return
         if row.axis == 1 and cols % (GROUP * sizes.expert_tensor):
@@ -250,12 +250,12 @@ def has_kernels(publish: Publish, numerics: Numerics, rollout: Rollout, device: 
     if publish.quantize is None or device != "cpu" or numerics.exact or not rollout.policy_engines:
         return
     if publish.in_fp8:
-        problem = "supports fp8 blocks only in slimx's exact mode; leave it out, or set numerics.mode=exact"
-    else:
         problem = (
-            "has no INT4 kernels; leave it out, since with trainer.qat=int4 engines get the values of the codes anyway"
+            "supports fp8 blocks only in slimx's exact mode; leave publish.quantize out, or set numerics.mode=exact"
         )
-    yield f"publish.quantize={publish.quantize}, but on the CPU SGLang {problem}"
+    else:
+        problem = "has no INT4 kernels; leave publish.quantize out, since with trainer.qat=int4 engines get the values of the codes anyway"
+    yield f"publish.quantize is {publish.quantize}, but on the CPU SGLang {problem}"
 
 
 @rule("publish.mxfp4", "model.path")

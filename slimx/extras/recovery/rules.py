@@ -37,29 +37,36 @@ def unproven(**sections: Any) -> Problems:
 def keeps_few_batches(recovery: Recovery, checkpoint: Checkpoint) -> Problems:
     if recovery.trainers and not checkpoint.every:
         yield (
-            "it is 0, but with recovery.trainers the driver keeps every batch trained since the newest checkpoint, "
-            "which is unbounded without checkpoints; set checkpoint.every, or recovery.trainers=0"
+            "checkpoint.every is 0, but with recovery.trainers the driver keeps every batch trained since the "
+            "newest checkpoint, which is unbounded without checkpoints; set checkpoint.every, or set "
+            "recovery.trainers=0"
         )
 
 
 @rule("recovery.mirror", "recovery.mirror_every")
 def mirrors_for_someone(recovery: Recovery) -> Problems:
     if recovery.mirror_every and not recovery.trainers:
-        yield "it has no effect without recovery.trainers; set recovery.trainers, or leave recovery.mirror_every out"
+        yield (
+            "recovery.mirror_every has no effect without recovery.trainers; set recovery.trainers, or remove "
+            "recovery.mirror_every"
+        )
 
 
 @rule("recovery.shrink", "recovery.shrink_after")
 def shrinks_for_someone(recovery: Recovery) -> Problems:
     if recovery.shrink_after is not None and not recovery.trainers:
-        yield "it has no effect without recovery.trainers; set recovery.trainers, or leave recovery.shrink_after out"
+        yield (
+            "recovery.shrink_after has no effect without recovery.trainers; set recovery.trainers, or remove "
+            "recovery.shrink_after"
+        )
 
 
 @rule("recovery.engines", "recovery.trainers")
 def keeps_engines(recovery: Recovery, rollout: Rollout) -> Problems:
     if recovery.trainers and not rollout.policy_engines:
         yield (
-            "it is not proven without engines of the policy (rollout.engines is empty, or rollout.replay is set); set "
-            "recovery.trainers=0"
+            "recovery.trainers was never tested without engines of the policy (rollout.engines is empty, or "
+            "rollout.replay is set); set recovery.trainers=0"
         )
 
 
@@ -73,8 +80,8 @@ def recovers_with(recovery: Recovery, publish: Publish, schedule: Schedule, devi
 
     if transport_of(publish).on_gpus(publish, device, colocate=schedule.colocate):
         yield (
-            "buckets in GPU memory are not proven with recovery.trainers, which replaces the ranks that "
-            "pack them; set publish.staging=model and publish.transport=auto, or recovery.trainers=0"
+            "recovery.trainers replaces the ranks that pack buckets, which was never tested with buckets in GPU "
+            "memory; set publish.staging=model and publish.transport=auto, or set recovery.trainers=0"
         )
 
 
@@ -86,9 +93,10 @@ def can_shrink(recovery: Recovery, sizes: Sizes, device: str) -> Problems:
 
     if next(fewer(sizes), None) is None:
         yield (
-            f"DP{sizes.data} cannot shrink (TP{sizes.tensor} CP{sizes.context} EP{sizes.expert} "
-            f"ETP{sizes.expert_tensor}), because it is 1 or the experts need all data-parallel ranks; leave "
-            "recovery.shrink_after out, or choose a layout with more data-parallel ranks"
+            f"recovery.shrink_after cannot take effect with DP{sizes.data} (TP{sizes.tensor} CP{sizes.context} "
+            f"EP{sizes.expert} ETP{sizes.expert_tensor}), because there is only one data-parallel rank or the "
+            "experts need all of them; remove recovery.shrink_after, or choose a layout with more data-parallel "
+            "ranks"
         )
     if device == "cuda":
-        yield "it is not proven on GPUs; leave recovery.shrink_after out, or run on the CPU"
+        yield "recovery.shrink_after was never tested on GPUs; remove it, or run on the CPU"

@@ -26,8 +26,8 @@ def shares_key_heads(sizes: Sizes, spec: ModelSpec) -> Problems:
     heads = spec.transformer["linear_num_key_heads"]
     if heads % sizes.tensor:
         yield (
-            f"delta nets of {spec.path} have {heads} key heads, which {sizes.tensor} ranks cannot share equally; "
-            f"choose a divisor of {heads}"
+            f"delta nets of {spec.path} have {heads} key heads, which {sizes.tensor} tensor-parallel ranks cannot "
+            f"share equally; set trainer.tensor to a divisor of {heads}"
         )
     elif heads // sizes.tensor % sizes.context:
         yield (
@@ -45,8 +45,8 @@ def shares_groups(sizes: Sizes, spec: ModelSpec) -> Problems:
         return
     if groups % sizes.tensor:
         yield (
-            f"Mamba-2 layers of {spec.path} have {groups} groups, which {sizes.tensor} ranks cannot share "
-            f"equally; choose a divisor of {groups}"
+            f"Mamba-2 layers of {spec.path} have {groups} groups, which {sizes.tensor} tensor-parallel ranks cannot "
+            f"share equally; set trainer.tensor to a divisor of {groups}"
         )
     if sizes.context > 1:
         yield (
@@ -61,7 +61,7 @@ def has_no_values(algorithm: Algorithm, critic: Critic | None, spec: ModelSpec) 
     if spec.transformer.get("is_hybrid_model") and (algorithm.scores or critic is not None):
         yield (
             "the model is a megatron-core HybridModel, which slimx does not support as a critic or reward model; "
-            "choose an algorithm without values (algorithm.name)"
+            "set algorithm.name to an algorithm that trains neither"
         )
 
 

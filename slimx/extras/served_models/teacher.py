@@ -72,9 +72,9 @@ class Teacher:
             if len(invalid):
                 position = int(invalid[0])
                 raise SlimxError(
-                    f"teacher {self.engine.name} returned log-prob {values[position]:g} for token {position} (id "
-                    f"{trajectory.token_ids[position]}) of rollout {trajectory.id}, which cannot be trained on; "
-                    "check the teacher's checkpoint and GPU",
+                    f"teacher {self.engine.name} returned the unusable log-prob {values[position]:g} for token "
+                    f"{position} (id {trajectory.token_ids[position]}) of rollout {trajectory.id}; check the "
+                    "teacher's checkpoint and GPU",
                     code="teacher.logprob",
                     about=trajectory.id,
                 )

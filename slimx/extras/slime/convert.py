@@ -64,7 +64,9 @@ def to_trajectory(
     name = f"the sample of rollout {ctx.group_id}/{ctx.index}{suffix}"
     for field, reason in UNSERVED.items():
         if getattr(sample, field):
-            raise SlimxError(f"{name} sets {field}, which is not allowed: {reason}", code="slime.field", about=field)
+            raise SlimxError(
+                f"{name} sets {field}, which is not allowed ({reason}); leave it unset", code="slime.field", about=field
+            )
     status = Status(sample.status)  # published hooks also set the status as a string
     if status is Status.ABORTED:
         raise SlimxError(

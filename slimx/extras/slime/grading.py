@@ -125,8 +125,8 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     text = sample.response
     if kind not in RULES:
         raise SlimxError(
-            f"rm_type {kind!r} is not supported; set {', '.join(RULES)} in reward.options or in the prompt's metadata, "
-            "or set a reward hook",
+            f"rm_type {kind!r} is not supported; set it to one of {', '.join(RULES)} in reward.options or in the "
+            "prompt's metadata, or set a reward hook",
             code="slime.rm_type",
             about=kind,
         )
@@ -148,8 +148,8 @@ async def ask(function: Callable[..., Any], path: str, args: Any, judged: Any, *
     would call that function again."""
     if function is JUDGING.get():
         raise SlimxError(
-            f"{path} is the run's reward and calls slime's rm_hub, which would call {path} again without end; set "
-            "args.custom_rm_path to None before the call, so that rm_type is used",
+            f"{path} is the run's reward and calls slime's rm_hub, which would call {path} again in an endless "
+            "recursion; set args.custom_rm_path to None before the call, so that rm_type is used",
             code="slime.recursion",
             about=path,
         )

@@ -38,8 +38,8 @@ class InOrder:
             self._calls.put_nowait(call)
         except queue.Full:
             raise SlimxError(
-                f"{self.name} is too slow: {self.waiting} calls are waiting, so this one is discarded; check its "
-                "server",
+                f"{self.name} is too slow: {self.waiting} calls are waiting, so this one is discarded; check that "
+                "its server is running and responds quickly",
                 code="track.late",
                 about=self.name,
             ) from None
@@ -64,7 +64,8 @@ class InOrder:
         if self._thread.is_alive():
             raise SlimxError(
                 f"{self.name} did not finish its last {self._calls.unfinished_tasks - ends} calls in "
-                f"{self._close_s:g} seconds, so they are discarded; check its server",
+                f"{self._close_s:g} seconds, so they are discarded; check that its server is running and responds "
+                "quickly",
                 code="track.late",
                 about=self.name,
             )

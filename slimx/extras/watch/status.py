@@ -190,7 +190,7 @@ def run_stacks(directory: Path) -> str:
     found = stacks(directory)
     if not found:
         raise SlimxError(
-            f"no process of the run {directory} was found on {socket.gethostname()}, or this user may not see it; try "
+            f"no process of the run {directory} is visible to this user on {socket.gethostname()}; run this command "
             "on the machines of the run, as its user or as root",
             code="stacks.none",
             about=str(directory),

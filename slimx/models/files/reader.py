@@ -188,7 +188,7 @@ class CheckpointReader:
             if name not in self._weight_map or self._repeats(self.view(name), self.view(original)):
                 continue
             raise SlimxError(
-                f"{self.path}: tensor {name} differs from {original}, although it must repeat that in this model; "
+                f"{self.path}: tensor {name} differs from {original}, although the two must be equal in this model; "
                 f"remove {name} from the checkpoint, or correct tie_word_embeddings if it is independent",
                 code="checkpoint.copy",
                 about=name,

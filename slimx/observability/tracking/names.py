@@ -258,8 +258,8 @@ def check_hook_name(name: str) -> None:
     same name."""
     if not isinstance(name, str) or not _FORM.fullmatch(name):
         raise SlimxError(
-            f"a hook called ctx.log with the name {name!r}; use letters, digits and the characters _ . - in parts "
-            "separated by single slashes",
+            f"a hook called ctx.log with the invalid name {name!r}; use letters, digits and the characters _ . - in "
+            "parts separated by single slashes",
             code="metrics.name",
             about=str(name),
         )

@@ -75,7 +75,7 @@ class Alarm:
             else:  # a bug in a watch must not leave the run unwatched
                 self.ring(
                     SlimxError(
-                        f"a task that watches the run failed ({type(error).__name__}: {error}), which is a bug of "
+                        f"a task that watches the run failed ({type(error).__name__}: {error}), which is a bug in "
                         "slimx; report it with this run's configuration",
                         code="watch",
                     )

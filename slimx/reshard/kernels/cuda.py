@@ -206,8 +206,8 @@ def results(plan: DevicePlan, sums: torch.Tensor, flags: torch.Tensor | None = N
         flag_bits = np.zeros(0, np.int32) if flags is None else flags.cpu().numpy()
     except RuntimeError as error:
         raise SlimxError(
-            f"the kernel of bucket {plan.bucket} failed on {plan.device} ({str(error).splitlines()[0]}); a common "
-            "cause is a source tensor that was freed or moved after the plan was created; restart this process",
+            f"the kernel of bucket {plan.bucket} failed on {plan.device} ({str(error).splitlines()[0]}), often "
+            "because a source tensor was freed or moved after the plan was created; restart this process",
             code="kernel.cuda",
             about=plan.bucket,
         ) from error

@@ -73,9 +73,9 @@ def check_blocks(name: str, move: Move, rect: Rect, block_shape: tuple[int, int]
         # A rectangle may end inside a block only at the tensor's edge; elsewhere the next would start inside it.
         if local % block or first % block or (length % block and start + length != total):
             raise SlimxError(
-                f"a shard of {name}, {move.rows} x {move.cols} at row {row}, column {col}, does not consist of "
-                f"whole quantization blocks of {high} x {wide}; choose parallel sizes with which head_dim, the "
-                f"experts' inner size / ETP and every other shard are multiples of {block}",
+                f"a shard of {name}, {move.rows} x {move.cols} at row {row}, column {col}, does not consist of whole "
+                f"quantization blocks of {high} x {wide}; choose parallel sizes such that head_dim, the experts' "
+                f"inner size / ETP and every other shard are multiples of {block}",
                 code="plan.blocks",
                 about=name,
             )

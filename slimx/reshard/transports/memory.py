@@ -49,8 +49,8 @@ def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
     try:
         if not _offered(path):
             raise SlimxError(
-                f"{path} is not opened, because it is neither the memory of a trainer of this user nor a bucket's file "
-                "of a version on disk; check the sender",
+                f"slimx does not open {path}, because it is neither a bucket of this user's trainers nor one of a "
+                "version on disk; run trainers and engines as the same user",
                 code="bucket.foreign",
                 about=path,
             )

@@ -118,8 +118,7 @@ def compact(token_ids: Sequence[int]) -> array[int]:
     except OverflowError:
         invalid = next(token for token in as_ids(token_ids) if not -(2**31) <= token < 2**31)
         raise SlimxError(
-            f"token id {invalid} cannot be sampled from, because it is outside the model's vocabulary; use the "
-            "model's tokenizer",
+            f"token id {invalid} is outside the model's vocabulary; use the model's tokenizer",
             code="request.token_ids",
             about=f"token id {invalid}",
         ) from None

@@ -97,8 +97,8 @@ def input_logprobs(meta: Json, token_ids: Sequence[int], who: str) -> list[float
     matches = [entry[1] in (token, 0) for entry, token in zip(scored, expected, strict=False)]
     if len(scored) != len(expected) or not all(matches):
         raise SlimxError(
-            f"{who} returned scores of {len(scored)} tokens, which do not match the {len(expected)} tokens of the "
-            "request; check that it runs the SGLang version that slimx requires",
+            f"{who} returned scores for {len(scored)} tokens that are not the {len(expected)} tokens of the request; "
+            "check that it runs the SGLang version that slimx requires",
             code="answer.scores",
             about=who,
         )

@@ -237,8 +237,8 @@ class MemoryGuard:
                 kinds.append(f"{kind} {_mib(size)}")
         raise SlimxError(
             f"GPU {self.gpu.uuid} has only {_mib(free)} of {_mib(total)} free even after freeing caches, less than "
-            f"trainer.memory_margin_mib={self.margin // MIB}; processes on it: "
-            f"{', '.join(users) or 'none that NVML shows'}; memory of this rank: {', '.join(kinds) or 'none'}; "
+            f"trainer.memory_margin_mib={self.margin // MIB} (processes on it: "
+            f"{', '.join(users) or 'none that NVML shows'}; memory of this rank: {', '.join(kinds) or 'none'}); "
             "lower trainer.max_tokens_per_microbatch, offload more, or end the other processes",
             code="gpu.memory_margin",
             about=self.gpu.uuid,

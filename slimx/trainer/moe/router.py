@@ -69,7 +69,7 @@ class RouterWatch:
         if tokens is None:
             if not self._again:
                 raise SlimxError(
-                    f"{self.name} ran outside of a micro-batch, which is a bug of slimx; report it with this run's "
+                    f"{self.name} ran outside a micro-batch, which is a bug in slimx; report it with this run's "
                     "configuration",
                     code="routing.outside",
                     about=self.name,

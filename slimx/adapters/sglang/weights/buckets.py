@@ -151,7 +151,7 @@ def check_manifest(manifest: Manifest, staging: str) -> None:
         )
     if staging not in get_args(Staging):
         raise SlimxError(
-            f"{manifest} has the unknown staging {staging!r}; use one of {', '.join(get_args(Staging))}",
+            f"{manifest} has the unknown value {staging!r} of staging; use one of {', '.join(get_args(Staging))}",
             code="receiver.manifest",
             about="staging",
         )

@@ -122,7 +122,8 @@ class RankReceiver:
         part = ranks.get(str(self.rank), ranks.get("all"))
         if part is None:
             raise SlimxError(
-                f"bucket {bucket} has parts for ranks {', '.join(ranks)}, but not for {self.rank}; send one per rank",
+                f"bucket {bucket} has parts for ranks {', '.join(ranks)}, but none for rank {self.rank}; send one "
+                "part per rank",
                 code="plugin.bucket",
                 about=f"bucket {bucket}",
             )
@@ -255,7 +256,8 @@ class RankReceiver:
         publication = self.open
         if publication is None or publication.manifest.version != version:
             raise SlimxError(
-                f"version {version} cannot be committed, because {self._open_text()}",
+                f"version {version} cannot be committed, because {self._open_text()}; begin and commit the same "
+                "publication",
                 code="receiver.not_open",
                 about=f"version {version}",
             )
@@ -362,7 +364,7 @@ class RankReceiver:
         if self.open is None or self.open.key != (policy, version, epoch):
             raise SlimxError(
                 f"a bucket of version {version} of {policy}, epoch {epoch}, cannot be received, because "
-                f"{self._open_text()}",
+                f"{self._open_text()}; begin its publication first",
                 code="receiver.not_open",
                 about=f"version {version}",
             )
@@ -370,7 +372,7 @@ class RankReceiver:
 
     def _open_text(self) -> str:
         if self.open is None:
-            return "no publication is open; begin one first"
+            return "no publication is open"
         return f"{self.open.manifest} is open"
 
     def _counted(self, ready: dict[str, Staged]) -> Iterator[tuple[str, torch.Tensor]]:

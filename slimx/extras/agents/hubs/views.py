@@ -157,8 +157,8 @@ def _update(digest: blake2b, value: object) -> None:
         digest.update(f"{type(plain).__name__} {plain!r}\n".encode())
     else:
         raise SlimxError(
-            f"an observation contains a {type(value).__name__}, which does not identify a state; add a "
-            "method state(observation, info) to the view that returns a text",
+            f"an observation contains a {type(value).__name__}, which does not identify a state; add to the view a "
+            "method state(observation, info) that returns a string",
             code="environment.state",
             about=type(value).__name__,
         )

@@ -187,7 +187,11 @@ class ChatProxy:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _unknown(self, http: web.Request) -> web.Response:
-        error = ApiError(f"{http.method} {http.path} is not supported by this server", code="unknown_url", status=404)
+        error = ApiError(
+            f"{http.method} {http.path} is not supported by this server; use only the paths in docs/agents.md",
+            code="unknown_url",
+            status=404,
+        )
         return web.json_response(error.body, status=404)
 
 

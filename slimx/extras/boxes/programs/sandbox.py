@@ -89,15 +89,16 @@ class Sandbox:
         if not result.ok:
             raise SlimxError(
                 f"the program that tests the sandbox {result.ending} ({result.stderr.strip()[-300:]}); correct the "
-                "machine's Python, or remove hooks that run code",
+                "error that it printed, or remove hooks that run code",
                 code="sandbox.probe",
                 about=result.ended,
             )
         missing = [promise for promise, fulfilled in json.loads(result.stdout).items() if not fulfilled]
         if missing:
             raise SlimxError(
-                f"on this machine the sandbox does not guarantee: {'; '.join(missing)}; allow user namespaces (sysctl "
-                "user.max_user_namespaces, or the container's seccomp profile), or remove hooks that run code",
+                f"the sandbox cannot give all its guarantees on this machine (missing: {'; '.join(missing)}); allow "
+                "user namespaces (sysctl user.max_user_namespaces, or the container's seccomp profile), or remove "
+                "hooks that run code",
                 code="sandbox.promise",
                 about=missing[0],
             )

@@ -73,7 +73,9 @@ class Terminal:
         toolbox = cls(**options)
         if not toolbox._base.is_dir():
             raise SlimxError(
-                f"{KEY}.tasks: the directory {toolbox._base} does not exist", code="task.base", about=f"{KEY}.tasks"
+                f"{KEY}.tasks: the directory {toolbox._base} does not exist; correct the path",
+                code="task.base",
+                about=f"{KEY}.tasks",
             )
         if toolbox._options.backend == "remote":
             if toolbox._most > MAX_FILE:
@@ -193,8 +195,8 @@ class Terminal:
         tests = size_of_tests(task)
         if self._options.backend == "remote" and tests > MAX_FILE - self._most:
             raise SlimxError(
-                f"the tests have {tests} bytes, but a sandbox server accepts {MAX_FILE // MIB} MiB together with the "
-                f"model's files; lower {KEY}.work_mib, or make the tests smaller",
+                f"the tests have {tests} bytes, but a sandbox server accepts at most {MAX_FILE // MIB} MiB of tests "
+                f"and the model's files together; lower {KEY}.work_mib, or make the tests smaller",
                 code="task.tests",
                 about="tests.files",
             )
@@ -212,7 +214,7 @@ class Terminal:
         if not result.ok:
             raise SlimxError(
                 f"sh and tar do not run in {task.directory} of the task's sandbox (sh {result.ending}: "
-                f"{result.stderr.strip()[-300:]}); use a root that has both, or host_usr",
+                f"{result.stderr.strip()[-300:]}); use a root that has both, or set host_usr to true",
                 code="box.trial",
                 about=task.directory,
             )

@@ -241,7 +241,9 @@ def _damaged(path: Path, file: str, problem: str, code: str = "megatron.file") -
 
 def _incomplete(path: Path, key: str, problem: str) -> SlimxError:
     return SlimxError(
-        f"{path}: tensor {key} is incomplete ({problem}); save it again", code="megatron.incomplete", about=key
+        f"{path}: tensor {key} is incomplete ({problem}); save the checkpoint again",
+        code="megatron.incomplete",
+        about=key,
     )
 
 

@@ -58,8 +58,8 @@ def chosen_files(directory: Path, subset: str | None, split: str | None) -> list
             listed += f" and {len(names) - NAMED} more"
         which = "match several of" if matches else "match none of"
         raise SlimxError(
-            f"{directory}: subset {subset or 'any'} and split {split or 'any'} {which} {listed}; choose one with "
-            "subset and split of an entry of rollout.sources, or give its files, such as "
+            f"{directory}: subset {subset or 'any'} and split {split or 'any'} {which} {listed}; choose one by "
+            "setting subset and split in the entry of rollout.sources, or give its files, such as "
             f"{directory}/{next(iter(matches or parts))[-1]}*",
             code="prompts.split",
             about=str(directory),

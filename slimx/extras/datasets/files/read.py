@@ -62,7 +62,7 @@ def _file_rows(path: Path) -> Iterator[Row]:
             magic = file.read(4)
     except OSError as error:
         raise SlimxError(
-            f"{path}: cannot be read ({error.strerror}); {_instead_of(path)}",
+            f"{path} cannot be read ({error.strerror}); {_instead_of(path)}",
             code="prompts.unreadable",
             about=str(path),
         ) from error

@@ -179,8 +179,8 @@ class Transfer:
         """True once all bytes have arrived. Raises LinkError if the write has failed."""
         if self.ended and self.state != "DONE":
             raise LinkError(
-                f"the write to {self.peer} failed ({self.state}); check that its process is running and the network "
-                "between the machines",
+                f"the write to {self.peer} failed ({self.state}); check that its process is running and that it can "
+                "be reached over the network",
                 code="direct.broken",
                 about=self.peer,
             )

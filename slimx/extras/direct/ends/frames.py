@@ -61,7 +61,7 @@ def apply(frame: torch.Tensor, base: torch.Tensor, *, item: int, threads: int | 
     )
     if status:
         raise SlimxError(
-            f"the frame of {frame.numel()} bytes is not valid for {nbytes} bytes in elements of {item} (status "
+            f"the frame of {frame.numel()} bytes is not valid for {nbytes} bytes in elements of {item} bytes (status "
             f"{status}); install the same version of slimx on every machine, and publish again",
             code="delta.frame",
             about="frame",
@@ -83,8 +83,8 @@ def _memory(memory: torch.Tensor) -> int:
 
 def _invalid(memory: str) -> SlimxError:
     return SlimxError(
-        f"cannot compare {memory}; pass contiguous uint8 CPU tensors of one size, a multiple of {STEP} bytes, with "
-        f"elements of {' or '.join(map(str, ITEMS))} bytes",
+        f"{memory} cannot be compared; pass contiguous uint8 CPU tensors of equal size, a multiple of {STEP} bytes, "
+        f"and compare elements of {' or '.join(map(str, ITEMS))} bytes",
         code="delta.argument",
         about="memory",
     )

@@ -159,8 +159,8 @@ def try_hooks(config: Config) -> None:
         raise
     except Exception as error:
         raise SlimxError(
-            f"{' or '.join(hooks)}, called with synthetic rollouts, raised {raised(error)}; call it by hand on such "
-            "a batch (slimx.extras.doctor.effects.probe.make_probe)",
+            f"{' or '.join(hooks)}, called with synthetic rollouts, raised {raised(error)}; to find the cause, call "
+            "it by hand on a batch from slimx.extras.doctor.effects.probe.make_probe",
             code="algorithm.hook",
             about=" or ".join(hooks),
         ) from error

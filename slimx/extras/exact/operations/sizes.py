@@ -22,7 +22,7 @@ def check_leaves(leaves: int, columns: int | None = None) -> None:
     elements of a dot product. If `columns` is None, only the power of two is checked."""
     if leaves < 1 or leaves & (leaves - 1):
         raise SlimxError(
-            f"{leaves} leaves do not form a binary tree; set numerics.leaves to a power of two",
+            f"{leaves} leaves do not form a complete binary tree; set numerics.leaves to a power of two",
             code="exact.leaves",
             about=str(leaves),
         )

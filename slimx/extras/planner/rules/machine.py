@@ -94,10 +94,10 @@ def reaches_engines(publish: Publish, cluster: Cluster, places: RankMap, device:
     for place in places.engines:
         if place.node != publisher:
             yield (
-                f"publish.transport {publish.transport} works on one machine, but the run needs {places.nodes} nodes "
-                "of "
-                f"{places.per_node} GPUs, with server {place.server} of {place.group} on node {place.node} and trainer "
-                f"rank 0, which packs the weights, on node {publisher}; set publish.transport to auto, nixl or disk"
+                f"publish.transport={publish.transport} works only on one machine, but the run needs {places.nodes} "
+                f"nodes of {places.per_node} GPUs, with server {place.server} of {place.group} on node {place.node} "
+                f"and trainer rank 0, which packs the weights, on node {publisher}; set publish.transport to auto, "
+                "nixl or disk"
             )
             return
 
@@ -172,9 +172,9 @@ def crowded_warnings(rollout: Rollout, engines: Iterable[EngineMemory], requests
             fitting += engine.count * engine.concurrency
     if 0 < fitting < requests / CROWDED:
         yield (
-            f"rollout.engines: the KV caches of all servers have space for {fitting} rollouts of the maximum length, "
-            f"but {requests} are in flight; give servers more GPUs (tensor, expert, nodes), so that weights take less "
-            "of each, raise sglang.mem_fraction_static, or lower rollout.concurrency"
+            f"rollout.engines: the KV caches of all servers have space for only {fitting} rollouts of the maximum "
+            f"length, but {requests} are in flight; give each server more GPUs (tensor, expert, nodes), raise "
+            "sglang.mem_fraction_static, or lower rollout.concurrency"
         )
 
 

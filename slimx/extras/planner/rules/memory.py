@@ -34,9 +34,9 @@ def trains(
         if peak + margin > machine.memory:
             models = " and ".join(member.model for member in rank)
             yield (
-                f"{models} rank {record.rank} (stage {record.stage}) would need {_gib(peak)} GiB plus "
-                f"trainer.memory_margin_mib={margin // MIB}, but a GPU has {_gib(machine.memory)} GiB: "
-                f"{_kinds(record)}; use more ranks, more recomputation or trainer.optimizer.offload_fraction"
+                f"{models} rank {record.rank} (stage {record.stage}) would need {_gib(peak)} GiB ({_kinds(record)}) "
+                f"plus trainer.memory_margin_mib={margin // MIB}, but a GPU has only {_gib(machine.memory)} GiB; use "
+                "more ranks or more recomputation, or raise trainer.optimizer.offload_fraction"
             )
 
 
@@ -109,8 +109,8 @@ def margin_warnings(machine: Machine, phases: tuple[PhasePeak, ...]) -> Iterator
             if group:
                 name += f" of {group}"
             yield (
-                f"the fullest {name} has {_gib(left)} GiB of {_gib(machine.memory)} left in phase {_describe(peak)}, "
-                f"and estimates may be off by {MARGIN // GIB}; use more ranks, or lower mem_fraction_static or "
+                f"the fullest {name} has {_gib(left)} of {_gib(machine.memory)} GiB left in phase {_describe(peak)}, "
+                f"and estimates may be off by {MARGIN // GIB} GiB; use more ranks, or lower mem_fraction_static or "
                 "trainer.max_tokens_per_microbatch"
             )
 
@@ -121,9 +121,10 @@ def fits_host(machine: Machine, host: HostMemory) -> Problems:
         return
     largest = host.parts[0]
     yield (
-        f"{host.ranks} trainer ranks need {_gib(host.nbytes)} GiB of a node's host memory, most of it {largest.name} "
-        f"({_gib(largest.nbytes)}), but a node has {_gib(host.memory)} (cluster.host_memory_gib, or by cluster.gpu); "
-        "lower trainer.optimizer.offload_fraction, or use more nodes"
+        f"{host.ranks} trainer ranks need {_gib(host.nbytes)} GiB of a node's host memory, most of it for "
+        f"{largest.name} ({_gib(largest.nbytes)} GiB), but a node has only {_gib(host.memory)} GiB (set by "
+        "cluster.host_memory_gib or implied by cluster.gpu); lower trainer.optimizer.offload_fraction, or use more "
+        "nodes"
     )
 
 

@@ -67,8 +67,8 @@ async def listen(content: Content, token: str, host: str, port: int) -> Listenin
         return await Connections(most=MOST, idle=IDLE_S).listen(application(content, token), host, port)
     except OSError as error:
         raise SlimxError(
-            f"--port: cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}); give another port, or 0 for "
-            "any free port",
+            f"--port: slimx cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}); give another port, or "
+            "0 for any free port",
             code="watch.port",
             about="--port",
         ) from None

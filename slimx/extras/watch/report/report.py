@@ -43,7 +43,7 @@ def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
     if the page cannot be written."""
     if not run_dirs:
         raise SlimxError(
-            f"there is no run directory for the report {out}; give at least one",
+            f"no run directory was given for the report {out}; give at least one",
             code="report.runs",
             about=str(out),
         )
@@ -62,7 +62,7 @@ def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
         out.write_text(html, encoding="utf-8")
     except OSError as error:
         raise SlimxError(
-            f"{out}: cannot be written ({error.strerror}); give another file", code="report.out", about=str(out)
+            f"{out} cannot be written ({error.strerror}); give another file", code="report.out", about=str(out)
         ) from error
 
 

@@ -98,8 +98,8 @@ def check_weights(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
     columns = weights[0].shape[0]
     if any(weight.shape != (columns, x.shape[1]) or weight.dtype != x.dtype for weight in weights):
         raise SlimxError(
-            f"weights do not all have shape {[columns, x.shape[1]]} and the dtype {x.dtype} of x; pass matrices that "
-            "fit x",
+            f"not every weight has shape {[columns, x.shape[1]]} and dtype {x.dtype}, as x requires; pass matrices "
+            "of this shape and dtype",
             code="exact.weights",
             about="weights",
         )
