@@ -254,7 +254,7 @@ def has_kernels(publish: Publish, numerics: Numerics, rollout: Rollout, device: 
             "supports fp8 blocks only in slimx's exact mode; leave publish.quantize out, or set numerics.mode=exact"
         )
     else:
-        problem = "has no INT4 kernels; leave publish.quantize out, since with trainer.qat=int4 engines get the values of the codes anyway"
+        problem = "has no INT4 kernels; leave publish.quantize out (trainer.qat=int4 already rounds the weights)"
     yield f"publish.quantize is {publish.quantize}, but on the CPU SGLang {problem}"
 
 
