@@ -92,8 +92,8 @@ def evaluate(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Evaluate a checkpoint on the held-out prompts of FILE: only engines are started; reports mean reward and pass@k
-    of each set."""
+    """Evaluate a checkpoint on the held-out prompts of FILE and report mean reward and pass@k of each set. Only engines
+    are started."""
     print(f"checking {one_line(file)}", file=sys.stderr, flush=True)
     config = load_config(file, overrides or [])
     import json
@@ -111,8 +111,8 @@ def evaluate(
 
 
 def main() -> None:
-    """Runs the command line and raises SystemExit with an exit code of docs/operations.md. A failure is printed as one
-    sentence."""
+    """Runs the command line and raises SystemExit with one of the exit codes listed in docs/operations.md. A failure is
+    printed as one sentence."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # its encoding may lack characters of prompts
             stream.reconfigure(errors="backslashreplace")

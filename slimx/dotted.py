@@ -20,7 +20,7 @@ from slimx.json_types import Json
 
 
 def load_module(key: str, path: str, value: str = "") -> ModuleType:
-    """Imports and returns the module at the dotted path `path`. Raises SlimxError that names `key` and `value`, the
+    """Imports and returns the module at the dotted path `path`. Raises a SlimxError that names `key` and `value`, the
     configuration key and its value (default: `path`), if the import fails."""
     try:
         return importlib.import_module(path)
@@ -40,8 +40,7 @@ def imported(key: str, path: str, group: str = "") -> Any:
     """Imports and returns the object that the configuration key `key` names. `path`: the key's value, a dotted path or,
     if `group` is given, the name of an entry point of that group.
 
-    Raises SlimxError that names the key, its value and the fault.
-    """
+    Raises a SlimxError that names the key, its value and the fault."""
     if group and path.isidentifier():
         return _entry_point(key, path, group)
     if not all(part.isidentifier() for part in path.split(".")) or path.endswith(".py"):
@@ -148,7 +147,7 @@ def load_function(
 
     `is_async`: True if it must be an async function, False if it must not. `options`: a configuration key and its
     value, a mapping of keyword arguments that are bound to the function. `group`: if given, `path` may also be the name
-    of an entry point of this group. Raises SlimxError that names the key, the path and the fault."""
+    of an entry point of this group. Raises a SlimxError that names the key, the path and the fault."""
     function = imported(key, path, group)
     name = path.rpartition(".")[2]
     shape = f"{'async ' if is_async else ''}def {name}({', '.join(parameters)})"

@@ -97,7 +97,7 @@ def load(group: str, name: str) -> Any:
 
 
 def load_all(group: str) -> dict[str, Any]:
-    """Returns the objects of all entry points of `group`, by name. Raises SlimxError as `load` does."""
+    """Returns the objects of all entry points of `group`, by name. Raises the same errors as `load`."""
     return {name: load(group, name) for name in find(group)}
 
 

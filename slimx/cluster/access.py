@@ -20,11 +20,11 @@ ADDRESS = "127.0.0.2"
 """IP address of the node of a local cluster, at which Ray's agents listen. Ray would replace 127.0.0.1 with an
 externally reachable address."""
 SYSTEM_CONFIG = {"enable_metrics_collection": False, "task_events_report_interval_ms": 0}
-"""System configuration of a local Ray cluster.
+"""System configuration of a local Ray cluster, which turns two features off.
 
-enable_metrics_collection: if on, each node's agent exposes its counters to everyone; slimx collects its own metrics.
-task_events_report_interval_ms: if above 0, the GCS keeps 3 KiB for each of the last 100,000 calls, which nothing
-reads."""
+enable_metrics_collection: each node's agent would expose its counters to everyone; slimx collects its own metrics.
+task_events_report_interval_ms: above 0, the GCS would keep 3 KiB of data, which nothing reads, for each of the last
+100,000 calls."""
 MODE = "RAY_AUTH_MODE"
 TOKEN = "RAY_AUTH_TOKEN"
 TOKEN_FILE = "RAY_AUTH_TOKEN_PATH"

@@ -27,7 +27,7 @@ class Placement:
     node: str | None = None
     """Ray's node id of the machine; None: Ray chooses a machine with free resources."""
     gpus: tuple[str, ...] | None = None
-    """GPUs that are shared with trainer ranks, as in CUDA_VISIBLE_DEVICES; None: Ray assigns dedicated GPUs."""
+    """GPUs shared with trainer ranks, identified as in CUDA_VISIBLE_DEVICES; None: Ray assigns dedicated GPUs."""
     owned: int = 0
     """Number of dedicated GPUs to request from Ray."""
 

@@ -42,8 +42,7 @@ class Restarts:
     `health.stable_after` seconds of service reset the count.
 
     The limit counts consecutive restarts, not restarts per unit of time, because a start may take minutes: an engine
-    that always dies soon after its start is given up, however long its starts take.
-    """
+    that always dies soon after its start is abandoned, however long its starts take."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class Restarts:
 
     @property
     def pause(self) -> float:
-        """Seconds to wait before the next restart, so that a temporary obstacle can disappear; 0 before the first
+        """Seconds to wait before the next restart, so that a temporary problem can clear; 0 before the first
         restart."""
         return min(LONGEST_PAUSE_S, self._pause_s * 2 ** (self.in_row - 1)) if self.in_row else 0.0
 

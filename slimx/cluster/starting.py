@@ -26,8 +26,8 @@ def start_deadline(config: Config, device: str) -> float:
 
 
 def start_seconds(device: str, nbytes: int) -> float:
-    """Returns the seconds that a first start may take on `device`, "cpu" or "cuda". `nbytes`: size of the weights that
-    a node reads."""
+    """Returns the maximum number of seconds that a first start may take on `device`, "cpu" or "cuda". `nbytes`: size of
+    the weights that a node reads."""
     return CPU_S if device == "cpu" else nbytes / READ_RATE + COMPILATION_S
 
 
@@ -68,7 +68,7 @@ class Starting:
 
     @classmethod
     def of(cls, config: Config, *, trainers: bool = True) -> Starting:
-        """Returns the processes that a run of `config` starts. `trainers`: include trainers."""
+        """Returns the processes that a run of `config` starts. `trainers`: True to include trainers."""
         ranks = 0
         engines = 0
         for policy in config.by_policy.values():

@@ -45,7 +45,7 @@ def run_generation(config: Config, console: Console) -> Path:
 
     Checks the configuration, starts engines, and resumes from the position that an earlier call has saved in the
     directory. `config`: a configuration with engines and without trainers (slimx.orchestration.start.checks). Raises
-    SlimxError, Interrupted after a signal, or Preempted after SIGUSR1."""
+    SlimxError; after a signal, Preempted if the run has saved its position (SIGUSR1), otherwise Interrupted."""
     device = device_of(config)
     sources = check_sources(config, configured_model(config), device)
     directory = Path(config.run.dir)

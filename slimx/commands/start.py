@@ -14,8 +14,8 @@ from slimx.orchestration.start import checks
 
 
 def train(config: Config, console: Console) -> tuple[Path, Path | None]:
-    """Trains, and returns the run's directory and the path of its report (None if there is none). Raises SlimxError,
-    Interrupted after a signal, Preempted after SIGUSR1."""
+    """Trains, and returns the run's directory and the path of its report (None if there is none). Raises SlimxError;
+    after a signal, Preempted if the run has saved a checkpoint (SIGUSR1), otherwise Interrupted."""
     checks.check_training(config)
     from slimx.orchestration.session import finish, run_training
 
@@ -25,7 +25,7 @@ def train(config: Config, console: Console) -> tuple[Path, Path | None]:
 
 def generate(config: Config, checkpoint: Path | None, console: Console) -> Path:
     """Generates rollouts without training, and returns the directory that contains them. `checkpoint`: weights of the
-    engines; None: the run's initial weights. Raises as `train` does."""
+    engines; None: the run's initial weights. Raises the same errors as `train`."""
     config = checks.generation_config(config, checkpoint)
     from slimx.commands.generate import run_generation
 
@@ -34,8 +34,8 @@ def generate(config: Config, checkpoint: Path | None, console: Console) -> Path:
 
 def evaluate(config: Config, checkpoint: Path | None, note: Callable[[str], None]) -> Json:
     """Evaluates on the held-out prompts, and returns {checkpoint, prompts, metrics, ...}. `checkpoint`: weights of the
-    engines; None: the run's initial weights. `note`: receives lines of text about the progress. Raises as `train`
-    does."""
+    engines; None: the run's initial weights. `note`: receives lines of text about the progress. Raises the same errors
+    as `train`."""
     config = checks.evaluation_config(config, checkpoint)
     from slimx.commands.evaluate import run_evaluation
 

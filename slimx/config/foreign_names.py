@@ -83,8 +83,8 @@ class NameTable(Protocol):
         ...
 
     def of_flag(self, name: str, value: str) -> Counterpart | None:
-        """Returns the counterpart of the command-line flag `name`, without its dashes, with the value `value`; None if
-        the table lacks the flag."""
+        """Returns the counterpart of the command-line flag `name` (given without its dashes) with the value `value`;
+        None if the table lacks the flag."""
         ...
 
     def of_word(self, key: str, word: str) -> str | Counterpart | None:
@@ -104,8 +104,8 @@ def of_key(name: str, value: str) -> Counterpart | None:
 
 
 def of_flag(name: str, value: str) -> Counterpart | None:
-    """Returns the counterpart of the command-line flag `name`, without its dashes, with the value `value`, from the
-    first table that has one; None if no table has one."""
+    """Returns the counterpart of the command-line flag `name` (given without its dashes) with the value `value`, from
+    the first table that has one; None if no table has one."""
     for table in _tables():
         counterpart = table.of_flag(name, value)
         if counterpart is not None:

@@ -25,8 +25,8 @@ from slimx.json_types import Json
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads `path`, applies `section.key=value` overrides in order, and returns the validated configuration.
 
-    Raises SlimxError that names the file or override and the key; for an unknown key it suggests the nearest known one.
-    """
+    Raises a SlimxError that names the file or override and the key; for an unknown key it suggests the nearest known
+    one."""
     try:
         return _load(Path(path).expanduser(), overrides)
     except RecursionError:
@@ -198,8 +198,8 @@ def _listed(override: object, base: object, path: tuple[str, ...], where: str) -
 
 
 def _entries(override: Json, base: object, path: tuple[str, ...]) -> list[object] | None:
-    """Returns a copy of the list at `path`, which is `base` or, if that is None, the default, if all keys of `override`
-    are list indices; None if they are not, or if the value at `path` is not a list."""
+    """Returns a copy of the list at `path` (`base`, or the default if `base` is None) if all keys of `override` are
+    list indices. Returns None if `override` is empty or has another key, or if the value at `path` is not a list."""
     if not override or not all(str(key).isdigit() for key in override):
         return None
     if isinstance(base, list):

@@ -59,7 +59,7 @@ class Refusal(SlimxError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule between configuration keys, with the code and the key that its errors report."""
+    """A rule that relates configuration keys, with the code and the key that its errors report."""
 
     code: str
     about: str
@@ -128,8 +128,8 @@ def broken(rules: Iterable[Rule], facts: Mapping[str, object], *, before: Collec
 
 
 def refuse(problems: Sequence[SlimxError], where: str = "", cause: Exception | None = None) -> None:
-    """Raises one Refusal that lists all `problems`, prefixed with `where`, and whose code and key are those of the
-    first problem; returns if there are none. `cause`: exception to chain; None: the first problem's cause."""
+    """Raises one Refusal, with the code and key of the first problem, whose message is `where` followed by the messages
+    of all `problems`; returns if there are none. `cause`: exception to chain; None: the first problem's cause."""
     if not problems:
         return
     sentences = "; ".join(dict.fromkeys(map(str, problems)))

@@ -36,7 +36,7 @@ MOST = 1e12
 """Largest magnitude of a floating-point setting. It exceeds every probability ratio (slimx/algorithms/inputs.py), so an
 upper bound of this size never takes effect on ratios."""
 Positive = Annotated[float, Field(gt=0, le=MOST)]
-"""A rate, temperature or bound that cannot be 0, or an amount of memory in MiB or GiB."""
+"""A number greater than 0: a rate, a temperature, a bound, or an amount of memory in MiB or GiB."""
 Weight = Annotated[float, Field(ge=0, le=MOST)]
 """A coefficient of a loss or reward term, which 0 disables, or another number that is at least 0."""
 Real = Annotated[float, Field(ge=-MOST, le=MOST)]
@@ -80,7 +80,7 @@ Faults = Iterator[tuple[str, str, str]]
 
 
 def refuse_faults(faults: Iterable[tuple[str, str, str]]) -> None:
-    """Raises Refusal that lists all `faults` (code, key and message of each); returns if there are none."""
+    """Raises a Refusal that lists all `faults` (code, key and message of each); returns if there are none."""
     refuse([SlimxError(sentence, code=code, about=about) for code, about, sentence in faults])
 
 

@@ -98,8 +98,8 @@ def for_flag(model: type[BaseModel], flag: str, value: str) -> str | None:
 
 
 def for_entry(model: type[BaseModel], path: Sequence[str], value: object) -> str:
-    """Returns a suggestion for an override of the key at `path` whose `value` is a mapping although the key is a list,
-    or the reverse."""
+    """Returns a suggestion for an override that sets the key at `path` to a mapping, `value`, although the key takes a
+    list, or the reverse."""
     key = ".".join(path)
     text = _text(value)
     for known in known_keys(model):
@@ -253,7 +253,7 @@ def _is_mapping(model: type[BaseModel], key: str) -> bool:
 
 
 def _leaves(path: tuple[str | int, ...], value: object) -> Iterator[tuple[tuple[str | int, ...], object]]:
-    """Yields the path and the value of every leaf below `path`, also inside lists of mappings."""
+    """Yields the path and the value of every leaf below `path`, including leaves in lists of mappings."""
     inner: Mapping[object, object] = {}
     if isinstance(value, dict):
         inner = value

@@ -65,8 +65,8 @@ class RankLossHandler:
 
 def make_recovery(trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan) -> RankLossHandler:
     """Creates the handler of rank losses: the first handler that an entry point of `slimx.recoveries` returns for this
-    configuration, else a handler that ends the run. `replan`: returns the plans for new ranks of other parallel
-    sizes."""
+    configuration, else a handler that ends the run. `replan`: function that returns the plans for new ranks with
+    different parallel sizes."""
     for maker in entry_points.load_all("slimx.recoveries").values():
         recovery = maker(trainers, records, log_dir, replan)
         if recovery is not None:

@@ -344,7 +344,7 @@ class Run:
 
     async def record(self, metrics: dict[str, float], groups: Sequence[Group], rows: StepRows, began: float) -> None:
         """Logs the metrics of a finished step, updates the live table, and saves some of the step's samples. `began`:
-        time.perf_counter at the start of the step. Raises the error of an asynchronous save."""
+        time.perf_counter at the start of the step. If an asynchronous save has failed, raises its error."""
         await self.records.kept()
         seconds = time.perf_counter() - began
         tokens = 0

@@ -9,8 +9,7 @@ from slimx.config.sections.run import Cluster
 GIB = 2**30
 OVERHEAD = 3 * GIB
 """Bytes that a process on a GPU is assumed to need in addition to tensors: CUDA context, NCCL's buffers, cuBLAS
-workspaces, fragmentation of torch's allocator. 1.2 GiB of them were measured on one H100 with one rank
-(docs/planning.md)."""
+workspaces, fragmentation of torch's allocator. On one H100 with one rank, 1.2 GiB were measured (docs/planning.md)."""
 DRIVER = 560 * 2**20
 """Bytes of GPU memory that the driver reserves. Measured on one H100 80GB HBM3 with driver 580.159.04 on 2026-11-27: of
 79.65 GiB, torch reports 79.1 GiB, and 78.50 GiB are free after a process has created its context. Assumed for other
@@ -21,7 +20,7 @@ MARGIN = 3 * GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """Figures of one type of GPU and of its nodes. Rates are in bytes per second in each direction."""
+    """Specifications of one type of GPU and of its nodes. Rates are in bytes per second in each direction."""
 
     name: str
     memory: int
@@ -85,7 +84,7 @@ class Machine:
     """The hardware that a plan assumes for a run, from section `cluster` of its configuration."""
 
     gpu: GpuSpec | None
-    """Figures of the type of GPU; None if the configuration does not name it."""
+    """Specifications of the GPU type; None if the configuration does not name it."""
     memory: int | None
     """Memory of one GPU in bytes; None if unknown."""
     per_node: int

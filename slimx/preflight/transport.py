@@ -59,8 +59,8 @@ def choose_transport(config: Config, device: str) -> ChosenTransport:
 
 
 def _remote(config: Config, device: str) -> str | None:
-    """Returns the reason why engines may run on other machines than the trainer rank that publishes; None if all are on
-    one machine."""
+    """Returns the reason why engines may run on machines other than that of the trainer rank that publishes; None if
+    all are on one machine."""
     cluster = config.cluster
     for group in config.rollout.policy_engines:
         if group.nodes > 1:

@@ -103,8 +103,8 @@ SPLIT = (sizes_divide, covers, trains_something, decays_known, has_trainer_kerne
 def check_layout(trainer: Trainer, spec: ModelSpec) -> Sizes:
     """Returns the parallel sizes of `trainer` if the model can be sharded by them.
 
-    Raises SlimxError that lists every reason why it cannot: sizes that do not divide the model's dimensions, each with
-    the nearest valid size, or patterns that match no parameter."""
+    Raises a SlimxError that lists every reason why it cannot: sizes that do not divide the model's dimensions, each
+    with the nearest valid size, or patterns that match no parameter."""
     from slimx.layout.ranks import sizes_of
 
     sizes = sizes_of(trainer)

@@ -98,8 +98,8 @@ def sends_deltas(publish: Publish) -> Problems:
 
 @rule("policies.transport", "publish.transport")
 def publishes_over_memory(policies: Mapping[str, Policy], publish: Publish, device: str) -> Problems:
-    """Rejects every `publish.transport` except "memory" if several policies are trained, because no other was tested
-    with them."""
+    """Rejects every `publish.transport` except "memory" if several policies are trained, because no other transport has
+    been tested with several policies."""
     if publish.transport != "memory" and any(policy.shares is None for policy in policies.values()):
         yield (
             f"publish.transport={publish.transport} was never tested with several trained policies; set "

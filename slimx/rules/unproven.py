@@ -1,5 +1,5 @@
-"""Combinations of features that were never tested together, as a table: each feature with the keys that were never
-tested or compared with it. docs/support.md shows the same table (`python -m tools.docs.make_unproven`)."""
+"""Combinations of features that have never been tested together, as a table: each feature with the keys that have never
+been tested or compared with it. docs/support.md shows the same table (`python -m tools.docs.make_unproven`)."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ UNPROVEN: Mapping[str, Sequence[str]] = {
         "publish.quantize",
     ),
 }
-"""Features, each with the entries that were never tested together with it. An entry is `KEY` (the key's value differs
-from the default), `KEY=VALUE` (it has this value), or `KEY (words)` (a condition of `CONDITIONS`). A key of
+"""Features, each with the entries that have never been tested together with it. An entry is `KEY` (the key's value
+differs from the default), `KEY=VALUE` (it has this value), or `KEY (words)` (a condition of `CONDITIONS`). A key of
 `rollout.engines` applies to every engine group of the policy."""
 
 
@@ -103,11 +103,11 @@ CONDITIONS: Mapping[str, Callable[[Sections], bool]] = {
     "publish.transport (any except memory)": lambda sections: sections["publish"].transport not in ("auto", "memory"),
 }
 SINKS: Mapping[str, Sequence[str]] = {"attention sinks": ("trainer.offload_activations",)}
-"""Keys that were never tested together with a kind of attention, by the kind's name."""
+"""Keys that have never been tested together with a kind of attention, by the kind's name."""
 
 
 def layer_tables() -> dict[str, Sequence[str]]:
-    """Returns the keys that were never tested together with each kind of decoder layers or attention, by the kind's
+    """Returns the keys that have never been tested together with a kind of decoder layer or attention, by the kind's
     name."""
     merged: dict[str, Sequence[str]] = {}
     for kind in entry_points.load_all(GROUP).values():
@@ -172,8 +172,8 @@ def unproven(**sections: object) -> Problems:
 
 
 def other_architectures(table: Mapping[str, Sequence[str]], sections: Sections, spec: ModelSpec) -> Problems:
-    """Yields an error for every feature in `table` that the configuration uses with an architecture it was never tested
-    with. `table`: features of an extra, each mapped to the architectures it was tested with."""
+    """Yields an error for every feature in `table` that the configuration uses with an architecture with which it has
+    never been tested. `table`: features of an extra, each mapped to the architectures with which it has been tested."""
     name = spec.family.ARCHITECTURE
     for feature, architectures in table.items():
         if name not in architectures and is_set(feature, sections):

@@ -92,9 +92,10 @@ class Algorithm(Section):
     rejection: Rejection = Rejection()
     opsm_delta: Positive | None = None
     """Threshold of off-policy sequence masking (slime's default: 1e-4). Tokens with a negative advantage are masked if
-    the mean of log engine - log policy over their sequence exceeds it. null: no masking."""
+    the mean of (engine's log-prob - policy's log-prob) over the trained tokens of their sequence exceeds it. null: no
+    masking."""
     mask_stale_tokens: bool = False
-    """For a trajectory sampled by several weight versions, train only on the tokens of the newest version; its other
+    """For a trajectory sampled with several weight versions, train only on the tokens of the newest version; its other
     tokens are context."""
 
     @model_validator(mode="before")
@@ -183,7 +184,7 @@ class Algorithm(Section):
             )
 
     def _teacher_conflicts(self) -> Iterator[tuple[str, str, str]]:
-        """Yields the conflicts between keys that concern teachers, as `_conflicts` does."""
+        """Yields the conflicts between keys that concern teachers, in the form that `_conflicts` yields."""
         if self.teacher is not None and self.served_teachers:
             key = "teacher_engine" if self.teacher_engine is not None else "teacher_engines"
             yield (

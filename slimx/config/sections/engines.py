@@ -27,7 +27,7 @@ MTP_DRAFTS = ("EAGLE", "NEXTN")
 """Values of SGLang's speculative_algorithm that use the model's multi-token-prediction (MTP) layer as the draft model,
 if no other draft model is set."""
 _ADDRESS = re.compile(r"http://(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}")
-"""URL of an external server; IPv6 addresses are in brackets."""
+"""Pattern of an external server's URL; IPv6 addresses are in brackets."""
 _READ: dict[str, TypeAdapter[object]] = {
     "mem_fraction_static": TypeAdapter(Annotated[float, Field(gt=0, lt=1)]),
     "max_running_requests": TypeAdapter(Amount),
@@ -78,7 +78,7 @@ class Engines(Section):
     """Data parallel size of the attention layers in a server (SGLang's dp_size with enable_dp_attention), which must
     divide `tensor`."""
     precompile: bool = False
-    """Compile DeepGEMM's kernels for all sizes before a server starts to serve, instead of compiling each when it is
+    """Compile DeepGEMM's kernels for all sizes before a server starts serving, instead of compiling each when it is
     first used. With fp8 weights the first start then takes tens of minutes longer."""
     sglang: Options = Field(default_factory=dict)
     """Further fields of SGLang's ServerArgs, which are validated and passed to the servers."""

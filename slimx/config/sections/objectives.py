@@ -40,9 +40,9 @@ class Correction(Section):
     """Tokens over which the importance weight w is computed. token: each token alone; sequence: the product over the
     sequence; geometric: the geometric mean over the sequence."""
     low: Weight = 0.0
-    """Lower bound of the importance weight w; 0: no lower bound."""
+    """Lower bound on the importance weight w; 0: no lower bound."""
     high: Positive = 2.0
-    """Upper bound of the importance weight w."""
+    """Upper bound on the importance weight w."""
 
     def _faults(self) -> Faults:
         if self.kind == "none" and (self.level, self.low, self.high) != ("token", 0.0, 2.0):
@@ -70,11 +70,12 @@ class Rejection(Section):
     sequence: the product over the sequence; geometric: the geometric mean over the sequence; none: no bounds are
     applied."""
     low: Weight = 0.0
-    """Lower bound of the importance weight w; 0: no lower bound."""
+    """Lower bound on the importance weight w; 0: no lower bound."""
     high: Positive = 2.0
-    """Upper bound of the importance weight w."""
+    """Upper bound on the importance weight w."""
     veto: float = Field(default=0.0, ge=0, lt=1)
-    """Reject a whole sequence if the importance weight of any of its tokens is below this threshold; 0: never."""
+    """Threshold of the importance weight: a whole sequence is rejected if the weight of any of its tokens is below it;
+    0: no sequence is rejected."""
 
     def _faults(self) -> Faults:
         if self.level == "none" and (self.low, self.high) != (0.0, 2.0):
@@ -105,7 +106,7 @@ class Clipped(Objective):
 
 class Clip(Clipped):
     dual: float | None = Field(default=None, gt=1, le=MOST)
-    """Bound of the ratio in dual-clip PPO: tokens with a negative advantage have no gradient if their ratio is above
+    """Bound on the ratio in dual-clip PPO: tokens with a negative advantage have no gradient if their ratio is above
     it; null: no bound."""
 
 
@@ -121,9 +122,9 @@ class ClipCov(Clipped):
     share: Share = 2e-4
     """Fraction of an update's trained tokens to select (Clip-Cov); the objective is 0 at selected tokens."""
     covariance_low: Real = 1.0
-    """Lower bound of the covariance of tokens that can be selected."""
+    """Lower bound on the covariance of tokens that may be selected (Clip-Cov)."""
     covariance_high: Real = 5.0
-    """Upper bound of the covariance of tokens that can be selected."""
+    """Upper bound on the covariance of tokens that may be selected (Clip-Cov)."""
 
 
 class KlCov(Objective):
@@ -297,8 +298,8 @@ PRESETS: dict[str, dict[str, object]] = {
     "distillation": {"advantages": "none", "teacher_coef": 1.0},
     "sft": {"advantages": "none", "loss": "sft"},
 }
-"""Values of keys of section `algorithm`, by name of the published algorithm. Keys that are not listed keep the
-section's defaults."""
+"""Settings of section `algorithm` that reproduce each published algorithm, by its name. Keys that are not listed keep
+the section's defaults."""
 
 for module in entry_points.load_all("slimx.objectives").values():
     ADVANTAGES |= module.ADVANTAGES

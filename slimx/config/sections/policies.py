@@ -129,8 +129,8 @@ def engine_faults(engines: Mapping[str, Sequence[Engines]]) -> Faults:
 
 
 def merged(base: Mapping[str, object], changes: Mapping[str, object]) -> Json:
-    """Returns a copy of `base` with the values of `changes`, which replace or extend those of `base`, also in nested
-    mappings."""
+    """Returns a copy of `base` with the values of `changes`, which replace or extend those of `base`, including those
+    in nested mappings."""
     out = dict(base)
     for key, value in changes.items():
         inner = out.get(key)

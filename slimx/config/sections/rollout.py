@@ -24,7 +24,7 @@ from slimx.config.section import (
 from slimx.config.sections.engines import Engines, Health, group_faults
 
 MAX_SUPPORT = 4096
-"""Maximum candidates per token that engines report with top-k or top-p (SGLang's sampling_mask_max_tokens)."""
+"""Maximum number of candidates per token that SGLang reports with top-k or top-p (sampling_mask_max_tokens)."""
 GREEDY = 1e-6
 """Temperature below which SGLang samples greedily (`_SAMPLING_EPS`). Also the value of top_p up to which only one token
 remains, for any vocabulary of less than a million tokens."""
@@ -40,7 +40,7 @@ class RowFields(Section):
     """Names of the columns of prompt files. A dotted name selects a nested value, such as reward_model.ground_truth."""
 
     prompt: str
-    """Column with the question: a text, which becomes a single user turn, or a list of messages."""
+    """Column with the question: a string, which becomes a single user turn, or a list of messages."""
     answer: str | None = None
     """Column with the answer; numbers are converted to text. null: rows have no answer."""
     answer_after: str | None = None
@@ -159,7 +159,7 @@ class Sampling(Section):
 
 class Proxy(Section):
     host: str = "127.0.0.1"
-    """Address at which agents connect to this run. Traffic beyond loopback is not encrypted."""
+    """Address at which agents connect to this run. Traffic is not encrypted; beyond loopback, use a trusted network."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port at which agents connect; 0: any free port."""
 
@@ -203,7 +203,7 @@ class Rollout(Section):
     group_size: Amount = 8
     """Number of rollouts per prompt, which form a group."""
     generate: str = "single_turn"
-    """Generate hook, which produces a prompt's rollouts: a built-in one's name (docs/hooks.md), or a dotted path."""
+    """Hook that produces a prompt's rollouts: the name of a built-in hook (docs/hooks.md), or a dotted path."""
     options: Options = Field(default_factory=dict)
     """Keyword arguments passed to the `generate` hook."""
     filter: str | None = None
@@ -329,11 +329,11 @@ class Rollout(Section):
 
 class Eval(Section):
     prompts: PathText | dict[str, PathText] | None = None
-    """File of held-out prompts (as `rollout.prompts`), or a mapping from names to files; null: no evaluation. The name
-    becomes metadata.dataset of prompts that set none, so that `reward.parts` can select a reward by file."""
+    """File of held-out prompts in a format of `rollout.prompts`, or a mapping from names to files; null: no evaluation.
+    The name becomes metadata.dataset of prompts that set none, so that `reward.parts` can select a reward by file."""
     fields: RowFields | None = None
     """Columns of rows that are not in slimx's format; null: all rows are in that format. `rollout.fields` and
-    `rollout.map` apply to training prompts only, `rollout.system` and `rollout.template` to both."""
+    `rollout.map` apply to training prompts only, `rollout.system` and `rollout.template` to held-out prompts too."""
     map: str | None = None
     """Dotted path of a hook to use instead of `fields`, as for `rollout.map`; it may be the same hook. null: none."""
     every: Count | None = None

@@ -66,8 +66,9 @@ class Cluster(Section):
     ray_address: str | None = None
     """Address of a running Ray cluster; null: slimx starts a local cluster."""
     trusted_network: bool | str | None = None
-    """Network that only this run's users can reach: its CIDR, from which servers then take their addresses, or true.
-    Required by engines with `dp_attention` on several `nodes` (docs/engines.md); null: none."""
+    """Network that only this run's users can reach: its CIDR, from which servers then take their addresses, or true,
+    with which they take the addresses that Ray has for their machines. Required by engines with `dp_attention` on
+    several `nodes` (docs/engines.md); null: none."""
     start_deadline: Seconds | None = None
     """Seconds within which Ray, trainers and engines must have started. null: 300 on CPUs; on GPUs 600, for
     compilation, plus one second for every GB of weights that a node reads."""
@@ -88,7 +89,7 @@ class Cluster(Section):
     gpus_per_node: Size | None = None
     """GPUs per node for `slimx plan`; null: the usual number for the type `gpu`, or 8 if `gpu` is null too."""
     nodes: Size | None = None
-    """Nodes available to the run, for `slimx plan`; null: as many as the run needs."""
+    """Number of nodes available to the run, for `slimx plan`; null: as many as the run needs."""
     host_memory_gib: Positive | None = None
     """Host memory of one node in GiB for `slimx plan`; null: the usual amount for nodes with GPUs of the type `gpu`, or
     no check if `gpu` is null too."""
@@ -179,8 +180,7 @@ class Track(Section):
     @field_validator("webhook")
     @classmethod
     def _is_url(cls, value: str | None) -> str | None:
-        """Checks that the webhook is a URL. The error does not repeat the value, which may be a secret. Raises
-        Refusal."""
+        """Raises Refusal if the webhook is not a URL. The error does not repeat the value, which may be a secret."""
         if value is not None:
             try:
                 url = urlsplit(value)
@@ -198,10 +198,11 @@ class Track(Section):
 
 class Checkpoint(Section):
     every: Count = 0
-    """Number of steps between checkpoints; 0: write them only by `every_seconds` and at the end of the run."""
+    """Number of steps between checkpoints; 0: checkpoints are written only at the intervals of `every_seconds` and at
+    the end of the run."""
     every_seconds: Seconds | None = 1800
-    """Maximum number of seconds between checkpoints: when they have passed, the end of the next step writes one,
-    regardless of `every`. This bounds the work that a crash can cost. null: only by `every`."""
+    """Maximum number of seconds between checkpoints: once they have passed, a checkpoint is written at the end of the
+    next step, regardless of `every`. This bounds the work that a crash can cost. null: `every` alone decides."""
     keep: Amount = 2
     """Number of checkpoints to keep, the newest ones."""
     keep_every: Count = 0

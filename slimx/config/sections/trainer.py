@@ -33,8 +33,8 @@ class Muon(Section):
     nesterov: bool = True
     """Use Nesterov momentum."""
     steps: Size = CYCLE
-    """Number of Newton-Schulz iterations that orthogonalize a matrix: a multiple of 5, because each of 5 iterations has
-    different coefficients (`quintic`)."""
+    """Number of Newton-Schulz iterations that orthogonalize a matrix. Must be a multiple of 5, because the coefficients
+    (`quintic`) differ between iterations and repeat after 5."""
     scale: Positive = 0.2
     """Scale of an update, which is this factor times sqrt(max(rows, columns)) times the orthogonalized momentum. With
     0.2, updates are about as large as Adam's, so the same learning rate suits both (arXiv:2502.16982)."""
@@ -68,7 +68,7 @@ class Optimizer(Section):
     weight_decay: Weight = 0.0
     """Decoupled weight decay; it is not applied to norms and biases."""
     no_weight_decay: tuple[str, ...] = ()
-    """Globs over Megatron or Hugging Face names of further parameters without weight decay."""
+    """Globs over the Megatron or Hugging Face names of additional parameters to exclude from weight decay."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Decay rates (beta1, beta2) of Adam's first and second moments."""
     eps: Positive = 1e-8
@@ -106,7 +106,7 @@ class Recompute(Section):
     """Layers that full recomputation covers. uniform: all layers, in units of `layers`; block: only the first `layers`
     of each pipeline stage."""
     layers: Amount = 1
-    """With full recomputation, the number of layers per unit (uniform) or of covered layers (block)."""
+    """With full recomputation, the number of layers per recomputed unit (uniform) or of recomputed layers (block)."""
 
 
 class Moe(Section):
@@ -287,12 +287,12 @@ class Trainer(RankLayout):
     """Quantity that is balanced over DP ranks and micro-batches. tokens: number of tokens; flops: FLOPs computed from
     the model's sizes, a n + b n^2 for a sequence of n tokens."""
     logprob_chunk_tokens: Amount | None = None
-    """Number of a rank's tokens whose logits are in memory at once, in forward and backward pass; null: as many as have
-    256 MiB of fp32 logits, but at least 128."""
+    """Number of a rank's tokens whose logits are in memory at once, in the forward and backward passes; null: as many
+    as fit into 256 MiB of fp32 logits, but at least 128."""
     attention: Literal["auto", "flash", "fused", "unfused"] = "auto"
-    """Attention kernel. flash: flash-attn (on Hopper FlashAttention 4, a beta, unless FlashAttention 3 is installed);
-    fused: cuDNN; unfused: Transformer Engine's unfused attention, or torch without it; auto: the fastest that is
-    available."""
+    """Attention kernel. flash: flash-attn (on Hopper: FlashAttention 3 if it is installed, otherwise FlashAttention 4,
+    which is a beta); fused: cuDNN; unfused: Transformer Engine's unfused attention, or torch's without it; auto: the
+    fastest that is available."""
     moe: Moe = Moe()
     indexer_replay: Literal["none", "R2", "R3"] = "none"
     """Tokens that sparse attention (DSA) attends to in training. none: those that the trainer's indexer chooses; R2:

@@ -287,7 +287,7 @@ async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
 
 def refuse_elsewhere(transport: str, publisher: str, remote: Mapping[str, str]) -> None:
     """Raises SlimxError naming an engine that is on a different machine from the publisher, if there is one. `remote`:
-    addresses of all engines on other machines than the publisher, by name. `publisher`: address of the publisher.
+    addresses of all engines on machines other than the publisher's, by name. `publisher`: address of the publisher.
     `transport`: value of `publish.transport`."""
     for name, engine in remote.items():
         raise SlimxError(

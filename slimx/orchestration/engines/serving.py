@@ -86,7 +86,7 @@ async def _check(reader: CheckpointReader, names: Iterator[str]) -> None:
 
 
 async def admit_joining(group: EngineGroup, prepare: Callable[[EngineHandle], Awaitable[None]] | None = None) -> None:
-    """Adds every engine that has started but does not serve yet to the router, with the weights that it loaded itself.
+    """Adds to the router every engine that has started but does not serve yet, with the weights that it loaded itself.
     `prepare` is awaited for each engine before it is added."""
     for engine in group.members.joining():
         with suppress(ReceiverLost):  # the engine was lost again, and may be restarted

@@ -208,12 +208,12 @@ class _SigEvent(ctypes.Structure):
 
 
 class GilWatch:
-    """While entered, writes the stacks of the process to standard error and ends the process with status 69 when it has
-    used `seconds` of CPU time since the last call of `put_off`.
+    """While entered, writes the stacks of the process to standard error and ends the process with status 69 when the
+    process has used `seconds` of CPU time since the last call of `put_off`.
 
-    A single C call may never release the GIL, such as matching a regular expression or computing a power of huge
-    numbers. Then no Python thread runs, including the thread of `Pulse`. Kernel timers still expire; they measure the
-    CPU time of the process, which does not advance while the process is stopped."""
+    A single C call, such as one that matches a regular expression or computes a power of huge numbers, may not release
+    the GIL until it returns. Until then no Python thread runs, including the thread of `Pulse`. Kernel timers still
+    expire; they measure the CPU time of the process, which does not advance while the process is stopped."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds

@@ -22,7 +22,7 @@ LOOK_S = 2.0
 POLL_S = 0.2
 """Interval between two checks that the driver is running, in seconds."""
 KILL_S = 10.0
-"""Seconds to wait until killed processes have disappeared."""
+"""Maximum number of seconds to wait for killed processes to disappear."""
 
 
 def watch_over_this_process() -> None:

@@ -274,8 +274,8 @@ async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:
 
 
 def stopping(stop: Callable[[], Awaitable[None]], note: Callable[[str], None]) -> Callable[..., Awaitable[None]]:
-    """Returns a callback for an exit stack that awaits `stop`. If `stop` fails after another error, the failure is only
-    passed to `note`, so that the earlier error is raised."""
+    """Returns a callback that awaits `stop`, for use in an exit stack. If `stop` fails after another error, the failure
+    is only passed to `note`, so that the earlier error is raised."""
 
     async def close(kind: type | None, error: BaseException | None, trace: object) -> None:
         try:

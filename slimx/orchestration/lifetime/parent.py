@@ -30,7 +30,7 @@ SENT = (0, -1, -6)
 """Values of `si_code` for signals that were sent by a process (SI_USER, SI_QUEUE, SI_TKILL). Only these signals are
 forwarded to the driver, because signals from a terminal reach it directly."""
 ENDED = (1, -signal.SIGABRT)
-"""Exit statuses with which Ray's library ends its process."""
+"""Exit statuses with which Ray's library ends the driver's process."""
 LOG = "/python-core-driver-"
 """Substring that identifies the log of Ray's library among the paths of the driver's open files."""
 WORDS = re.compile(r"Terminate the process|Exiting because the Raylet|Check failed")
@@ -39,8 +39,8 @@ process."""
 AGENT = re.compile(r"agent_name = (\w+)")
 """Pattern of the line in a raylet's log that names the agent whose death ended the raylet."""
 RAYLET_LINES = 1000
-"""Number of last lines of a raylet's log that are searched for the agent: workers may log their own exits after the
-agent's."""
+"""Number of lines at the end of a raylet's log that are searched for the agent's exit; more than one, because workers
+may log their own exits after it."""
 
 
 def supervised() -> Callable[[], object]:
@@ -112,8 +112,8 @@ def _log_of(driver: int) -> Path | None:
 
 
 def ended_by_ray(log: Path) -> str | None:
-    """Returns a message naming the lost process of Ray if `log` ends with messages of Ray's library about ending its
-    process; else None."""
+    """Returns a message naming the lost process of Ray if `log` ends with a message that Ray's library ends the
+    driver's process; otherwise None."""
     if not WORDS.search(log_end(log)):
         return None
     agents = AGENT.findall(log_end(log.with_name("raylet.out"), RAYLET_LINES))

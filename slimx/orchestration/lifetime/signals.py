@@ -21,12 +21,13 @@ type Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class Signals:
-    """While entered, passes the signals in HEARD to subscribers in a thread; the signals have no other effect. A signal
-    that was ignored before stays ignored, so a run started with nohup outlives its terminal.
+    """While entered, passes the signals in `HEARD` to subscribers, which it calls in a separate thread; the signals
+    have no other effect. A signal that was ignored before stays ignored, so a run started with nohup outlives its
+    terminal.
 
-    Handlers in Python would run in the main thread between two bytecode instructions, so not while that thread waits in
-    a C library. However, the interpreter's C handler writes the signal to a pipe at once, and the thread of this class
-    reads the pipe."""
+    A Python signal handler would not do: it runs in the main thread between two bytecode instructions, and therefore
+    not while that thread waits in a C library. The interpreter's C handler, in contrast, writes the signal to a pipe at
+    once, and the thread of this class reads the pipe."""
 
     def __init__(self) -> None:
         self._heard: list[int] = []

@@ -127,7 +127,7 @@ class RankGroup:
         self.started = [known | result for known, result in zip(previous, results, strict=True)]
 
     async def placed(self) -> int:
-        """Returns the number of ranks that have a process, because Ray has found resources for them."""
+        """Returns the number of ranks that have a process, that is, for which Ray has found resources."""
         tasks = [asyncio.ensure_future(_result(actor.__ray_call__.remote(identity_of))) for actor in self.actors]
         try:
             done, _ = await asyncio.wait(tasks, timeout=PLACED_S)
@@ -143,8 +143,8 @@ class RankGroup:
                 await ask_ray("the release of GPUs", "Ray's GCS", KILL_S, self._gpus.release)
 
     def mark(self, text: str) -> None:
-        """Writes a marker line with `text`, the step and phase that the following lines belong to, into the logs of all
-        ranks. Returns without waiting for the ranks."""
+        """Writes a marker line into the logs of all ranks, and returns without waiting for the ranks. `text`: the step
+        and phase to which the following lines belong."""
         for actor in self.actors:
             actor.mark.options(num_returns=0).remote(text)
 

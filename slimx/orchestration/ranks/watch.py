@@ -26,8 +26,8 @@ ranks are pinged per second."""
 
 
 async def watch_ranks(group: RankGroup, deadline_s: float) -> SlimxError:
-    """Watches the started ranks of `group`. Returns, as soon as a rank is lost, the error that names it. `deadline_s`:
-    seconds after which a rank counts as lost if it does not respond between calls, or is stopped."""
+    """Watches the started ranks of `group`. As soon as a rank is lost, returns the error that names it. `deadline_s`:
+    seconds after which a rank that is stopped, or that does not respond between calls, counts as lost."""
     watches = [_answers(group, rank, deadline_s) for rank in range(group.sizes.world)]
     for rank, pid in local_pids(group).items():
         watches.append(_runs(group, rank, pid, deadline_s))

@@ -214,7 +214,7 @@ def _check_directory(key: str, directory: Path) -> None:
 
 
 def _check_package(name: str) -> None:
-    """Raises SlimxError if a single file shadows package `name`."""
+    """Raises SlimxError if a module that consists of one file shadows the package `name`."""
     spec = importlib.util.find_spec(name)
     origin = None if spec is None else spec.origin
     if origin is None or Path(origin).name == "__init__.py":

@@ -178,8 +178,8 @@ def _tokenizer(checked: _Checked, device: str) -> PreTrainedTokenizerBase:
 
 
 def make_plans(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> tuple[dict[str, Plan], Encoding]:
-    """Returns the plans of exports and publications for trainers of parallel sizes `sizes`, and the encoding of the
-    weights that engines receive."""
+    """Returns the plans of exports and publications for trainers with the parallel sizes `sizes`, and the encoding of
+    the weights that engines receive."""
     plans = {"export": export_plan(config, spec, sizes)}
     published = publication_plan(config, spec, sizes, device)
     if published is None:

@@ -24,7 +24,7 @@ from slimx.trainer.checkpoint.files import FileRecord
 STOP_S = 10.0
 """Maximum number of seconds that a stopping run waits for an unfinished save to complete."""
 CRITIC = "critic"
-"""Folder of the critic's files in a checkpoint."""
+"""Subdirectory of a checkpoint that contains the critic's files."""
 _POLL_S = 0.1
 _PORTION = 8 * 2**30
 """Approximate number of bytes that a rank verifies in one call, after which progress is reported."""

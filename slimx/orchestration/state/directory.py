@@ -21,8 +21,8 @@ from slimx.orchestration.state.saves import CURSOR, RunState, Saves
 from slimx.trainer.checkpoint.files import MANIFEST
 
 EVALUATIONS = "eval"
-"""Folder of a run's directory in which `slimx eval` writes the engines' logs, and a line per evaluation in
-`results.jsonl`."""
+"""Subdirectory of a run's directory to which `slimx eval` writes the engines' logs and, in `results.jsonl`, one line
+per evaluation."""
 
 NAMED = 4
 """Maximum number of changed configuration keys that the message about a finished run lists (`unused`)."""
@@ -94,8 +94,8 @@ def check_generation(config: Config, directory: Path, saves: Saves) -> None:
 
 
 def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
-    """Returns the checkpoint from which a run starts: its newest one unless `run.resume` is never, else `run.fork`;
-    None for a new run. Raises the errors of `check_start`."""
+    """Returns the checkpoint from which a run starts: the run's newest one if there is one and `run.resume` is not
+    never, otherwise `run.fork`; None for a new run. Raises the errors of `check_start`."""
     check_start(config, directory, saves)
     newest = saves.newest()
     if newest is not None and config.run.resume != "never":

@@ -175,8 +175,8 @@ class Records:
         self.drops.write({"step": step, **asdict(dropped)})
 
     def keep(self, step: int, version: int, batch: Batch) -> None:
-        """Starts to save the groups of `step` before the training on them, so that they can be inspected and replayed
-        if it fails. `version`: version of the weights with which the trainers start the step."""
+        """Starts saving the groups of `step` before they are trained on, so that they can be inspected and replayed if
+        training fails. `version`: version of the weights with which the trainers start the step."""
         if self.rollouts is not None and self.rollouts.due(step):
             self._save(in_thread(self.rollouts.write, step, version, batch.groups, batch.dropped))
 
@@ -185,7 +185,7 @@ class Records:
         return self.rollouts is not None and self.rollouts.due(step)
 
     async def keep_trained(self, step: int, tokens: Sequence[TrainedTokens]) -> None:
-        """Waits until the groups of `step` are saved, and then starts to save the values that the trainers computed for
+        """Waits until the groups of `step` are saved, and then starts saving the values that the trainers computed for
         each token of these groups."""
         await self.kept()
         if self.rollouts is not None:
@@ -197,8 +197,8 @@ class Records:
         self._saving.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def kept(self) -> None:
-        """Waits until everything that `keep` and `keep_trained` have started to save is saved. Raises SlimxError if
-        that fails."""
+        """Waits until all saves that `keep` and `keep_trained` have started are complete. Raises SlimxError if one of
+        them fails."""
         if self._saving is not None:
             await self._saving
             self._saving = None

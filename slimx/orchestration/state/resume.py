@@ -103,8 +103,8 @@ def _listed(policies: Collection[str]) -> str:
 
 def _check_policy(path: Path, keys: str, saved: Json, config: Config, sizes: Sizes) -> None:
     """Raises SlimxError if the trainers of one policy cannot resume from checkpoint `path`. `saved`: fields that
-    describe the policy's trainers in the checkpoint. `keys`: configuration key of the policy's section trainer, for
-    messages."""
+    describe the policy's trainers in the checkpoint. `keys`: configuration key of the policy's `trainer` section, for
+    error messages."""
     if saved["lora"] != _adapters(config):
         raise SlimxError(
             f"{path} was written with {keys}.lora={saved['lora']}, but this run has {_adapters(config)}, and "

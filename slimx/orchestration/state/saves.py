@@ -36,7 +36,7 @@ _RUN = "slimx/run.json"
 _TICKETS = "slimx/tickets.bin"
 
 CURSOR = "cursor"
-"""Folder of a run's directory in which `slimx generate` saves its position in the prompts."""
+"""Subdirectory of a run's directory in which `slimx generate` saves its position in the prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,9 @@ class Saves:
         return partial
 
     def commit(self, partial: Path, driver_files: dict[str, bytes], written: dict[str, FileRecord]) -> Path:
-        """Completes a save and returns the checkpoint's final path: adds `driver_files`, contents by path, to the files
-        that ranks have `written`, renames the directory, and removes checkpoints that need not be kept."""
+        """Completes a save and returns the checkpoint's final path: writes `driver_files`, contents by path, adds them
+        to `written`, the records of the files that the ranks wrote, renames the directory, and removes checkpoints that
+        need not be kept."""
         for reports in list(partial.rglob(REPORTS)):
             shutil.rmtree(reports)
         records = dict(written)
@@ -172,8 +173,8 @@ def saved_step(directory: Path) -> int:
 
 
 def read_state(path: Path) -> RunState:
-    """Reads the run's state from checkpoint `path`. Raises Damaged naming a damaged file, and SlimxError if the state
-    was written by a release of slimx that stores different fields."""
+    """Reads the run's state from checkpoint `path`. Raises Damaged, which names the file, if a file is damaged, and
+    SlimxError if the state was written by a release of slimx that stores different fields."""
     fields = _read(path, _RUN, json.loads)
     tickets = _read(path, _TICKETS, lambda data: decode(list[SavedTicket], data))
     try:

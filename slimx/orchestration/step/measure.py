@@ -99,8 +99,8 @@ def hook_metrics(trajectories: Sequence[Trajectory], section: str = "hook") -> d
 
 
 def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns count, mean reward and response length of the trajectories of each data set that prompts name as their
-    source; {} if no prompt names a source."""
+    """Returns the number of trajectories, their mean reward and mean response length, and the fraction that was
+    truncated, for each data set that prompts name as their source; {} if no prompt names a source."""
     by_source: dict[str, list[Trajectory]] = defaultdict(list)
     for group in groups:
         if group.prompt.source is not None:

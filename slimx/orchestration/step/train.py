@@ -42,11 +42,12 @@ async def train_step(run: Run, groups: Sequence[Group], rows: StepRows) -> dict[
 
 
 async def _train(run: Run, groups: Sequence[Group], rows: StepRows, batches: Batches) -> dict[str, float]:
-    """Trains all policies concurrently. A critic is trained at the same time if it has dedicated ranks, else after the
-    policy. Returns the metrics.
+    """Trains all policies concurrently. A critic is trained at the same time if it has dedicated ranks, otherwise
+    afterwards. Returns the metrics.
 
     `rows` and `batches`: for each policy, the training data of each update made from `groups`, before and after
-    packing. While the critic warms up, the policy is not trained, and only its log-prob gap is measured."""
+    packing. While the critic warms up, no policy is trained, and only the log-prob gap of the policy `actor` is
+    measured."""
     critic = run.critic
     if critic is None:
         step = run.step
