@@ -25,7 +25,7 @@ class TopLogprobs(NamedTuple):
     policy: torch.Tensor
     """[T, k]: the policy's log-probs, with gradient."""
     policy_rest: torch.Tensor
-    """[T]: log of the policy's total probability of all other tokens, with gradient."""
+    """[T]: log of the policy's total probability of all tokens except the teacher's top k, with gradient."""
     teacher: torch.Tensor
     """[T, k]: the teacher's log-probs."""
 

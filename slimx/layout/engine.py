@@ -108,7 +108,7 @@ class EngineLayout:
 
     def _stage_of(self) -> list[int]:
         """Returns the index of the pipeline stage of every layer. If the number of layers is not divisible by the
-        number of stages, the last stages have one layer more, as in SGLang."""
+        number of stages, the last stages have one more layer each, as in SGLang."""
         base, remainder = divmod(self.table.layers, self.sizes.pipeline)
         stage_of: list[int] = []
         for stage in range(self.sizes.pipeline):

@@ -62,10 +62,10 @@ class AttachedForm:
 
     # `plan` is Any because a package that imports this one defines its class.
     def leaving(self, name: str, plan: Any, rank: int, weights: Tensors) -> tuple[Tensors, DerivedTensors]:
-        """Returns the tensors that `rank` packs as specified by `plan` (a `slimx.reshard.plan.copy_plan.Plan`), and
-        those that are computed before packing.
+        """Returns the tensors that `rank` packs as specified by `plan` (a `slimx.reshard.plan.copy_plan.Plan`), and a
+        `DerivedTensors`, which computes replacements for some of them just before packing.
 
-        `name`: "publish", "adapters" or "export", the purpose of the plan. `weights`: the rank's parameters by name."""
+        `name`: purpose of the plan: "publish", "adapters" or "export". `weights`: the rank's parameters by name."""
         return weights, DerivedTensors()
 
     @contextmanager

@@ -23,7 +23,7 @@ FP8 = "fp8_gemm_runner_backend"
 PLAIN = {EXPERTS: "triton", FP8: "triton"}
 """Field of SGLang's ServerArgs that selects kernels -> a value whose kernels do not change weights after loading."""
 BLACKWELL = 10
-"""Lowest major CUDA compute capability at which SGLang selects other default kernels."""
+"""Lowest major CUDA compute capability at which SGLang's default kernels differ from those on earlier GPUs."""
 
 
 def unpublishable(chosen: Mapping[str, object], *, experts: bool, fp8: bool) -> Iterator[tuple[str, str]]:

@@ -220,10 +220,11 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """Map from sources to vertically concatenated sections, each of which has one range of consecutive rows per block.
+    """Map from sources to vertically concatenated sections, one per kind of rows (such as q, k and v).
 
-    Each rank has its shard of the blocks in every section. The map sorts by kind what the checkpoint interleaves by
-    head (q k v q k v ...) or stores in sequence in one tensor."""
+    Each block has one range of consecutive rows in every section, and each rank has its shard of the blocks in every
+    section. In the checkpoint, the kinds may be interleaved by block (q k v q k v ...) or stored one after the other in
+    one tensor."""
 
     blocks: int
     cuts: tuple[Cut, ...]

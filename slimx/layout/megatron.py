@@ -113,7 +113,7 @@ class MegatronLayout:
 
 
 def nearly_equal(layers: int, stages: int) -> list[int]:
-    """Returns the number of layers of each stage, which differ by at most one.
+    """Returns the numbers of layers of all stages, which differ by at most one.
 
     The first and the last stage, which also contain the embedding and the output layer, get no additional decoder layer
     if possible."""

@@ -41,7 +41,7 @@ class Quantization:
     operation: str
     """Name of the op with which the packing kernels quantize, a member of `slimx.reshard.kernels.record.OP`."""
     code_dtype: str
-    """Dtype of the tensor of codes."""
+    """Dtype of the codes."""
     scale_dtype: str
     suffixes: tuple[str, str]
     """Suffixes that are appended to a tensor's name for its codes and for its scales."""
@@ -174,10 +174,10 @@ class NumberFormat:
 
     def scales[Piece](self, pieces: Iterable[Piece], owner: object) -> Iterator[Piece]:
         """Yields the parts of Hugging Face tensors (`slimx.adapters.sglang.weights.layout.ServedPiece`) that an
-        engine's parameter of scales stores.
+        engine's scale parameter stores.
 
-        `pieces`: parts that the corresponding parameter of codes stores. `owner`: SGLang's module that has both
-        parameters. Raises SlimxError if a piece splits a quantization block."""
+        `pieces`: parts that the matching parameter with the quantized codes stores. `owner`: SGLang's module that
+        contains both parameters. Raises SlimxError if a piece splits a quantization block."""
         raise NotImplementedError
 
 

@@ -32,8 +32,8 @@ class Row:
     """Row of a weight table, which describes one kind of local tensor: its name, the checkpoint tensors that it
     contains, the map between them, and how it is split over ranks.
 
-    Names may contain the indices `{layer}` and `{expert}`. If the sources' names contain `{expert}` and the local name
-    does not, the row is one tensor [experts, rows, cols] that stacks the mapped experts."""
+    Names may contain the placeholders `{layer}` and `{expert}`. If the sources' names contain `{expert}` and the local
+    name does not, the row describes one tensor [experts, rows, cols] that stacks the mapped experts."""
 
     name: str
     sources: Sources

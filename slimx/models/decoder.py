@@ -47,8 +47,9 @@ def layer_kind(hf: HfConfig) -> LayerKind:
 
 
 def rotary(hf: HfConfig) -> tuple[str, HfConfig]:
-    """Returns the type of the rotary embedding ("default" if it is not scaled) and its fields. Reads both transformers'
-    current fields (`rope_parameters`) and the older ones of most checkpoints (`rope_theta` and `rope_scaling`)."""
+    """Returns the type of the rotary embedding ("default" if it is not scaled) and its fields. Reads the current fields
+    of transformers (`rope_parameters`) as well as the older ones of most checkpoints (`rope_theta` and
+    `rope_scaling`)."""
     fields = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     types = [name for name in (fields.get("rope_type"), fields.get("type")) if name]
     kind = " and ".join(dict.fromkeys(types)) or "default"
@@ -77,7 +78,7 @@ def rotary_fraction(hf: HfConfig, *, default: float) -> float:
 def rotary_dim_fraction(hf: HfConfig, head: int) -> float:
     """Returns the fraction of each head's dimensions that the rotary embedding rotates, for families whose config.json
     may set either this fraction (`partial_rotary_factor`) or the number of rotated dimensions (`rotary_dim`); 1.0 if it
-    sets neither. `head`: dimensions of a head."""
+    sets neither. `head`: number of dimensions of a head."""
     dimensions = hf.get("rotary_dim")
     if dimensions is None:
         return rotary_fraction(hf, default=1.0)
@@ -85,8 +86,8 @@ def rotary_dim_fraction(hf: HfConfig, head: int) -> float:
 
 
 def contradicting_fractions(hf: HfConfig, head: int) -> str | None:
-    """Returns a description of `partial_rotary_factor` and `rotary_dim` for an error message if config.json sets both
-    and they disagree, else None. `head`: dimensions of a head."""
+    """Returns, for an error message, a description of `partial_rotary_factor` and `rotary_dim` if config.json sets both
+    and they disagree; otherwise None. `head`: number of dimensions of a head."""
     by_dimensions = rotary_dim_fraction(hf, head)
     fraction = rotary_fraction(hf, default=by_dimensions)
     if fraction != by_dimensions:

@@ -83,7 +83,8 @@ def moe(
     selection: bool = False,
     gate_dtype: str | None = None,
 ) -> tuple[Row, ...]:
-    """Returns the weight-table rows of a MoE layer: the router, and all experts fused into two parameters (`FusedMoE`).
+    """Returns the weight-table rows of an MoE layer: the router, and all experts fused into two parameters
+    (`FusedMoE`).
 
     `inner`: intermediate size of a routed expert. `shared`: total intermediate size of the shared experts. `fused`:
     True if the shared experts follow the routed ones in the same parameters. `selection`: True if the router has a bias

@@ -44,7 +44,8 @@ class SequenceFlops:
     linear: float
     """FLOPs per token: products with weight matrices, and attention to a bounded number of keys."""
     quadratic: float
-    """FLOPs of causal attention per ordered pair of tokens, where the mask excludes half of the pairs."""
+    """FLOPs of causal attention per ordered pair of tokens, averaged over all n^2 pairs, half of which the mask
+    excludes."""
 
     def __call__(self, tokens: int) -> float:
         """Returns the FLOPs of the forward and backward pass on a sequence of `tokens` tokens."""
@@ -101,8 +102,8 @@ class LayerKind:
         return 0
 
     def attention_flops(self, model: ModelFields, layers: int, pairs: int) -> SequenceFlops:
-        """Returns the FLOPs of `layers` attention layers, without their projections. `pairs`: dimensions of one layer's
-        two products (scores and outputs) for one pair of tokens, summed over heads."""
+        """Returns the FLOPs of `layers` attention layers, without their projections. `pairs`: number of dimensions of
+        one layer's two products (scores and outputs) for one pair of tokens, summed over heads."""
         return causal_attention(model, layers, pairs)
 
     # Memory
@@ -114,8 +115,8 @@ class LayerKind:
         return None
 
     def microbatch_bytes(self, model: ModelFields, setting: MicrobatchSetting, layers: Sequence[int]) -> float:
-        """Returns the additional bytes that the decoder layers with indices `layers` store for one micro-batch until
-        its backward pass, even if their activations are recomputed."""
+        """Returns the number of additional bytes that the decoder layers with indices `layers` store for one
+        micro-batch until its backward pass, even if their activations are recomputed."""
         return 0.0
 
     def stage_starts(self, layers: int) -> Sequence[int]:
@@ -134,13 +135,13 @@ class LayerKind:
         return 0, 0
 
     def cache_bytes(self, model: ModelFields) -> int:
-        """Returns the bytes per token and layer that an engine caches in addition to keys and values."""
+        """Returns the number of bytes per token and layer that an engine caches in addition to keys and values."""
         return 0
 
     def replay_bytes(self, model: ModelFields, tokens: int, length: int, layers: Sequence[int]) -> int:
-        """Returns the bytes of host memory for the discrete choices of one micro-batch, such as the tokens that sparse
-        attention selects, which `recorder` stores for later passes. `tokens`: tokens on one context-parallel rank;
-        `length`: tokens on all of these ranks; `layers`: indices, from 0, of a pipeline rank's layers."""
+        """Returns the size in bytes of the host memory in which `recorder` stores one micro-batch's discrete choices,
+        such as the tokens that sparse attention selects, for later passes. `tokens`: tokens on one context-parallel
+        rank; `length`: tokens on all of these ranks; `layers`: indices, from 0, of a pipeline rank's layers."""
         return 0
 
     def exchanged(self, model: ModelFields) -> int:
@@ -191,8 +192,8 @@ def causal_attention(model: ModelFields, layers: int, pairs: int) -> SequenceFlo
 
 
 def mlps(model: ModelFields) -> tuple[Literal["dense", "experts"], ...]:
-    """Returns the kind of each layer's MLP, in order. In a MoE model, all layers have experts, or those that
-    `moe_layer_freq` selects."""
+    """Returns the kind of each layer's MLP, in order. In an MoE model, either all layers have experts or only those
+    that `moe_layer_freq` selects."""
     layers = model["num_layers"]
     if not model.get("num_moe_experts"):
         return ("dense",) * layers

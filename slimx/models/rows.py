@@ -31,14 +31,14 @@ class RowOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Sizes of grouped-query attention, and which optional tensors it has."""
+    """Sizes and optional tensors of grouped-query attention."""
 
     hidden: int
     heads: int
     groups: int
     """Number of key and value heads."""
     head: int
-    """Dimensions of each head."""
+    """Number of dimensions of each head."""
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
@@ -101,8 +101,8 @@ class Layer:
         return self.row(name, [(source, (size,))])
 
     def linear(self, name: str, source: str, shape: tuple[int, int], axis: int | None = None) -> Row:
-        """Returns the weight-table row of a matrix `name` that fp8 checkpoints store with block scales. `source`: name
-        of its module in the checkpoint; `axis`: axis split over TP ranks; None: not split."""
+        """Returns the weight-table row of the matrix `name`, which fp8 checkpoints store with block scales. `source`:
+        name of its module in the checkpoint; `axis`: the axis that is split over TP ranks, None if it is not split."""
         return self.row(name, [(source, shape)], axis=axis, quantized=True)
 
     def swiglu(self, name: str, source: str, hidden: int, inner: int, suffix: str = "") -> tuple[Row, Row]:
@@ -150,7 +150,7 @@ class Layer:
     def moe(
         self, hidden: int, inner: int, experts: int, *, shared: int = 0, selection: bool = False
     ) -> tuple[Row, ...]:
-        """Returns the weight-table rows of a MoE layer: router, gated experts, and the norm before them.
+        """Returns the weight-table rows of an MoE layer: router, gated experts, and the norm before them.
 
         `inner`: intermediate size of a routed expert. `shared`: total intermediate size of the shared experts; 0: none.
         `selection`: True if the router has a bias that is used only to select experts (DeepSeek-V3 Technical Report,

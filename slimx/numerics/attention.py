@@ -18,8 +18,9 @@ def packed_attention(
 
     `query` [T, heads, d], `key` [T, groups, d], `value` [T, groups, dv], with T = sum(lengths); returns [T, heads *
     dv]. `scale`: factor applied to the products of queries and keys. `window`: number of tokens that a token attends
-    to, including itself; None for all tokens before it. `sinks` [heads]: for each head, the logit of an additional key
-    that takes part in the softmax and has no value (gpt-oss, arXiv 2508.10925; Xiao et al., arXiv 2309.17453).
+    to, including itself; None for itself and all earlier tokens. `sinks` [heads]: for each head, the logit of an
+    additional key that takes part in the softmax and has no value (gpt-oss, arXiv 2508.10925; Xiao et al., arXiv
+    2309.17453).
 
     Sequences whose lengths round up to the same power of two are computed together as a padded batch. A single batch of
     all sequences would cost the square of the longest length times the number of sequences."""

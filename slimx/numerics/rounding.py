@@ -25,7 +25,7 @@ class Rounding:
     """No rounding: weights and activations are multiplied as they are. Base class of all roundings."""
 
     TOKENS: ClassVar[int] = 1
-    """Divisor of the number of tokens on each rank; micro-batches are padded accordingly."""
+    """Required divisor of the number of tokens on each rank; micro-batches are padded to a multiple of it."""
     VARIABLES: ClassVar[Mapping[str, str]] = {}
     """Environment variables that a trainer's process with a GPU needs, set before torch is imported."""
 

@@ -1,4 +1,4 @@
-"""Identity of a publication (policy, version, encoding, membership epoch) and the record of its outcome at each
+"""Identity of a publication (policy, version, encoding, membership epoch) and the record of its outcome on each
 engine."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ ADAPTER_PREFIX = "base_model.model."
 
 
 def is_adapter(name: str) -> bool:
-    """Returns True if `name` has PEFT's prefix, so that the tensor belongs to a LoRA adapter instead of the base
-    model."""
+    """Returns True if `name` has PEFT's prefix, which means that the tensor belongs to a LoRA adapter instead of the
+    base model."""
     return name.startswith(ADAPTER_PREFIX)
 
 
@@ -78,10 +78,10 @@ class Manifest:
 
 @dataclass(slots=True)
 class EngineOutcome:
-    """Outcome of one publication at one engine."""
+    """Outcome of one publication on one engine."""
 
     step: str = "begin"
-    """Last step that was started at the engine, such as "begin", "stage" or "commit"."""
+    """Last step that was started on the engine, such as "begin", "stage" or "commit"."""
     tensors: int = 0
     """Number of tensors that the engine verified; 0 unless it verified all of them."""
     error: SlimxError | None = None
@@ -90,7 +90,7 @@ class EngineOutcome:
 
 @dataclass(slots=True)
 class Publication:
-    """Record of one publication: its manifest, the outcome at each engine, amounts of data and durations."""
+    """Record of one publication: its manifest, the outcome on each engine, amounts of data and durations."""
 
     manifest: Manifest
     engines: dict[str, EngineOutcome] = field(default_factory=dict)

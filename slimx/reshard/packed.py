@@ -14,7 +14,7 @@ ON_DEVICE = "cuda-ipc:"
 
 PUBLISHER = 0
 """Index of the trainer rank that publishes. Its memory contains all buckets, unless all ranks can open each other's
-memory; buckets are then distributed over the memories of several ranks."""
+memory; buckets are then distributed over the memory of several ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,34 +40,36 @@ class PackedTensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedBucket:
-    """A packed bucket: the paths of its memory, and its tensors.
+    """A packed bucket: its tensors, and the paths of the memory that contains them.
 
-    Each target has a region of the bucket. The regions are consecutive in one memory, or each has its own memory."""
+    The bucket has one region per target. The regions are consecutive in a single allocation, or each is a separate
+    allocation with its own path."""
 
     path: str
-    """Path of the bucket's memory, or of the first memory if there are several (`others`).
+    """Path of the bucket's memory; the first path if there are several (`others`).
 
     One of: /proc/PID/fd/N (host memory, which processes of the same user can open on the same machine), the path of a
     file, or the name of GPU memory (`on_device`)."""
     size: int
-    """Size in bytes of each memory of the bucket."""
+    """Size in bytes of the memory at each of the bucket's paths."""
     targets: tuple[tuple[PackedTensor, ...], ...]
     """Tensors by target.
 
     There is one target for Hugging Face names, because all ranks of all engines load the same tensors, and one per
     engine rank for rank-local buckets."""
     others: tuple[str, ...] = ()
-    """Paths of the memories after the first, in the order of the engine ranks that open them.
+    """Paths of the bucket's memory after the first path, in the order of the engine ranks that open them.
 
-    They contain the regions of further ranks, or copies of the bucket on the other machines of a multi-node engine.
+    They lead to the regions of further ranks, or to copies of the bucket on the other machines of a multi-node engine.
     Empty if every rank opens `path`."""
     chain: tuple[Any, ...] = ()
-    """Descriptions of the files from which the transport's receiver at an engine assembles the bucket, as objects of a
+    """Descriptions of the files from which the transport's receiver on an engine assembles the bucket, as objects of a
     class that the transport defines. Empty if `path` contains the bucket."""
 
     @property
     def on_device(self) -> bool:
-        """True if the bucket is in GPU memory. Engines copy such a bucket when they stage it; they map host memory."""
+        """True if the bucket is in GPU memory. Engines copy such a bucket when they stage it; a bucket in host memory
+        is mapped instead."""
         return self.path.startswith(ON_DEVICE)
 
     @property
@@ -77,7 +79,7 @@ class PackedBucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, padding excluded."""
+        """Size in bytes of all tensors, padding excluded."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def parts(self, encoding: Encoding, ranks: int) -> Json:

@@ -72,8 +72,8 @@ class Receiver(Protocol):
         ...
 
     async def transport(self, method: str, *arguments: object) -> object:
-        """Calls `method` of the transport's receiver at the engine. Allowed before the publication has begun at the
-        engine."""
+        """Calls `method` of the transport's receiver on the engine. May also be called before the publication has begun
+        on the engine."""
         ...
 
     async def begin(self, manifest: Manifest, staging: Staging) -> None:
@@ -108,7 +108,7 @@ class Receiver(Protocol):
         ...
 
     async def commit(self, version: int) -> None:
-        """Ends the publication at the engine, whose weights then have version `version`."""
+        """Ends the publication on the engine, whose weights then have version `version`."""
         ...
 
     async def resume(self) -> None:
@@ -117,10 +117,10 @@ class Receiver(Protocol):
 
 
 PROTOCOL = 9
-"""Version of the JSON messages with which an engine forwards verbs to its server's ranks
+"""Version of the JSON messages with which an engine forwards verbs (methods of `Receiver`) to its server's ranks
 (`slimx/adapters/sglang/plugin.py`). Both sides must agree on it."""
 BEFORE_BEGIN = ("inventory", "transport", "begin")
-"""Verbs (methods of `Receiver`) that may be called before the publication has begun at the engine."""
+"""Verbs (methods of `Receiver`) that may be called before the publication has begun on the engine."""
 
 
 class Recipient(Protocol):
@@ -128,7 +128,8 @@ class Recipient(Protocol):
 
     name: str
     incarnation: int
-    """Number that increases with every restart. Results of verbs performed before a restart no longer apply."""
+    """Number that increases with every restart. Results of `Receiver` methods that were performed before a restart no
+    longer apply."""
 
     async def perform(self, verb: str, epoch: int, *arguments: object) -> Any:
         """Makes the engine perform `verb`, a method of `Receiver`, with `arguments`, in the publication that began in
@@ -139,8 +140,8 @@ class Recipient(Protocol):
 
 
 class LocalRecipient:
-    """Recipient that performs verbs in the publisher's process: subclasses define a method for each verb, with the
-    verb's name."""
+    """Recipient that performs verbs (methods of `Receiver`) in the publisher's process: subclasses define a method for
+    each verb, with the verb's name."""
 
     incarnation = 1
 
@@ -171,7 +172,7 @@ class Delivery:
 
     async def bring(self, recipient: Recipient, epoch: int, packed: PackedBucket, bucket: int) -> None:
         """Delivers a bucket to `recipient` and waits until it is staged. A bucket that consists of several files
-        (`packed.chain`) is assembled at the engine first."""
+        (`packed.chain`) is assembled on the engine first."""
         await recipient.perform("receive" if packed.chain else "stage", epoch, packed, bucket)
 
     async def end(self) -> None:

@@ -39,7 +39,7 @@ from slimx.reshard.parties import (
 from slimx.runtime.tasks import cancelled
 
 ABORT_S = 10.0
-"""Maximum time in seconds that engines and trainers have to drop the data of a failed publication."""
+"""Time limit in seconds for engines and trainers to drop the data of a failed publication."""
 
 
 class Publisher:
@@ -61,8 +61,8 @@ class Publisher:
     ):
         """Configures the publications of one policy.
 
-        `delivery`: None makes engines open buckets in the source's memory. `deadline_s`: seconds for a publication;
-        `step_deadline_s`: seconds for one step at one engine. `staging`: when engines copy weights into the model.
+        `delivery`: None makes engines open buckets in the source's memory. `deadline_s`: time limit in seconds for a
+        publication; `step_deadline_s`: for one step on one engine. `staging`: when engines copy weights into the model.
         `rule`: quantization rule for the manifest. `vacate`: frees devices that source and engines share; awaited after
         all engines have committed, before any reallocates its memory; None if none are shared."""
         self.source = source
@@ -220,7 +220,8 @@ class _Attempt:
         await self._serve(recipient)
 
     async def _take(self, recipient: Recipient, *, load: bool) -> None:
-        """Makes one engine verify and commit the staged weights, after pausing and loading them if `load` is True."""
+        """Makes one engine verify and commit the staged weights; if `load` is True, first pauses the engine and makes
+        it load them."""
         if load:
             await self._call(recipient, "pause")
             await self._call(recipient, "load")
@@ -274,7 +275,8 @@ class _Attempt:
         return await self._timely(recipient, verb, partial(recipient.perform, verb, self.epoch, *arguments))
 
     async def _timely[T](self, recipient: Recipient, step: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Awaits `work()`, one step of one engine, for `step_deadline_s`; drops the engine if it fails or is late."""
+        """Awaits `work()`, one step of one engine, for at most `step_deadline_s` seconds; drops the engine if it fails
+        or is late."""
         self.out.engines[recipient.name].step = step
         if recipient.incarnation != self.incarnations[recipient.name]:
             problem = f"engine {recipient.name} was restarted during the publication of {self.manifest}"

@@ -93,7 +93,7 @@ class TrainedModel:
         check_digests(Path(path), decode_records(records))
 
     def offload(self, *, weights: bool = True) -> None:
-        """Moves weights and optimizer state to the host, and frees the gradients, while engines use the device.
+        """Moves weights and optimizer state to the host and frees the gradients, so that engines can use the device.
         `weights=False`: the weights stay on the device, because they must still be published. `reload` reverts this."""
         if self.config.trainer.offload:
             freed = self.offloading.offload(weights=weights)
@@ -110,8 +110,8 @@ class TrainedModel:
                 notify()
 
     def device_bytes(self) -> dict[str, int]:
-        """Returns the bytes on the device of weights, gradients and optimizer state, and of the largest parameters by
-        name."""
+        """Returns the size in bytes, on the device, of weights, gradients and optimizer state, and of the largest
+        parameters by name."""
         named = {name: parameter.nbytes for name, parameter in self.weights.parameters.items()}
         return self.offloading.sizes() | largest(named)
 

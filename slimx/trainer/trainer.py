@@ -110,8 +110,8 @@ class PolicyTrainer(TrainedModel):
     def trained_tokens(self) -> list[list[dict[str, np.ndarray]]]:
         """Returns values of the last training step, by update and micro-batch: `logprobs` float32 [T], the log-prob of
         each label in the forward pass of its update; and `other_experts` bool [T], True where a router chose different
-        experts from the engine's. Returns [] except on the last pipeline stage, and when called a second time.
-        Collective over context-parallel ranks."""
+        experts from the engine's. Returns [] on all but the last pipeline stage; a second call for the same step
+        returns [] everywhere. Collective over context-parallel ranks."""
         trained = self._trained
         self._trained = []
         out = []
@@ -168,8 +168,9 @@ class PolicyTrainer(TrainedModel):
         return metrics
 
     def scores(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[dict[str, np.ndarray]]:
-        """Computes `logprobs` and `entropy` of every label with the current weights, the reference's or the teacher's.
-        Returns one dict of arrays [T] per micro-batch; [] except on the last pipeline stage."""
+        """Computes `logprobs`, the log-prob of every label, and `entropy`, the entropy of the distribution that
+        predicts it, with the weights of the policy, the reference or the teacher. Returns one dict of arrays [T] per
+        micro-batch; [] except on the last pipeline stage."""
         values = self.passes.scores(self._local(batches), under=under)
         if not self.parallel.last_stage:
             return []
@@ -182,7 +183,7 @@ class PolicyTrainer(TrainedModel):
     @operation("logprobs", needs="weights")
     def logprobs(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[np.ndarray]:
         """Returns the log-prob of every label, one array [T] per micro-batch; [] except on the last pipeline stage.
-        `under`: weights to use, those of the policy, the reference or the teacher."""
+        `under`: weights to use: those of the policy, the reference or the teacher."""
         return [scores["logprobs"] for scores in self.scores(batches, under=under)]
 
     @operation("probe", needs="weights")

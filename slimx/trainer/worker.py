@@ -46,7 +46,7 @@ class TrainerWorker:
             self.rank.check_saves()
 
     def mark(self, text: str) -> None:
-        """Writes a marker line with `text`, the step and phase that the following lines belong to, into the log."""
+        """Writes a marker line into the log. `text`: the step and phase to which the following lines belong."""
         print(marked(f"rank {self.number}, {text}"), flush=True)
 
     def rendezvous(self) -> str:

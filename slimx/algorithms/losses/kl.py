@@ -78,8 +78,8 @@ def reverse(top: TopLogprobs) -> torch.Tensor:
 
 
 def _teacher_tail(top: TopLogprobs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the teacher's total probability of the tokens outside its top k, or 0 if it is at most `ROUNDING`, and
-    its logarithm, at least that of `ROUNDING`; each [T]."""
+    """Returns the teacher's total probability of the tokens outside its top k, set to 0 if at most `ROUNDING`, and the
+    logarithm of this probability, at least that of `ROUNDING`; each [T]."""
     tail = 1 - top.teacher.exp().sum(-1)
     return torch.where(tail > ROUNDING, tail, 0.0), tail.clamp_min(ROUNDING).log()
 

@@ -36,8 +36,8 @@ def sft_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
 def policy_loss(
     inputs: LossInputs, surrogate: Surrogate, algorithm: Algorithm
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Computes the loss of a policy: -(surrogate) + kl_coef KL(policy || reference) - entropy_coef entropy +
-    teacher_kl_coef KL with the teacher, with the coefficients of `algorithm`. `surrogate`: objective to maximize.
+    """Computes the loss of a policy: -surrogate + kl_coef * KL(policy || reference) - entropy_coef * entropy +
+    teacher_kl_coef * KL with the teacher, with the coefficients of `algorithm`. `surrogate`: objective to maximize.
 
     Other settings of `algorithm`:
 

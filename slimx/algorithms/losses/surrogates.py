@@ -1,8 +1,8 @@
 """Objectives that a policy gradient maximizes, token by token: one function per published objective.
 
 Each function takes `LossTokens` and the objective's parameters. It returns the objective [T], with gradient with
-respect to `logprobs`, and bool [T]: True where the objective is clipped, so that its gradient is not that of ratio x
-advantage. In formulas, A is the advantage and ratio is policy / old.
+respect to `logprobs`, and bool [T]: True where the objective is clipped, so that its gradient is not that of ratio * A.
+In formulas, A is the advantage and ratio is policy / old.
 
 Objectives over full sequences (GSPO, TOPR) need sums over tokens on several context-parallel ranks, and receive these
 sums without a gradient. A term of value 0 carries the gradient instead, so that every token contributes its part on its
@@ -42,10 +42,10 @@ Surrogate = Callable[[LossTokens], Objective]
 
 
 def clip(tokens: LossTokens, *, low: float, high: float, dual: float | None = None) -> Objective:
-    """Computes the clipped objective min(ratio A, clamp(ratio, 1 - low, 1 + high) A): that of PPO (1707.06347), or with
-    `high` > `low` that of DAPO (2503.14476).
+    """Computes the clipped objective min(ratio * A, clamp(ratio, 1 - low, 1 + high) * A): that of PPO (1707.06347), or
+    with `high` > `low` that of DAPO (2503.14476).
 
-    `dual`: with a negative advantage the objective is at least `dual` x A, so increasing a ratio beyond `dual` has no
+    `dual`: with a negative advantage the objective is at least `dual` * A, so increasing a ratio beyond `dual` has no
     further effect (dual-clip PPO, 1912.09729)."""
     return _clipped(tokens.log_ratio, tokens.advantages, low, high, dual)
 
@@ -64,15 +64,15 @@ def gspo(tokens: LossTokens, *, low: float, high: float) -> Objective:
 
 
 def cispo(tokens: LossTokens, *, low: float, high: float) -> Objective:
-    """Computes stop-gradient(clamp(ratio, 1 - low, 1 + high)) A log policy: only the weight is clipped, so every token
-    keeps a gradient (CISPO, MiniMax-M1, 2506.13585)."""
+    """Computes stop-gradient(clamp(ratio, 1 - low, 1 + high)) * A * log(policy): only the weight is clipped, so every
+    token keeps a gradient (CISPO, MiniMax-M1, 2506.13585)."""
     ratio = bounded_ratio(tokens.log_ratio.detach())
     weight = ratio.clamp(1 - low, 1 + high)
     return weight * tokens.advantages * tokens.logprobs, weight != ratio
 
 
 def topr(tokens: LossTokens) -> Objective:
-    """Computes A log policy. Where A < 0, it is multiplied by the sequence's importance ratio, clipped at 1, so that
+    """Computes A * log(policy). Where A < 0, it is multiplied by the sequence's importance ratio, clipped at 1, so that
     bad sequences that have become unlikely are hardly suppressed further (TOPR, 2503.14286)."""
     total = tokens.sequence_sum(tokens.log_ratio.detach())
     negative = tokens.advantages < 0
@@ -81,8 +81,8 @@ def topr(tokens: LossTokens) -> Objective:
 
 
 def sapo(tokens: LossTokens, *, tau_positive: float, tau_negative: float) -> Objective:
-    """Computes (4 / tau) sigmoid(tau (ratio - 1)) A, with one temperature tau for positive and one for other advantages
-    (SAPO, 2511.20347): a smooth clip that has the gradient of ratio x A at ratio 1."""
+    """Computes (4 / tau) * sigmoid(tau * (ratio - 1)) * A, with one temperature tau for positive and one for other
+    advantages (SAPO, 2511.20347): a smooth clip that has the gradient of ratio * A at ratio 1."""
     positive = (tokens.advantages > 0).to(tokens.log_ratio.dtype)
     tau = tau_negative + (tau_positive - tau_negative) * positive
     ratio = bounded_ratio(tokens.log_ratio)
@@ -100,7 +100,7 @@ def clip_cov(tokens: LossTokens, *, low: float, high: float, **selection: float)
 
 
 def kl_cov(tokens: LossTokens, *, coef: float, **selection: float) -> Objective:
-    """Computes ratio A, minus `coef` |log ratio| at the tokens that were selected by covariance
+    """Computes ratio * A, minus `coef` * |log(ratio)| at the tokens that were selected by covariance
     (`LossColumns.selected`; KL-Cov, 2505.22617). `selection`: parameters of the selection, which are not used here."""
     value = bounded_ratio(tokens.log_ratio) * tokens.advantages
     selected = _selected(tokens)
@@ -113,7 +113,7 @@ def _selected(tokens: LossTokens) -> torch.Tensor:
 
 
 def plain(tokens: LossTokens) -> Objective:
-    """Computes A log policy (REINFORCE), without a clip. It is meant for estimators whose advantages already limit the
+    """Computes A * log(policy) (REINFORCE), without clipping. Meant for estimators whose advantages already limit the
     size of a step."""
     return tokens.advantages * tokens.logprobs, torch.zeros_like(tokens.trained)
 

@@ -136,7 +136,7 @@ class ModelSpec:
 
     @property
     def experts(self) -> int:
-        """Number of routed experts in a MoE layer; 0 for a dense model."""
+        """Number of routed experts in an MoE layer; 0 for a dense model."""
         return self.table.experts
 
     @property

@@ -171,8 +171,9 @@ class CheckpointReader:
             )
 
     def _expected(self, name: str, shape: tuple[int, ...], *, transposed: bool, quantized: bool) -> StoredTensors:
-        """Returns the shape and the possible dtypes of each checkpoint tensor that stores `name`, a tensor of a weight
-        table with shape `shape`. `transposed`: True for a stack of transposed matrices; `quantized`: as in `check`."""
+        """Returns the shape and the possible dtypes of each checkpoint tensor that stores `name`, a weight-table tensor
+        of shape `shape`. `transposed`: True for a stack of transposed matrices; `quantized`: True to accept also number
+        formats from which trainers cannot start, as in `check`."""
         number_format = self._format(name)
         if number_format is None or (number_format.CONVERTED and not quantized):
             return {name: (shape, _DTYPES)}
@@ -206,7 +207,7 @@ class CheckpointReader:
 
     def check_finite(self, name: str) -> None:
         """Reads tensor `name` completely, in blocks. Raises SlimxError, which names the tensor, if it contains NaN or
-        infinities. Tensors with dtypes outside `_FLOATS` and buffers are skipped."""
+        infinities. Skips buffers, and tensors whose dtype is not in `_FLOATS`."""
         view = self.view(name)
         if view.get_dtype() not in _FLOATS or name.endswith(BUFFER):
             return

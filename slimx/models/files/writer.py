@@ -92,8 +92,8 @@ def finish_directory(
 
 
 def _copy_tensors(directory: Path, reader: CheckpointReader, table: Table, weight_map: dict[str, str]) -> None:
-    """Writes the aliases, frozen tensors and buffers that `reader`'s checkpoint contains to further files in
-    `directory`, and adds their file names to `weight_map`."""
+    """Copies the aliases, frozen tensors and buffers of `reader`'s checkpoint to further files in `directory`, and adds
+    their file names to `weight_map`."""
     for index, names in enumerate(_carried(reader, table)):
         file = f"model-carried-{index + 1:05d}.safetensors"
         tensors = {}

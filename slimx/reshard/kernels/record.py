@@ -13,8 +13,8 @@ from slimx.errors import SlimxError
 
 
 class OP(IntEnum):
-    """Operation that a kernel performs on a piece's elements. All but COPY set the tensor's bit NONFINITE if they write
-    an infinite or NaN value."""
+    """Operation that a kernel performs on a piece's elements. All operations except COPY set the tensor's NONFINITE bit
+    if they write an infinite or NaN value."""
 
     COPY = 0
     """Copies elements of any size, byte for byte, without checking for infinite and NaN values."""
@@ -25,8 +25,8 @@ class OP(IntEnum):
     BF16_TO_FP32 = 3
     """Converts bf16 to fp32 exactly; sets NONFINITE for infinite and NaN values."""
     QUANTIZE_FP8 = 4
-    """Quantizes bf16 or fp32 to e4m3 codes and fp32 block scales by a RULE. A block with an infinite or NaN value
-    becomes NaN as a whole and sets NONFINITE."""
+    """Quantizes bf16 or fp32 to e4m3 codes and fp32 block scales, by one of the rules in `RULE`. A block with an
+    infinite or NaN value becomes NaN as a whole and sets NONFINITE."""
     QUANTIZE_MXFP8 = 5
     """Quantizes bf16 or fp32 like QUANTIZE_FP8, but with E8M0 scales (uint8) of 1 x 32 blocks."""
     DEQUANTIZE_FP8 = 6
@@ -109,7 +109,7 @@ _RULES = {
 
 
 def element_bytes(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> int:
-    """Returns the bytes per element of `tensor`, which must have one of the `dtypes` that an op supports.
+    """Returns the number of bytes per element of `tensor`, which must have one of the `dtypes` that an op supports.
 
     The check is needed because a record contains only the element size: the kernels would read fp16 as bf16. `name`:
     name of the tensor in the SlimxError that any other dtype raises."""
@@ -283,11 +283,12 @@ def check_destinations(pieces: np.ndarray, nbytes: int) -> None:
 def _check_room(
     pieces: np.ndarray, fields: tuple[str, str], rows: np.ndarray, cols: np.ndarray, size: np.ndarray, nbytes: int
 ) -> None:
-    """Raises SlimxError if a piece's `rows` rows of `cols` elements of `size` bytes, all [pieces], do not fit in a
-    bucket of `nbytes` bytes.
+    """Raises SlimxError if the data of a piece does not fit in a bucket of `nbytes` bytes.
 
-    `fields`: names of the record's fields with the first byte's offset and the bytes per row. The check divides instead
-    of multiplying, because the product of two invalid numbers could overflow and appear to be a valid offset."""
+    `rows`, `cols` and `size`, each [pieces]: for each piece, number of rows, elements per row, and bytes per element.
+    `fields`: names of the record's fields that contain the offset of the first byte and the number of bytes per row.
+    The check divides instead of multiplying, because the product of two invalid numbers could overflow and look like a
+    valid offset."""
     first = pieces[fields[0]]
     ld = pieces[fields[1]]
     room = nbytes - np.minimum(first, nbytes + 1).astype(np.int64)

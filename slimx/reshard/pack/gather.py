@@ -3,7 +3,7 @@
 one machine       every rank writes into shared memory; each engine rank's part of a bucket is in the memory of a
                   different trainer rank
 several machines  the bucket is in the memory of trainer rank 0 (the publisher), which writes it to a file (export,
-                  transport `disk`); ranks of other machines send it their contribution
+                  transport `disk`); ranks on other machines send it their contributions
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Gatherer:
     def __init__(self, packer: Packer, *, remote: Collection[int], group: dist.ProcessGroup | None, holders: int = 1):
         """Creates the gatherer of the packer's rank.
 
-        `remote`: ranks that cannot open the publisher's memory and send their contribution through `group`, a process
-        group for host memory (gloo). `holders`: number of ranks, counted from the publisher, whose memory contains
+        `remote`: ranks that cannot open the publisher's memory, and instead send their contributions through `group`, a
+        process group for host memory (gloo). `holders`: number of ranks, including the publisher, whose memory contains
         parts of buckets; 1 if there are remote ranks."""
         self.packer = packer
         self.remote = sorted(remote)

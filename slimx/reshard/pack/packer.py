@@ -48,16 +48,16 @@ class Packer:
         """Creates the packer of trainer rank `rank`.
 
         `derived`: tensors that are computed before packing and packed instead of parameters; computed once per part of
-        a bucket that contains them. `apart`: True if each target's part of a bucket has its own memory; False if all
-        are consecutive in one memory (`slimx.reshard.pack.pieces.BucketForm`). `portion`: size in bytes of the GPU
-        buffer in which data is packed before it is copied to host memory."""
+        a bucket that contains them. `apart`: True if each target's part of a bucket is a separate allocation; False if
+        all are consecutive in one allocation (`slimx.reshard.pack.pieces.BucketForm`). `portion`: size in bytes of the
+        GPU buffer in which data is packed before it is copied to host memory."""
         self.plan = plan
         self.rank = rank
         self.parameters = parameters
         self.portion = portion
         self._derived = DerivedTensors() if derived is None else derived
         self.parts = plan.targets if apart else 1
-        """Number of parts of a bucket, each with its own memory: one per target with `apart`, else one."""
+        """Number of parts of a bucket, each a separate allocation: one per target with `apart`, else one."""
         self.form = PlannedBuckets(plan, apart=apart).form
         self._device = next((p.device for p in parameters.values() if p.is_cuda), None)
         self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
@@ -229,8 +229,8 @@ def describe(form: BucketForm, paths: Sequence[str], contributions: Sequence[Con
     """Returns the description of a complete bucket for the engines: its tensors with offsets and checksums, and the
     paths of its memory.
 
-    `paths`: paths of its memories, one per part. `contributions`: contributions of all ranks. Raises SlimxError naming
-    a tensor that contains an infinite or NaN value."""
+    `paths`: one path per part of the bucket. `contributions`: contributions of all ranks. Raises SlimxError naming a
+    tensor that contains an infinite or NaN value."""
     bucket = total(contributions)
     sums = kernel.seeds(form.nbytes) + bucket.sums
     kernel.refuse_nonfinite(bucket.flags, [tensor.name for tensor in form.tensors])

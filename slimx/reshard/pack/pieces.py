@@ -27,13 +27,13 @@ class BucketForm:
     def __init__(self, buckets: list[Bucket], *, apart: bool = False):
         """Lays out the bucket whose contents for each target are in `buckets`.
 
-        `apart`: True if each region has its own memory; otherwise all are consecutive in one memory."""
+        `apart`: True if each region is a separate allocation; otherwise all are consecutive in one allocation."""
         self.first = np.cumsum([0] + [len(bucket.tensors) for bucket in buckets])
         """Index in `tensors` of each target's first tensor, and at the end the number of tensors, [targets + 1]."""
         self.bases: list[int] = []
         self.size = 0
-        """Bytes of the bucket's memory; with `apart`, size of each region's memory, which is that of the largest
-        region."""
+        """Size in bytes of the bucket's memory; with `apart`, size of each region's allocation, which is that of the
+        largest region."""
         self.tensors: list[BucketTensor] = []
         offsets: list[int] = []
         for bucket in buckets:
@@ -54,7 +54,7 @@ class PlannedBuckets:
     """Memory layouts of a plan's buckets, each computed once."""
 
     def __init__(self, plan: Plan, *, apart: bool = False):
-        """Prepares to lay out the buckets of `plan`. `apart`: True if each target's region has its own memory
+        """Prepares to lay out the buckets of `plan`. `apart`: True if each target's region is a separate allocation
         (`BucketForm`)."""
         self.plan = plan
         self.apart = apart
@@ -158,8 +158,8 @@ def _quantize(
 
 
 def compact(pieces: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns copies of the records whose destinations follow each other in a contiguous buffer (which
-    `Packer.pack_run` fills), and the buffer's size in bytes.
+    """Returns copies of the records with new destinations, which follow each other in a contiguous buffer (filled by
+    `Packer.pack_run`), and the buffer's size in bytes.
 
     The scales of a piece follow its values. Both start at multiples of 16 bytes, the widest access of the kernels."""
     out = pieces.copy()
@@ -211,8 +211,8 @@ def portions(pieces: np.ndarray, limit: int) -> Iterator[Portion]:
 
 
 def _row_portions(piece: np.ndarray, limit: int) -> Iterator[Portion]:
-    """Yields portions of at most `limit` bytes that together contain the rows of one piece, [1], as laid out by
-    `compact`."""
+    """Yields portions of the rows of one piece (a record array of length 1, as laid out by `compact`), each of at most
+    `limit` bytes. Together they contain all rows."""
     width = _row_bytes(piece)[0]
     scale_width = _scale_row_bytes(piece)[0] if piece["scale_tensor"][0] >= 0 else 0
     high = max(1, int(piece["block_rows"][0]))

@@ -39,7 +39,7 @@ HANDLE = 64
 
 
 class DeviceMemory:
-    """Memory of a GPU that other processes can open; allocated by the driver instead of torch's allocator.
+    """GPU memory that other processes can open; allocated by the driver instead of torch's allocator.
 
     Its initial contents are undefined. `path` identifies it to other processes (`opened`)."""
 

@@ -43,9 +43,9 @@ class MemoryFile:
 def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
     """Maps the first `size` bytes of a bucket and returns them as a tensor, uint8 [size].
 
-    `path`: another process's memory file, of the same machine and user, or a bucket's file of a version on disk; any
-    other path raises SlimxError without being opened. `private`: True makes writes to the tensor invisible to other
-    processes; with False, writes change the shared memory or the file."""
+    `path`: the memory file of another process of the same user on this machine, or a bucket's file of a version on
+    disk; any other path raises SlimxError without being opened. `private`: True makes writes to the tensor invisible to
+    other processes; with False, writes change the shared memory or the file."""
     try:
         if not _offered(path):
             raise SlimxError(

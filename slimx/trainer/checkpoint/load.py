@@ -1,8 +1,8 @@
 """Loads torch_dist checkpoints under any parallel sizes, without executing code that they contain.
 
-torch loads tensors, `common.pt` and the objects of single ranks with `weights_only`, because all of these consist of
-numbers, strings, tensors and `argparse.Namespace`. `slimx.models.files.safe_pickle` reads `.metadata`. From checkpoints
-that are not resumed, such as checkpoints of other programs, only tensors are read.
+torch loads tensors, `common.pt` and the objects of individual ranks with `weights_only`, because all of these consist
+of numbers, strings, tensors and `argparse.Namespace`. `slimx.models.files.safe_pickle` reads `.metadata`. From
+checkpoints that are not resumed, such as checkpoints of other programs, only tensors are read.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def _find_factors(models: Sequence[ShardedStateDict], path: Path) -> None:
 
 
 def take_state(loaded: StateDict, chunks: Sequence[torch.nn.Module], optimizer: ChainedOptimizer) -> None:
-    """Restores a rank's state from `loaded`, which was read, under the same parallel sizes, into the tensors that
-    `local_state` returned."""
+    """Restores a rank's state from `loaded`: the tensors that `local_state` returned, after a checkpoint has been read
+    into them under the same parallel sizes."""
     fill(chunks, loaded)
     _fill_optimizer(optimizer, loaded["optimizer"])
     states.set_random_state(loaded[states.RANDOM])

@@ -159,8 +159,8 @@ class Saver:
 
     def _complete(self, directory: Path, report: files.Report, common: bytes) -> files.Report:
         """Waits for the reports of all other ranks and writes the files that only rank 0 writes: `.metadata` with the
-        locations of all shards, the state that ranks have in common, and the name of the format. Returns `report` with
-        the files that rank 0 wrote added."""
+        locations of all shards, the state that ranks have in common, and the name of the format. Returns `report`
+        extended with the files that rank 0 wrote."""
         others = range(1, self.world)
         self._await(directory, others)
         assert self._metadata is not None

@@ -65,8 +65,8 @@ def optimizer_state(
     """Returns the sharded state of `optimizer`. `model`: sharded state of `chunks`, the modules that the optimizer
     updates. For a distributed optimizer, the returned tensors are views of the optimizer's state, so reading into them
     restores it. `loading`: True if a checkpoint will be read into the result. `frozen`: True if any rank has parameters
-    without optimizer state. Then the keys name single layers and experts, because tensors stacked over all layers and
-    experts would have gaps."""
+    without optimizer state. Then the keys name individual layers and experts, because tensors stacked over all layers
+    and experts would have gaps."""
     if frozen:
         model = model_state(chunks, non_homogeneous_layers=True, singleton_local_shards=True)
     pieces = in_pieces(optimizer)

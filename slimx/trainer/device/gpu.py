@@ -30,8 +30,8 @@ class Process:
 
     pid: int
     nbytes: int | None
-    """Memory of the GPU that the process uses, in bytes; None if the driver does not report the number, for example for
-    processes of other containers."""
+    """GPU memory that the process uses, in bytes; None if the driver does not report the number, for example for
+    processes in other containers."""
     name: str
 
 

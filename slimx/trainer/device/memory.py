@@ -14,7 +14,7 @@ _PROC = Path("/proc/self")
 
 
 class CudaMeter:
-    """Measures the memory of tensors in torch's allocator, excluding the allocator's cache and memory of other
+    """Measures the peak memory of tensors in torch's allocator, excluding the allocator's cache and memory of other
     libraries."""
 
     def begin(self) -> None:
@@ -25,7 +25,7 @@ class CudaMeter:
 
 
 class ProcessMeter:
-    """Measures resident memory of this process by the kernel's high-water mark (`VmHWM`, proc(5))."""
+    """Measures the peak resident memory of this process with the kernel's high-water mark (`VmHWM`, proc(5))."""
 
     def __init__(self, directory: Path = _PROC):
         self.directory = directory

@@ -230,8 +230,8 @@ fp32."""
 
 
 class _TopIndices(NamedTuple):
-    """Indices of those tokens of `Targets.top` that are in this rank's part of the vocabulary, each as a pair of index
-    tensors."""
+    """Two pairs of index tensors for one chunk, which select those tokens of `Targets.top` that are in this rank's part
+    of the vocabulary."""
 
     slots: tuple[torch.Tensor, torch.Tensor]
     """Index tensors that select, in the chunk's rows of `Targets.top` [C, k], the tokens in this rank's part of the

@@ -69,8 +69,8 @@ class Pipeline:
         self._run = get_forward_backward_func()
 
     def scores(self, batches: list[MicroBatch], packings: Sequence[Packing] | None = None) -> list[TokenScores]:
-        """Returns log-probs and entropies of the labels with the current weights, for each micro-batch; [] except on
-        the last pipeline stage. `packings`: see `train`."""
+        """Returns for each micro-batch the log-probs of the labels, and the entropies of the distributions that predict
+        them, with the current weights; [] except on the last pipeline stage. `packings`: see `train`."""
 
         def collect(batch: MicroBatch, output: Output) -> tuple[torch.Tensor, torch.Tensor, TokenScores]:
             logprobs, entropy = output

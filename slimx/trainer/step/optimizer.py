@@ -44,8 +44,8 @@ class ExternalState:
     """Wrapper of a torch optimizer that stores the optimizer's state elsewhere, such as on the host."""
 
     def make_state(self) -> None:
-        """Creates the initial state, zeros for Adam, of parameters that have no state yet and whose state is stored
-        elsewhere."""
+        """Creates the initial optimizer state (zeros for Adam) of those parameters whose state is to be stored
+        elsewhere and does not exist yet."""
         raise NotImplementedError
 
 
@@ -173,10 +173,10 @@ class OptimizerStep:
     def __call__(self, rate: float) -> dict[str, float]:
         """Applies the current gradients with learning rate `rate`, and returns metrics.
 
-        The step is skipped if a gradient is not finite, or if the gradient, of all terms of the loss together, is
-        exactly 0 everywhere. Then weights, moments and Adam's step count stay unchanged, bit for bit. Raises SlimxError
-        on every rank after `max_skipped` consecutive steps with non-finite gradients, naming the parameters where
-        non-finite gradients first appeared in the backward pass."""
+        The step is skipped if a gradient is not finite, or if the gradient of all loss terms together is exactly 0
+        everywhere. Then weights, moments and Adam's step count stay unchanged, bit for bit. Raises SlimxError on every
+        rank after `max_skipped` consecutive steps with non-finite gradients, naming the parameters where non-finite
+        gradients first appeared in the backward pass."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
             # megatron-core's scheduler, which is not used here, would apply wd_mult (0 in groups without weight decay).

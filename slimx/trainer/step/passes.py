@@ -78,9 +78,9 @@ class ForwardPasses:
         self._weights.copy_of(path, into=self._copies["reference"])
 
     def scores(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[TokenScores]:
-        """Returns log-probs and entropies of all labels for each micro-batch; [] except on the last pipeline stage.
-        `under`: weights to use, those of the policy, the reference or the teacher. Collective. Raises SlimxError if the
-        run has no reference or teacher."""
+        """Returns for each micro-batch the log-probs of all labels and the entropies of the distributions that predict
+        them; [] except on the last pipeline stage. `under`: weights to use: those of the policy, the reference or the
+        teacher. Collective. Raises SlimxError if the run does not have the reference or teacher that `under` names."""
         if under == "policy":
             return self._pipeline.scores(batches)
         if under == "reference" and self._base:
