@@ -25,16 +25,17 @@ options contain commas within brackets."""
 
 
 def set_expandable_segments(environment: MutableMapping[str, str]) -> None:
-    """Enables expandable segments in `environment`, unless one of the variables already sets the option."""
+    """Enables expandable segments of torch's allocator in `environment`, unless one of the allocator's variables
+    already sets this option."""
     if not any(_OPTION.search(environment.get(name, "")) for name in VARIABLES):
         _add(environment, "expandable_segments:True")
 
 
 def set_pinned_sizes(environment: MutableMapping[str, str], release: str | None = None) -> None:
-    """Turns off the rounding of pinned allocations of 1 MiB and more in `environment`, unless `environment` already
-    sets a threshold for the rounding.
+    """Sets the allocator option in `environment` that turns off the rounding of pinned allocations of 1 MiB and more,
+    unless `environment` already sets a threshold for the rounding.
 
-    Has no effect for torch releases without this option. `release`: version of torch; None: the installed one."""
+    Does nothing for torch releases without this option. `release`: version of torch; None: the installed one."""
     major, minor = (release or metadata.version("torch")).split(".")[:2]
     is_set = any(_PINNED in environment.get(name, "") for name in VARIABLES)
     if (int(major), int(minor)) >= _SINCE and not is_set:

@@ -38,7 +38,7 @@ def child_environment(inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def clean_environment(environment: MutableMapping[str, str]) -> None:
-    """Removes the variables that `child_environment` drops from `environment`, the environment of this process."""
+    """Removes from `environment`, the environment of this process, the variables that `child_environment` drops."""
     for name in list(environment):
         if _misleading(name):
             del environment[name]

@@ -36,7 +36,7 @@ LOOKS = 3
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_S = 0.2
 ORPHAN_GRACE_S = 5.0
-"""Seconds for which the command may shut down after its owner died, before it is killed."""
+"""Seconds that the command has to shut down after its owner has died, before it is killed."""
 LOOK_S = 2.0
 """Seconds between two checks of the process tree for newly mapped shared memory and for stopped processes."""
 NOT_STARTED = 127
@@ -54,8 +54,8 @@ class SupervisedProcess:
         """Stores the settings; `start` starts the command.
 
         `name`: used in errors. `argv`: the command line. stdout and stderr are appended to `log_path`. `env` is added
-        to the environment that this process passes on. `stdin`: input of the command, at most 64 KiB. Unlike arguments
-        and environment it cannot be read by other processes."""
+        to the environment that this process passes on. `stdin`: input of the command, at most 64 KiB, which, unlike
+        arguments and environment, cannot be read by other processes."""
         self.name = name
         self.argv = argv
         self.log_path = Path(log_path)

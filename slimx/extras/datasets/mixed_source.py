@@ -19,7 +19,7 @@ class MixedSource:
 
     Each source yields its prompts as a `PromptSource` does. If weights change with the step, the step is computed from
     the number of prompts drawn so far, `per_step` per step, so timing has no influence. A dropped group counts too,
-    because it is replaced with a group of a further prompt.
+    because it is replaced with a group for another prompt.
     """
 
     def __init__(self, sets: Sequence[PromptSet], prompts: Mapping[str, Sequence[Prompt]], seed: int, per_step: int):

@@ -37,7 +37,7 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: st
 
 
 def check_answer(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: str) -> None:
-    """Raises SlimxError for an answer that `encode_answer` refuses. It is faster than encoding the answer."""
+    """Raises SlimxError for an answer that `encode_answer` refuses. The check is faster than encoding the answer."""
     text, end = _rendered(tokenizer, prompt, answer)
     if not text[end:].strip():
         _end(tokenizer)
@@ -80,8 +80,8 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: str) -
 
 def _turns(answer: str, *, apart: bool) -> Iterator[Json]:
     """Yields assistant messages with the answer in formats that templates accept: with the thinking as a separate field
-    under its usual names, or as one text. `apart`: True to yield only the first format, because the prompt has started
-    or ended the thinking."""
+    under its usual names, or with everything in one string. `apart`: True to yield only the first format, because the
+    prompt has started or ended the thinking."""
     thought, ends, rest = answer.partition(THOUGHT_ENDS)
     if ends:
         thought = thought.strip().removeprefix(THOUGHT_BEGINS).strip()

@@ -3,7 +3,7 @@ in all linear layers.
 
 Checkpoints stack all experts in one tensor, with gate and up in alternating columns. Published checkpoints store them
 in MXFP4, and transformers writes bf16. Exports are bf16 or fp32, in transformers' layout. Sources: gpt-oss-120b &
-gpt-oss-20b Model Card (2508.10925), and transformers' modeling_gpt_oss.py."""
+gpt-oss-20b Model Card (arXiv:2508.10925), and transformers' modeling_gpt_oss.py."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ def unsupported(hf: HfConfig) -> str | None:
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
     """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
-    contains. `mtp`: number of multi-token prediction layers to train. Further layers that the checkpoint declares and
-    the vision tower are copied unchanged to exports (`Table.frozen`)."""
+    contains. `mtp`: number of multi-token prediction layers to train. The vision tower, and any further prediction
+    layers that the checkpoint declares, are copied unchanged to exports (`Table.frozen`)."""
     table = deepseek_v3.weight_table(hf["text_config"], mtp)
     return replace(
         table,

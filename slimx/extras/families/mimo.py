@@ -50,5 +50,5 @@ def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Raises SlimxError, because engines with this family were never tested."""
+    """Raises SlimxError, because this family has never been tested with engines."""
     raise no_engine(ARCHITECTURE, "engines with this family were never tested")

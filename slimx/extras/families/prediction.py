@@ -1,6 +1,6 @@
-"""Multi-token prediction layers in DeepSeek-V3's checkpoints (2412.19437, 2.2). They are numbered after the decoder
-layers. Each has a projection, a decoder layer and a norm of its own, and shares the model's embedding and output
-layer."""
+"""Multi-token prediction layers in DeepSeek-V3's checkpoints (arXiv:2412.19437, 2.2). They are numbered after the
+decoder layers. Each has a projection, a decoder layer and a norm of its own, and shares the model's embedding and
+output layer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""MoE layers of DeepSeek-V3 (2412.19437, 2.1.2), which GLM-4.5 adopted with the same names in config.json: a router
-with sigmoid scores, a bias that is used only to select experts, and expert groups; shared experts; dense first
+"""MoE layers of DeepSeek-V3 (arXiv:2412.19437, 2.1.2), which GLM-4.5 adopted with the same names in config.json: a
+router with sigmoid scores, a bias that is used only to select experts, and expert groups; shared experts; dense first
 layers."""
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def router_fields(hf: HfConfig) -> Json:
 
 
 def moe_rows(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
-    """Returns the rows of a MoE layer and of the norm before it in the trainer's weight table. `layer`: factory of rows
-    for the layers that have experts."""
+    """Returns the rows of an MoE layer and of the norm before it in the trainer's weight table. `layer`: factory of
+    rows for the layers that have experts."""
     return layer.moe(**_sizes(hf), selection=True)
 
 
@@ -108,7 +108,7 @@ class _Sizes(TypedDict):
 
 
 def _sizes(hf: HfConfig) -> _Sizes:
-    """Returns the sizes of a MoE layer, as keyword arguments of functions that return the layer's weight-table rows.
+    """Returns the sizes of an MoE layer, as keyword arguments of functions that return the layer's weight-table rows.
     Key `shared` is the total intermediate size of the shared experts; 0 if there are none."""
     inner = hf["moe_intermediate_size"]
     shared = (hf.get("n_shared_experts") or 0) * inner

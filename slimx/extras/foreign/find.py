@@ -79,8 +79,8 @@ def of_flag(name: str, value: str) -> Meaning | None:
 
 
 def of_word(key: str, word: str) -> str | Meaning | None:
-    """Returns the valid value of slimx's `key` for `word`, a value in lower case as users write it, or a meaning that
-    explains why there is none. Returns None if the word is unknown."""
+    """Returns the valid value of slimx's `key` that corresponds to `word` (a value as users write it, in lower case),
+    or a meaning that explains why there is none. Returns None if the word is unknown."""
     return VALUES.get(key, {}).get(word)
 
 

@@ -18,8 +18,8 @@ class Meaning:
     """
 
     key: str = ""
-    """Key of slimx; "" if there is none. `*` stands for an entry of a list, `{}` for the part of the foreign name that
-    `*` matched."""
+    """Key in slimx's configuration; "" if there is none. In it, `*` stands for an entry of a list, and `{}` for the
+    part of the foreign name that the `*` of its entry in `Table` matched."""
     values: Mapping[str, str | Meaning] = field(default_factory=dict)
     """Foreign value in lower case -> value of `key`, or another Meaning if `key` has no such value."""
     closed: bool = False
@@ -40,8 +40,8 @@ class Meaning:
 
 
 Table = Mapping[str, str | Meaning]
-"""Table of meanings by foreign name, with underscores instead of dashes. A string is a key of slimx with the same
-value. A name that ends in `*` matches every name with this prefix."""
+"""Table of meanings by foreign name, with underscores instead of dashes. A meaning that is a string is the key of slimx
+that takes the same value. A name that ends in `*` matches every name with this prefix."""
 
 
 def not_needed(reason: str) -> Meaning:
@@ -57,7 +57,7 @@ def unsupported(reason: str) -> Meaning:
 
 
 def computed(key: str, how: str) -> Meaning:
-    """Returns the meaning of a foreign name if the value of `key` has to be computed from one or several foreign
+    """Returns the meaning of a foreign name for which the value of `key` has to be computed from one or more foreign
     values. `how`: the formula or explanation."""
     return Meaning(key, note=how)
 

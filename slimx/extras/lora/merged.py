@@ -16,8 +16,8 @@ from slimx.extras.exact.ordered import product
 
 @torch.no_grad()
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Returns the merged weight, [out, in] of the weight's dtype, in new memory, for weight [out, in], a [rank, in] and
-    b [out, rank]."""
+    """Returns `weight` [out, in] plus `scale` times the product of b [out, rank] and a [rank, in], in new memory and in
+    the weight's dtype."""
     change = product(b.float(), a.float().t())
     # Scaling and adding are separate operations, because a fused one rounds differently on different devices.
     return change.mul_(scale).add_(weight).to(weight.dtype)

@@ -146,8 +146,8 @@ class PeftAdapters:
         return a, b
 
     def _stacked(self, part: Part) -> list[list[int]]:
-        """Returns the indices of those checkpoint tensors in `part.sources` that have adapters. Tensors with the same
-        matrix A are in one list."""
+        """Returns the indices, in `part.sources`, of the checkpoint tensors that have adapters, grouped into one list
+        for each shared matrix A."""
         out: list[list[int]] = []
         for index, source in enumerate(part.sources):
             module, _ = self._module(source)
@@ -241,7 +241,7 @@ class PeftAdapters:
         return shapes
 
     def _module(self, source: str) -> tuple[str, int | None]:
-        """Returns PEFT's name of the module whose weight is the checkpoint tensor `source`, and the expert's index if
+        """Returns PEFT's name for the module whose weight is the checkpoint tensor `source`, and the expert's index if
         the module is a stack of experts, else None."""
         name = peft_name(source, "A")
         layer, marker, expert = name.partition(".experts.")

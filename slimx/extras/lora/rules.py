@@ -100,7 +100,7 @@ def shares_a_base(configs: Mapping[str, Config]) -> Problems:
 
 
 def _serving(groups: Iterable[Engines]) -> Iterator[tuple[str, str]]:
-    """Yields (configuration key, name of the engine group) for each key that makes SGLang serve adapters of its own,
+    """Yields (configuration key, name of the engine group) for each key that makes SGLang serve LoRA adapters itself,
     which slimx does not publish."""
     for group in groups:
         for name in ("enable_lora", "lora_paths"):
@@ -205,8 +205,8 @@ def serves_merged_weights(rollout: Rollout) -> Problems:
 
 @rule("lora.served_on_cpu", "rollout.engines.sglang")
 def has_a_gpu(rollout: Rollout, device: str) -> Problems:
-    """Refuses settings with which SGLang serves adapters of its own on the CPU: SGLang 0.5.23 would crash, because its
-    layers with adapters pin memory (`srt/lora/layers.py`), which torch supports only with a GPU."""
+    """Refuses arguments that make SGLang serve LoRA adapters on the CPU: SGLang 0.5.23 would crash, because its layers
+    with adapters pin memory (`srt/lora/layers.py`), which torch supports only with a GPU."""
     if device != "cpu":
         return
     for key, group in _serving(rollout.frozen_engines):

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from slimx.layout.ranks import Sizes
 
 SCALE_SUFFIX = "_scale_inv"
-"""Suffix of the scales' name after the quantized tensor's name, in Hugging Face's block-fp8 checkpoints and in
-SGLang."""
+"""Suffix that is appended to a quantized tensor's name to form the name of its scales, in Hugging Face's block-fp8
+checkpoints and in SGLang."""
 CODES = "F8_E4M3"
 """Dtype of codes, as named in safetensors files."""
 SCALES = ("F32", "BF16", "F16")
@@ -32,8 +32,8 @@ Block = tuple[int, int]
 
 
 def block_of(directory: Path) -> Block:
-    """Returns the rows and columns of a block of the checkpoint in `directory`, from its config.json. Raises SlimxError
-    if it does not define them."""
+    """Returns the size (rows, columns) of the quantization blocks of the checkpoint in `directory`. Raises SlimxError
+    if its config.json does not define it."""
     file = directory / "config.json"
     return _block(read_object(file), file)
 

@@ -19,9 +19,9 @@ def quantize(
     cols], and the scales of their blocks. `block`: rows and columns of a block; `threads`: None for torch's number of
     threads.
 
-    The scales have shape [rows / block[0], cols / block[1]], each rounded up. They are fp32, or E8M0 exponents (uint8)
-    by rule MXFP8; `rule` determines their values (docs/numerics.md). All values of a block with a non-finite value
-    become NaN.
+    The scales have shape [ceil(rows / block[0]), ceil(cols / block[1])]. They are fp32, or E8M0 exponents (uint8) under
+    rule MXFP8; `rule` determines their values (docs/numerics.md). All values of a block with a non-finite value become
+    NaN.
     """
     rows, cols = values.shape
     size = element_bytes("values for fp8 blocks", values, torch.bfloat16, torch.float32)
@@ -61,11 +61,11 @@ def dequantize(
     *,
     threads: int | None = None,
 ) -> torch.Tensor:
-    """Returns e4m3 `codes` [rows, cols] times the scales of their blocks, in `dtype`. Both may have a further first
+    """Returns e4m3 `codes` [rows, cols] times the scales of their blocks, in `dtype`. Both may have an additional first
     dimension n, for a stack of n matrices. `block`: rows and columns of a block.
 
-    `scales` [rows / block[0], cols / block[1]], each rounded up, are fp32, or E8M0 exponents (uint8) for blocks of 1 x
-    32. The product is computed in fp32 and rounded once (docs/numerics.md: DEQUANTIZE_FP8); non-finite values stay
+    `scales` [ceil(rows / block[0]), ceil(cols / block[1])] are fp32, or E8M0 exponents (uint8) for blocks of 1 x 32.
+    The product is computed in fp32 and rounded once (docs/numerics.md: DEQUANTIZE_FP8); non-finite values stay
     non-finite. `threads`: None for torch's number of threads.
     """
     out = torch.empty(codes.shape, dtype=dtype)

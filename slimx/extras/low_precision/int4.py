@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from slimx.layout.ranks import Sizes
 
 CODES = "_packed"
-"""Suffix of the codes' name after the matrix's name."""
+"""Suffix that is appended to a matrix's name to form the name of its codes."""
 SCALES = "_scale"
-"""Suffix of the scales' name after the matrix's name."""
+"""Suffix that is appended to a matrix's name to form the name of its scales."""
 SHAPE = "_shape"
-"""Suffix of the shape tensor's name after the matrix's name."""
+"""Suffix that is appended to a matrix's name to form the name of its shape tensor."""
 DTYPES = {CODES: ("I32",), SCALES: ("BF16",), SHAPE: ("I32", "I64")}
 """Suffix -> accepted dtypes of the tensor, as named in safetensors files."""
 PER_WORD = 8

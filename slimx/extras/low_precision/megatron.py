@@ -32,9 +32,9 @@ from slimx.extras.low_precision.recipes import Recipe
 
 
 def install(block: Any, recipe: Recipe) -> None:
-    """Replaces the linear layers in the decoder's spec `block`, a TransformerBlockSubmodules, by layers that compute in
-    fp8 by `recipe`. These are the layers that Transformer Engine would compute in fp8: all except embedding, router and
-    output layer."""
+    """Replaces the linear layers in the decoder's spec `block`, a TransformerBlockSubmodules, with layers that compute
+    in fp8 by `recipe`. These are the layers that Transformer Engine would compute in fp8: all except embedding, router
+    and output layer."""
     kinds = {
         LatentAttention: Fp8LatentAttention,
         ColumnParallelLinear: Fp8Column,
@@ -49,10 +49,10 @@ def install(block: Any, recipe: Recipe) -> None:
 
 
 class CustomProduct:
-    """Mixin for megatron-core's tensor-parallel linear layers that replaces their matrix product by `product`."""
+    """Mixin for megatron-core's tensor-parallel linear layers that replaces their matrix product with `product`."""
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Computes x [..., in] times weight [out, in] transposed, plus bias [out], as [..., out]."""
+        """Returns x [..., in] times the transpose of weight [out, in], plus bias [out]. The result is [..., out]."""
         raise NotImplementedError
 
     def _forward_impl(

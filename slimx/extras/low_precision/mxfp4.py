@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import torch
 
 BLOCKS = "_blocks"
-"""Suffix of the codes' name after the quantized tensor's name."""
+"""Suffix that is appended to a quantized tensor's name to form the name of its codes."""
 SCALES = "_scales"
-"""Suffix of the scales' name after the quantized tensor's name."""
+"""Suffix that is appended to a quantized tensor's name to form the name of its scales."""
 GROUP = 32
 """Number of adjacent values in a row that share a scale."""
 _BIAS = 127

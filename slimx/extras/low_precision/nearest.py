@@ -15,8 +15,8 @@ def nearest(config: Config, sizes: Sizes) -> Iterator[tuple[str, Config, Sizes]]
     """Yields alternatives to `config`, whose trainers have `sizes`. Each alternative is a tuple: the changed key with
     its new value, such as trainer.tensor=2; the changed configuration; and the trainers' sizes in that configuration.
 
-    Changes of engines come first: larger expert parallel sizes, then smaller tensor parallel sizes. Smaller sizes of
-    trainers follow. An alternative may not fit the model or the number of ranks.
+    Changes to engines come first: larger expert parallel sizes, then smaller tensor parallel sizes. Smaller trainer
+    sizes follow. An alternative may not fit the model or the number of ranks.
     """
     group = config.rollout.policy_engines[0]
     divisors = _divisors(group.tensor)

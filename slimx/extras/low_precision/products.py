@@ -20,8 +20,8 @@ from slimx.reshard.kernels.record import RULE
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Computes x [..., in] times weight [out, in] transposed, [..., out] in x's dtype. The product and both gradients
-    are computed in fp8 by `recipe`."""
+    """Returns x [..., in] times the transpose of weight [out, in]. The result is [..., out], in x's dtype. The product
+    and both gradients are computed in fp8 by `recipe`."""
     return _Fp8Linear.apply(x, weight, recipe)
 
 

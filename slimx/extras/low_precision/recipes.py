@@ -18,7 +18,7 @@ class Recipe:
     """Rows and columns of a block of weights. A block that is not square extends along the summed dimension, like
     blocks of inputs."""
     scale_bytes: int
-    """Bytes of one scale."""
+    """Size in bytes of one scale."""
 
     @property
     def width(self) -> int:

@@ -18,8 +18,8 @@ from slimx.numerics.rounding import Rounding
 
 @dataclass(frozen=True, slots=True)
 class Fp8(Rounding):
-    """Rounding in which linear layers compute their matrix products in fp8 (`trainer.fp8`), with Transformer Engine's
-    layers on GPUs and with those of `slimx.extras.low_precision.megatron` elsewhere. `recipe`: block sizes."""
+    """Rounding mode in which linear layers compute their matrix products in fp8 (`trainer.fp8`), with Transformer
+    Engine's layers on GPUs and with those of `slimx.extras.low_precision.megatron` elsewhere. `recipe`: block sizes."""
 
     TOKENS: ClassVar[int] = 128
     """Required divisor of the number of tokens on each rank, so that all fp8 blocks are complete. Sequence-parallel
@@ -64,7 +64,7 @@ class Fp8(Rounding):
                 getattr(module, "_fp8_workspaces", {}).clear()
 
     def kept_bytes(self, elements: int) -> int:
-        """Returns the bytes of the fp8 copies of `elements` weights: codes and scales, stored both rowwise and
+        """Returns the size in bytes of the fp8 copies of `elements` weights: codes and scales, stored both rowwise and
         columnwise."""
         scales = -(-elements // prod(self.recipe.weight))
         return 2 * (elements + scales * self.recipe.scale_bytes)

@@ -126,8 +126,8 @@ class Nodes:
         return await self._call("transport", self.deadline_s, arguments)
 
     async def stop(self, grace_s: float, deadline_s: float) -> None:
-        """Ends the processes, within `grace_s` seconds or by killing them, and the actors; never raises. Another start
-        of the server needs a new `Nodes` object."""
+        """Ends the processes and the actors; processes that have not exited after `grace_s` seconds are killed. Never
+        raises. Starting the server again requires a new `Nodes` object."""
         actors = self._actors
         self._actors = []
         stopping = [asyncio.ensure_future(_result(actor.stop.remote(grace_s))) for actor in actors]

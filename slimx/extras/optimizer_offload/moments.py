@@ -23,7 +23,7 @@ from slimx.trainer.device.offload import MOMENTS
 from slimx.trainer.step.optimizer import ExternalState
 
 PIECE_BYTES = 512 * 2**20
-"""Maximum bytes of offloaded moments that are on the device at the same time during a step."""
+"""Maximum size in bytes of the offloaded moments that are on the device at the same time during a step."""
 
 
 class HostMoments(ExternalState):
@@ -36,7 +36,7 @@ class HostMoments(ExternalState):
         """Selects the parameters whose moments are kept on the host.
 
         `fraction`: fraction of the moments' bytes, from 0 to 1, rounded up to complete parameters. `piece_bytes`:
-        maximum bytes of moments on the device at the same time; a single parameter may exceed it."""
+        maximum size in bytes of the moments on the device at the same time; a single parameter may exceed it."""
         self.inner = inner
         self.piece_bytes = piece_bytes
         self.moved = _first(inner.param_groups, fraction)
@@ -82,7 +82,8 @@ class HostMoments(ExternalState):
                 self.inner.state[parameter] = loaded
 
     def make_state(self) -> None:
-        """Creates zero moments in host memory for parameters whose moments belong there but do not exist yet."""
+        """Creates moments filled with zeros in host memory for parameters whose moments belong there but do not exist
+        yet."""
         for parameter in self.moved:
             state = self.inner.state[parameter]
             if not state:
@@ -147,7 +148,7 @@ class HostMoments(ExternalState):
 
     @contextmanager
     def _visiting(self, piece: list[list[torch.Tensor]]) -> Iterator[None]:
-        """Moves those moments of a piece that belong on the host to the device for the duration of the block."""
+        """Moves to the device, for the duration of the block, those moments of a piece that belong on the host."""
         parameters = [parameter for parameter in chain(*piece) if parameter in self.moved]
         for parameter in parameters:
             state = self.inner.state[parameter]
@@ -168,8 +169,8 @@ class HostMoments(ExternalState):
                     state[key] = self._memory(parameter, key).copy_(state[key], non_blocking=True)
 
     def _memory(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
-        """Returns the host memory of the moment `key` of a parameter, in the parameter's dtype (fp32, as main
-        weights)."""
+        """Returns the host memory of the moment `key` of a parameter, in the parameter's dtype (fp32, because the
+        optimizer's parameters are main weights)."""
         moments = self._host.setdefault(parameter, {})
         if key not in moments:
             moments[key] = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)

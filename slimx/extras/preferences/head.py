@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from slimx.models.families import SCORE
 
 POLICY = "ForCausalLM"
-"""Suffix of the architecture's name in config.json of a policy."""
+"""Suffix of the architecture's name in a policy's config.json."""
 CLASSIFIER = "ForSequenceClassification"
-"""Suffix of the architecture's name in config.json of a reward model."""
+"""Suffix of the architecture's name in a reward model's config.json."""
 
 
 def write_score(path: Path, weight: np.ndarray) -> list[str]:

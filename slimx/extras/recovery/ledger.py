@@ -62,7 +62,7 @@ class Ledger:
         self.steps[step.step] = step
 
     def rebase(self, base: Base) -> None:
-        """Sets the newest state `base`, and drops the steps that it includes."""
+        """Makes `base` the newest state, and drops the steps that `base` includes."""
         self.base = base
         self.steps = {index: step for index, step in self.steps.items() if index >= base.step}
 

@@ -46,7 +46,7 @@ class Mirror:
         self._fetched: tuple[int, torch.Tensor] | None = None
 
     def send(self, store: Any, step: int, state: dict[str, Any]) -> None:
-        """Copies `state`, the state after `step` steps, and starts to send the copy to `store`. When this returns,
+        """Copies `state`, the state after `step` steps, and starts sending the copy to `store`. When this returns,
         `state` may be changed; `store` reports when the copy is complete. Raises MirrorLost if the previous mirror is
         still being sent."""
         if self._thread is not None:

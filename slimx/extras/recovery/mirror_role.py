@@ -31,7 +31,7 @@ class MirrorRole:
 
     @operation("mirror", needs="training")
     def send(self, store: Any, *, step: int) -> None:
-        """Copies the state after `step` steps, and starts to send the copy to `store`, a `MirrorStore`."""
+        """Copies the state after `step` steps, and starts sending the copy to `store`, a `MirrorStore`."""
         self.mirror.send(store, step, self._state(loading=False))
 
     @operation("restore")

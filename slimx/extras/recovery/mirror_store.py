@@ -34,13 +34,13 @@ class Mirrored:
     data: np.ndarray
     """uint8 [size]: the bytes of the state, complete once `digest` is set."""
     written: int = 0
-    """Number of bytes received so far, in order."""
+    """Number of bytes of `data` received so far, from its start."""
     digest: str | None = None
     """128-bit XXH3 of the bytes; set when all bytes have been received and match the digest that the rank sent."""
 
 
 class MirrorStore:
-    """Ray actor that stores the mirrored states of ranks (those of another node if there are several nodes) and
+    """Ray actor that stores the mirrored states of ranks (ranks on another node if there are several nodes) and
     outlives these ranks."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class MirrorStore:
         self.committed: int | None = None
 
     def ready(self, log_path: str) -> None:
-        """Returns when the process has started, and redirects its output to `log_path`."""
+        """Redirects the output of this process to `log_path`. The call returns once the process has started."""
         with open(log_path, "ab", buffering=0) as log:
             os.dup2(log.fileno(), sys.stdout.fileno())
             os.dup2(log.fileno(), sys.stderr.fileno())

@@ -45,8 +45,8 @@ class Mirrors:
         note: Callable[[str], None],
         launch: Callable[[str], Any] = launch_store,
     ):
-        """Stores the parameters; no store is started. `log_dir`: directory of the stores' logs; `note`: shows a line to
-        the user; `launch`: starts a store on the node with a given Ray id."""
+        """Keeps the arguments without starting any store. `log_dir`: directory of the stores' logs; `note`: shows a
+        line to the user; `launch`: starts a store on the node with a given Ray id."""
         self.trainers = trainers
         self.log_dir = log_dir
         self.note = note
@@ -60,7 +60,7 @@ class Mirrors:
         self._coming: asyncio.Task[None] | None = None
 
     async def take(self, step: int) -> None:
-        """Starts to mirror the state of all ranks after `step` steps, and returns when the ranks may continue. Raises
+        """Starts mirroring the state of all ranks after `step` steps, and returns when the ranks may continue. Raises
         the ranks' errors. If a store is lost, no set of mirrors is made for this step."""
         if self._coming is not None:
             await asyncio.wait([self._coming])
@@ -80,8 +80,8 @@ class Mirrors:
             self._coming = None
 
     async def restore(self, new: TrainerGroup) -> None:
-        """Restores the valid set on the new ranks `new`. If the set is incomplete, raises MirrorLost without changing
-        any rank, and no set is valid from then on."""
+        """Restores the new ranks `new` to the states in the valid set of mirrors. If the set is incomplete, raises
+        MirrorLost without changing any rank, and no set is valid from then on."""
         try:
             mirrors = f"mirrors of step {self.step}"
             await new.call("mirror.fetch", f"the {mirrors}", per_rank=self._stores_of_ranks(), step=self.step)

@@ -16,12 +16,12 @@ class Recovery(Section):
     router and driver keep running; 0: the loss of a rank ends the run."""
     mirror_every: Count = 0
     """Number of steps between copies of all ranks' states to the host memory of a neighboring node (of the same node if
-    there is only one). From these copies lost trainers are restored without a disk and repeat fewer steps than from a
-    checkpoint. 0: no copies."""
+    there is only one). Lost trainers are restored from these copies without reading a disk, and repeat fewer steps than
+    after a restart from a checkpoint. 0: no copies."""
     shrink_after: Seconds | None = None
-    """Seconds to wait for Ray resources of lost ranks, e.g. of a node that does not come back, before the run continues
-    with fewer data-parallel ranks, which train the same batches; null: the run keeps its number of ranks, and ends if
-    they are not placed within cluster.start_deadline."""
+    """Seconds to wait for the Ray resources of lost ranks, for example when a node does not come back, before the run
+    continues with fewer data-parallel ranks, which train the same batches; null: the run keeps its number of ranks, and
+    ends if they are not placed within cluster.start_deadline."""
 
 
 def recovery_of(config: CoreConfig) -> Recovery:

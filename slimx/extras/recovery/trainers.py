@@ -90,8 +90,8 @@ class TrainerRecovery(RankLossHandler):
         self.ledger.rebase(Base(step, path))
 
     def trained(self, step: int, version: int, updates: list[TrainBatch], metrics: dict[str, float]) -> None:
-        """Records a completed training step until a checkpoint includes it. `step`: number of steps completed before
-        it; `version`: version of the engines' weights during the step."""
+        """Records a completed training step; the record is kept until a checkpoint includes the step. `step`: number of
+        steps completed before it; `version`: version of the engines' weights during the step."""
         self.ledger.trained(TrainedStep(step, version, updates, dict(metrics)))
 
     async def after_step(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -161,8 +161,9 @@ class TrainerRecovery(RankLossHandler):
     # Replacement ------------------------------------------------------------------------------------------------------
 
     async def _replace(self, reason: SlimxError, epoch: int) -> None:
-        """Starts new ranks, unless all ranks have already been replaced since the number of completed replacements was
-        `epoch`. `reason`: error of the lost rank. Raises SlimxError if ranks cannot be replaced."""
+        """Starts new ranks, unless all ranks have been replaced in the meantime, that is, if more than `epoch`
+        replacements have been completed. `reason`: error of the lost rank. Raises SlimxError if ranks cannot be
+        replaced."""
         async with self._replacing:
             while self._epoch == epoch:
                 if self._final is None and (self._checkpoints is None or self.replaced >= self.limit):

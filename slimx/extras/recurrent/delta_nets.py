@@ -33,9 +33,9 @@ class DeltaNet:
     values: int
     """Number of value heads."""
     key_head: int
-    """Dimensions of a key head and of a query head."""
+    """Number of dimensions of each key head, and of each query head."""
     value_head: int
-    """Dimensions of a value head."""
+    """Number of dimensions of each value head."""
     width: int
     """Width of the causal convolution, in tokens."""
 
@@ -107,8 +107,8 @@ class DeltaNets(LayerKind):
 
     def mixer_products(self, model: Mapping[str, Any]) -> int:
         """Returns the multiply-adds per token of one delta net in the forward pass: products with weights, including
-        the convolution's, and products of the gated delta rule (2412.06464, section 3.3) in chunks of 64 tokens, as in
-        flash-linear-attention.
+        the convolution's, and products of the gated delta rule (arXiv:2412.06464, section 3.3) in chunks of 64 tokens,
+        as in flash-linear-attention.
 
         For each value head, the rule multiplies key and query by the chunk's keys, the chunk's scores by its new
         values, and three vectors by the state. Solving triangular systems is not counted.
@@ -119,8 +119,8 @@ class DeltaNets(LayerKind):
         return weights + net.values * (inside + 3 * net.key_head * net.value_head)
 
     def mixer_bytes(self, model: Mapping[str, Any], setting: Any, parts: LayerParts) -> dict[str, float] | None:
-        """Returns the bytes of one delta net's activations by field of `LayerBytes`; None for a layer with attention.
-        The result has never been compared with a measurement.
+        """Returns the size in bytes of one delta net's activations, by field of `LayerBytes`; None for a layer with
+        attention. The result has never been compared with a measurement.
 
         Tensor-parallel ranks split heads, but not tokens. Under context parallelism, a rank has fewer heads but more
         tokens, so the number of elements stays the same. Keys and queries are repeated for each value head, as in

@@ -47,7 +47,7 @@ class HybridLayers(LayerKind):
         return weights + sizes.rule(STATE_CHUNK)
 
     def mixer_bytes(self, model: Mapping[str, Any], setting: Any, parts: LayerParts) -> dict[str, float] | None:
-        """Returns the bytes of one Mamba-2 layer's activations by field of `LayerBytes`; None for a layer with
+        """Returns the size in bytes of one Mamba-2 layer's activations, by field of `LayerBytes`; None for a layer with
         attention. The result has never been compared with a measurement.
 
         Tensor-parallel ranks split groups of heads, but not tokens."""

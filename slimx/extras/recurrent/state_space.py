@@ -18,10 +18,10 @@ class StateSpace:
     hidden: int
     heads: int
     head: int
-    """Dimensions of a head."""
+    """Number of dimensions of each head."""
     groups: int
     state: int
-    """Dimensions of each group's B and C."""
+    """Number of dimensions of each group's B and C."""
     width: int = 4
     """Width of the convolution, in tokens; megatron-core's mixer supports only this width."""
 
@@ -42,7 +42,7 @@ class StateSpace:
 
     @property
     def inner(self) -> int:
-        """Number of channels of all heads, which the input x, the gate z and the output each have."""
+        """Total number of channels over all heads, the same for the input x, the gate z and the output."""
         return self.heads * self.head
 
     @property
@@ -56,9 +56,9 @@ class StateSpace:
         return self.inner + 2 * self.keys
 
     def rule(self, chunk: int) -> int:
-        """Returns the multiply-adds of the state-space rule per token, in chunks of `chunk` tokens (2405.21060, section
-        6): for each group, C times the chunk's B; for each head, the scores times the chunk's inputs, and updating and
-        reading the state."""
+        """Returns the multiply-adds of the state-space rule per token, in chunks of `chunk` tokens (arXiv:2405.21060,
+        section 6): for each group, C times the chunk's B; for each head, these products times the chunk's inputs, and
+        the update and the read of the state."""
         return chunk * (self.keys + self.inner) + 2 * self.inner * self.state
 
     @property

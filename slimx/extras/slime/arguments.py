@@ -15,7 +15,7 @@ from slimx.json_types import Json
 PREFIX = "slime:"
 """Prefix of a hook's dotted path in a configuration that marks it as written for slime."""
 RESERVED = frozenset({"sglang_router_ip", "sglang_router_port", "sglang_model_routers", "hf_checkpoint"})
-"""Attributes of `args` that only the run sets, so that `rollout.options` must not contain them."""
+"""Attributes of `args` that only the run sets; `rollout.options` must therefore not contain them."""
 
 
 class Arguments:

@@ -45,7 +45,7 @@ class HookCall:
     engines: Mapping[str, Any]
     """Frozen engines, by name."""
     engine: Any = None
-    """The policy's engine, as in RolloutContext; None for a reward hook."""
+    """Engine of the policy, as in RolloutContext; None for a reward hook."""
     address: str = ""
     """URL of the policy's router; "" for a reward hook."""
     sampling: Json = field(default_factory=dict)
@@ -95,8 +95,8 @@ class HookCall:
         }
 
     def _prompt(self, payload: Json) -> list[int]:
-        """Returns the token ids of the prompt in `payload`. If the prompt is a text that continues an earlier response,
-        that response keeps its sampled token ids, and only the rest of the prompt is tokenized."""
+        """Returns the token ids of the prompt in `payload`. If the prompt is a string that continues an earlier
+        response, that response keeps its sampled token ids, and only the rest of the prompt is tokenized."""
         ids = payload.get("input_ids")
         text = payload.get("text")
         if isinstance(ids, list) and text is None and all(isinstance(as_whole(token), int) for token in ids):

@@ -57,7 +57,8 @@ def begin(prompt: Prompt, text: str | list[Json], *, index: int, group: str, run
 def to_trajectory(
     sample: Sample, ctx: Any, requests: Sequence[Request], *, suffix: str = "", version: int | None = None
 ) -> Trajectory:
-    """Converts a sample that a hook filled to a trajectory. Raises SlimxError naming what is invalid in the sample.
+    """Converts a sample, which a hook has filled, into a trajectory. Raises SlimxError naming what is invalid in the
+    sample.
 
     `ctx`: RolloutContext. `requests`: requests of the rollout. `suffix`: suffix of the trajectory's id. `version`:
     version of the weights in all engines while the hook ran; None if it may have changed."""
@@ -191,9 +192,10 @@ def _first(completion: Completion, count: int, position: int) -> Completion:
 
 
 def _as_claimed(sample: Sample, position: int, mask: list[int], ctx: Any, name: str, version: int | None) -> Completion:
-    """Returns the consecutive trained tokens from `position` on as a completion with the values in the sample, for
-    hooks that use their own client. `mask`: loss mask of all tokens; `name`: name of the sample in errors; `version`:
-    version of the weights in all engines while the hook ran; None if it may have changed."""
+    """Returns the consecutive trained tokens from `position` on as a completion, for hooks that use their own client.
+    Its log-probs, weight version and routed experts are those that the sample claims. `mask`: loss mask of all tokens;
+    `name`: name of the sample in errors; `version`: version of the weights in all engines while the hook ran; None if
+    it may have changed."""
     start = len(sample.tokens) - sample.response_length
     edges = np.flatnonzero(np.diff([0, *mask, 0])).reshape(-1, 2)
     index = next(n for n, (first, _) in enumerate(edges) if first == position)

@@ -22,13 +22,14 @@ SECONDS = 5
 """Timeout in seconds for parsing an expression and for comparing two. It applies only in the main thread, the only one
 that can be interrupted."""
 DAPO_WINDOW = 300
-"""Number of characters at the end of a text in which `compute_score` searches for the answer."""
+"""Number of characters at the end of the solution to which `compute_score` limits its search for the answer."""
 DAPO_STRICT_WINDOW = 100
-"""Number of characters at the end of a text in which `compute_score` with `strict_box_verify` searches for a box."""
+"""Number of characters at the end of the solution to which `compute_score` with `strict_box_verify` limits its search
+for a box."""
 CLOSED = ("yes", "no", "noanswer")
 """Answers for which `f1_score` gives no partial credit for shared words."""
 JUDGING: ContextVar[Callable[..., Any] | None] = ContextVar("slime_judging", default=None)
-"""The reward function that is running. It is visible to the functions that the reward function calls."""
+"""Reward function that is running. It is visible to the functions that the reward function calls."""
 
 
 def equal(answer: str | None, right: Any) -> bool:
@@ -90,8 +91,8 @@ def deepscaler(response: str, label: Any) -> int:
 
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
-    """Returns F1, precision and recall of the prediction's words, compared with those of the reference. The answers
-    yes, no and noanswer must be equal to the reference."""
+    """Returns F1, precision and recall of the prediction's words, compared with those of the reference. If either is
+    yes, no or noanswer and they differ, all three are 0."""
     predicted = words(prediction or "")
     right = words(ground_truth)
     closed = " ".join(predicted) in CLOSED or " ".join(right) in CLOSED

@@ -15,8 +15,9 @@ class NotServed(ImportError):
 
 
 def is_form_of(path: str) -> bool:
-    """Returns True if the function at the dotted path `path`, without the prefix, was written for slime or Miles: it
-    belongs to one of these packages, it cannot be imported without them, or its first parameters are (args, sample)."""
+    """Returns True if the function at `path`, a dotted path without a prefix such as `slime:`, was written for slime or
+    Miles: it belongs to one of these packages, it cannot be imported without them, or its first parameters are (args,
+    sample)."""
     if path.partition(".")[0] in ROOTS:
         return True
     try:

@@ -1,5 +1,5 @@
-"""Selection of the tokens that Clip-Cov and KL-Cov (2505.22617) restrain: those whose log-prob and advantage have the
-highest covariance, because these tokens make a policy's entropy collapse."""
+"""Selection of the tokens that Clip-Cov and KL-Cov (arXiv:2505.22617) restrain: those whose log-prob and advantage have
+the highest covariance, because these tokens make a policy's entropy collapse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GiGPO (2505.10978): the advantage of a turn is the advantage of its rollout within the group, plus a weighted
+"""GiGPO (arXiv:2505.10978): the advantage of a turn is the advantage of its rollout within the group, plus a weighted
 advantage of the turn among all turns of the group that started from the same state."""
 
 from __future__ import annotations

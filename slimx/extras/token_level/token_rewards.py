@@ -59,10 +59,10 @@ def token_rewards(
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes generalized advantage estimation (1506.02438). Returns advantages and returns (advantages + values),
-    both 0 at positions that are not trained on.
+    """Computes advantages by generalized advantage estimation (GAE, arXiv:1506.02438). The result is the pair
+    (advantages, returns), where returns = advantages + values; both are 0 at positions that are not trained on.
 
-    For the trained positions i of a row, delta_i = r_i + gamma V_{i+1} - V_i and A_i = delta_i + gamma lam A_{i+1}. V
+    For each trained position i of a row, delta_i = r_i + gamma V_{i+1} - V_i and A_i = delta_i + gamma lam A_{i+1}. V
     and A are 0 after the last trained position, because the trajectory ends there, even if it was truncated at the
     maximum length."""
     # Trained positions are moved to the front, in order; the values behind them are set to 0, which ends the recursion.
@@ -141,7 +141,7 @@ def assign_advantages(
 
 
 def _padded(rows: Sequence[np.ndarray]) -> torch.Tensor:
-    """Stacks arrays of different lengths to float64 [B, L], padded with zeros."""
+    """Stacks arrays of different lengths into float64 [B, L], padded with zeros."""
     out = np.zeros((len(rows), max(map(len, rows))))
     for target, row in zip(out, rows, strict=True):
         target[: len(row)] = row

@@ -31,7 +31,7 @@ class ValueHead(torch.nn.Module):
     @torch.no_grad()
     def reset(self, start: Literal["zero", "normal"], seed: int) -> None:
         """Sets the initial weights, which are equal on all ranks. `start`: "zero", or "normal" with standard deviation
-        1 / sqrt(hidden + 1) (2009.01325)."""
+        1 / sqrt(hidden + 1) (arXiv:2009.01325)."""
         hidden = self.weight.shape[1]
         initial = torch.zeros(1, hidden)
         if start == "normal":

@@ -79,7 +79,7 @@ class ValueTrainer(TrainedModel):
         chunks, _ = build_model(spec, config, backends, device=parallel.device, kind=kind)
         modules = [unwrap(chunk) for chunk in chunks]
         self.heads = [module.value_head for module in modules if module.post_process]
-        """The value head on the last pipeline stage, as a list of one module; [] on other stages."""
+        """Value head on the last pipeline stage, as a list of one module; [] on other stages."""
         layout = MegatronLayout(spec.table, parallel.sizes)
         weights = Weights(modules, spec, layout, parallel.rank, excluded=_heads(modules))
         weights.load(config.initial_weights)

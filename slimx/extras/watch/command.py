@@ -61,7 +61,8 @@ def status(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Shows the progress of a run, whether it is still running, and its engines, using only its directory."""
+    """Shows whether a run is still running, how far it has got, and the state of its engines, using only its
+    directory."""
     import json
 
     directory = Path(load_config(run, overrides or []).run.dir) if run.is_file() else run
@@ -104,7 +105,7 @@ def rollouts(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Shows the rollouts that a run was trained on, group by group: prompts, texts, rewards, weight versions."""
+    """Shows the rollouts that a run was trained on, group by group: prompts, responses, rewards, weight versions."""
     from slimx.extras.watch.rollouts import Choice, show_rollouts
 
     choice = Choice(group=group, reward_below=reward_below, limit=limit, tokens=tokens)

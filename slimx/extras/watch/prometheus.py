@@ -62,7 +62,7 @@ class PrometheusSink:
         self._steps.record = record
 
     def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:
-        """Does nothing, because Prometheus does not store texts."""
+        """Does nothing, because Prometheus does not store text."""
 
     def close(self) -> None:
         self._server.shutdown()

@@ -289,8 +289,9 @@ def _chosen(groups: Sequence[Group], choice: Choice) -> Iterator[Group]:
 
 
 def _decoder(directory: Path) -> tuple[Decode, list[str]]:
-    """Returns a function that decodes token ids with the tokenizer that was saved with the run, or for older runs with
-    the model's tokenizer. If there is none, the function returns the ids as text, and the list contains the reason."""
+    """Returns a function that decodes token ids, and a list of problems. The function uses the tokenizer that was saved
+    with the run, or for older runs the model's tokenizer. If there is none, it returns the ids as text, and the list
+    contains the reason."""
     kept = directory / TOKENIZER
     try:
         source = kept if kept.is_dir() else read_config(directory)["model"]["path"]

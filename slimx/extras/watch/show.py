@@ -139,7 +139,7 @@ def _trained_token(trained: TrainedTokens, position: int) -> Json:
 
 
 def group_lines(group: Json) -> Iterator[str]:
-    """Yields lines of text for a group, the result of `group_values`."""
+    """Yields lines of text for a group, which is given as the result of `group_values`."""
     line = f"group {group['id']}, {prompt_line(group['prompt'])}, {len(group['trajectories'])} trajectories, "
     line += f"reward {_shown(group['reward'])}"
     if group["baseline"] is not None:
@@ -151,7 +151,7 @@ def group_lines(group: Json) -> Iterator[str]:
 
 
 def prompt_line(prompt: Json) -> str:
-    """Returns a short description of a prompt, the result of `prompt_values`."""
+    """Returns a short description of a prompt, which is given as the result of `prompt_values`."""
     line = f"prompt {prompt['id']}"
     if prompt["answer"] is not None:
         line += f" (answer {prompt['answer']!r})"

@@ -33,8 +33,8 @@ class Member:
     """A process that belongs to a run."""
 
     name: str
-    """Part of the run that the process belongs to, such as driver, trainer-0 or engine-actor-0; a process other than
-    the driver also has its process title appended. A child process belongs to the same part as its parent."""
+    """Part of the run that the process belongs to, such as driver, trainer-0 or engine-actor-0, followed, except for
+    the driver, by the process title. A child process belongs to the same part as its parent."""
     pid: int
 
 

@@ -37,8 +37,8 @@ class TableColumn:
     """Python format specification of the value, such as `.3f`."""
 
     def text(self, metrics: Mapping[str, float]) -> str:
-        """Formats the column's metric as the text of a cell: `-` if the metric is missing, `0` for an exact zero in
-        scientific notation."""
+        """Formats the column's metric as the text of a cell: `-` if the metric is missing; in a column with scientific
+        notation, `0` if the value is exactly zero."""
         value = metrics.get(self.key)
         if value is None:
             return MISSING

@@ -43,13 +43,13 @@ class Placed:
 
     phase: Phase
     lane: int
-    """Number of the lane of the track in which the phase is drawn: 0, or a higher number if it partly overlaps phases
-    of all lower lanes."""
+    """Number of the track's lane in which the phase is drawn: 0, or a higher number if the phase partly overlaps phases
+    in every lower lane."""
     depth: int
-    """Number of phases in the same lane that contain this phase."""
+    """Number of phases in the same lane of the track that contain this phase."""
     self_seconds: float
-    """Duration in seconds without the phases nested directly in this one. The sum over all phases of a lane is the
-    total time that they cover."""
+    """Duration in seconds without the phases nested directly in this one. The sum over all phases in one lane of a
+    track is the total time that these phases cover."""
 
 
 def place(phases: Iterable[Phase]) -> list[Placed]:

@@ -50,8 +50,8 @@ class Comparison:
     """Steps compared: the first and the last recorded step, and steps between them; a single step if only one has
     samples."""
     evaluation: bool
-    """True if the compared rollouts are from evaluations. Rollouts of training are compared only if there are none of
-    evaluations."""
+    """True if the compared rollouts are from evaluations. Training rollouts are compared only if there are no
+    evaluation rollouts."""
     rows: list[SampleRow]
     """One row per prompt: first the prompts with rollouts at both the first and the last step, then all other prompts,
     both in the order of the file."""

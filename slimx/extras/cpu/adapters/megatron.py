@@ -220,7 +220,8 @@ def _token_dispatcher() -> None:
 
 def _shared_storage() -> None:
     """Makes `CheckpointWithoutOutput` copy a recomputed output into the storage of the original output. Upstream shares
-    the storage by a C++ extension, whose compilation in the first backward pass needs ninja and takes 20 seconds."""
+    the storage through a C++ extension, whose compilation in the first backward pass needs ninja and takes 20
+    seconds."""
     from megatron.core.tensor_parallel import random
 
     def share(to: torch.Tensor, of: torch.Tensor) -> None:

@@ -129,7 +129,7 @@ CHOICES = (
         close=lambda: _deterministic_mla_choices().append("torch_native"),
     ),
 )
-"""Gaps in SGLang's argument checks, which refuse values that would work on the CPU; each process closes these gaps
+"""Values that would work on the CPU but that SGLang's argument checks refuse; each process makes the checks accept them
 before it parses arguments."""
 
 GAPS = (
@@ -158,16 +158,17 @@ GAPS = (
 
 
 def no_batch_invariant_mode(*args: Any, **kwargs: Any) -> None:
-    """Does nothing in place of SGLang's function, which would install Triton kernels for deterministic mode that exist
-    only for CUDA and XPU."""
+    """Replaces SGLang's function and does nothing; the original would install Triton kernels for deterministic mode
+    that exist only for CUDA and XPU."""
 
 
 def moe_without_absent_experts(
     native: Callable, layer: Any, x: torch.Tensor, topk_output: Any, config: Any
 ) -> torch.Tensor:
-    """Computes a layer of experts if some expert ids are -1, which under expert parallelism marks experts of other
-    ranks. SGLang's native CPU path, `native`, would use -1 as an index. If there are such ids, `native` is called for
-    one top-k slot at a time, with the tokens whose expert is on this rank. x: [tokens, hidden]."""
+    """Computes a layer of experts whose expert ids may include -1, which marks experts of other ranks under expert
+    parallelism. SGLang's native CPU path, `native`, would use -1 as an index. If there are such ids, `native` is
+    therefore called for one top-k slot at a time, with only the tokens whose expert is on this rank. `x`: [tokens,
+    hidden]."""
     weights, ids, *_ = topk_output
     if bool((ids >= 0).all()):
         return native(layer, x, topk_output, config)
@@ -195,8 +196,8 @@ def device_module(device: Any = None) -> ModuleType:
 
 
 def no_device_to_wait_for(device: Any = None) -> None:
-    """Does nothing in place of torch.cuda.synchronize, which models call after they share embedding and output layer
-    with their draft model."""
+    """Replaces torch.cuda.synchronize and does nothing; models call it after they share embedding and output layer with
+    their draft model."""
 
 
 def sums_of_squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -240,12 +241,12 @@ def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
 
 
 def open_choices() -> None:
-    """Makes SGLang accept arguments that it would refuse although they work on the CPU with these fixes."""
+    """Makes SGLang accept arguments that it would refuse although they work on the CPU with this module's fixes."""
     _close(CHOICES)
 
 
 def close_gaps() -> None:
-    """Applies the fixes for SGLang's scheduler process."""
+    """Applies the fixes that SGLang's scheduler process needs to run on the CPU."""
     _close(_gaps())
 
 
@@ -271,5 +272,5 @@ def _close(gaps: tuple[Gap, ...]) -> None:
 
 
 def attest() -> dict[str, bool]:
-    """Returns, for each gap by name, True if the gap is closed."""
+    """Returns a dict from the name of each gap in SGLang's CPU path to whether the gap is closed."""
     return {gap.name: not gap.open() for gap in (*CHOICES, *_gaps())}

@@ -75,7 +75,7 @@ def _hub_name(path: str, subset: str | None, split: str | None) -> tuple[str, st
 
 
 def _downloaded(name: str, subset: str | None, split: str) -> Path:
-    """Downloads the parquet files of a data set of the Hub unless they are in the cache, and returns their
+    """Downloads the parquet files of a data set from the Hub unless they are in the cache, and returns their
     directory."""
     try:
         from huggingface_hub import snapshot_download

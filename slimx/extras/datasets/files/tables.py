@@ -48,8 +48,8 @@ def table_rows(path: Path, *, stream: bool) -> Iterator[tuple[str, int, Json]]:
 
 
 def _unpadded(value: Any, kind: Any, *, is_column: bool = False) -> Any:
-    """Returns a value of the Arrow type `kind` without the null fields of its structs. With `is_column` the struct is
-    itself a column, and keeps them."""
+    """Returns a value of the Arrow type `kind` without the null fields of its structs. With `is_column`, only structs
+    within lists lose their null fields."""
     if isinstance(value, dict):
         out = {}
         for field in kind:

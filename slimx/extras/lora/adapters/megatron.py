@@ -107,7 +107,7 @@ class Adapter:
         a = torch.nn.Parameter(local.to(weight).contiguous())
         b = torch.nn.Parameter(weight.new_zeros(rows, rank))
         self.parameters = a, b
-        """The matrices A and B of this rank."""
+        """Matrices A and B of this rank."""
         self._mark()
 
     def merged(self) -> torch.Tensor:

@@ -253,8 +253,8 @@ def _head_vectors(layer: Layer, prefix: str, source_prefix: str, net: DeltaNet) 
 
 
 def _experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
-    """Returns the weight-table rows of a MoE layer: router, routed experts, gated shared expert, and the norm before
-    them."""
+    """Returns the weight-table rows of an MoE layer: the router, the routed experts, the gated shared expert, and the
+    norm before them."""
     hidden = hf["hidden_size"]
     inner = hf["moe_intermediate_size"]
     shared = hf["shared_expert_intermediate_size"]
@@ -355,8 +355,8 @@ def _without_attention_module(row: Row) -> Row:
 
 
 def _served_experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
-    """Returns the weight-table rows of a MoE layer in SGLang (`Qwen2MoeSparseMoeBlock`): router, routed experts and
-    gated shared expert."""
+    """Returns the weight-table rows of an MoE layer in SGLang (`Qwen2MoeSparseMoeBlock`): the router, the routed
+    experts and the gated shared expert."""
     hidden = hf["hidden_size"]
     return (
         *engine_rows.moe(layer, hidden, hf["moe_intermediate_size"], hf["num_experts"]),

@@ -265,7 +265,7 @@ def _attention(layer: Layer, sizes: Attention) -> tuple[Row, ...]:
 
 
 def _plain_mlp(layer: Layer, name: str, source: str, hidden: int, inner: int, suffix: str = "") -> tuple[Row, Row]:
-    """Returns the weight-table rows of the MLP `name` without gate: up and down projections. `source`: prefix of the
+    """Returns the weight-table rows of the ungated MLP `name`: its up and down projections. `source`: prefix of the
     checkpoint's names; `inner`: intermediate size. For experts, `source` contains `{expert}`, and `suffix` is
     `{expert}`."""
     return (
@@ -282,8 +282,8 @@ def _mlp(layer: Layer, hidden: int, inner: int) -> tuple[Row, ...]:
 
 
 def _experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
-    """Returns the weight-table rows of a MoE layer: router with a bias that is used only to select experts, routed
-    experts, shared expert, and the norm before them."""
+    """Returns the weight-table rows of an MoE layer: the router with a bias that is used only to select experts, the
+    routed experts, the shared expert, and the norm before them."""
     hidden = hf["hidden_size"]
     experts = hf["n_routed_experts"]
     inner = hf["moe_intermediate_size"]

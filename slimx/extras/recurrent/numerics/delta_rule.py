@@ -1,5 +1,5 @@
-"""The gated delta rule over packed sequences (Yang et al., Gated Delta Networks, 2412.06464) and the causal convolution
-before it, in plain torch. Neither states nor convolutions extend from one sequence into the next.
+"""The gated delta rule over packed sequences (Yang et al., Gated Delta Networks, arXiv:2412.06464) and the causal
+convolution before it, in plain torch. Neither states nor convolutions extend from one sequence into the next.
 
 Each head has a state S [d_k, d_v], which token t with key k, value v, decay exp(g) and learning rate beta updates:
 

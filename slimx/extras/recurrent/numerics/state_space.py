@@ -1,4 +1,4 @@
-"""The state-space rule of Mamba-2 over packed sequences (Dao and Gu, Transformers are SSMs, 2405.21060), in plain
+"""The state-space rule of Mamba-2 over packed sequences (Dao and Gu, Transformers are SSMs, arXiv:2405.21060), in plain
 torch. States do not extend from one sequence into the next.
 
 Each head has a state S [p, n], which token t with input x, step dt, and B and C of the head's group updates:

@@ -133,8 +133,8 @@ def open_alerts(config: Config, note: Callable[[str], None]) -> Iterator[Alerts]
 
 
 def without_signal(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Returns prefix of a policy's metrics -> sentence, for each policy that has had no training signal for `AFTER` or
-    more steps. `metrics`: metrics of the last step."""
+    """Returns prefix of a policy's metrics -> text of the alert, for each policy that has had no training signal for
+    `AFTER` or more steps. `metrics`: metrics of the last step."""
     out = {}
     for key, steps in metrics.items():
         if not key.endswith(STEPS_WITHOUT_SIGNAL) or (steps or 0) < AFTER:
@@ -154,8 +154,8 @@ def without_signal(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def is_reported(steps: float) -> bool:
-    """Returns True if a report is due after this number of `steps` without a signal: after `AFTER` steps, and again
-    whenever the number has doubled."""
+    """Returns True if a report is due after `steps` steps without a signal: at `AFTER` steps, and again each time that
+    number has doubled."""
     times, rest = divmod(int(steps), AFTER)
     return times > 0 and rest == 0 and times & (times - 1) == 0
 

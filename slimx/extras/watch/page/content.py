@@ -144,7 +144,7 @@ class Content:
 
 
 def _written(*files: Path) -> tuple[int, ...]:
-    """Returns the modification times in nanoseconds of those files that exist."""
+    """Returns the modification times, in nanoseconds, of the existing files among `files`."""
     return tuple(file.stat().st_mtime_ns for file in files if file.exists())
 
 

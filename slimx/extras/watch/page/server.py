@@ -48,7 +48,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def serve(directory: Path, host: str, port: int, say: Callable[[str], None]) -> None:
     """Serves the page of the run in `directory` until Ctrl-C. `say` receives the page's URL.
 
-    Raises SlimxError if there is no run in the directory, or if it cannot listen on `host` and `port`."""
+    Raises SlimxError if there is no run in the directory, or if the server cannot listen on `host` and `port`."""
     content = Content(directory)
     token = private_token(private_directory() / "watch-token")
 
@@ -62,7 +62,7 @@ def serve(directory: Path, host: str, port: int, say: Callable[[str], None]) -> 
 
 
 async def listen(content: Content, token: str, host: str, port: int) -> Listening:
-    """Starts to serve the page of `content`. Raises SlimxError if it cannot listen on `host` and `port`."""
+    """Starts serving the page with `content`. Raises SlimxError if it cannot listen on `host` and `port`."""
     try:
         return await Connections(most=MOST, idle=IDLE_S).listen(application(content, token), host, port)
     except OSError as error:
@@ -144,7 +144,7 @@ class _Access:
         return response
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        """Returns a response for a request that may not be served: an error, or the redirect that sets the cookie.
+        """Returns a response to a request that must not be served: an error, or the redirect that sets the cookie.
         Returns None for a request with the cookie."""
         if not HOST.fullmatch(request.headers.get("host", "")):
             return web.Response(text="the Host header is not a valid server name", status=400)

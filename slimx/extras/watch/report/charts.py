@@ -38,8 +38,8 @@ GRID = "rgba(128,128,128,0.22)"
 
 
 class PhaseColors:
-    """Colors of phases on a whole page: a phase has its color from PHASES, or else one from OTHERS, in order of first
-    use."""
+    """Assignment of colors to phases, the same in all charts of a page: a phase listed in PHASES has the color given
+    there; other phases get colors from OTHERS, in order of first use."""
 
     def __init__(self) -> None:
         self._others: dict[str, str] = {}

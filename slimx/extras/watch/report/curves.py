@@ -97,7 +97,7 @@ MOST_LOGGED = 12
 def curves(records: Sequence[StepRecord], *, points: int) -> tuple[list[Chart], list[str]]:
     """Returns charts of the panels for which `records` have values, and the titles of the other panels.
 
-    Curves of more than `points` steps are averaged over groups of consecutive steps of nearly equal size."""
+    Curves of more than `points` steps are averaged over nearly equally sized groups of consecutive steps."""
     logged_names: set[str] = set()
     for record in records:
         logged_names.update(record.metrics)

@@ -204,8 +204,8 @@ def _samples(comparison: Comparison, rows: int) -> dict[str, Any]:
 
 
 def _training(samples: Sequence[RecordedSample]) -> list[dict[str, Any]]:
-    """Returns one training rollout for each recorded step, the first of the step. At most TRAINING_ROWS steps are
-    chosen, spread over the run."""
+    """Returns the first training rollout of each of at most TRAINING_ROWS recorded steps, which are spread over the
+    run."""
     first: dict[int, RecordedSample] = {}
     for sample in samples:
         if not sample.evaluation:

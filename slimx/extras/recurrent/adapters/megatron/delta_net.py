@@ -43,7 +43,7 @@ def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> Any:
 
 
 def _install_torch() -> None:
-    """Replaces the three functions that megatron-core's GatedDeltaNet imports from flash-linear-attention by torch
+    """Replaces the three functions that megatron-core's GatedDeltaNet imports from flash-linear-attention with torch
     functions. GatedDeltaNet's constructor checks for that package, so the package is also marked as installed."""
     common.HAVE_FLA = True
     common.l2norm = l2norm

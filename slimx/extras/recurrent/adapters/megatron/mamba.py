@@ -90,9 +90,9 @@ def stack_spec(config: TransformerConfig) -> StackSpec:
 
 
 def _install_torch() -> None:
-    """Replaces the function and the norm that megatron-core's MambaMixer imports from mamba_ssm by torch versions. Also
-    disables MambaMixer's checks for mamba_ssm (in the constructor) and for causal_conv1d (in the forward pass of packed
-    sequences)."""
+    """Replaces with torch versions the function and the norm that megatron-core's MambaMixer imports from mamba_ssm.
+    Also disables MambaMixer's checks for mamba_ssm (in the constructor) and for causal_conv1d (in the forward pass of
+    packed sequences)."""
     mamba_mixer.HAVE_MAMBA_SSM = True
     mamba_mixer._check_mamba_sequence_packing_support = lambda **_: (True, None)
     mamba_mixer.mamba_split_conv1d_scan_combined = split_conv1d_scan

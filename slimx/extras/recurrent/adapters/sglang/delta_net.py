@@ -229,7 +229,7 @@ def operators_missing() -> bool:
 
 
 def add_operators() -> None:
-    """Defines the operators in `_OPERATORS` for the CPU. Must run before SGLang's backend of delta nets and Qwen3.5's
+    """Defines the operators in `_OPERATORS` for the CPU. Must run before SGLang's delta-net backend and its Qwen3.5
     model are imported, because both look the operators up on import."""
     functions: tuple[Callable[..., object], ...] = (
         fused_gdn_gating,
