@@ -1,4 +1,4 @@
-"""Outages: times in which no engine serves, so that requests wait and rollout deadlines are suspended.
+"""Outages: periods in which no engine serves, so that requests wait and rollout deadlines are suspended.
 
 Also the phases in which engines may start on devices that they share with trainers (`schedule.colocate`)."""
 
@@ -12,11 +12,11 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from slimx.runtime.clocks import Clock
 
 LOOK_S = 0.5
-"""Interval in seconds at which an event loop other than the outage's own polls whether the outage has ended."""
+"""Interval in seconds at which an event loop other than the outage's own checks whether the outage has ended."""
 
 
 class Outage:
-    """Record of outages, the times in which no engine serves.
+    """Record of outages: periods in which no engine is serving.
 
     The record belongs to one event loop. The code that manages the engines reports the start and the end of each
     outage."""
@@ -106,7 +106,7 @@ class Outages:
 
 
 class RemoteOutage:
-    """View of an `Outage` for code in an event loop other than the outage's own; polls whether the outage has ended."""
+    """View of an `Outage` for code in an event loop other than the outage's own; polls for the end of the outage."""
 
     def __init__(self, outage: Outage, hopeless: Callable[[], bool]) -> None:
         """Wraps `outage`. `hopeless`: returns True if no engine can serve again, in which case callers do not wait."""

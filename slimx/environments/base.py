@@ -44,7 +44,8 @@ class Step:
     """Key of the state after the turn, equal for equal states in all rollouts of a prompt; None if the environment does
     not distinguish states. GiGPO (`algorithm.advantages: gigpo`) compares turns that began in the same state."""
     info: Json = field(default_factory=dict)
-    """Plain JSON values. Those of the last step are stored in the trajectory's metadata."""
+    """Information about the step, as plain JSON values; that of the last step is stored in the trajectory's
+    metadata."""
 
 
 class Environment(Protocol):

@@ -30,7 +30,8 @@ class Context(Protocol):
 
     @property
     def final_answer(self) -> str:
-        """Text of the last turn after the thinking block, which is graded; "" if the thinking block was not closed."""
+        """Text that is graded: the last turn's text after its thinking block; "" if the thinking block was not
+        closed."""
         ...
 
     @property

@@ -52,8 +52,8 @@ class Draft:
         self._trained = bytearray(len(self._ids))
         self._spans = [Span(start=0, stop=len(self._ids), source="prompt")]
         self._supports: list[Support | int] = [len(self._ids)]
-        """For each part of the trajectory, in order: the candidates of its tokens, or the number of its tokens if their
-        candidates were not restricted."""
+        """For each part of the trajectory, in order: the candidate sets from which its tokens were sampled, or the
+        number of its tokens if their sampling was not restricted."""
         self._routes: np.ndarray | None = None
         self._finish: str | None = None
         self._turns: dict[int, Turn] = {}
@@ -139,7 +139,8 @@ class Draft:
         self._spans.append(Span(start=start, stop=len(self._ids), source="inserted", turn=self.turn))
 
     def _support(self, end: int) -> Support | None:
-        """Returns the candidates of the first `end` tokens, or None if no token had restricted candidates."""
+        """Returns the candidate sets from which the first `end` tokens were sampled; None if the sampling of no token
+        was restricted."""
         if not any(isinstance(part, Support) and len(part.ids) for part in self._supports):
             return None
         parts = [part if isinstance(part, Support) else Support.everything(part) for part in self._supports]

@@ -49,7 +49,7 @@ class Form(Protocol):
         """Loads the reward hook at `path`, in the driver or in another process.
 
         `key`: configuration key with the path, for error messages. `group`: True if the hook computes the rewards of a
-        group. `facts`: properties of the run, as returned by the method `facts`.
+        group. `facts`: properties of the run that the hook needs, as returned by `Form.facts`.
         """
         ...
 
@@ -58,7 +58,8 @@ class Form(Protocol):
         ...
 
     def is_form_of(self, path: str) -> bool:
-        """Returns True if the hook at `path`, which has no prefix, was written for the other framework."""
+        """Returns True if the hook at `path`, which has no framework prefix, was written for the framework of this
+        adapter."""
         ...
 
 

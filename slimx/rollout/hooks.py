@@ -39,7 +39,7 @@ class AgentServer(Protocol):
     """Interface through which generate hooks use the run's chat completion server."""
 
     context: int
-    """Maximum number of tokens of a trajectory that can be trained on."""
+    """Maximum length, in tokens, of a trajectory that can be trained on."""
 
     def session(self, session: object) -> AbstractAsyncContextManager[str]:
         """Serves `session`, the conversations of one rollout, inside the block; yields the base URL for its agent."""

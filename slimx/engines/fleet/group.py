@@ -34,7 +34,7 @@ from slimx.runtime.ports import free_port
 from slimx.runtime.tasks import all_tried
 
 KEPT = 5
-"""Maximum number of restarts, the latest ones, that engines.json lists for each engine and router."""
+"""Maximum number of restarts that engines.json lists for each engine and router; the latest ones are kept."""
 
 
 def keys_of(group: Engines) -> Keys:

@@ -25,14 +25,14 @@ class MemberState(StrEnum):
     The state of the engine's server is separate: `slimx.engines.server.engine.State`."""
 
     OUT = "out"
-    """Not started, or being restarted; receives neither requests nor publications."""
+    """The engine is not started or is being restarted; it receives neither requests nor publications."""
     JOINING = "joining"
     """The engine's server runs, but with weights that were not published; the engine receives the next publication, and
     only after that requests."""
     MEMBER = "member"
-    """Has a verified version and is registered with the router."""
+    """The engine has a verified version of the weights and is registered with the router."""
     GONE = "gone"
-    """Permanently lost, because its restarts are used up."""
+    """The engine is permanently lost, because its restarts are used up."""
 
     @property
     def runs(self) -> bool:
@@ -114,7 +114,7 @@ class EngineHandle:
         self._lost.set()
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """Stops the server with its process tree, within `grace_s` seconds or by killing it.
+        """Stops the server and its process tree, and kills them if they have not exited after `grace_s` seconds.
 
         If the actor fails or does not respond, the actor is killed as well; the server's guard process, which watches
         the actor, then kills the tree."""

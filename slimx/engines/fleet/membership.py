@@ -70,7 +70,7 @@ class Membership:
         self.engine_phase = EnginePhase()
         """Phases in which lost engines may be restarted on devices that they share with trainers."""
         self.outage = Outage()
-        """Outages of this group: times in which no engine or no router serves, after they have served before."""
+        """Outages of this group: periods in which no engine or no router serves, after they have served before."""
         self.probe: Callable[[EngineHandle], Awaitable[None]] | None = None
         """Function that sends a typical request directly to an engine and raises SlimxError if it fails. If None, the
         health check alone decides whether an engine works."""
@@ -111,8 +111,7 @@ class Membership:
         return [engine for engine in self.engines if engine.state is MemberState.MEMBER]
 
     def _every_role(self, engines: Sequence[EngineHandle]) -> bool:
-        """Returns True if `engines` have all roles (regular, prefill, decode) that the group has, so that they can
-        serve alone."""
+        """Returns True if `engines` have all roles of the group (regular, prefill, decode) and can thus serve alone."""
         return {engine.spec.role for engine in engines} == {engine.spec.role for engine in self.engines}
 
     async def admit(self, engine: EngineHandle) -> None:
@@ -193,9 +192,9 @@ class Membership:
         await self._until(lambda: self.run)
 
     async def starved(self) -> None:
-        """Waits until engines run but cannot serve before a publication. Raises SlimxError if the run cannot continue.
-
-        With separate prefill and decode servers, serving needs an engine of each role."""
+        """Waits until engines are running but cannot serve because weights must first be published to them. Raises
+        SlimxError if the run cannot continue. With separate prefill and decode servers, serving needs an engine of each
+        role."""
         await self._until(lambda: not self._every_role(self.members()) and self.run)
 
     async def back(self) -> None:
@@ -207,7 +206,7 @@ class Membership:
         return self._failure
 
     async def failed(self) -> None:
-        """Waits until the run cannot continue, and raises the error."""
+        """Waits until an error prevents the run from continuing, and raises that error."""
         await self._until(lambda: False)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
@@ -221,17 +220,17 @@ class Membership:
     # Health -----------------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Starts checking engines and router every `health.interval` seconds."""
+        """Starts checking the engines and the router every `health.interval` seconds."""
         for engine in self.engines:
             self.spawn(self._watch(engine))
         self.spawn(self.keeper.watch())
 
     async def look(self) -> None:
-        """Checks router and engines now, after requests were lost. On return the router sends nothing to engines that
-        have ended.
+        """Checks the router and the engines now, after requests were lost. On return the router sends nothing to
+        engines that have ended.
 
-        Concurrent calls share one check. If all processes run, an engine may still fail every request, so each is
-        probed with one request (`probe`)."""
+        Concurrent calls share one check. Even if all processes are running, an engine may fail every request, so each
+        engine is probed with one request (`probe`)."""
         if self._look is None or self._look.done():
             self._look = self.spawn(self._look_once())
         await asyncio.shield(self._look)
@@ -320,8 +319,8 @@ class Membership:
         return sorted(chain.from_iterable(part.history for part in parts), key=lambda restart: restart.at)
 
     def awaited(self) -> Json | None:
-        """Returns the reason why rollouts wait during an outage, for `slimx status`, as {what: text, since: Unix time};
-        None without an outage."""
+        """Returns the reason why rollouts wait during an outage, for `slimx status`, as {what: string, since: Unix
+        time}; None without an outage."""
         if not self.outage.lasts:
             return None
         if not self.keeper.up:

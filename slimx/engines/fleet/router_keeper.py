@@ -19,7 +19,7 @@ from slimx.errors import PartLost, SlimxError
 from slimx.runtime.tasks import Ticker
 
 PING_S = 10.0
-"""Maximum time in seconds in which a healthy router responds to a status request, for which it computes nothing."""
+"""Maximum time in seconds that a healthy router takes to respond to a status request, which needs no computation."""
 
 
 class Fleet(Protocol):

@@ -339,8 +339,8 @@ class Engine(EngineServer):
         """Ends the publication: empties the KV cache, whose values were computed with older weights, and labels new
         tokens with `version`.
 
-        The engine stays paused until `resume`. If it was paused "in_place", running requests keep their KV cache, so
-        they mix versions; SGLang would refuse to empty the cache."""
+        The engine stays paused until `resume`. If it was paused "in_place", the cache is kept, because SGLang refuses
+        to empty it while requests are running; those requests then mix versions."""
         self.require("commit", State.PAUSED)
         policy = self._open("commit").policy
         await self.request_ranks("commit", version=version)
@@ -352,7 +352,7 @@ class Engine(EngineServer):
         self.versions = versions
 
     async def stamp(self, version: str) -> None:
-        """Makes SGLang attach the text `version`, in the format of `slimx.engines.server.http_calls.stamp`, to all
+        """Makes SGLang attach the string `version`, in the format of `slimx.engines.server.http_calls.stamp`, to all
         tokens sampled from now on. Running requests continue."""
         await self.call("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 

@@ -22,7 +22,7 @@ STDIN = "-"
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys that one server requires; None for a key that it does not require."""
+    """API keys that one server requires; None for a key that it does not require."""
 
     api_key: str | None = None
     admin_api_key: str | None = None

@@ -21,9 +21,9 @@ HOST = "127.0.0.1"
 CALL_S = 30.0
 """Deadline of one call to the router, in seconds."""
 JOIN_S = 60.0
-"""Seconds that the router has to start sending requests to a worker that was added."""
+"""Time limit in seconds for the router to start sending requests to a newly added worker."""
 LEAVE_S = 30.0
-"""Seconds that the router has to stop sending requests to a worker that was removed."""
+"""Time limit in seconds for the router to stop sending requests to a removed worker."""
 
 
 class Router:

@@ -27,7 +27,7 @@ from slimx.runtime.process import SupervisedProcess
 from slimx.runtime.tasks import AnyFuture, cancelled, first_of
 
 ANSWER_S = 5.0
-"""Maximum time in seconds in which a healthy server responds to a status call."""
+"""Maximum time in seconds that a healthy server takes to respond to a status call."""
 ENDING_S = 3.0
 """Maximum time in seconds from a server's first refused connection until its process has exited."""
 LEAVE_S = 5.0
@@ -55,8 +55,8 @@ class Machines(Protocol):
     count: int
 
     async def start(self, host: str, deadline_s: float) -> NodeShare:
-        """Starts the server's processes on these nodes. Returns the `NodeShare` of the first node, from which this
-        process starts that node's part. `host`: address of the first node."""
+        """Starts the server's processes on all nodes but the first, and returns the first node's `NodeShare`, with
+        which the caller starts that node's processes. `host`: address of the first node."""
         ...
 
     async def ended(self, deadline_s: float) -> str | None:
@@ -71,13 +71,15 @@ class Machines(Protocol):
         ...
 
     async def stop(self, grace_s: float, deadline_s: float) -> None:
-        """Ends the processes on these nodes, within `grace_s` seconds or by killing them; never raises."""
+        """Ends the processes on these nodes, and kills those that have not exited after `grace_s` seconds; never
+        raises."""
         ...
 
 
 class EngineServer:
-    """Server of one engine across all its starts. Used in a process on the server's first node, which starts, monitors
-    and ends the server's processes. External servers only receive requests, and keep running."""
+    """Server of one engine, through all its restarts. The object lives in a process on the server's first node, and
+    starts, monitors and ends the server's processes. External servers are only sent requests; they are never started or
+    ended."""
 
     def __init__(
         self,
@@ -122,11 +124,11 @@ class EngineServer:
         """True after the server has responded for the first time."""
 
     async def launch(self, deadline_s: float) -> None:
-        """Starts a server and waits until it generates and attests the slimx plugin.
+        """Starts a server, waits until it can generate, and checks the attestation of its slimx plugin.
 
         Each start uses a new port, so that messages to an earlier server cannot reach the new one. If another program
-        takes the port while the server is still importing modules, the server is started again with another port,
-        `PORTS` times in total at most."""
+        takes the port while the server is still importing modules, the server is started again with another port, at
+        most `PORTS` times in total."""
         for left in reversed(range(PORTS)):
             try:
                 return await self._launch(deadline_s)
@@ -171,8 +173,8 @@ class EngineServer:
         return replace(self.planned, port=port, host=self.host, bootstrap_port=bootstrap_port)
 
     async def wait_ready(self, deadline_s: float) -> None:
-        """Waits until the server generates and attests the slimx plugin. Raises SlimxError if one of its processes ends
-        before that.
+        """Waits until the server can generate, and checks the attestation of its slimx plugin. Raises SlimxError if one
+        of its processes ends first.
 
         An external server of a frozen model need not attest anything, because nothing is published to it."""
         await self.release(paused=True)
@@ -197,8 +199,8 @@ class EngineServer:
             raise DeadlineError(awaited, deadline_s, f"log {self.log_path}") from None
 
     async def _generates(self) -> bool:
-        """Returns True if the server generates now. Raises SlimxError with the last lines of its log if it has
-        ended."""
+        """Returns True if the server is ready to generate. Raises SlimxError if the server has exited, with the last
+        lines of its log, or if another program uses its port."""
         end = None if self.process is None else self.process.ended()
         if end is not None:
             raise SlimxError(
@@ -246,8 +248,8 @@ class EngineServer:
         return end
 
     async def while_running[T](self, work: Awaitable[T]) -> T:
-        """Awaits `work` and returns its result. Raises ReceiverLost if the server is stopped before that, because a
-        request of this work must not reach the server of the next start."""
+        """Awaits `work` and returns its result. Raises ReceiverLost if the server is stopped first, because no request
+        of this work may reach the server after a restart."""
         task = asyncio.ensure_future(work)
         self.pending.add(task)
         try:
@@ -297,7 +299,7 @@ class EngineServer:
             print(marked(f"engine {self.spec.name}, {text}"), file=log)
 
     async def end_processes(self, grace_s: float) -> None:
-        """Ends the server's process trees on all its nodes, within `grace_s` seconds or by killing them."""
+        """Ends the server's process trees on all its nodes; kills those that have not ended after `grace_s` seconds."""
         if self.spec.device == "cpu":
             # It is killed, because SGLang notices a stop only every 5 s and has nothing to release except memory.
             grace_s = 0.0

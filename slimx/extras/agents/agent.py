@@ -145,7 +145,7 @@ async def generate(
 
 
 def _trajectories(ctx: RolloutContext, session: Session, name: str, result: object) -> list[Trajectory]:
-    """Returns the conversations of a session that has ended as trajectories, and logs the session's counts.
+    """Returns, as trajectories, the conversations of a session that has ended, and logs the session's counts.
 
     `name`: name of the agent, for the error message. `result`: value of `result` in the trajectories' metadata. Raises
     GivenUp if the agent sampled nothing, or if a training rollout has no token that can be trained on.

@@ -23,7 +23,7 @@ MAX_OUTPUT = 20_000
 MAX_WRITTEN = 64 << 20
 """Maximum size in bytes of everything that a program writes to stdout, and likewise to stderr."""
 GRACE_S = 2.0
-"""Seconds that a program has to exit when its rollout is over, and again after SIGKILL."""
+"""Seconds within which a program must exit when its rollout is over, and again after SIGKILL."""
 ALLOWED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "TERM"),
     *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
@@ -41,12 +41,12 @@ async def run_command(
 ) -> str:
     """Runs a program that samples through `base_url`, and returns the end of its standard output.
 
-    The program's environment contains the run's variables in `ALLOWED` and `variables`, and OPENAI_BASE_URL,
-    OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, which the official clients read, but none of the run's
-    tokens or keys. Its stdin contains the prompt as one line of JSON, {"id", "messages", "metadata"}, without the
-    answer and with only the keys `metadata` of the prompt's metadata, because data sets keep solutions and tests there.
-    A guard process kills the program and its descendants when this call ends. Raises SlimxError, with the end of
-    stderr, if the program fails or writes too much.
+    The program's environment contains those of the run's variables that `ALLOWED` or `variables` names, and
+    OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, which the official clients read, but none
+    of the run's tokens or keys. Its stdin contains the prompt as one line of JSON, {"id", "messages", "metadata"},
+    without the answer and with only those keys of the prompt's metadata that `metadata` lists, because data sets keep
+    solutions and tests there. A guard process kills the program and its descendants when this call ends. Raises
+    SlimxError, with the end of stderr, if the program fails or writes too much.
     """
     environment = {name: os.environ[name] for name in (*ALLOWED, *variables) if name in os.environ}
     environment |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none"}
@@ -89,7 +89,7 @@ async def run_command(
 async def _end_of(stream: asyncio.StreamReader, program: str) -> str:
     """Reads a program's output to its end and returns the last `MAX_OUTPUT` bytes.
 
-    `program`: name for the SlimxError that is raised after `MAX_WRITTEN` bytes.
+    `program`: the program's name in the SlimxError that is raised after `MAX_WRITTEN` bytes.
     """
     tail = b""
     total = 0

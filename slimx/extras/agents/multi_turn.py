@@ -72,9 +72,9 @@ async def generate(
     """Plays one episode and returns it as a trajectory; observations are not trained on.
 
     `environment`: dotted path or registered name of the environment's class. `environment_options`: keyword arguments
-    of that class. `max_turns`: maximum number of the model's turns. `turn_deadline`: maximum seconds for one step.
-    `environment_processes`: maximum number of concurrent environment calls, with one process per environment; 0 runs
-    them in the driver's event loop.
+    of that class. `max_turns`: maximum number of the model's turns. `turn_deadline`: maximum time in seconds for one
+    step. `environment_processes`: maximum number of concurrent environment calls, with one process per environment; 0
+    runs them in the driver's event loop.
 
     A turn that reaches the token limit ends the rollout. Metadata: `rewards` of all turns, `turns`, `ended` (done,
     turns or length) and the last step's `info`. Logs `tool_calls` and the steps' `counts`. If the environment has state

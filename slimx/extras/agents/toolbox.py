@@ -36,9 +36,9 @@ class Toolbox(Protocol):
     `open` is called first and `close` last, also after an error or a deadline. Calls are sequential.
 
     Optional class methods are called before the run starts: `check(**toolbox_options)`, `check_prompts(prompts,
-    **toolbox_options)`, and `needs_seconds(prompts, **toolbox_options)`, which returns the maximum seconds that `open`
-    and `judge` take. `judge` may set an attribute `unjudged`, the reason why it could not verify the rollout, which is
-    then counted in `tool_errors`.
+    **toolbox_options)`, and `needs_seconds(prompts, **toolbox_options)`, which returns the maximum time in seconds that
+    `open` and `judge` take. `judge` may set an attribute `unjudged`, the reason why it could not verify the rollout,
+    which is then counted in `tool_errors`.
     """
 
     async def open(self, prompt: Prompt, seed: int) -> list[Json]:

@@ -87,8 +87,8 @@ def check_prompts(
 ) -> None:
     """Checks the prompts with the toolbox's class method `check_prompts`, if it has one.
 
-    Raises SlimxError if `open_deadline` or `call_deadline` is shorter than the seconds that the toolbox's
-    `needs_seconds` returns.
+    Raises SlimxError if `open_deadline` or `call_deadline` is shorter than the time that the toolbox's `needs_seconds`
+    returns.
     """
     kind = imported("rollout.options.toolbox", toolbox, TOOLBOXES)
     options = toolbox_options or {}

@@ -48,11 +48,11 @@ def fetch(
 ) -> HttpResponse:
     """Sends an HTTP request and returns the response. Blocks.
 
-    `json` or `data`: body, or a file that is sent from its start. `connect_s`: maximum seconds to connect; `read_s`:
-    maximum seconds without progress afterwards. `most`: maximum number of bytes of content that are read from a
-    response with status 200. `to`: file to which the content of a response with status 200 is written. `proxies`: True
-    to use the proxies that the environment sets. `redirects`: True to follow redirects. Raises ClientError or
-    TimeoutError if there is no response, RuntimeError on a thread with a running event loop.
+    `json` or `data`: body, or a file that is sent from its start. `connect_s`: maximum time in seconds to connect;
+    `read_s`: maximum time in seconds without progress afterwards. `most`: maximum number of bytes of content that are
+    read from a response with status 200. `to`: file to which the content of a response with status 200 is written.
+    `proxies`: True to use the proxies that the environment sets. `redirects`: True to follow redirects. Raises
+    ClientError or TimeoutError if there is no response, RuntimeError on a thread with a running event loop.
     """
     if isinstance(data, bytes):
         data = io.BytesIO(data)
@@ -129,8 +129,8 @@ async def _pieces(file: IO[bytes], progress: Callable[[], None]) -> AsyncIterato
 async def _read(
     response: aiohttp.ClientResponse, most: int, to: IO[bytes] | None, progress: Callable[[], None]
 ) -> bytes:
-    """Returns the content of `response`, at most `most` bytes, or writes it to `to` and returns b"". Calls `progress`
-    after each piece."""
+    """Reads the content of `response` until it ends or exceeds `most` bytes. Returns at most `most` bytes; if `to` is
+    given, writes everything that is read to `to` instead and returns b"". Calls `progress` after each piece."""
     content = bytearray()
     size = 0
     async for piece in response.content.iter_chunked(PIECE):

@@ -83,7 +83,7 @@ class Connections:
     async def _watched(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Suspends the idle timeout of a connection while a request on it is handled. A middleware of aiohttp."""
+        """Suspends the idle timeout of a connection while a request on it is handled. An aiohttp middleware."""
         transport = request.transport
         connection = self._open.get(transport)
         if connection is not None:

@@ -62,7 +62,7 @@ class ServedModels(FrozenEngines):
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Starts all servers and their routers, waits until they respond, and starts to monitor them."""
+        """Starts all servers and their routers, waits until they respond, and starts monitoring them."""
         check = partial(check_stored, self.config.model.path, self.config.rollout.frozen_engines)
         await together([check, *(group.start for group in self.groups.values())])
         for name, group in self.groups.items():

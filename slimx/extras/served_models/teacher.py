@@ -154,7 +154,7 @@ def check_taught(algorithm: Algorithm, prompts: Iterable[Prompt]) -> None:
 async def check_vocabulary(server: FrozenEngine, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises SlimxError for the first token id whose text on the server differs from that of `tokenizer`.
 
-    The texts are requested from the server, because its tokenizer is not on a local disk. `server`: client of one
+    The text is requested from the server, because its tokenizer is not on a local disk. `server`: client of one
     external server, not of a router.
     """
     for first in range(0, len(tokenizer), PIECE):

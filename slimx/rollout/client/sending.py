@@ -25,7 +25,7 @@ from slimx.runtime.clocks import Clock
 NO_ENGINE = 503
 """Status that the router returns if no engine is registered."""
 UNREACHED = -1
-"""Value in place of an HTTP status if the connection was refused, so that the request was never sent."""
+"""Value used in place of an HTTP status when no connection was established and the request was therefore never sent."""
 
 JSON = {"Content-Type": "application/json"}
 KEY_HEADER = "X-SMG-Routing-Key"
@@ -63,7 +63,8 @@ def lost(status: int) -> bool:
 
 
 def failed(error: aiohttp.ClientError) -> Answer:
-    """Returns the status UNREACHED or 0 with the text of `error`, in place of a response that did not arrive."""
+    """Returns a status and the text of `error`, in place of a response that did not arrive. The status is UNREACHED if
+    no connection was established, else 0."""
     status = UNREACHED if isinstance(error, aiohttp.ClientConnectorError) else 0
     return status, {"text": f"{type(error).__name__}: {error}"}
 
@@ -88,7 +89,7 @@ def as_logprobs(values: Sequence[float | None] | Sequence[Sequence[float | None]
 def input_logprobs(meta: Json, token_ids: Sequence[int], who: str) -> list[float]:
     """Returns the log-probs [L - 1] of `token_ids` [L] except the first, from a /generate response of the server `who`.
 
-    Raises SlimxError for NaN, and if the response scores other tokens than `token_ids`. Id 0 is accepted at every
+    Raises SlimxError for NaN, and if the response scores tokens other than `token_ids`. Id 0 is accepted at every
     position: SGLang 0.5.23 scores the last token of the vocabulary, but reports its id as 0
     (scheduler_components/logprob_result_processor.py clips ids).
     """
@@ -109,7 +110,7 @@ def input_top_logprobs(meta: Json, length: int, top: int, who: str) -> tuple[np.
     """Returns the `top` most likely tokens at each of the last `length` positions that the server `who` scored.
 
     Returns their ids, int32 [length, top], and log-probs, float32 [length, top], from a /generate response. Raises
-    SlimxError if the response has another number of positions or tokens.
+    SlimxError if the response has a different number of positions or tokens.
     """
     rows = (meta.get("input_top_logprobs") or [])[1:]
     if len(rows) != length or any(row is None or len(row) != top for row in rows):
@@ -132,9 +133,11 @@ class Resending:
     retries: int
     """Maximum number of retries of a request that is lost with its engine."""
     retry_s: float
-    """Seconds, outages excluded, during which a request is retried while the router has no engine."""
+    """Seconds during which a request is retried while the router has no engine; time during an outage (`absence`) does
+    not count."""
     on_lost: Callable[[], Awaitable[None]]
-    """Awaited before each retry of a lost request; it should remove the lost engine from the router."""
+    """Async function that is called before each retry of a lost request; it should remove the lost engine from the
+    router."""
     absence: AnyOutage | None
     """Outage that suspends requests and deadlines while it lasts; None to never suspend them."""
 
@@ -212,7 +215,7 @@ class RequestSender:
         return await self._send(attempt, deadline_s)
 
     async def open(self, body: Json, deadline_s: float) -> aiohttp.ClientResponse:
-        """Sends the request and returns a response of status 200 with unread body, which the caller must close.
+        """Sends the request and returns a response with status 200 whose body is unread; the caller must close it.
 
         Retries and raises errors like `send`.
         """

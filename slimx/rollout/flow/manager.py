@@ -51,9 +51,9 @@ class RolloutManager:
         on_drop: Callable[[Dropped], None] = lambda dropped: None,
         abort: Callable[[], Awaitable[None]] = _nothing,
     ):
-        """Starts with an empty queue. `maker` generates groups. `on_drop` is called for every group that is not trained
-        on, and again after `restore` for dropped groups that no batch has counted yet. `abort` makes all engines end
-        their requests, which return their tokens so far."""
+        """Creates an empty queue. `maker` generates groups. `on_drop` is called for every group that is not trained on,
+        and again after `restore` for dropped groups that no batch has counted yet. `abort` makes all engines end their
+        requests, which return their tokens so far."""
         self.config = config
         self.source = source
         self.maker = maker
@@ -118,7 +118,7 @@ class RolloutManager:
         await self.maker.gate.close(self.abort, self.config.rollout.interrupt_deadline)
 
     def admit(self) -> None:
-        """Starts groups until as many tickets are open as are allowed while a batch is awaited."""
+        """Starts groups until the number of open tickets reaches the limit that applies while a batch is awaited."""
         self._admit(self.rules.max_open)
 
     async def stop(self) -> None:
@@ -151,10 +151,10 @@ class RolloutManager:
     def status(self) -> Json:
         """Returns a summary for `slimx status`.
 
-        open: number of tickets; generating, done: numbers of tickets whose group is being generated or is finished;
-        held: number of prompts that start only after the next publication; rests: true if engines are idle while
-        trainers train; requests: number in flight; oldest: the first ticket whose group is being generated; later
-        tickets wait for it.
+        open: number of open tickets; generating: number of these whose group is being generated; done: number of these
+        whose group is finished; held: number of prompts that start only after the next publication; rests: true if
+        engines are idle while trainers train; requests: number of requests in flight; oldest: the first ticket whose
+        group is being generated, for which later tickets wait.
         """
         waiting = self.waiting_since is not None
         begun = next((ticket for ticket in self._tickets if ticket.running), None)
@@ -237,7 +237,7 @@ class RolloutManager:
         return True
 
     def _admit(self, room: int) -> None:
-        """Starts waiting tickets, then new prompts, until `room` tickets are open."""
+        """Starts the groups of waiting tickets, then groups of new prompts, until `room` tickets are open."""
         for ticket in self._tickets[:room]:
             if ticket.waits:
                 self._start(ticket)
@@ -351,8 +351,8 @@ class RolloutManager:
 
     def _tell_source(self, taken: Sequence[Ticket]) -> None:
         """Passes the outcomes of a batch's prompts, and of prompts whose groups were dropped since the previous batch,
-        to the prompt source's method `learn`, if it has one. Reports a group that was too old only after it was
-        generated again."""
+        to the prompt source's method `learn`, if it has one. If a group was too old, its prompt is reported only after
+        the group has been generated again."""
         learn = getattr(self.source, "learn", None)
         if learn is None:
             return

@@ -29,7 +29,7 @@ class Recorded:
     """Hash of the request's tokens, sampling parameters and seed (`key_of`), by which a resumed run finds the
     response."""
     token_ids: np.ndarray
-    """int32: prompt of the request."""
+    """Token ids of the request's prompt, int32."""
     completion: Completion
     """Tokens sampled so far; finish_reason is "abort" if the completion is incomplete."""
     routes_of: str | None = None
@@ -55,7 +55,7 @@ class _Entry:
     before: _Entry | None
     """Entry whose prompt and sampled tokens are a prefix of this entry's prompt; None if there is none."""
     new: np.ndarray
-    """int32: prompt without the tokens of `before`."""
+    """Token ids of the prompt without those of `before`, int32."""
     completion: Completion
     routes_of: str | None = None
     """Key of a later response that stores the routed experts of this one (`Recorded.routes_of`); None if this one
@@ -63,14 +63,14 @@ class _Entry:
 
     @property
     def prompt(self) -> np.ndarray:
-        """int32: prompt of the request."""
+        """Token ids of the request's prompt, int32."""
         if self.before is None:
             return self.new
         return np.concatenate([self.before.tokens, self.new])
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32: prompt and sampled tokens."""
+        """Token ids of the prompt and the sampled tokens, int32."""
         parts: list[np.ndarray] = []
         entry: _Entry | None = self
         while entry is not None:
@@ -173,7 +173,7 @@ class GroupProgress:
 
     @property
     def begun(self) -> bool:
-        """True once a token was sampled or a rollout is complete."""
+        """True once a token has been sampled or a rollout has completed."""
         return bool(self.done) or any(journal.begun for journal in self.journals.values())
 
 

@@ -20,7 +20,7 @@ class Replay:
     """Returns saved batches in place of the `RolloutManager`, in a run with `rollout.replay` set."""
 
     def __init__(self, run: Path):
-        """Starts before the first step. `run`: directory of the run that saved the batches."""
+        """Sets the position before the first step. `run`: directory of the run that saved the batches."""
         self.run = run
         self.done = 0
 
@@ -66,8 +66,8 @@ def step_path(run: Path, step: int) -> Path:
 
 
 def check_replay(run: Path, origin: Origin, *, first: int, last: int, routes: bool) -> None:
-    """Raises SlimxError for the first of the steps `first` to `last` of `run` that is missing or does not match
-    `origin`, the settings of this run that its batches depend on.
+    """Raises SlimxError for the first of the steps `first` to `last` that the replayed run `run` lacks or that does not
+    match `origin`, the settings of the current run on which batches depend.
 
     `routes`: True if the saved trajectories must contain routed experts.
     """

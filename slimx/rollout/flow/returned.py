@@ -33,7 +33,7 @@ _Fields = make_dataclass("Trajectory", [(name, _TYPES[name]) for name in _PLAIN_
 
 
 class ReturnCheck:
-    """Checks for the trajectories of one rollout, after a hook has returned them or may have changed them."""
+    """Validator of the trajectories of one rollout, for use after a hook has returned them or may have changed them."""
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ class RewardProcesses:
         self.reward = reward
         self.tokenizer_path = tokenizer_path
         self._hook = config.model_dump_json(), json.dumps(facts)
-        """JSON texts from which a worker loads its hook; also the key under which the worker caches the hook."""
+        """JSON strings from which a worker loads its hook; also the key under which the worker caches the hook."""
         self.killed = 0
         """Number of calls killed at their deadline."""
         self.replaced = 0
@@ -170,7 +170,7 @@ class _Worker:
         alive."""
 
     def offer(self, call: _Call) -> None:
-        """Sends a call, and starts a process if none is alive.
+        """Sends a call to the process, after starting a new one if none is alive.
 
         Raises TimeoutError, EOFError or OSError if the process does not accept the call in time.
         """

@@ -108,12 +108,9 @@ class GroupMaker:
         outage: Outage | Outages | None = None,
         score: Score | None = None,
     ):
-        """Prepares hooks, slots and reward workers.
-
-        `policies`: every trained policy by name, `actor` first. `engines`: clients of frozen models, for hooks.
-        `proxy`: chat completion server through which agents sample. `outage`: suspends the deadlines of rollouts while
-        it lasts. `score`: called with each finished training rollout.
-        """
+        """Prepares hooks, slots and reward workers. `policies`: every trained policy by name, `actor` first. `engines`:
+        clients of frozen models, for hooks. `proxy`: chat completion server through which agents sample. `outage`:
+        suspends the deadlines of rollouts while it lasts. `score`: called with each finished training rollout."""
         self.config = config
         self.hooks = hooks
         self.policies = policies
@@ -244,7 +241,8 @@ class GroupMaker:
         progress: GroupProgress,
         greedy: bool = False,
     ) -> list[Trajectory]:
-        """Runs a rollout; returns its trajectories, with rewards unless `reward.scope` is group, or a failed one."""
+        """Runs a rollout and returns its trajectories, with rewards unless `reward.scope` is group. If the rollout
+        fails, at least one of the returned trajectories is marked as failed."""
         done = progress.done.get(index)
         if done is not None:
             return done
@@ -382,7 +380,8 @@ class GroupMaker:
         )
 
     async def _judge(self, prompt: Prompt, judged: Trajectory | Group, evaluation: bool) -> None:
-        """Sets the reward of a trajectory, or of every one in a group; marks the first as failed if the hook fails."""
+        """Sets the reward of a trajectory, or of every trajectory in a group; if the hook fails, marks the first of
+        these trajectories as failed."""
         if self._rewards is None:
             return
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]

@@ -167,7 +167,7 @@ class Rules:
 
     @classmethod
     def of(cls, config: Config) -> Rules:
-        """Returns the rules that `config` sets."""
+        """Returns the rules for tickets and batches that follow from `config`."""
         size = config.rollout.prompts_per_step
         schedule = config.schedule
         max_open = math.ceil(batches_in_flight(config.rollout, schedule) * size)
@@ -202,7 +202,7 @@ class Rules:
         return None
 
     def late(self, ticket: Ticket, version: int) -> bool:
-        """Returns True if `ticket` has been started and is too old to be trained on at the trainers' `version`."""
+        """Returns True if `ticket` has been started and is too old to train on at the trainers' `version`."""
         return not ticket.waits and ticket.oldest_version + self.staleness < version
 
     def _in_time(self, queue: Sequence[Ticket], taken: Sequence[Ticket], version: int) -> bool:

@@ -38,7 +38,8 @@ KEY = "rollout.options.toolbox_options"
 FIELDS = {"url": {"url", "headers", "headers_env"}, "command": {"command", "environment", "directory"}}
 """Valid keys of a server's configuration, by the key that selects its transport."""
 CLOSE_S = 10.0
-"""Deadline in seconds for closing one connection; a server that slimx started gets three times `END_S` to exit."""
+"""Deadline in seconds for closing one connection. If slimx started the server, this includes the server's exit, which
+takes up to 3 * `slimx.extras.agents.hubs.mcp_stdio.END_S` seconds."""
 MAX_PAGES = 100
 """Maximum number of pages of a server's tool list."""
 
@@ -126,7 +127,7 @@ class McpTools:
         return {}
 
     async def close(self) -> None:
-        """Closes all sessions, and stops the servers that were started."""
+        """Closes all sessions, and stops the servers that this toolbox started."""
         await asyncio.gather(*(connection.close() for connection in self._connections.values()))
 
 
@@ -180,7 +181,7 @@ class _McpConnection:
         return ToolResult(text=text, error="tool" if result.is_error else None, left_out=left_out)
 
     async def close(self) -> None:
-        """Closes the session, and stops the server if it was started."""
+        """Closes the session, and stops the server if this connection started it."""
         self._stop.set()
         if self._task is not None:
             if not self._ready.done():  # still connecting

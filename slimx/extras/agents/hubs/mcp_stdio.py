@@ -17,7 +17,7 @@ from slimx.extras.agents.hubs.mcp_bounds import Stderr
 from slimx.extras.http.responses import MAX_RESPONSE
 
 END_S = 2.0
-"""Seconds that a server has to exit after its input is closed, and again after SIGTERM and after SIGKILL."""
+"""Seconds within which a server must exit after its input is closed, and again after SIGTERM and after SIGKILL."""
 
 
 @asynccontextmanager

@@ -101,8 +101,8 @@ class NemoGym:
     async def call(self, name: str, arguments: Json) -> ToolResult:
         """Calls a tool by posting `arguments` to its path.
 
-        A status other than 200 is a result for the model, as in NeMo Gym's own agent. Raises ToolsLost for an
-        unreachable server.
+        A response with a status other than 200 is returned to the model as the tool's result, as in NeMo Gym's own
+        agent. Raises ToolsLost if the server is unreachable.
         """
         status, text = await self._post(name, arguments)
         return ToolResult(text=text, error=None if status == 200 else f"status_{status}")

@@ -21,7 +21,7 @@ MAX_TEXT = 16_384
 class View(Protocol):
     """Interface of a view: a class that is called as `YourView(environment, **text_options)`.
 
-    An optional method `state(observation, info)` returns a text that identifies the state; without it, `state_digest`
+    An optional method `state(observation, info)` returns a string that identifies the state; without it, `state_digest`
     of the observation identifies the state.
     """
 
@@ -35,7 +35,7 @@ class View(Protocol):
 
 
 class Words:
-    """View of an environment whose actions have names or are texts.
+    """View of an environment whose actions are selected by name or are free text.
 
     The action of a turn is the text in its last <answer> or <action>, or else the whole turn.
     """
@@ -68,7 +68,8 @@ class Words:
         return "\n".join(filter(None, [text[: self._max_text].strip("\n"), self._ask]))
 
     def action(self, text: str) -> Any:
-        """Returns the action in a turn; None for an unknown name and for an empty text."""
+        """Returns the action in a turn: the one that its text names or, if actions have no names, the text itself. None
+        for an unknown name or an empty string."""
         words = answered(text)
         if self._actions is None:
             return words or None
@@ -130,7 +131,7 @@ def seed_of_prompt(prompt: Prompt) -> int:
 
 
 def state_digest(observation: object) -> str:
-    """Returns a digest that is equal for equal observations: texts, numbers, arrays, and lists and mappings of these.
+    """Returns a digest that is equal for equal observations: strings, numbers, arrays, and lists and mappings of these.
 
     Raises SlimxError for other objects, because some of them could only be identified by their memory address.
     """

@@ -34,7 +34,7 @@ class AnswerReader:
     """Configured name of the parser `parse_tools`."""
 
     def text(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
-        """Returns the text of tokens, without special tokens, up to the first stop string."""
+        """Returns the text of the tokens, without special tokens, up to the first occurrence of a stop string."""
         return cut(self.tokenizer.decode(list(token_ids), skip_special_tokens=True), stop)
 
     def stopped_by(self, token_ids: Sequence[int], stop: Sequence[str]) -> str | None:
@@ -52,7 +52,8 @@ class AnswerReader:
     ) -> Calls:
         """Parses the tool calls of a response. Ignores text within the thinking that looks like a call.
 
-        `after`: tokens that the response follows. `stop`: stop strings, the first of which ends the text.
+        `after`: tokens that the response follows. `stop`: stop strings; the first occurrence of any of them ends the
+        text.
         """
         thought, answer = split_after_thinking(self.raw(token_ids, stop), opened=self.opened(after))
         content, calls = await self.parse_tools(answer, tools)
@@ -101,8 +102,8 @@ class AnswerReader:
         return message, found.attempted
 
     def raw(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
-        """Returns the text of tokens with special tokens, which mark the calls of some models, but without the stop
-        token."""
+        """Returns the text of the tokens before the first occurrence of a stop string, including special tokens, which
+        mark tool calls in the output of some models, but without the stop token."""
         ids = list(token_ids)
         if ids and ids[-1] in self.tokenizer.all_special_ids:
             ids.pop()
@@ -189,8 +190,8 @@ class Pieces:
         return self._decode(self._from, end)[len(self._decode(self._from, self._done)) :]
 
     def _show(self, keep: int) -> str:
-        """Returns the pending text without its last `keep` characters, up to the first stop string, and records it as
-        sent."""
+        """Returns the pending text without its last `keep` characters, up to the first occurrence of a stop string, and
+        records it as sent."""
         if self._stopped:
             return ""
         new = cut(self._pending, self._stop)
@@ -206,7 +207,7 @@ class Pieces:
 
 
 def split(text: str) -> tuple[str, str]:
-    """Splits a text into its thinking and its answer, both without the tags around the thinking."""
+    """Splits text into the thinking and the answer, both without the tags around the thinking."""
     thought, ends, answer = text.rpartition(THOUGHT_ENDS)
     if not ends:
         return "", text
@@ -214,7 +215,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def split_after_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """Splits a text after its thinking, which includes thinking that the model resumes before a tool call.
+    """Splits text after the thinking, which includes thinking that the model resumes before a tool call.
 
     `opened`: True if the prompt ends with <think>. Thinking without </think> extends to the end of the text.
     """
@@ -237,7 +238,7 @@ def _thought_end(text: str, start: int) -> int:
 
 
 def cut(text: str, stop: Sequence[str]) -> str:
-    """Returns `text` up to the first of the stop strings `stop`."""
+    """Returns `text` before the first occurrence of any of the strings in `stop`; all of `text` if none occurs."""
     starts = [text.find(string) for string in stop if string in text]
     return text[: min(starts)] if starts else text
 

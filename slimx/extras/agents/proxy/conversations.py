@@ -121,7 +121,7 @@ class Conversations:
 
 
 def _path(leaf: Answer) -> list[Answer]:
-    """Returns the answers from the first one of the conversation up to `leaf`."""
+    """Returns the answers of the conversation from the first one through `leaf`, inclusive."""
     path = [leaf]
     while path[-1].parent is not None:
         path.append(path[-1].parent)

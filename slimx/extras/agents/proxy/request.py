@@ -182,14 +182,15 @@ def check_stop(stop: list[str], param: str) -> None:
 
 
 def parts(request: ChatRequest) -> int:
-    """Returns the number of messages, calls and tools. Each takes at least one token, so the number is a lower bound of
-    the prompt's length in tokens."""
+    """Returns the total number of messages, calls and tools. Each of them takes at least one token, so the total is a
+    lower bound on the prompt's length in tokens."""
     calls = sum(len(message.get("tool_calls", ())) for message in request.messages)
     return len(request.messages) + calls + len(request.tools or ())
 
 
 def characters(request: ChatRequest) -> int:
-    """Returns a lower bound of the characters that the request's messages and tools take in a chat template."""
+    """Returns a lower bound on the number of characters that the request's messages and tools take up in a chat
+    template."""
     total = 0
     for message in request.messages:
         for name in ("content", "name", "tool_call_id"):
@@ -204,7 +205,7 @@ def characters(request: ChatRequest) -> int:
 def typed[T](fields: Json, name: str, kind: type[T], default: T, path: str = "") -> T:
     """Returns the field `name` of the object at `path`, or `default` if the field is missing or null.
 
-    Raises ApiError for a value of another type than `kind`.
+    Raises ApiError for a value of a type other than `kind`.
     """
     return default if fields.get(name) is None else required(fields, name, kind, path)
 
@@ -212,7 +213,7 @@ def typed[T](fields: Json, name: str, kind: type[T], default: T, path: str = "")
 def required[T](fields: Json, name: str, kind: type[T], path: str = "") -> T:
     """Returns the field `name` of the object at `path`.
 
-    Raises ApiError if the field is missing, null, or of another type than `kind`.
+    Raises ApiError if the field is missing, null, or of a type other than `kind`.
     """
     value = fields.get(name)
     if not (isinstance(value, kind) or (kind is float and type(value) is int)):

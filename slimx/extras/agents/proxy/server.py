@@ -35,14 +35,13 @@ from slimx.runtime.children import bypass_proxies
 from slimx.runtime.ports import address
 
 MAX_BODY = 64 * 2**20
-"""Maximum size of a request in bytes; the limit is lower if a trajectory of maximum length cannot take as many
-bytes."""
+"""Maximum size of a request in bytes; the limit is lower if even a trajectory of maximum length takes fewer bytes."""
 LARGE_BODY = 100_000
 """Size in bytes above which a request is parsed in a thread, so that the event loop can serve other requests."""
 CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1", "utf-16", "utf-32")
 """Supported charsets of a body. Some of Python's other charsets, such as punycode, take quadratic time."""
 BODY_DEADLINE = 60.0
-"""Maximum seconds from a request's headers to the end of its body; a slower request is refused."""
+"""Maximum time in seconds from a request's headers to the end of its body; a slower request is refused."""
 IDLE_DEADLINE = 120.0
 """Seconds after which a connection without complete request headers is closed."""
 CONNECTIONS = 16384

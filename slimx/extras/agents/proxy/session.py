@@ -33,7 +33,7 @@ have at this ratio is refused without tokenizing."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """Limits of one session."""
+    """Limits on the conversations, requests and sampled tokens of one agent session."""
 
     context: int
     """Maximum length of one conversation including its answers, in tokens."""
@@ -63,7 +63,7 @@ class Session:
     def __init__(
         self, ctx: RolloutContext, reading: AnswerReader, limits: SessionLimits, *, strict: bool = False
     ) -> None:
-        """Starts without conversations.
+        """Creates a session without conversations.
 
         `strict`: True to refuse sampling parameters other than the run's instead of overriding them.
         """
@@ -267,7 +267,7 @@ class Session:
             raise ApiError(text, code="tool_parser_failed", status=500) from error
 
     async def _keep(self, exchange: Exchange, completion: Completion, shown: str | None = None) -> Message:
-        """Makes the completion part of the rollout and returns it as a message for the agent.
+        """Adds the completion to the rollout and returns it as a message for the agent.
 
         `shown`: text of the message if it was sent incrementally.
         """

@@ -32,7 +32,7 @@ WRITTEN_IDS = {"kimik2": re.compile(r"<\|tool_call_begin\|>\s*([^\s<>]+)\s*<\|to
 """Parser name -> pattern of the call ids in a model's text, from which they are read because sglang-router omits
 them."""
 ROUTER_S = 30.0
-"""Seconds that the router has to parse a response."""
+"""Seconds within which the router must parse a response."""
 
 
 @dataclass(frozen=True, slots=True)

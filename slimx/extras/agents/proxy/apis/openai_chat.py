@@ -45,7 +45,8 @@ NEUTRAL = {
     "response_format": {"type": "text"},
     "top_logprobs": 0,
 }
-"""Parameters without support, and their neutral values: a request may set each only to null or to this value."""
+"""Unsupported parameters and their neutral values: a request may set each parameter only to null or to its neutral
+value."""
 SUPPORTED = frozenset(
     {
         "logprobs",

@@ -42,7 +42,8 @@ IGNORED = frozenset(
 )
 """Parameters that are accepted without effect, because they concern OpenAI's service."""
 NEUTRAL = {"background": False, "top_logprobs": 0, "truncation": "disabled"}
-"""Parameters without support, and their neutral values: a request may set each only to null or to this value."""
+"""Unsupported parameters and their neutral values: a request may set each parameter only to null or to its neutral
+value."""
 SUPPORTED = frozenset(
     {
         "input",
