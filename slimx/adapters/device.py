@@ -44,12 +44,12 @@ class Device:
     """Changes that one device type needs. Each method changes nothing unless a subclass overrides it."""
 
     def prepare_megatron(self, *, deep_ep: bool) -> list[str]:
-        """Prepares a trainer's process for importing megatron-core; returns the names of the changes. `deep_ep`: True
-        if the trainer dispatches tokens with DeepEP (`trainer.moe.dispatcher=flex`)."""
+        """Makes the changes that a trainer's process needs before it imports megatron-core, and returns their names.
+        `deep_ep`: True if the trainer dispatches tokens with DeepEP (`trainer.moe.dispatcher=flex`)."""
         return []
 
     def change_megatron(self) -> list[str]:
-        """Changes megatron-core before a model is built; returns the names of the changes."""
+        """Makes the changes to megatron-core that are needed before a model is built, and returns their names."""
         return []
 
     def prepare_sglang(self) -> None:

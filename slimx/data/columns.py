@@ -98,7 +98,7 @@ class TokenColumns(LossColumns[np.ndarray]):
     """float32 [n, k]: the teacher's log-probs of `teacher_top_ids`; 0 at tokens that the teacher did not score."""
     routed_experts: np.ndarray | None = None
     """uint8 or uint16 [n, layers, k]: the experts to which the engine routed the input token, for every decoder layer;
-    in a micro-batch for its `route_layers`."""
+    in a micro-batch, only for the layers in its `route_layers`, if that is set."""
     support: Support | None = None
     """For n positions, the tokens that top-k and top-p left for sampling the label; None: the whole vocabulary at all
     positions."""

@@ -37,7 +37,7 @@ def loss_weights(
     - prompt: a group with all its rollouts (2510.13786, "prompt average").
 
     Two aggregations do not divide by the number of tokens, so longer rollouts have more weight and the sum is not 1. A
-    trained token has the weight 1 / (u x `length`) with rollouts as units (constant; Dr. GRPO, 2503.20783), or 1 / u
+    trained token has the weight 1 / (u * `length`) with rollouts as units (constant; Dr. GRPO, 2503.20783), or 1 / u
     with groups as units (sum; DPO). `length` is required for constant.
 
     Units are identified by `group_id` and `rollout_id`, regardless of the order of `trajectories`. Raises SlimxError if

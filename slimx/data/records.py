@@ -32,7 +32,8 @@ class Prompt:
     token_ids: list[int] | None = None
     """Token ids that the engine gets unchanged, instead of `messages`."""
     answer: str | None = None
-    """Reference answer that a verifier compares with; in supervised fine-tuning the demonstration to learn from."""
+    """Reference answer with which a verifier compares responses; in supervised fine-tuning, the demonstration to learn
+    from."""
     metadata: Json = field(default_factory=dict)
     """Arbitrary values for hooks. `dataset` is the name of the prompt's data set."""
     schema_version: int = SCHEMA_VERSION

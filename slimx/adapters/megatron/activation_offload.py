@@ -25,8 +25,8 @@ from megatron.core.transformer import TransformerConfig
 @contextmanager
 def offloading(transformer: TransformerConfig, *, training: bool) -> Iterator[None]:
     """Prepares one pass over the micro-batches of a model with configuration `transformer`; the pass must run inside
-    the block. If `training`, the pass offloads activations like the first pass of a process; otherwise it offloads
-    none. Does nothing if the configuration does not enable offloading."""
+    the block. If `training`, the pass offloads activations, as if it were the process's first pass; otherwise it
+    offloads none. Does nothing if the configuration does not enable offloading."""
     if not transformer.fine_grained_activation_offloading:
         yield
         return

@@ -134,10 +134,10 @@ def install_for_sinks(block: TransformerBlockSubmodules) -> None:
     sinks.
 
     Transformer Engine's DotProductAttention has supported `softmax_type` for packed sequences since 2.12, with cuDNN
-    9.18 (get_attention_backend; under context parallelism only with cp_comm_type a2a), but was never compared with this
-    class on a GPU. Its `softmax_offset` is fp32 and not marked as tensor parallel (2.20.2), so the gradient norm would
-    count only the first rank's heads. `PackedAttention` gives torch's memory-efficient kernel a shape that it supports:
-    attention scores are not stored, and windowed attention costs as much as full attention.
+    9.18 (get_attention_backend; under context parallelism only with cp_comm_type a2a), but has never been compared with
+    this class on a GPU. Its `softmax_offset` is fp32 and not marked as tensor parallel (2.20.2), so the gradient norm
+    would count only the first rank's heads. `PackedAttention` gives torch's memory-efficient kernel a shape that it
+    supports: attention scores are not stored, and windowed attention costs as much as full attention.
     """
     for layer in block.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = PackedAttention
@@ -146,9 +146,9 @@ def install_for_sinks(block: TransformerBlockSubmodules) -> None:
 class LatentAttention(MLASelfAttention):
     """MLASelfAttention that uses its spec unchanged.
 
-    Upstream resolves norms and projections again from the configuration (`QKNormConfigResolver`). It would silently
-    replace a projection whose class is not the backend's by one of the backend's class, and a query projection without
-    low-rank compression would get a norm that none of slimx's models has."""
+    Upstream resolves norms and projections again from the configuration (`QKNormConfigResolver`). That would silently
+    replace every projection that is not of the backend's class, and would give a query projection without low-rank
+    compression a norm, which none of slimx's models has."""
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
         return {name: getattr(submodules, name) for name in _RESOLVED}
@@ -194,7 +194,7 @@ class DownProjection(torch.nn.Module):
 
 
 def exchange_down_projections(attention: LatentAttention, make: Callable[[Linear], DownProjection]) -> None:
-    """Replaces the down projections of `attention`, which are plain megatron-core layers, by the modules that `make`
+    """Replaces the down projections of `attention`, which are plain megatron-core layers, with the modules that `make`
     returns for them.
 
     Upstream checks the classes of the down projections in a spec, so they are replaced after the layer is built."""

@@ -342,7 +342,7 @@ def _output_discarding_recomputation() -> None:
 
 
 def _gradient_norm() -> None:
-    """Replaces the fallback norm function of clip_grads by one whose result stays on the GPU. Upstream's function
+    """Replaces the fallback norm function of clip_grads with one whose result stays on the GPU. Upstream's function
     copies the norm of each parameter from the GPU separately and waits for each copy."""
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads

@@ -124,8 +124,8 @@ def check_weights(
     have the payload type of SGLang's checksum action.
 
     The arguments of a verb are one JSON object, the only element of `skip_tensor_list`. With TP, the ranks gather their
-    responses afterwards, so an exception on one rank would block the others: an error is returned as text under the key
-    "error" instead.
+    responses afterwards, so an exception on one rank would block the others: an error is returned as a string under the
+    key "error" instead.
     """
     if not action.startswith(PREFIX):
         return original(runner, action, allow_quant_error, skip_tensor_list, role=role)

@@ -63,8 +63,8 @@ def _is_text(part: object) -> bool:
 
 def unseen(messages: Sequence[Json], rendered: str, render: Callable[[Sequence[Json]], str]) -> int | None:
     """Returns the index of a message whose text is missing from `rendered`, the result of `render(messages)`; None if
-    no text is missing. A text that is not found verbatim is searched for by its `MARK` in a second rendering, because
-    templates may drop the thinking of past turns, and may reformat a text."""
+    no text is missing. Text that is not found verbatim is searched for by its `MARK` in a second rendering, because
+    templates may drop the thinking of past turns and may reformat text."""
     texts = [_text(message) for message in messages]
     if _contains(rendered, texts):
         return None

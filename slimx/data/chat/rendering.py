@@ -14,8 +14,8 @@ from collections.abc import Callable
 from slimx.json_types import Json
 
 CPU_S = 2
-"""Limit on the CPU time of all renderings together, in seconds. A template takes milliseconds for a conversation of
-this length."""
+"""Limit on the CPU time of all renderings together, in seconds. A template takes milliseconds for the short
+conversation `CHAT`."""
 MEMORY_MIB = 4096
 WORDS = "word " * 200
 CHAT = [{"role": role, "content": WORDS} for role in ("user", "assistant", "user")]

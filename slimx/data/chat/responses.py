@@ -29,13 +29,13 @@ class Response:
     """Sampled text of a trajectory, without special tokens."""
 
     turns: tuple[str, ...]
-    """Text of each turn: a sequence of consecutive sampled tokens. Inserted tokens separate the turns."""
+    """Text of each turn. A turn is a sequence of consecutive sampled tokens; inserted tokens separate turns."""
     final_answer: str
     """Text of the last turn after its thinking; "" if the thinking did not end."""
 
     @property
     def text(self) -> str:
-        """Texts of all turns, joined by line breaks."""
+        """Text of all turns, joined by line breaks."""
         return "\n".join(self.turns)
 
 

@@ -106,8 +106,8 @@ def value_at(row: Mapping[str, object], path: str, key: str, where: str) -> obje
 
 
 def as_text(value: object) -> str | None:
-    """Returns a value as text; None for NaN, which marks a missing value. An integral float is written as an integer,
-    because pandas converts integer columns with missing values to floats."""
+    """Returns a value as a string; None for NaN, which marks a missing value. An integral float is written as an
+    integer, because pandas converts integer columns with missing values to floats."""
     if isinstance(value, float):
         if math.isnan(value):
             return None
@@ -142,7 +142,7 @@ def _first_of(names: Sequence[str], columns: Mapping[str, str]) -> str | None:
 
 
 def written(fields: Mapping[str, str]) -> str:
-    """Returns `fields` as a YAML mapping in one line."""
+    """Returns `fields` as a YAML mapping on one line."""
     parts = []
     for key, value in fields.items():
         quoted = f"'{value}'" if value.startswith("#") else value

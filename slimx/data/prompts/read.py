@@ -98,7 +98,8 @@ def iter_prompts(
     subset: str | None = None,
     split: str | None = None,
 ) -> Iterator[Prompt]:
-    """Yields the prompts of `read_prompts`. Raises SlimxError for an invalid row only when the row is reached."""
+    """Yields the prompts that `read_prompts` returns, but reads them lazily: SlimxError for an invalid row is raised
+    only when that row is reached."""
     mapping = mapping or RowMapping()
     seen: dict[str, str] = {}
     stem, rows = read_rows(path, subset, split)

@@ -1,1 +1,1 @@
-"""Files of rollouts: encoding of groups, one file per step, and the values that training computed per token."""
+"""Rollout files: encoding of groups, one file per step, and the values that training computed per token."""

@@ -199,8 +199,8 @@ def _to_numpy(code: int, data: memoryview) -> np.ndarray:
 
 
 def _check_schema(kind: object, value: object, where: str) -> None:
-    """Raises SlimxError for versions of records that msgspec would accept, and for fields that it would ignore; msgspec
-    checks the types. `kind`: type of the decoded `value`; `where`: path of the value in the record, for errors."""
+    """Raises SlimxError for unsupported record versions and for unknown fields, neither of which msgspec refuses; it
+    checks only the types. `kind`: type of the decoded `value`; `where`: path of the value in the record, for errors."""
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         for option in typing.get_args(kind):

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DIRECTORY = "rollouts"
-"""Name of the folder in a run directory that contains the files of rollouts."""
+"""Name of the folder in a run directory that contains the rollout files."""
 TOKENIZER = "tokenizer"
-"""Name of the folder in a run directory that contains a copy of the tokenizer, which decodes the tokens in the files of
-rollouts."""
+"""Name of the folder in a run directory that contains a copy of the tokenizer, which decodes the tokens in the rollout
+files."""
 _NAME = re.compile(r"step-(\d{7,})\.groups")
 _UNRELATED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "quantization_config")
 """Keys of config.json that may differ between copies of the same model."""
@@ -109,7 +109,8 @@ class About:
 
 
 def origin_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Origin:
-    """Returns the origin of the rollouts of a run with this configuration and tokenizer."""
+    """Returns the origin that is saved with the rollouts of a run with this configuration and tokenizer: the properties
+    that a run must share to train on these rollouts."""
     model = json.loads((Path(config.model.path) / "config.json").read_text())
     return Origin(
         model={key: value for key, value in model.items() if key not in _UNRELATED},
@@ -123,7 +124,7 @@ def origin_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Origin:
 
 
 class StepFiles:
-    """Writer of a run's files of rollouts."""
+    """Writer of a run's rollout files."""
 
     def __init__(self, directory: Path, origin: Origin, *, every: int, keep: int, resume_step: int):
         """Removes the files of `resume_step` and later steps, because the run repeats these steps. `every`: number of
@@ -220,12 +221,12 @@ def _remove(path: Path) -> None:
 
 
 def file_name(step: int) -> str:
-    """Returns the name of the file of a step's groups."""
+    """Returns the name of the file that contains a step's groups."""
     return f"step-{step:07d}.groups"
 
 
 def step_files(directory: Path) -> dict[int, Path]:
-    """Returns the files of groups in `directory` by step, ascending; {} if the directory does not exist."""
+    """Returns the files in `directory` that contain groups, by step, ascending; {} if the directory does not exist."""
     if not directory.is_dir():
         return {}
     files = {}

@@ -35,8 +35,8 @@ class TrainedTokens:
     advantages: np.ndarray
     """float32 [L]: advantages of the tokens; NaN for the first token."""
     other_experts: np.ndarray | None = None
-    """bool [L]: True if, to predict this token, at least one layer used other experts in training than in the engine;
-    None if the engine returned no experts."""
+    """bool [L]: True if, to predict this token, at least one layer used different experts in training than the engine
+    did; None if the engine returned no experts."""
 
     @classmethod
     def of_row(cls, row: TrainingRow, logprobs: np.ndarray, other_experts: np.ndarray) -> TrainedTokens:

@@ -177,7 +177,8 @@ class Partial:
                 folder.rmdir()
 
     def publish(self) -> None:
-        """Renames the complete directory to its final name, synced to disk. Raises SlimxError if that name exists."""
+        """Renames the complete directory to its final name, and syncs the directory and the new name to disk. Raises
+        SlimxError if that name exists."""
         if os.path.lexists(self.out):
             raise SlimxError(
                 f"{self.out} was created during the conversion; move it away and run the same command again",

@@ -72,9 +72,9 @@ def hf_to_megatron(
     not have are omitted.
 
     `dtype`: dtype of the converted weights; None: as stored, with fp8 converted to bf16. `layout`: parallel sizes of
-    the job that will load the output, as text (`target.parse_layout`). `layers`: keys of layers, numbered or stacked;
-    "auto": numbered for models with experts. `file_bytes`: approximate size of a file. `family`: model family; None:
-    the family of the source's architecture."""
+    the job that will load the output, as a string (`target.parse_layout`). `layers`: keys of layers, numbered or
+    stacked; "auto": numbered for models with experts. `file_bytes`: approximate size of a file. `family`: model family;
+    None: the family of the source's architecture."""
     spec, reader = _open(source, family)
     target = Target(spec.table, parse_layout(layout))
     return ToMegatron(
@@ -115,7 +115,7 @@ def megatron_to_hf(
     family: Family | None = None,
 ) -> ToHuggingFace:
     """Plans the conversion of the Megatron directory `source` to a Hugging Face directory. Config and tokenizer come
-    from `original`, and if it has tensors, also those that a trainer does not have.
+    from `original`; so do the tensors that a trainer does not have, if `original` has tensors.
 
     `dtype`: dtype of the converted weights; None: as saved. `file_bytes` and `family`: see `hf_to_megatron`."""
     path = find_checkpoint(source)

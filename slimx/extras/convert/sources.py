@@ -46,8 +46,8 @@ class Scratch:
         self._memory = bytearray()
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialized tensor that overwrites the one that the previous call returned. Its storage is as
-        large as the tensor, because `torch.save` writes complete storages."""
+        """Returns an uninitialized tensor that reuses the memory of the one that the previous call returned. Its
+        storage is as large as the tensor, because `torch.save` writes complete storages."""
         count = prod(shape)
         if count * dtype.itemsize > len(self._memory):
             self._memory = bytearray(count * dtype.itemsize)
@@ -81,7 +81,7 @@ class Reading:
 
 
 def row_blocks(shape: Shape, itemsize: int, multiple: int = 1) -> Iterator[Rect]:
-    """Yields the rows of a tensor in order, in blocks of about BLOCK_BYTES. `itemsize`: bytes of an element.
+    """Yields the rows of a tensor in order, in blocks of about BLOCK_BYTES. `itemsize`: size in bytes of an element.
 
     The number of rows in a block is a multiple of `multiple`, except for the last block of a matrix. No block spans two
     matrices of a stack."""

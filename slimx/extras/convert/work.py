@@ -52,7 +52,8 @@ class Conversion(Protocol):
         ...
 
     def writing(self) -> AbstractContextManager[None]:
-        """Returns a context manager that is active while files are written."""
+        """Returns a context manager that must be active while files are written. It may change settings of libraries,
+        and restores them at the end."""
         ...
 
     def finish(self, directory: Path, notes: Json) -> None:
@@ -116,8 +117,8 @@ class ProgressListener(Protocol):
     """Receiver of a conversion's progress."""
 
     def begin(self, label: str, total: int, done: int) -> None:
-        """Starts a part of the conversion of `total` bytes, of which an earlier attempt finished `done`. `label`: name
-        of the part."""
+        """Starts the part of the conversion that is named `label`. `total`: number of bytes to process in this part;
+        `done`: number of those that an earlier attempt processed."""
 
     def add(self, nbytes: int) -> None:
         """Reports that `nbytes` more bytes are finished."""
@@ -224,14 +225,15 @@ def _write_all(
 
 
 def _collect(running: Mapping[Future[Done], PlannedFile], done: dict[str, Done]) -> None:
-    """Adds the records of files that were finished while another file failed."""
+    """Adds to `done` the records of files that were completed while another file failed."""
     for future, file in running.items():
         if not future.cancelled() and future.exception() is None:
             done[file.name] = future.result()
 
 
 def _failure(future: Future[Done]) -> BaseException | None:
-    """Returns the error of a file that failed itself; None for a file that was stopped because another one failed."""
+    """Returns the error with which writing a file failed; None if the file was written, or stopped because another one
+    failed."""
     error = None if future.cancelled() else future.exception()
     return None if isinstance(error, _Stopped) else error
 

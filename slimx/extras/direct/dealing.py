@@ -26,14 +26,14 @@ from slimx.extras.direct.wire import move_bytes, quantized_moves
 from slimx.reshard.plan.copy_plan import Holders, Plan
 
 GRAIN = 2**18
-"""Minimum bytes of each part into which a move is divided."""
+"""Minimum size in bytes of each part into which a move is divided."""
 CLOSE = 1e-3
 """Convergence criterion of `share`: maximum change in any rank's bytes during one sweep over all amounts, relative to
 the busiest rank's bytes."""
 SWEEPS = 200
 """Maximum number of iterations of `share`, each a sweep over all amounts."""
 BYTES = 165
-"""Maximum bytes of host memory that `deal` needs per move and engine, measured in test_dealing.py."""
+"""Maximum amount of host memory, in bytes, that `deal` needs per move and engine, measured in test_dealing.py."""
 TURN = (5**0.5 - 1) / 2
 """Fraction by which the line of each bucket's moves (step "cut" of this module) is rotated relative to that of the
 previous bucket. The value is the fractional part of the golden ratio, whose multiples are evenly distributed modulo
@@ -44,8 +44,8 @@ def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN) -> Plan:
     """Returns `plan`, which sends to one engine, extended to `engines` replicas of the engine, with a sender chosen for
     every move.
 
-    Rank r of engine e is target e * plan.targets + r. `grain`: minimum bytes of each part of a divided move. The same
-    inputs give the same plan. Raises SlimxError if the plan has no holders or host memory does not suffice."""
+    Rank r of engine e is target e * plan.targets + r. `grain`: minimum size in bytes of each part of a divided move.
+    The same inputs give the same plan. Raises SlimxError if the plan has no holders or host memory does not suffice."""
     if plan.holders is None:
         raise SlimxError(
             "the plan was read from bytes, which do not contain the holders of its parameters, so its moves cannot "
@@ -96,9 +96,9 @@ def only(plan: Plan, target: int) -> Plan:
 def share(amounts: np.ndarray, holders: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
     """Returns for each amount the fraction that each of its holders sends; the fractions of an amount sum to 1.
 
-    `amounts`: bytes of each amount, [len(holders)]. Repeatedly distributes each amount anew over its holders, given the
-    ranks' load from the other amounts, until the loads converge. This minimizes the sum of squares over ranks, and
-    thereby the bytes of the busiest rank."""
+    `amounts`: size in bytes of each amount, [len(holders)]. Repeatedly distributes each amount anew over its holders,
+    given the ranks' load from the other amounts, until the loads converge. This minimizes the sum of squares over
+    ranks, and thereby the number of bytes that the busiest rank sends."""
     load = np.zeros(1 + max((ranks[-1] for ranks in holders), default=0))
     poured = [np.zeros(len(ranks)) for ranks in holders]
     # Amounts with the fewest holders come first, because they have the least choice.
@@ -123,8 +123,8 @@ def share(amounts: np.ndarray, holders: Sequence[tuple[int, ...]]) -> list[np.nd
 
 def _pour(load: np.ndarray, amount: float) -> np.ndarray:
     """Returns the part of `amount` that each rank gets if `amount` is distributed so that the ranks' total loads become
-    as equal as possible. `load`: bytes that each rank sends already; ranks with a higher load than the resulting common
-    one get nothing."""
+    as equal as possible. `load`: bytes that each rank already sends; ranks whose load exceeds the resulting common load
+    get nothing."""
     low = np.sort(load)
     level = (amount + low.cumsum()) / np.arange(1, len(low) + 1)
     # Filling the k least loaded ranks to a common level is right if that level is below the load of rank k + 1.
@@ -138,8 +138,8 @@ def _cut(
     """Returns the moves to all engines, [moves] of `MOVE`, with their senders. A move that several ranks send becomes
     several moves.
 
-    `nbytes`: bytes of each move of `plan`. `shares`: for each group of holders, the fraction of its bytes that each
-    holder sends. `grain`: minimum bytes of a part of a divided move."""
+    `nbytes`: size in bytes of each move of `plan`. `shares`: for each group of holders, the fraction of its bytes that
+    each holder sends. `grain`: minimum size in bytes of a part of a divided move."""
     moved = np.tile(plan.moved, engines)
     moved["target"] += np.repeat(np.arange(engines, dtype=np.int32) * plan.targets, len(plan.moved))
     moved["source"] = np.array([ranks[0] for ranks in holders.groups], dtype=np.int32)[np.tile(holders.of, engines)]

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from slimx.extras.direct.ends.sent_bucket import SentBucket
 
 PATIENCE = 0.8
-"""Fraction of a step's deadline within which a bucket must arrive, so that missing bytes are reported before the
-deadline passes."""
+"""Fraction of a step's deadline within which a bucket must arrive; the rest is for finding the cause if it does not."""
 CONNECTING = -1
 """Value used in place of a bucket's index while trainer ranks connect to engines."""
 UNREACHED = ("direct.metadata", "direct.connect", "direct.missing", "direct.unreached")
@@ -104,17 +103,16 @@ class DeliveryOutcome:
 
     @property
     def culprits(self) -> str:
-        """Trainer ranks whose bytes are missing at several engines and have reached none; "" if an engine may be the
-        cause."""
+        """Names of trainer ranks whose bytes reached none of several engines; "" if an engine may be the cause."""
         if len(self.lacking) < 2 or self.reached:
             return ""
         return ", ".join(sorted(set(self.lacking.values())))
 
 
 def receivers_of(machines: Mapping[str, int], ranks: int | None) -> dict[str, list[int | None]]:
-    """Returns the receivers of each engine: a GPU's index for memory of that GPU, None for host memory.
-    `machines`: engine -> number of its machines. `ranks`: None gives each machine one receiver in host memory; else the
-    number of targets of an engine, which are divided into one receiver per GPU (1: all ranks load the same bytes)."""
+    """Returns the receivers of each engine: a GPU's index for memory of that GPU, None for host memory. `machines`:
+    engine -> number of its machines. `ranks`: None gives each machine one receiver in host memory; else the number of
+    targets of an engine, which are divided among its receivers, one per GPU (1: all ranks load the same bytes)."""
     receivers: dict[str, list[int | None]] = {}
     for name, count in machines.items():
         per_machine: list[int | None] = [None]
@@ -265,10 +263,10 @@ class DirectDelivery(Delivery):
 
     @asynccontextmanager
     async def _judged(self, bucket: int, index: int) -> AsyncIterator[None]:
-        """Raises TransportLost if trainer ranks, not engine `index`, prevent the delivery of `bucket` (or CONNECTING).
-
-        If bytes are missing at several engines and reached none, the ranks or their links are considered the cause. The
-        publication can be repeated once; if it fails in this way again, these ranks are considered lost."""
+        """Raises TransportLost if trainer ranks, not engine `index`, prevent the delivery of `bucket`, or the
+        connection if `bucket` is CONNECTING. If bytes are missing at several engines and no engine has all of them, the
+        ranks or their links are considered the cause. The publication can be repeated once; if that fails, too, these
+        ranks are considered lost."""
         outcome = self._outcomes.setdefault(bucket, DeliveryOutcome())
         outcome.awaited.add(index)
         try:
@@ -307,8 +305,7 @@ class DirectDelivery(Delivery):
 
     @asynccontextmanager
     async def _unless_died(self) -> AsyncIterator[None]:
-        """Raises TransportLost if the block fails because a trainer rank has died, so the engine is not the cause. The
-        next publication reports the rank."""
+        """Raises TransportLost if the block fails because a trainer rank died; the next publication names the rank."""
         try:
             yield
         except TransportLost:
@@ -326,7 +323,7 @@ class DirectDelivery(Delivery):
             ) from error
 
     async def _unless_replaced(self, receiving: Awaitable[Any]) -> None:
-        """Awaits an engine that receives a bucket. Raises TransportLost if ranks that write the bucket are replaced."""
+        """Waits until an engine has received a bucket. Raises TransportLost if ranks sending it are replaced first."""
         received, _ = await race(receiving, self._replaced.wait())
         if received is None:
             raise TransportLost(

@@ -20,23 +20,24 @@ class WireBytes(NamedTuple):
     nbytes: np.ndarray
 
     def sent(self, ranks: int) -> np.ndarray:
-        """Returns the bytes that each trainer rank sends, [ranks]. `ranks`: number of trainer ranks."""
+        """Returns the number of bytes that each trainer rank sends, [ranks]. `ranks`: number of trainer ranks."""
         return summed((ranks,), (self.sources,), self.nbytes)
 
     def received(self, ranks: int) -> np.ndarray:
-        """Returns the bytes that each target rank receives, [ranks]. `ranks`: number of target ranks."""
+        """Returns the number of bytes that each target rank receives, [ranks]. `ranks`: number of target ranks."""
         return summed((ranks,), (self.targets,), self.nbytes)
 
 
 def wire_bytes(plan: Plan) -> WireBytes:
-    """Returns the bytes that each trainer rank sends to each target rank in one publication that follows `plan`."""
+    """Returns the number of bytes that each trainer rank sends to each target rank in one publication that follows
+    `plan`."""
     moved = plan.moved
     pairs, pair = np.unique(moved["source"].astype(np.int64) * plan.targets + moved["target"], return_inverse=True)
     return WireBytes(*divmod(pairs, plan.targets), summed((len(pairs),), (pair,), move_bytes(plan)))
 
 
 def move_bytes(plan: Plan) -> np.ndarray:
-    """Returns the bytes that each move of `plan` sends, [moves], block scales included."""
+    """Returns the number of bytes that each move of `plan` sends, [moves], block scales included."""
     moved = plan.moved
     names, dtype = plan.dtypes
     nbytes = moved["rows"].astype(np.int64) * moved["cols"] * np.array([ITEMSIZE[name] for name in names])[dtype]

@@ -5,8 +5,8 @@ A bucket is stored in full in the file of one version, and the next versions sto
 *chain*, which is kept as long as the newest version needs it.
 
     version-000004/bucket-00000.safetensors    whole
-    version-000005/bucket-00000.delta          changes to the bytes of version 4
-    version-000006/bucket-00000.delta          changes to those of version 5
+    version-000005/bucket-00000.delta          changes since version 4
+    version-000006/bucket-00000.delta          changes since version 5
 
 The writer (`ChangesDirectory`) keeps the bytes that it wrote last. The owner process of an engine (`ChainReader`) keeps
 the bytes that it read last, and reads the files of the chain that it has not read yet: usually one, or all of them
@@ -34,7 +34,7 @@ Chain = tuple[ChainFile, ...]
 
 
 class ChangesDirectory(VersionDirectory):
-    """Versions in one directory, each stored as files with the changes to the previous version."""
+    """Versions in one directory, each stored as files with the changes since the previous version."""
 
     def __init__(self, directory: Path | str, item: int, every_full: int):
         """Opens the directory in which versions are stored. `item`: bytes per element. Every `every_full`-th completed
@@ -62,8 +62,8 @@ class ChangesDirectory(VersionDirectory):
             self._chains.clear()
 
     def add(self, bucket: int, packed: PackedBucket, data: torch.Tensor) -> PackedBucket:
-        """Writes the changes to the bucket with index `bucket`, and returns the bucket with the files to read. `data`:
-        its bytes, uint8 [size].
+        """Writes the changes in the bucket with index `bucket` since the previous version, and returns the bucket with
+        the files to read. `data`: the bucket's bytes, uint8 [size].
 
         The whole bucket is written if its changes are not smaller, or if no complete version contains the content in
         `_last`, to which the changes would refer."""
@@ -127,8 +127,8 @@ class ChainReader:
     @contextmanager
     def landed(self, packed: PackedBucket) -> Iterator[PackedBucket]:
         """Yields the whole bucket in memory that a server can map; a server that has mapped it keeps access after the
-        block. Raises SlimxError naming the file if a file has an unexpected length or does not contain changes to the
-        bytes that this reader keeps."""
+        block. Raises SlimxError if a file has an unexpected length, naming the file, or if its changes are not valid
+        for a bucket of this size."""
         memory = self._updated(packed)
         file = MemoryFile(packed.size)
         try:

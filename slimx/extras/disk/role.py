@@ -26,7 +26,7 @@ class DiskRole:
 
     @operation()
     def begin(self, *, directory: str, manifest: Manifest) -> None:
-        """Starts to write a version as files in `directory`. `manifest`: description of the version."""
+        """Starts writing a version as files in `directory`. `manifest`: description of the version."""
         if self._directory is None:
             if self._changes is None:
                 self._directory = VersionDirectory(directory)

@@ -59,7 +59,7 @@ class VersionDirectory:
         self._buckets: dict[int, PackedBucket] = {}
 
     def begin(self, manifest: Manifest) -> None:
-        """Starts to write the version that `manifest` describes. Removes unfinished versions of an earlier writer."""
+        """Starts writing the version that `manifest` describes. Removes unfinished versions of an earlier writer."""
         for unfinished in self.directory.glob("version-*.partial"):
             shutil.rmtree(unfinished)
         self._manifest = manifest
@@ -121,7 +121,7 @@ class StoredVersion:
         return str(self.path)
 
     async def begin(self, manifest: Manifest) -> None:
-        """Raises SlimxError if `manifest` describes another version than the stored one."""
+        """Raises SlimxError if `manifest` describes a version other than the stored one."""
         if manifest.version != self.manifest.version:
             raise SlimxError(
                 f"{self.path} contains {self.manifest}, not {manifest}; publish the stored version under its own "
@@ -197,7 +197,7 @@ def _entry(dtype: str, shape: tuple[int, ...], start: int, stop: int) -> Json:
 
 
 def write_file(path: Path, *pieces: bytes | memoryview) -> None:
-    """Writes `pieces` to a file atomically and durably: readers see either no file or a complete one, also after a
+    """Writes `pieces` to a file atomically and durably: readers see either no file or a complete one, even after a
     crash of the machine."""
     write_atomic(path, *pieces)
     sync_directory(path.parent)

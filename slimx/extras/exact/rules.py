@@ -82,7 +82,8 @@ ON_GPUS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Architectures with which exact mode may run on GPUs, because their code in SGLang was reviewed: exact mode disables
 all special kernels that this code uses on GPUs."""
 IN_BLOCKS = ("DeepseekV3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""Architectures whose log-probs were also shown to be bitwise equal with block-fp8 weights."""
+"""Architectures in `FAMILIES` whose log-probs were shown to be bitwise equal in trainer and engines even with block-fp8
+weights."""
 
 
 MODE = "numerics.mode is exact"

@@ -106,7 +106,7 @@ class Fit:
     keys: Mapping[str, str]
     """Keys of tensors in the checkpoint, by key in slimx's model, for tensors whose keys differ."""
     centered: frozenset[str] = frozenset()
-    """Keys in the checkpoint of norm weights that are stored with 1 subtracted."""
+    """Checkpoint keys of the norm weights that are stored with 1 subtracted."""
 
 
 def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
@@ -168,15 +168,15 @@ def _wrong(path: Path, key: str, code: str, problem: str) -> SlimxError:
 
 
 def _ignored(key: str, first: int, stop: int) -> bool:
-    """Returns True if `key` may be ignored: it is not a weight, or belongs to one of the multi-token prediction layers
-    from `first` to before `stop`, which the model does not have."""
+    """Returns True if `key` may be ignored: it is not a weight, or belongs to a multi-token prediction layer with an
+    index from `first` up to but not including `stop`, which the model does not have."""
     layer = _PREDICTION.match(key)
     return _NOT_WEIGHTS.match(key) is not None or (layer is not None and first <= int(layer[1]) < stop)
 
 
 def _padded(path: Path, key: str, saved: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     """Returns True if the tensor `key` has more rows than the vocabulary because Megatron-LM padded it. This is
-    determined from the vocabulary size in the checkpoint's arguments, or if they lack it, from the usual multiples.
+    determined from the vocabulary size in the checkpoint's arguments or, if they lack it, from the usual multiples.
     `saved` and `expected`: shapes in the checkpoint and in the model."""
     if key not in _PADDED or saved[1:] != expected[1:] or saved[0] < expected[0]:
         return False

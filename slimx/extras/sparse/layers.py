@@ -43,7 +43,7 @@ class SparseAttention(LayerKind):
         return SequenceFlops(linear=linear, quadratic=2 * sum(self.indexers) * scored / 2)
 
     def mixer_bytes(self, model: Mapping[str, Any], setting: Any, parts: LayerParts) -> dict[str, float]:
-        """Returns the bytes of one layer's attention activations, by field of `LayerBytes`.
+        """Returns the size in bytes of one layer's attention activations, by field of `LayerBytes`.
 
         Without a fused kernel (`setting.materialized`), scores are computed for every pair of tokens in the
         micro-batch, even of different sequences, and every rank computes the scores of all indexer heads."""
@@ -91,8 +91,8 @@ class SparseAttention(LayerKind):
         return not all(self.indexers)
 
     def microbatch_bytes(self, model: Mapping[str, Any], setting: Any, layers: Sequence[int]) -> float:
-        """Returns the bytes of the selected tokens that layers share, which megatron-core stores in the micro-batch's
-        PackedSeqParams: as int64 in plain torch, as int32 by fused kernels."""
+        """Returns the size in bytes of the selected tokens that layers share, which megatron-core stores in the
+        micro-batch's PackedSeqParams: int64 with plain torch, int32 with fused kernels."""
         if not self.shares:
             return 0.0
         chosen = min(model["dsa_indexer_topk"], setting.tokens * setting.sizes.context) * setting.tokens
@@ -133,9 +133,9 @@ class SparseAttention(LayerKind):
             yield from module.k_norm.parameters()
 
     def recorder(self, trainer: Trainer) -> Callable[[], Packing] | None:
-        """Returns, if `trainer.indexer_replay` is R2, a function that creates one callable per micro-batch. The
-        SparseSequences objects that this callable creates share one record of selected tokens, so that later passes can
-        replay them. None otherwise."""
+        """Returns None unless `trainer.indexer_replay` is R2, and otherwise a function that creates one callable per
+        micro-batch. The SparseSequences objects that one such callable creates share one record of selected tokens, so
+        that later passes can replay them."""
         if trainer.indexer_replay != "R2":
             return None
         from slimx.extras.sparse.adapters.megatron.sparse import SparseSequences
@@ -172,8 +172,8 @@ def sharing_field(hf: HfConfig) -> str:
 
 
 def period(with_indexer: tuple[bool, ...]) -> tuple[int, int] | None:
-    """Returns the values of megatron-core's `dsa_indexer_topk_freq` and `dsa_indexer_skip_topk_offset` that give the
-    layers with True in `with_indexer` an indexer; None if no values do."""
+    """Returns the values of megatron-core's `dsa_indexer_topk_freq` and `dsa_indexer_skip_topk_offset` for which
+    exactly the layers that are True in `with_indexer` have an indexer; None if there are no such values."""
     layers = len(with_indexer)
     for offset in range(1, layers + 1):
         for interval in range(1, layers + 1):

@@ -160,7 +160,7 @@ def check_manifest(manifest: Manifest, staging: str) -> None:
 def check_entry(entry: Json, places: Mapping[str, Destination], taken: Collection[str], bucket: int, size: int) -> None:
     """Raises SlimxError if the model cannot load the tensor that `entry` describes; called before any of the tensor's
     bytes are read. `places`: location of each tensor that the model loads; `taken`: names of tensors already received;
-    `bucket`: number of the bucket, for errors; `size`: bytes of the bucket."""
+    `bucket`: number of the bucket, for errors; `size`: size in bytes of the bucket."""
     name = entry["name"]
     place = places.get(name)
     if place is None:

@@ -169,7 +169,7 @@ class Destination:
 
     @property
     def form(self) -> str:
-        """Dtype and shape as text, "dtype:d0,d1", as `RankReceiver.inventory` reports them."""
+        """Dtype and shape as a string, "dtype:d0,d1", as `RankReceiver.inventory` reports them."""
         return f"{str(self.dtype).removeprefix('torch.')}:{','.join(map(str, self.shape))}"
 
     @property
@@ -209,7 +209,7 @@ def restore_cache_scales(model: nn.Module) -> None:
 
     Their memory has undefined contents after waking, and publications do not include them. Once SGLang has processed a
     load, it stores each scale as a Python float next to the parameter. Before that, the value is -1, which marks a
-    scale that is missing in the checkpoint.
+    scale that is missing from the checkpoint.
     """
     for module in model.modules():
         for name in CACHE_SCALES:
@@ -351,8 +351,8 @@ def sum_rects(pieces: np.ndarray, count: int, device: torch.device | None) -> np
     """Returns, for each of `count` tensors, the sum of the contributions of `pieces` to its checksum, uint64 [count].
     `pieces`: `PIECE` records [n]. Checksum seeds, which depend only on the tensors' sizes, are not included.
 
-    `device`: GPU where the source bytes are; None: host memory. Runs in the GPU's current stream, so it sees the
-    results of earlier operations there, and waits until it is done.
+    `device`: GPU where the source bytes are; None: host memory. The computation runs in the GPU's current stream, and
+    so sees the results of earlier operations there; the call returns when the computation is done.
     """
     sums = np.zeros(count, dtype=np.uint64)
     if device is None:

@@ -221,8 +221,7 @@ class RankReceiver:
 
         Returns {"encoding", "tensors": number received, "differ": [names whose checksum differs], "missing": [names
         never copied], "derived": [names of tensors computed from weights]}. Names in other policies' slots have prefix
-        `POLICY:`.
-        """
+        `POLICY:`."""
         if self.copied is None:
             raise SlimxError(
                 "verify has nothing to check, because nothing was published to this server; publish first",
@@ -393,8 +392,7 @@ def load_staged(model: nn.Module, named_tensors: Iterable[object]) -> None:
     """Copies the staged tensors into the model, as the custom weight loader of /update_weights_from_tensor.
 
     `named_tensors`, the request's list, is empty. An exception from a loader would end SGLang's scheduler and, with TP,
-    leave the other ranks waiting. The outcome is therefore recorded for the client, which reads it with `status`.
-    """
+    leave the other ranks waiting. The outcome is therefore recorded for the client, which reads it with `status`."""
     receiver = receiver_of(model)
     receiver.outcome = {"loaded": 0}
     try:

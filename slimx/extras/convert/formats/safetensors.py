@@ -80,8 +80,8 @@ def copied(name: str, shape: Shape, dtype: torch.dtype) -> Unit:
 
 
 def stacked(name: str, sources: Sequence[str], shape: Shape, dtype: torch.dtype) -> Unit:
-    """Plans the tensor `name` as a stack, of shape `shape` [count, ...], of the tensors `sources` of the weight table
-    (`slimx.layout.table`), in `dtype`."""
+    """Plans the tensor `name`, of shape `shape` [count, ...] and type `dtype`, as the stack of the weight table's
+    tensors `sources` (`slimx.layout.table`)."""
 
     def blocks(reading: Reading) -> Iterator[torch.Tensor]:
         for source in sources:
@@ -103,7 +103,7 @@ def stacked(name: str, sources: Sequence[str], shape: Shape, dtype: torch.dtype)
 
 @dataclass(slots=True)
 class SafetensorsFile:
-    """Planned safetensors file of the output."""
+    """A safetensors file that the conversion will write."""
 
     source: TensorSource
     name: str = ""
@@ -150,7 +150,7 @@ class ToHuggingFace:
         template: Path,
         config: Json,
     ):
-        """Plans the files. `file_bytes`: approximate size of a file. `identity`: text that identifies the conversion,
+        """Plans the files. `file_bytes`: approximate size of a file. `identity`: string that identifies the conversion,
         its options and its source's content. `template`: directory whose files without tensors are copied. `config`:
         content of the new config.json."""
         self.template = template

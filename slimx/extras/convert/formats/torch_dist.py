@@ -125,7 +125,7 @@ def clip(rect: Rect, box: ShardBox) -> Rect | None:
 
 @dataclass(slots=True)
 class TorchDistFile:
-    """Planned torch_dist file of the output."""
+    """A torch_dist file that the conversion will write."""
 
     name: str
     source: TensorSource
@@ -159,7 +159,7 @@ class ToMegatron:
     ):
         """Plans the files. `dtype`: dtype of the converted weights; None: each tensor as stored. `numbered`: True if
         every layer has separate keys, False if one key stacks the layers. `file_bytes`: approximate size of a file.
-        `origin`: text that identifies the source's content."""
+        `origin`: string that identifies the source's content."""
         self._file_bytes = file_bytes
         self._source = source
         self.spec = spec

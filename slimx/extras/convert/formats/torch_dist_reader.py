@@ -38,7 +38,7 @@ from slimx.reshard.plan.intersect import Move, moves
 
 _DTYPES = torch.bfloat16, torch.float32, torch.float16
 _HEADERS = threading.Lock()
-"""Lock held while the header of a piece is read, because reading a header sets a process-wide mode of torch."""
+"""Lock for reading the header of a piece, because reading a header sets a process-wide mode of torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +202,8 @@ class TorchDistReader:
 
 
 def read_whole(path: Path, key: str, metadata: Metadata) -> torch.Tensor:
-    """Returns a copy of the tensor `key` of the checkpoint in `path`. It is meant for tensors that fit into memory and
-    are not in any weight table. `metadata`: metadata of the checkpoint. Executes no code from the checkpoint."""
+    """Returns a copy of the tensor `key` of the checkpoint in `path`. This function is for tensors that fit into memory
+    and are not in any weight table. `metadata`: metadata of the checkpoint. Executes no code from the checkpoint."""
     entry = _entry(metadata, key)
     out = torch.empty(entry.size, dtype=entry.properties.dtype)
     filled = 0

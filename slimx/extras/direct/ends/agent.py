@@ -155,7 +155,7 @@ class Agent:
 
 
 class Transfer:
-    """A write into another agent's memory that has started."""
+    """A started write into another agent's memory."""
 
     def __init__(self, agent: Any, handle: Any, peer: str):
         self._agent = agent
@@ -254,5 +254,5 @@ def devices_at(host: str) -> list[str]:
 
 
 def first_words(error: Exception) -> str:
-    """Returns the type and message of an error in one line, cut to 200 characters."""
+    """Returns the type and message of an error on one line, cut to 200 characters."""
     return " ".join(f"{type(error).__name__} {error}".split())[:200]

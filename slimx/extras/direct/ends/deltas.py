@@ -37,7 +37,7 @@ class SentRuns:
         those sent in `transfer`. Returns the number of bytes to send.
 
         `out`: uint8 [room_of(bytes)]. `base`: index of the transfer whose bytes the engine has. The frame contains only
-        the changes to these bytes if this store still has them, else all bytes of `fresh`."""
+        the changes relative to these bytes if this store still has them, else all bytes of `fresh`."""
         last_transfer, run = self._runs.get((bucket, target), (NO_BASE, None))
         if run is None:
             run = torch.empty(len(fresh), dtype=torch.uint8)

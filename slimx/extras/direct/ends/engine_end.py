@@ -29,8 +29,8 @@ class DirectEnd:
         await asyncio.to_thread(import_module, "slimx.extras.direct.ends.receiver")
 
     async def join(self, invitations: Sequence[Any]) -> list[Any]:
-        """Creates a receiver for each of `invitations`, distributed evenly over the machines, and returns the offers of
-        memory that the receivers make to trainer ranks. Receivers from earlier calls are closed."""
+        """Creates one receiver for each of `invitations`, spreading the receivers evenly over the machines, and returns
+        the offers of memory that the receivers make to trainer ranks. Receivers from earlier calls are closed."""
         first, *rest = _shares(invitations, self._machines)
         offered, others = await asyncio.gather(self._join(first), self._others("join", rest))
         return [*offered, *chain.from_iterable(others)]

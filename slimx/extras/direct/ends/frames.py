@@ -20,7 +20,7 @@ ITEMS = (1, 2)
 
 
 def room(nbytes: int) -> int:
-    """Returns the maximum bytes of a frame for data of `nbytes` bytes."""
+    """Returns the maximum size in bytes of a frame for data of `nbytes` bytes."""
     return 4 * (-(-nbytes // CHUNK)) + nbytes
 
 

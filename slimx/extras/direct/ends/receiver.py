@@ -85,8 +85,8 @@ class DirectReceiver:
         return Offer(self.name, self.agent.metadata, slots, tuple(self._runs), self.item)
 
     def bases(self) -> list[int]:
-        """Returns for each bucket the index of the transfer whose bytes are stored, to which changes can be applied; 0
-        if there is none."""
+        """Returns, for each bucket, the index of the transfer whose bytes are stored, so that changes can be applied to
+        these bytes; 0 if there is none."""
         return [] if self._received is None else list(self._received.bases)
 
     @contextmanager
@@ -95,7 +95,8 @@ class DirectReceiver:
         separate memory.
 
         Processes that have opened host memory can use it after the block; GPU memory is reused for the next bucket.
-        Raises LinkError naming the trainer ranks whose bytes did not arrive in time, or if this receiver is closed."""
+        Raises LinkError if bytes do not arrive in time, naming the trainer ranks that should have sent them, or if this
+        receiver is closed."""
         transfer, bucket = in_flight(packed)
         with self._opened() as slots:
             first = slots[0]

@@ -16,8 +16,8 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the log-prob of one token per row, fp32 [rows], as in `log_softmax` but without the log-probs of all
-    other tokens. `logits`: as in `log_softmax`; `tokens`: token ids [rows]."""
+    """Returns the log-prob of one token per row, fp32 [rows]: the value that `log_softmax` gives, without computing
+    those of all other tokens. `logits`: as in `log_softmax`; `tokens`: token ids [rows]."""
     return _TokenLogprobs.apply(logits, tokens)
 
 

@@ -15,8 +15,8 @@ from slimx.extras.exact.operations.forward.elementary import sine_and_cosine
 
 
 def rope_table(frequencies: torch.Tensor, positions: int, factor: float = 1.0) -> torch.Tensor:
-    """Computes the fp32 table [positions, 2 f] of `factor` times the cosines, then the sines, of position * frequency.
-    `factor`: YaRN's magnitude.
+    """Computes the fp32 table [positions, 2 f] of the cosines, then the sines, of position * frequency, all times
+    `factor`. `factor`: YaRN's magnitude.
 
     `frequencies` [f]: radians per position. The table is computed in fp64 in a fixed order of operations and rounded
     once, so it is bitwise equal on every machine.
@@ -84,9 +84,9 @@ class Llama3:
 
     factor: float
     low: float
-    """Wavelengths above `original / low` positions are multiplied by `factor`."""
+    """Llama 3.1's `low_freq_factor`: wavelengths above `original / low` positions are multiplied by `factor`."""
     high: float
-    """Wavelengths below `original / high` positions are unchanged."""
+    """Llama 3.1's `high_freq_factor`: wavelengths below `original / high` positions are unchanged."""
     original: int
     """Context length for which the model was trained before the extension."""
 

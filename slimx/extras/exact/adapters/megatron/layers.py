@@ -71,7 +71,7 @@ replaced or checked."""
 
 
 def install(block: Any, *, leaves: int, rotary: exact.Rotary) -> None:
-    """Replaces the modules in the decoder's spec `block`, a TransformerBlockSubmodules, by those of exact mode.
+    """Replaces the modules in the decoder's spec `block`, a TransformerBlockSubmodules, with those of exact mode.
 
     `leaves`: number of equal parts (leaves) into which each row-parallel sum is cut. `rotary`: the model's rotary
     embedding, which core attention applies itself. Raises SlimxError if the spec contains a module without a

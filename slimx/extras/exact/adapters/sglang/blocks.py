@@ -45,8 +45,8 @@ class BlockOperations:
         return targets
 
     def experts(self, method: Any, layer: Any, dispatch_output: Any) -> Any:
-        """Computes experts by calling SGLang's function for unquantized experts on the CPU, which is itself replaced by
-        exact mode."""
+        """Computes the output of a layer's experts by calling SGLang's CPU function for unquantized experts, which
+        exact mode has replaced with its own."""
         from sglang.srt.layers.moe import fused_moe_native
         from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
@@ -67,7 +67,7 @@ def quantized_otherwise(module: Any) -> str | None:
     """Returns a description, for an error message, of why exact mode does not support the weights of a linear layer or
     of experts; None if exact mode supports them.
 
-    Supported are unquantized weights, and e4m3 codes with one fp32 scale per block in host memory.
+    It supports unquantized weights, and e4m3 codes with one fp32 scale per block in host memory.
     """
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod

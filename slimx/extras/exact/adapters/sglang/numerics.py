@@ -45,8 +45,9 @@ def open_choices() -> None:
 
 
 def register(registry: Any, kinds: Any, leaves: int) -> None:
-    """Registers exact mode's operations with SGLang's HookRegistry, and its attention backend. `kinds`: SGLang's
-    HookType; `leaves`: number of equal parts (leaves) into which each row-parallel sum is cut."""
+    """Registers exact mode's operations and its attention backend with SGLang, the operations through the HookRegistry
+    `registry`. `kinds`: SGLang's HookType; `leaves`: number of equal parts (leaves) into which each row-parallel sum is
+    cut."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     server = ExactServer(leaves)

@@ -126,8 +126,8 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 
 def sine_and_cosine(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes sine and cosine of fp64 angles up to 2^20 within 1e-15, only by additions and products, independently of
-    any library.
+    """Computes sine and cosine of fp64 angles up to 2^20 within 1e-15, using only additions and multiplications,
+    independently of any library.
 
     Reduces angles modulo pi / 2, given in three parts (Cody and Waite), then sums Taylor series to fp64 precision.
     """

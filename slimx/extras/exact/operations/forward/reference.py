@@ -139,9 +139,9 @@ def log_normalizer(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[tor
 
 
 def combine(outputs: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
-    """Computes each token's weighted sum of expert outputs in fp32, in order, and rounds it to outputs' dtype, [T,
-    hidden]. `outputs` [T, k, hidden], `weights` [T, k] fp32; `shared` [T, hidden]: output of the shared experts, added
-    last."""
+    """Computes each token's weighted sum of expert outputs in fp32, in the order of the k experts, and rounds it to the
+    dtype of `outputs`, [T, hidden]. `outputs` [T, k, hidden], `weights` [T, k] fp32; `shared` [T, hidden]: output of
+    the shared experts, added last."""
     total = outputs[:, 0].float() * weights[:, 0, None]
     for choice in range(1, outputs.shape[1]):
         total = total + outputs[:, choice].float() * weights[:, choice, None]
