@@ -254,12 +254,7 @@ class RankReceiver:
         """Closes the open, verified publication `version`, which is this rank's version from now on."""
         publication = self.open
         if publication is None or publication.manifest.version != version:
-            raise SlimxError(
-                f"version {version} cannot be committed, because {self._open_text()}; begin and commit the same "
-                "publication",
-                code="receiver.not_open",
-                about=f"version {version}",
-            )
+            raise self._not_open(f"version {version}", "committed")
         if not publication.verified:
             raise SlimxError(
                 f"{publication.manifest} is not completely loaded and verified; load and verify it before the commit",
@@ -361,18 +356,14 @@ class RankReceiver:
     def _check_open(self, policy: str, version: int, epoch: int) -> OpenPublication:
         """Returns the open publication. Raises SlimxError if its policy, version or membership epoch differs."""
         if self.open is None or self.open.key != (policy, version, epoch):
-            raise SlimxError(
-                f"a bucket of version {version} of {policy}, epoch {epoch}, cannot be received, because "
-                f"{self._open_text()}; begin its publication first",
-                code="receiver.not_open",
-                about=f"version {version}",
-            )
+            raise self._not_open(f"version {version}", f"received for {policy} in epoch {epoch}")
         return self.open
 
-    def _open_text(self) -> str:
-        if self.open is None:
-            return "no publication is open"
-        return f"{self.open.manifest} is open"
+    def _not_open(self, version: str, request: str) -> SlimxError:
+        """Returns the error for a `request` to this rank about a `version` whose publication is not open."""
+        current = "no publication" if self.open is None else self.open.manifest
+        message = f"{version} cannot be {request}, because {current} is open; begin its publication first"
+        return SlimxError(message, code="receiver.not_open", about=version)
 
     def _counted(self, ready: dict[str, Staged]) -> Iterator[tuple[str, torch.Tensor]]:
         for count, (name, staged) in enumerate(ready.items()):
