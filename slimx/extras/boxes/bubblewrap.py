@@ -40,7 +40,7 @@ class BubblewrapBox(Box):
 
         `host_usr`: True to mount this machine's /usr, for roots without programs. `base`: parent directory of the root;
         None for the temporary directory. `image_mib`: maximum size of the initial root in MiB. Raises SlimxError if a
-        program of the sandbox is not installed, BoxRefusal for an unusable source.
+        program that the sandbox needs is not installed, BoxRefusal for an unusable source.
         """
         super().__init__(limits)
         self._enclosure = Enclosure(self.limits)

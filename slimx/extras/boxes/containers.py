@@ -36,8 +36,8 @@ those of the runtime while it starts the program."""
 NPROC = 16_384
 """Maximum number of processes of a user over all sandboxes, if this process cannot raise limits."""
 STOP_TRIES = 3
-"""Number of attempts to stop a container, because on a busy machine podman gives up before the kernel has killed all
-processes."""
+"""Number of attempts to stop a container. One may not be enough: on a busy machine, podman gives up before the kernel
+has killed all processes."""
 COPY_SECONDS = 60.0
 """Time limit in seconds of a program that writes or reads one file."""
 _LAYER = "{{with .GraphDriver}}{{with .Data}}{{with .UpperDir}}{{.}}{{end}}{{end}}{{end}}"
@@ -274,9 +274,11 @@ class ContainerBox(Box):
         self._engine.call("stop", "--time", "0", name)
 
     def _used(self, group: memory_group.MemoryGroup | None, most: float = math.inf) -> int:
-        """Returns the bytes that the container has added to its image, including deleted files that are still open.
+        """Returns the number of bytes that the container has added to its image, including deleted files that are still
+        open.
 
-        `group`: memory group whose processes may have deleted files open. Stops counting above `most`.
+        `group`: memory group whose processes may have deleted files open. Stops counting once the number exceeds
+        `most`.
         """
         deleted = 0
         if group is not None:

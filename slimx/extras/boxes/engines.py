@@ -139,7 +139,7 @@ class ContainerEngine:
     def sweep(self) -> int:
         """Removes containers and images whose owners have died, and returns how many it removed.
 
-        Keeps those of other machines and process namespaces, whose owners this process cannot see.
+        Keeps those that belong to other machines or process namespaces, whose processes this process cannot see.
         """
         removed = 0
         for kind, listing in (("container", ("ps", "--all")), ("image", ("images",))):
@@ -161,7 +161,7 @@ def owner() -> str:
 
 
 def has_died(label: str) -> bool:
-    """Returns True if `label` identifies a process of this machine that has ended."""
+    """Returns True if `label` identifies a process on this machine that has ended."""
     namespace, _, process = label.partition("/")
     pid, _, started = process.partition("/")
     return namespace == _pid_namespace() and pid.isdecimal() and _started(int(pid)) != started

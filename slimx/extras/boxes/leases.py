@@ -25,13 +25,13 @@ PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 @dataclass(slots=True)
 class Lease:
-    """The lease of one sandbox, which exists or is being created for a client."""
+    """A client's claim on one sandbox, which exists or is being created."""
 
     made: asyncio.Future[Box]
     until: float
     """Time at which the lease expires, by `time.monotonic`."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Lock that serializes the calls of a sandbox, so that a client occupies at most one thread per sandbox."""
+    """Lock that serializes the calls to a sandbox, so that a client occupies at most one thread per sandbox."""
     runs: dict[str, LeasedRun] = field(default_factory=dict)
     """The program that was started last, under the name that the client chose for it; earlier programs have been
     removed."""
@@ -47,7 +47,7 @@ class LeasedRun:
 
 
 class Boxes:
-    """All sandboxes of a server. Its methods run on the event loop; blocking calls of sandboxes run in threads."""
+    """All sandboxes of a server. Its methods run on the event loop; blocking calls to sandboxes run in threads."""
 
     def __init__(self, make: Callable[[str | Path, Limits], Box], *, most: int, lease_s: float):
         """Starts without sandboxes.
@@ -87,7 +87,7 @@ class Boxes:
         return lease
 
     async def call[T](self, lease: Lease, work: Callable[[Box], T]) -> T:
-        """Runs `work` with the sandbox in a thread, after earlier calls of the same sandbox, and returns its result."""
+        """Runs `work` with the sandbox in a thread, after earlier calls to the same sandbox, and returns its result."""
         box = await asyncio.shield(lease.made)
         async with lease.turn:
             self.renew(lease)
@@ -150,7 +150,7 @@ class Boxes:
         lease.made.set_result(box)
 
     def _ending(self, name: str, lease: Lease) -> asyncio.Task[None]:
-        """Starts to remove a sandbox, unless its removal has already started, and returns the task that removes it."""
+        """Starts removing a sandbox, unless its removal has already started, and returns the task that removes it."""
         if lease.ending is None:
             lease.ending = self._task(self._end(name, lease))
         return lease.ending
@@ -227,7 +227,7 @@ class Images:
 
 
 def limits_within(requested: Mapping[str, Any], maximum: Limits) -> Limits:
-    """Returns `maximum` with the limits that a client requests.
+    """Returns a copy of `maximum` in which the limits that a client requests replace the server's.
 
     Raises ValueError if a name or value is not valid for a limit, or exceeds the server's maximum.
     """

@@ -57,7 +57,7 @@ class Box(ABC):
 
     @contextmanager
     def _living(self) -> Iterator[None]:
-        """Waits for earlier calls of the sandbox's methods, and makes other calls wait until the end of the block.
+        """Waits for earlier calls to the sandbox's methods, and makes other calls wait until the end of the block.
         Raises BoxRefusal after `end`."""
         with self._turn:
             if self._closing.is_set():
@@ -144,7 +144,7 @@ def not_plain(path: str, reason: str) -> BoxRefusal:
 
 
 def too_large(path: str, size: str, most: int) -> BoxRefusal:
-    """Returns the error for a file of more than `most` bytes. `size`: text that describes the file's size."""
+    """Returns the error for a file of more than `most` bytes. `size`: string that describes the size of the file."""
     return BoxRefusal(
         f"{path} in the sandbox has {size} bytes, but at most {most} are allowed; make it smaller",
         code="large",

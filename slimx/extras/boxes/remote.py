@@ -35,19 +35,20 @@ from slimx.json_types import Json
 
 PROTOCOL = 1
 CONNECT_S = 10.0
-"""Maximum seconds to connect to the server."""
+"""Maximum time in seconds for connecting to the server."""
 ANSWER_S = 60.0
-"""Maximum seconds without progress of a request or a response."""
+"""Seconds without progress after which a request or a response times out."""
 MAKE_S = 600.0
-"""Maximum seconds without progress of a request that makes the server copy a root."""
+"""Seconds without progress after which a request that makes the server copy a root times out."""
 SEND_S = 1800.0
-"""Maximum seconds without progress of an upload, including the wait for other uploads to finish."""
+"""Seconds without progress after which an upload times out, including the wait for other uploads to finish."""
 SEND_TRIES = 3
-"""Maximum number of uploads of one archive."""
+"""Maximum number of times that an archive is uploaded for one sandbox: the server may remove it again to make room for
+other uploads."""
 END_S = 600.0
 """Seconds that the server may take in addition to a program's time limit, to start it and to kill its processes."""
 POLL_S = 1.0
-"""Seconds that one poll for the end of a program waits on the server."""
+"""Maximum time in seconds for which the server holds a poll for the end of a program before it responds."""
 MAX_FILE = 64 * MIB
 """Maximum size of a file that is read or written, in bytes."""
 MAX_JSON = 16 * MIB
@@ -78,9 +79,9 @@ class RemoteServer:
     ) -> HttpResponse:
         """Sends a request and returns the response, with up to `most` bytes of content.
 
-        `path`: path after /v1/. `seconds`: maximum seconds without progress. `retry`: True to retry if the response was
-        lost. `to`: file to which the content is written; None to return it in the response. Raises BoxLost if there is
-        no response, BoxRefusal if the server refuses the request.
+        `path`: path after /v1/. `seconds`: seconds without progress after which it times out. `retry`: True to retry if
+        the response was lost. `to`: file to which the content is written; None to return it in the response. Raises
+        BoxLost if there is no response, BoxRefusal if the server refuses the request.
         """
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         until = time.monotonic()
@@ -115,7 +116,7 @@ class RemoteServer:
             return response
 
     def check(self) -> None:
-        """Raises BoxLost or BoxRefusal if the server is down, has another protocol version, or refuses the token."""
+        """Raises BoxLost if the server is down or has another protocol version, BoxRefusal if it refuses the token."""
         response = self.request("GET", "", retry=False)
         try:
             version = json.loads(response.content)["protocol"]
@@ -159,7 +160,8 @@ class RemoteServer:
 
 
 class RemoteBox(Box):
-    """A `Box` on a server, which starts from an image of the server, or from a copy of a path on this machine."""
+    """A `Box` on a server. The box starts from an image that the server has, or from a copy of a path on this
+    machine."""
 
     def __init__(
         self,
@@ -236,7 +238,8 @@ class RemoteBox(Box):
             self._server.request("DELETE", self._path)
 
     def _begin(self, name: str, archive: IO[bytes] | None, patience: float) -> float:
-        """Requests the sandbox until the server has a free one, and returns the duration of its lease in seconds.
+        """Requests a sandbox repeatedly until the server has a free one, and returns the duration of its lease in
+        seconds.
 
         `name`: name of the image. `archive`: archive to upload if the server does not have the image.
         """

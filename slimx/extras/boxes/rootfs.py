@@ -95,8 +95,8 @@ def no_source(source: Path) -> BoxRefusal:
 
 
 def add_links(root: Path) -> None:
-    """Adds the symbolic links bin, lib and lib64 to usr/bin, usr/lib and usr/lib64, as far as this machine has them and
-    the root has no entries of these names."""
+    """Creates in `root` the symbolic links bin, lib and lib64, which point to usr/bin, usr/lib and usr/lib64. A link is
+    omitted if this machine does not have it or the root already has an entry of that name."""
     for name in ("bin", "lib", "lib64"):
         if os.path.islink(f"/{name}") and not os.path.lexists(root / name):
             os.symlink(f"usr/{name}", root / name)
@@ -125,10 +125,12 @@ def copy(source: Path, to: Path) -> None:
 
 
 def used(path: Path, outermost: int | None = None, *, most: float = math.inf) -> int:
-    """Returns the bytes that a tree occupies, including `ENTRY` bytes per entry and deleted files that are still open.
+    """Returns the number of bytes that a tree occupies, including `ENTRY` bytes per entry and deleted files that are
+    still open.
 
-    `outermost`: process whose descendants may have deleted files open. Stops counting above `most`, because a program
-    may add entries faster than they are counted. Returns 2^62 for a tree that cannot be read completely.
+    `outermost`: process whose descendants may have deleted files open. Stops counting once the number exceeds `most`,
+    because a program may add entries faster than they are counted. Returns 2^62 for a tree that cannot be read
+    completely.
     """
     total = 0
     waiting = [os.fspath(path)]
@@ -160,8 +162,8 @@ def _deleted(path: Path, outermost: int) -> int:
 
 
 def deleted(processes: Iterable[int], device: int | None = None) -> int:
-    """Returns the bytes of deleted files that `processes` have open. `device`: if given, only files on this device are
-    counted."""
+    """Returns the total size, in bytes, of deleted files that `processes` have open. `device`: if given, only files on
+    this device are counted."""
     sizes: dict[tuple[int, int], int] = {}
     for pid in processes:
         with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as descriptors:
@@ -199,7 +201,8 @@ def scratch(base: Path) -> Iterator[Root]:
 
 @contextlib.contextmanager
 def unpacked(to: Path) -> Iterator[Path]:
-    """Yields a path for a tar archive, which is unpacked to the new directory `to` after the block."""
+    """Yields a path at which the block must write a tar archive; after the block, the archive is unpacked to the new
+    directory `to`."""
     with scratch(to.parent) as root:
         archive = root.holder / "root.tar"
         yield archive
@@ -209,7 +212,8 @@ def unpacked(to: Path) -> Iterator[Path]:
 
 
 def unpack(archive: Path, to: Path, most: int) -> None:
-    """Unpacks a tar archive, possibly compressed, of up to `most` bytes. Raises BoxRefusal for an unusable archive."""
+    """Unpacks a tar archive, possibly compressed, whose content takes up to `most` bytes when unpacked. Raises
+    BoxRefusal for an unusable archive."""
     total = 0
 
     def checked(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
@@ -248,7 +252,7 @@ def pack(
     """Writes a directory as a tar archive of up to `most` bytes.
 
     Holes of sparse files count, because the archive stores them as zeros. `change`: function that edits each member.
-    Raises BoxRefusal before it writes the file that exceeds the limit.
+    Raises BoxRefusal before writing a file that would make the archive exceed the limit.
     """
     total = 0
 
@@ -272,8 +276,8 @@ def too_large(source: Path, most: int) -> BoxRefusal:
 
 
 def _remove(holder: Path) -> None:
-    """Removes a directory with the program rm, which walks by descriptors and so is safe at any depth and against
-    links."""
+    """Removes a directory with the program rm, which walks by descriptors and so is safe against links and works at any
+    depth."""
     if os.geteuid() != 0:
         _call("chmod", "-R", "u+rwX", "--", str(holder))
     _call("rm", "-rf", "--one-file-system", "--", str(holder))

@@ -52,7 +52,7 @@ from slimx.runtime.ports import address
 MAX_BODY = 2 * MIB
 """Maximum size of a request body that is not a file or an archive, in bytes."""
 MAX_WAIT = 30.0
-"""Maximum seconds that a poll for the end of a program waits."""
+"""Maximum time in seconds for which a poll waits for a program to end."""
 BODY_S = 60.0
 """Deadline in seconds for receiving a request body."""
 UPLOAD_S = 600.0

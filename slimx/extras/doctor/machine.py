@@ -30,14 +30,14 @@ STAND_INS = ("sgl_kernel", "torchvision")
 may not import that module; a test compares the two."""
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "slimx.adapters.sglang.plugin:register"
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
-"""FlashAttention's distributions, copied from `slimx.trainer.device.backends`, which imports pydantic."""
+"""FlashAttention's distributions. Copied from `slimx.trainer.device.backends`, because that module imports pydantic,
+which may be missing here."""
 IMPORT_S = 120
 """Seconds within which the import of a package must finish."""
 MEMORY_GIB = 4.0
 """GiB of memory that the quickstart needs; 3.2 GiB were measured."""
 SHM_MIB = 256.0
 """Size in MiB of the smallest object store that slimx requests from Ray."""
-
 
 Say = Callable[[str, str | None], None]
 """Function that prints a line of text in a style of the library rich (second argument; None: no style)."""
@@ -217,8 +217,7 @@ def adapters() -> Iterator[Finding]:
 
 
 def kernels() -> Iterator[Finding]:
-    """Yields findings about the CPU libraries built from csrc/, for weights and for exact mode, and the instruction
-    sets that they use on this machine."""
+    """Yields findings about the CPU libraries built from csrc/ and the instruction sets that they use here."""
     for name, module in (
         ("libslimx_cpu.so", "slimx.reshard.kernels.cpu"),
         ("libslimx_exact.so", "slimx.extras.exact.ordered.kernel"),
@@ -238,7 +237,7 @@ def kernels() -> Iterator[Finding]:
 
 
 def toolchain() -> Iterator[Finding]:
-    """Yields findings about compilers of kernels that are built during a run, and about GPU packages that need them."""
+    """Yields findings about compilers for kernels that are built during a run, and about optional GPU packages."""
     cuda = _cuda()
     home = cuda_home(os.environ)
     header = python_header()
@@ -280,8 +279,8 @@ def toolchain() -> Iterator[Finding]:
 
 
 def _cubins(environment: Mapping[str, str], blackwell: bool) -> Iterator[Finding]:
-    """Yields a finding about precompiled attention kernels (cubins) of flashinfer 0.7.2 for Blackwell GPUs. flashinfer
-    would otherwise download them at a first start."""
+    """Yields a finding about the precompiled attention kernels (cubins) of flashinfer 0.7.2 for Blackwell GPUs.
+    flashinfer downloads missing ones when it first needs them."""
     needed = _version("flashinfer-python")
     if needed is None:
         return
@@ -389,7 +388,8 @@ def _version(name: str) -> str | None:
 
 
 def lock_of() -> tuple[str, dict[str, str]]:
-    """Returns name and package versions of the lock file that `make venv` installed here; no versions elsewhere."""
+    """Returns the name and the package versions of the lock file from which `make venv` installed this environment; an
+    empty name and no versions if it was installed in another way."""
     for file in sorted((ROOT / "requirements").glob("*.txt")):
         if Path(sys.prefix, f".installed-{file.stem}").exists():
             return file.name, dict(re.findall(r"^([\w.-]+)==(\S+)", file.read_text(), re.MULTILINE))

@@ -28,8 +28,8 @@ IBGDA = {"NVreg_EnableStreamMemOPs=1": r"^EnableStreamMemOPs: 1$", "PeerMappingO
 (docs.nvidia.com/nvshmem, installation guide), with a pattern of the driver's output if the option is set."""
 XID_LINE = re.compile(r"NVRM: Xid \((PCI:[^)]+)\): (\d+)")
 RECENT_S = 3600.0
-"""Maximum age in seconds of an error in the kernel's log that is reported, because a node keeps its log after a
-repair."""
+"""Maximum age in seconds at which an error in the kernel's log is reported. The log outlives repairs, so the cause of
+an older error may have been repaired."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def _kernel_errors(places: Places) -> Iterator[str]:
 
 
 def _lines(kernel_log: Path) -> Iterator[str]:
-    """Yields the records of `kernel_log`, /dev/kmsg or a file like it, without waiting for new records. Each read of
+    """Yields the records of `kernel_log` (/dev/kmsg or a file like it) without waiting for new records. Each read of
     /dev/kmsg returns one record."""
     try:
         file = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK)

@@ -74,9 +74,9 @@ class TrainerMemory(Record):
     moved: int
     """Bytes of activations that are copied to the host and back in an update."""
     parts: dict[str, int]
-    """Bytes of activations that would be saved by recomputing a single module, by its name in
-    trainer.recompute.modules, or by offloading it (`offload NAME`), if nothing else is recomputed or offloaded. Modules
-    whose offloading is forbidden by a rule are omitted."""
+    """Bytes of activations that would be saved if a single module were recomputed (key: its name in
+    trainer.recompute.modules) or offloaded (key: `offload NAME`), and nothing else were recomputed or offloaded.
+    Modules whose offloading is forbidden by a rule are omitted."""
 
     @property
     def host(self) -> int:
@@ -139,9 +139,9 @@ class ColocatedMemory(Record):
 
     memory: int
     training: int
-    """Bytes in the training phase: peak of the trainer rank, and what the sleeping engine keeps."""
+    """Bytes in the training phase: the trainer rank's peak plus what the sleeping engine keeps."""
     generating: int
-    """Bytes in the generation phase: peak of the engine rank, and what the trainer still uses."""
+    """Bytes in the generation phase: the engine rank's peak plus what the trainer still uses."""
     publishing: int
     """Bytes in the publication phase: weights of trainer and engine, and staged weights."""
     engine_asleep: int
@@ -210,5 +210,5 @@ class DiskBytes(Record):
 
     @property
     def nbytes(self) -> int:
-        """Sum of checkpoints, exports and rollouts in bytes."""
+        """Total size of checkpoints, exports and rollouts, in bytes."""
         return self.checkpoint * self.checkpoints + self.export * self.exports + self.rollouts

@@ -148,7 +148,7 @@ class PublicationFigures(Record):
     on_gpus: bool
     """True if buckets are in GPU memory instead of host memory."""
     publisher_bytes: int
-    """Bytes of memory for buckets: host memory on trainer rank 0, or with cuda_ipc GPU memory on each trainer rank.
+    """Bytes of memory for buckets: host memory on trainer rank 0 or, with cuda_ipc, GPU memory on each trainer rank.
     With nixl, send buffers in host or GPU memory on the trainer rank that needs the most."""
     merging_bytes: int = 0
     """With trainer.lora, bytes of memory for merging the weights of one bucket on the trainer rank that needs the
@@ -180,11 +180,11 @@ class LinkBytes(Record):
     busiest: int
     """Bytes sent or received by the GPU (or node) that transfers the most."""
     seconds: float | None
-    """Predicted seconds: `busiest` divided by the link's rate; null if the rate is unknown."""
+    """Predicted time in seconds: `busiest` divided by the link's rate; null if the rate is unknown."""
 
 
 class Prediction(Record):
-    """Predicted seconds of a publication on a cluster whose links were not measured."""
+    """Predicted duration, in seconds, of a publication on a cluster whose links were not measured."""
 
     links: str
     stages: Stages | None
@@ -210,7 +210,7 @@ class Suggestion(Record):
     margin: int
     """Bytes of GPU memory that are free on the fullest rank."""
     cost: float
-    """Seconds of an update that the cost model predicts; only for ranking."""
+    """Duration of an update in seconds, as predicted by the cost model; meaningful only for ranking layouts."""
     recomputed: float
     """FLOPs of recomputation as a fraction of the FLOPs of an update without recomputation."""
     why: str
@@ -220,7 +220,7 @@ class Searched(Record):
     """Extent of a search for layouts: how many were considered, and whether all possible ones were."""
 
     layouts: int
-    """Number of splits that the model's layers and experts allow, with up to 64 times the number of ranks."""
+    """Number of splits that the model's layers and experts allow on up to 64 times as many ranks as configured."""
     tried: int
     """Number of layouts whose memory was computed; the others were excluded by cheaper checks."""
     complete: bool
@@ -239,7 +239,7 @@ class EngineSuggestion(Record):
     nodes: int
     """Number of machines that one server spans."""
     weights: int
-    """Bytes of weights on one rank of the servers."""
+    """Bytes of weights on the fullest rank of a server."""
     concurrency: int
     """Number of rollouts of the maximum length that fit in all servers of the group at the same time."""
 
@@ -312,8 +312,8 @@ class PlanReport(Record):
     """True if another layout of the trainer's ranks could remove a violation."""
     warnings: tuple[str, ...] = ()
     nearest: Suggestion | None = None
-    """Layout that fits cluster.gpu and differs least from the configured one, which is searched for if the configured
-    one is refused; null if there was no search or if no layout fits."""
+    """Layout that fits cluster.gpu and differs least from the configured one. It is searched for only if the configured
+    one is refused; null if there was no search or no layout fits."""
     searched: Searched | None = None
     """Extent of the search for layouts; null if there was no search."""
     suggestions: tuple[Suggestion, ...] = ()
@@ -328,6 +328,6 @@ class PlanReport(Record):
 
     @property
     def complete(self) -> bool:
-        """True if everything could be computed, so that only limits of memory and machine can be violated."""
+        """True if everything in the report could be computed, except the publication of a run that lacks nodes."""
         published = self.publication is not None or not self.engines
         return self.rank_map is not None and (published or self.nodes_lacking > 0)

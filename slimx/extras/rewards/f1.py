@@ -33,5 +33,5 @@ def f1(text: str, answer: str) -> float:
 
 
 def words(text: str) -> list[str]:
-    """Returns the words of a text in lower case, without punctuation and articles."""
+    """Returns the words of a string in lower case, without punctuation or articles."""
     return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split()

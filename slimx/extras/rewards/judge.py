@@ -44,7 +44,7 @@ async def reward(
     `url`: base URL of the server; or `engine`: name of a frozen group of rollout.engines. `model`: model name in the
     request. `template`: prompt of the judge; it may contain {question}, {answer} (the prompt's answer) and {text} (the
     final answer of the response). `max_tokens`: maximum length of the judge's response. `timeout`: seconds per request;
-    `retries`: maximum number of retries. Raises SlimxError for a verdict without a number, and if the server does not
+    `retries`: maximum number of retries. Raises SlimxError for a verdict without a number, or if the server does not
     respond."""
     headers = None
     if url is None:
@@ -96,7 +96,7 @@ async def score(
     group is called at /v1/embeddings, the only path that its router forwards; SGLang returns the same number there. The
     whole trajectory is sent as text, decoded by the policy's tokenizer; with `ids` it is sent as token ids, for a
     reward model with the policy's vocabulary. `timeout`: seconds per request; `retries`: maximum number of retries.
-    Raises SlimxError if the response is not a single number, and if the server does not respond."""
+    Raises SlimxError if the response is not a single number, or if the server does not respond."""
     tokens = trajectory.token_ids.tolist()
     content = tokens if ids else ctx.tokenizer.decode(tokens, skip_special_tokens=False)
     headers = None

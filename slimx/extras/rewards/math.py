@@ -23,8 +23,8 @@ SECONDS = 5
 DEEPEST = 100
 """Maximum nesting depth of brackets in a response; with thousands of levels, parsing takes minutes."""
 ANSWER_SECONDS = 60
-"""CPU seconds for parsing a prompt's answer. The first call in a process builds the library's grammar, which takes
-longer than `SECONDS`, and a timeout would reject the prompt."""
+"""Maximum CPU seconds for parsing a prompt's answer. The first call in a process builds math-verify's grammar, which
+takes longer than `SECONDS`, and a timeout would reject the prompt."""
 
 
 @needs_process
@@ -55,8 +55,9 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
 
 @cache
 def _gold(answer: str) -> tuple[Any, ...]:
-    """Returns the values that the prompt's answer may mean. An expression is put between dollar signs, because outside
-    of them the library looks only for numbers, and finds 2 in `2\\pi`. In a text with words, only its numbers count."""
+    r"""Returns the values that the prompt's answer may mean. An expression is put between dollar signs, because outside
+    dollar signs math-verify looks only for numbers, and finds 2 in `2\pi`. In an answer that contains words, only its
+    numbers count."""
     answer = latex(answer)
     boxed = last_boxes(answer, boxes(answer))
     if boxed:

@@ -16,7 +16,7 @@ async def reward(
     number, `{"reward": number}`, or an object of numbers whose sum is the reward.
 
     `prompt` in the request is a list of messages or of token ids. `timeout`: seconds per request; `retries`: maximum
-    number of retries. Raises SlimxError for any other response, and if the service does not respond."""
+    number of retries. Raises SlimxError for any other response, or if the service does not respond."""
     prompt = ctx.prompt
     body: Json = {
         "id": trajectory.id,

@@ -72,15 +72,15 @@ async def in_thread[T](call: Callable[[threading.Event], T], *, waits: bool = Fa
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Returns the threads for programs on this machine, one per processor, because more programs at once would slow
-    each other down until they reach their time limit. There are at least 8 threads, because a program's wait for a
-    thread counts towards the deadline of the rollout's turn."""
+    """Returns the thread pool that runs programs on this machine, with one thread per processor, because more programs
+    at once would slow each other down until they reach their time limit. There are at least 8 threads, because a
+    program's wait for a thread counts towards the deadline of the rollout's turn."""
     return ThreadPoolExecutor(max(8, len(os.sched_getaffinity(0))), thread_name_prefix="slimx-sandbox")
 
 
 @cache
 def _waiting() -> ThreadPoolExecutor:
-    """Returns the threads that wait for programs in containers and on servers."""
+    """Returns the pool of threads that wait for programs in containers and on servers."""
     return ThreadPoolExecutor(WAITING, thread_name_prefix="slimx-boxes")
 
 
@@ -154,8 +154,8 @@ class Enclosure:
         `file_systems`: options of bubblewrap that mount the file systems. `group_mib`: memory limit of all processes
         together, if the machine supports it. `passed`: descriptors that bubblewrap inherits and reads. `stdin`: input
         of the program, as text or as a descriptor. `stdout`: descriptor for its output; None to return the output.
-        `stop`: event that stops the program when set. `disk_used`: function that returns the bytes on disk, given the
-        id of the outermost process.
+        `stop`: event that stops the program when set. `disk_used`: function that returns the number of bytes used on
+        disk, given the id of the outermost process.
 
         Raises NotStarted if the program did not start.
         """

@@ -132,8 +132,8 @@ def _group_paths(process: Path) -> dict[str, str]:
 
 
 def _mounted(process: Path) -> list[tuple[str, str, int]]:
-    """Returns the hierarchies with memory groups that a process sees: mount point, root within the hierarchy, and
-    version."""
+    """Returns the cgroup hierarchies that a process sees (of cgroup v1, only the one with the memory controller), each
+    as (mount point, root within the hierarchy, cgroup version)."""
     found = []
     for line in (process / "mountinfo").read_text().splitlines():
         # ID, parent, device, root, mount point, options, optional fields, "-", type, source, options of the file system
@@ -181,7 +181,7 @@ def _enables_memory(directory: Path) -> bool:
 def _delegated(directory: Path) -> bool:
     """Returns True if this user may create groups in `directory`.
 
-    root can write to every directory, so for root systemd must have marked it as delegated.
+    root can write to every directory, so if this user is root, systemd must have marked the directory as delegated.
     """
     if os.geteuid() != 0:
         return os.access(directory / "cgroup.procs", os.W_OK)

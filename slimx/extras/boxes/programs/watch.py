@@ -24,7 +24,7 @@ Ended = Literal["exit", "time", "memory", "disk", "output", "stop"]
 LOOK_S = 0.05
 """Interval in seconds at which the memory of all processes together is checked."""
 STOP_S = 5.0
-"""Maximum seconds to wait until a process is suspended, or exits after its child."""
+"""Maximum time in seconds to wait until a process is suspended, or exits after its child."""
 MIB = 2**20
 Whole = Annotated[int, Meta(gt=0)]
 
@@ -34,13 +34,13 @@ class Limits:
     """Limits of one program."""
 
     seconds: Annotated[float, Meta(gt=0)] = 10.0
-    """Wall-clock time in seconds."""
+    """Maximum wall-clock time in seconds."""
     memory_mib: Whole = 512
-    """Address space of each process, and memory of all processes together, in MiB."""
+    """Limit in MiB on the address space of each process, and on the memory of all processes together."""
     processes: Whole = 8
-    """Number of processes and threads in addition to the first one."""
+    """Maximum number of processes and threads in addition to the program's first process."""
     disk_mib: Whole = 16
-    """Size of all files that the program may write, in MiB: in memory for the /tmp of a `Sandbox`, on disk for a
+    """Maximum size of all files that the program writes, in MiB: in memory for the /tmp of a `Sandbox`, on disk for a
     `Box`."""
     output_kib: Whole = 64
     """Maximum size of stdout in KiB, and likewise of stderr."""
@@ -101,8 +101,8 @@ class SandboxWatch:
 
         `status_fd`: descriptor from which bubblewrap's status is read, if the process is bubblewrap. `group`: memory
         group for the processes. `go`: descriptor from which bubblewrap awaits a byte, sent once the processes belong to
-        `group`. `stop`: event that stops the program when set. `disk_used`: function that returns the bytes on disk,
-        given the process id.
+        `group`. `stop`: event that stops the program when set. `disk_used`: function that returns the number of bytes
+        used on disk, given the process id.
         """
         self.process = process
         self.limits = limits

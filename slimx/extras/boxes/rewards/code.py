@@ -51,7 +51,7 @@ async def reward(
 
     `all_or_nothing`: True to return 1.0 if all tests pass and otherwise 0.0. `seconds`, `memory_mib`, `processes`:
     limits of each test. A final answer without a program gets 0.0. Raises SlimxError for a prompt without tests or with
-    an invalid test, and if the sandbox cannot start.
+    an invalid test, or if the sandbox cannot start.
     """
     tests = ctx.prompt.metadata.get("tests")
     if not isinstance(tests, list) or not tests or not all(map(_is_test, tests)):

@@ -40,7 +40,7 @@ KNOWN = {
     **{name: f"collections:{name}" for name in ("Counter", "OrderedDict", "defaultdict", "deque")},
     "Decimal": "decimal:Decimal", "Fraction": "fractions:Fraction",
 }  # fmt: skip
-"""Modules and functions that tests use for comparisons under these names, often without an import."""
+"""Modules and functions that tests refer to by these names in comparisons, often without importing them."""
 
 
 class Unfit(BaseException):
@@ -48,7 +48,8 @@ class Unfit(BaseException):
 
 
 class ProgramError(Exception):
-    """An exception of the program whose type is neither built into Python nor among the program's public names."""
+    """An exception that the program raised and whose type is neither built into Python nor among the program's public
+    names."""
 
 
 class RemoteProgram:
@@ -80,8 +81,8 @@ class RemoteProgram:
         return values
 
     def request(self, method: str, target: RemoteObject, *args: object, **kwargs: object) -> Any:
-        """Calls a method of one of the program's objects, and applies the changes that the program made to arguments to
-        the originals in this process."""
+        """Calls a method of one of the program's objects. If the program changed arguments, applies the changes to the
+        originals in this process."""
         message = {
             "method": method,
             "on": target._index,
@@ -156,8 +157,8 @@ for _method in FORWARDED:
 
 
 def _change(local: Any, remote: Any) -> None:
-    """Applies the changes that the program made to its copy of an argument. `remote`: value of that copy after the
-    call."""
+    """Applies to an argument the changes that the program made to its copy of it. `remote`: value of that copy after
+    the call."""
     if type(local) is type(remote) and local != remote:
         if isinstance(local, list):
             local[:] = remote
@@ -170,8 +171,8 @@ def _scope(test: ast.Module, names: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of names that the test uses but does not define.
 
     For example, abs is Python's, and `np` in np.isclose(...) is NumPy, even if the program defines these names, because
-    otherwise the program could decide every comparison. The program's own abs is used only if no other name of the
-    program is used.
+    otherwise the program could decide every comparison. The program's abs is used only if no other name of the program
+    is used.
     """
     nodes = list(ast.walk(test))
     used = {node.id for node in nodes if isinstance(node, ast.Name)} & names.keys()

@@ -146,7 +146,7 @@ def _below(directory: Path | None) -> dict[str, Path]:
 
 
 def size_of_tests(task: Task) -> int:
-    """Returns an upper bound of the bytes that the tests take in the archive."""
+    """Returns an upper bound on the size of the tests in the archive, in bytes."""
     size = tarfile.RECORDSIZE
     for path, file in _below(task.tests.files).items():
         size += file.stat().st_size + 3 * tarfile.BLOCKSIZE + 2 * len(path.encode())
@@ -167,11 +167,11 @@ def _is_kept(path: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _leads_to_kept(member: tarfile.TarInfo, patterns: tuple[str, ...]) -> bool:
-    """Returns True for a link below which one of the patterns may match, because the pattern would then match files of
-    the link's target.
+    """Returns True for a link below which a pattern may match: through the link, the pattern would match files of the
+    link's target.
 
-    The * of fnmatch also matches /. A * at the start of a pattern is skipped: a path that it matches below the link
-    also matches below the target.
+    In fnmatch, * also matches /. A * at the start of a pattern is skipped: a path that it matches below the link also
+    matches below the target.
     """
     if not (member.issym() or member.islnk()):
         return False

@@ -50,7 +50,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     directory: Text = "/repo"
     """The model's working directory in the sandbox, on whose content the tests run."""
     root: Path | None = None
-    """Initial root of the sandbox, an archive or a directory. Without a root and an image, the root is empty."""
+    """Initial root of the sandbox, an archive or a directory. With neither a root nor an image, the root is empty."""
     image: Text | None = None
     """Image from which the sandbox starts, instead of a root."""
     files: Path | None = None

@@ -41,8 +41,8 @@ MAX_READ = 2**20
 COPY_S = 10.0
 """Seconds that a deadline must allow for copying files, in addition to waiting for a sandbox and running programs."""
 MOST = {"command": 100_000, "path": 2048}
-"""Maximum length of arguments in bytes. Linux allows 128 KiB per argument of a command; a path becomes part of a
-URL."""
+"""Maximum length in bytes of an argument, by its name. Linux allows 128 KiB per command argument; a path must also fit
+into a URL."""
 
 
 class Terminal:
@@ -89,8 +89,8 @@ class Terminal:
 
     @classmethod
     def needs_seconds(cls, prompts: Iterable[Prompt], **options: Any) -> tuple[float, float]:
-        """Returns the maximum seconds that `open` takes in normal operation, and those that `judge` takes for the
-        prompt whose tests have the highest time limit."""
+        """Returns two maximum times in seconds: that of `open` in normal operation, and that of `judge` for the prompt
+        whose tests have the highest time limit."""
         toolbox = cls(**options)
         patience = toolbox._options.patience if toolbox._options.backend == "remote" else 0.0
         tests = max((Task.of(prompt, toolbox._base).tests.seconds for prompt in prompts), default=0.0)
@@ -202,9 +202,9 @@ class Terminal:
             )
 
     def _try(self, task: Task) -> None:
-        """Raises SlimxError if a shell and tar do not run in the task's sandbox.
+        """Raises SlimxError unless both a shell and tar run in the task's sandbox.
 
-        The trial gets at least the time limit of the tests, because a busy machine is slow.
+        The trial may take at least as long as the tests, because a busy machine is slow.
         """
         box = self._begin(task, seconds=max(task.tests.seconds, self._options.limits.seconds))
         try:

@@ -110,7 +110,7 @@ TERMS = (
     Term("opsm_delta", None),
     Term("mask_stale_tokens", False),
 )
-"""Terms in the order of the configuration's keys. Keys that have no effect with an algorithm are refused by
+"""Loss terms, in the order of the configuration's keys. Keys that have no effect with an algorithm are refused by
 `slimx.config.sections.algorithm.NEEDS` and skipped here."""
 
 

@@ -22,12 +22,13 @@ from slimx.extras.token_level.value_loss import ValueInputs, value_loss
 
 PROMPTS = 6
 DRIFT = 0.4
-"""Standard deviation of the change of most log-probs between two versions of the weights."""
+"""Standard deviation of the change in log-probs between two versions of the weights, for most tokens."""
 GAP = 1e-3
-"""Standard deviation of the difference of most log-probs between trainer and engine with equal weights."""
+"""Standard deviation of the difference between the log-probs of trainer and engine with equal weights, for most
+tokens."""
 OUTLIER = 2.0
-"""Standard deviation of the difference between trainer and engine for the remaining log-probs, which stand for tokens
-that the two route to different experts."""
+"""Standard deviation of the difference between the log-probs of trainer and engine for the fraction `OUTLIERS` of
+tokens, which represent those that the two route to different experts."""
 OUTLIERS = 0.15
 """Fraction of tokens whose log-probs differ by `OUTLIER` instead of `GAP`. It is exaggerated, so that every sensible
 bound takes effect."""

@@ -2,8 +2,8 @@
 
 Every hook is loaded and its signature is checked. Then the generate and reward hooks run on the first prompt, with the
 run's tokenizer and the code that surrounds them in a run. A scripted server replaces the engines
-(`slimx.extras.doctor.hooks.scripted_server`). In three rollouts it returns the prompt's answer, another text, and
-another text that is cut off."""
+(`slimx.extras.doctor.hooks.scripted_server`). In three rollouts it returns the prompt's answer, a different
+response, and one that is cut off."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HookFindings:
 
     lines: list[str] = field(default_factory=list)
     problems: list[SlimxError] = field(default_factory=list)
-    """Errors because of which a run would fail or learn nothing."""
+    """Errors that would make a run fail or learn nothing."""
     notes: list[SlimxError] = field(default_factory=list)
 
     def problem(self, code: str, about: str, sentence: str) -> None:
@@ -51,8 +51,9 @@ class HookFindings:
 
 
 def examine_hooks(config: Config, texts: Sequence[str] = ()) -> HookFindings:
-    """Loads and tries the hooks of a run. Never raises SlimxError; errors are in `problems`. `texts`: responses of the
-    scripted server in one additional rollout, one per request; after the last one it returns the prompt's answer."""
+    """Loads and tries the hooks of a run. Never raises SlimxError; errors are in the result's `problems`. `texts`:
+    responses of the scripted server in one additional rollout, one per request; after the last one it returns the
+    prompt's answer."""
     findings = HookFindings()
     hooks = _load(config, findings)
     if findings.problems:

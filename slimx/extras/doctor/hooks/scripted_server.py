@@ -1,4 +1,4 @@
-"""A server that replaces engines when `slimx doctor --hooks` tries hooks: it returns scripted texts.
+"""A server that replaces engines when `slimx doctor --hooks` tries hooks: it returns scripted responses.
 
 It implements the part of SGLang's HTTP API that hooks use in a run, so that they run with the same client: /generate,
 streamed or not, with log-probs, versions, experts and top-p masks, and the chat, /classify and embeddings endpoints of

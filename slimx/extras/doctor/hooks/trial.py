@@ -25,7 +25,7 @@ from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome, PolicyClient
 from slimx.rollout.hook_loading import Hooks
 
 LIMIT_S = 60.0
-"""Maximum seconds for one rollout, and for one reward, if the run's deadlines are longer."""
+"""Maximum time in seconds for one rollout, and for one reward, if the run's deadlines are longer."""
 BEAT_S = 0.05
 STUCK_S = 20.0
 """Seconds for which a hook may block the event loop before the trial is ended."""

@@ -1,4 +1,4 @@
-"""The link model: predicts the seconds of a publication from the rates of links and the bytes of a compiled plan.
+"""The link model: predicts the duration of a publication from the rates of links and the bytes of a compiled plan.
 
 A stage takes (bytes of its busiest rank) / rate + calls x latency. Stages overlap as in the publisher
 (`slimx.reshard.publish`): bucket i + 1 is packed while bucket i is transferred and checked.
@@ -57,7 +57,7 @@ class Links:
     message: float
     """Latency of a message between ranks, in seconds."""
     control: float
-    """Seconds of one call to all trainer ranks or to all engines."""
+    """Duration of one call to all trainer ranks or to all engines, in seconds."""
     cores: int | None = None
     """Number of processor cores that all ranks share; None if each rank has its own device."""
     domain: int | None = None
@@ -70,8 +70,8 @@ def h100_infiniband() -> Links:
     Public figures: 3.35 TB/s of memory per GPU (NVIDIA's H100 data sheet), eight 400 Gb/s ConnectX-7 per node (DGX H100
     user guide, "Network Modules"). Measured on one H100 (docs/benchmarks.md): a copy reaches 2.83 TB/s (reads and
     writes together), packing with checksums reaches 87% of a copy's rate, and a kernel launch takes 20 us on the host.
-    Assumed: 90% of the link rate because of RDMA headers; checksums at 85% of a read; 20 us per message; 8 ms per call
-    to all ranks, as Ray and an SGLang server take on the CPU (docs/benchmarks.md: ten calls in 79 ms)."""
+    Assumed: 90% of the link rate because of RDMA headers; checksums at 85% of the 2.83 TB/s; 20 us per message; 8 ms
+    per call to all ranks, as Ray and an SGLang server take on the CPU (docs/benchmarks.md: ten calls in 79 ms)."""
     name = "H100, 8 x 400 Gb/s InfiniBand per node"
     return _cluster(name, memory=2.83e12, pack=0.87, link=0.9 * 400e9 / 8, message=20e-6)
 
@@ -110,15 +110,15 @@ class Traffic:
     """Bytes and messages of one publication to identical engines, by bucket and rank."""
 
     read: np.ndarray
-    """Bytes of parameters that each trainer rank reads, [buckets, sources]."""
+    """Bytes of parameters that each trainer rank reads for each bucket, [buckets, sources]."""
     sent: np.ndarray
-    """Bytes that each trainer rank sends to all engines, [buckets, sources]."""
+    """Bytes of each bucket that each trainer rank sends to all engines together, [buckets, sources]."""
     received: np.ndarray
-    """Bytes that each rank of one engine receives, [buckets, targets]."""
+    """Bytes of each bucket that each rank of one engine receives, [buckets, targets]."""
     sends: np.ndarray
-    """Messages that each trainer rank sends to all engines, [buckets, sources]."""
+    """Number of messages per bucket that each trainer rank sends to all engines together, [buckets, sources]."""
     receives: np.ndarray
-    """Messages that each rank of one engine receives, [buckets, targets]."""
+    """Number of messages per bucket that each rank of one engine receives, [buckets, targets]."""
     tensors: int
     """Maximum number of tensors that an engine rank receives."""
     engine_ranks: int
@@ -181,7 +181,7 @@ def _itemsize_read(plan: Plan) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Seconds of one publication, in total and by stage."""
+    """Duration of one publication in seconds, in total and by stage."""
 
     pack: float
     """Seconds for packing all buckets. Gathering, conversion and packing are one kernel call per rank and bucket."""
@@ -199,8 +199,8 @@ class Stages:
 
 
 def predict(traffic: Traffic, links: Links) -> Stages:
-    """Returns the seconds that `traffic` takes on `links`. Raises SlimxError if the links cannot connect all ranks of
-    the publication."""
+    """Returns the predicted duration of a publication with the traffic `traffic` on `links`, by stage. Raises
+    SlimxError if the links cannot connect all ranks of the publication."""
     if links.domain is not None and traffic.ranks > links.domain:
         raise SlimxError(
             f"the publication connects {traffic.ranks} ranks ({traffic.sources} of trainers, {traffic.engine_ranks} "
@@ -250,7 +250,7 @@ def _staged(pack: np.ndarray, transfer: np.ndarray, check: np.ndarray) -> float:
     """Returns the seconds until the last bucket has been checked. `pack` [buckets], `transfer` [buckets, links] and
     `check` [buckets]: seconds of each stage per bucket.
 
-    A link starts to transfer a bucket when the bucket is packed and the previous one has left the link. Packing of a
+    A link starts transferring a bucket when the bucket is packed and the previous one has left the link. Packing of a
     bucket starts when the previous bucket is packed and the one before that is checked."""
     packed = 0.0
     checked = 0.0
@@ -275,7 +275,7 @@ class LinkTrial:
     """Comparison of the link model with measured publications on one machine."""
 
     predicted: Sequence[float]
-    """Predicted seconds of each publication, from rates that were measured immediately before it."""
+    """Predicted duration of each publication in seconds, from rates that were measured immediately before it."""
     measured: Sequence[float]
 
     @property

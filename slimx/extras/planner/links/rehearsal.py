@@ -66,7 +66,7 @@ class EngineRank:
 
     def stage(self, path: str, size: int, tensors: Sequence[PackedTensor]) -> float:
         """Maps the bucket of `size` bytes in the shared memory at `path`, and verifies the checksums of its `tensors`.
-        Returns the seconds of mapping and verification."""
+        Returns the duration of the verification in seconds."""
         memory = open_memory(path, size)
         began = time.perf_counter()
         views: dict[str, torch.Tensor] = {}
@@ -251,7 +251,8 @@ def _hop() -> float:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limits kernels and copies of this process to one thread each within the block, as the link model assumes."""
+    """Limits this process's kernels and memory copies to one thread each within the block, as the link model
+    assumes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

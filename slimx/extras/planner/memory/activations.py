@@ -48,8 +48,8 @@ class Setting:
         return self.tokens / self.sizes.tensor
 
     def norm(self, elements: float) -> float:
-        """Returns the bytes that a norm of `elements` elements keeps: fp32 copies of input and output with torch's
-        kernels, otherwise only the input."""
+        """Returns the number of bytes that a norm of `elements` elements keeps: fp32 copies of input and output with
+        torch's kernels, otherwise only the input."""
         return elements * (2 * FP32 if self.kernels == "torch" else self.itemsize)
 
 
@@ -102,7 +102,8 @@ class LayerBytes:
 
     @property
     def mlp(self) -> float:
-        """Bytes of everything that is kept after the attention."""
+        """Bytes kept by the part of a layer that follows the attention: its norm, the router, and the MLP or the
+        experts."""
         kept = self.mlp_norm + self.mlp_input + self.router + self.dispatched + self.inner + self.activated
         return kept + self.shared
 
@@ -113,14 +114,15 @@ class LayerBytes:
 
     @property
     def work(self) -> float:
-        """Bytes of workspace of the layer's backward pass. When the attention's gradient is computed, activations after
-        the attention have already been freed."""
+        """Bytes of workspace that the layer's backward pass needs in addition to its activations. The activations after
+        the attention have been freed when the attention's gradient is computed, so the workspace for this gradient
+        counts only as far as it exceeds them."""
         return max(self.mlp_work, self.core_work - self.mlp) + self.gathered
 
 
 def layer_bytes(model: dict[str, Any], setting: Setting, parts: LayerParts, kind: LayerKind) -> LayerBytes:
-    """Returns the bytes that a layer keeps for the backward pass. `parts`: its mixer (attention or recurrent) and its
-    MLP (dense or experts). `model`: fields of megatron-core's TransformerConfig."""
+    """Returns the sizes in bytes of the tensors that a layer keeps for the backward pass. `parts`: its mixer (attention
+    or recurrent) and its MLP (dense or experts). `model`: fields of megatron-core's TransformerConfig."""
     hidden = setting.share * model["hidden_size"]
     nbytes: dict[str, float] = {}
     if parts.mixer is not None:
@@ -148,8 +150,8 @@ def _gathered(model: dict[str, Any], s: Setting) -> float:
 
 
 def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
-    """Returns the bytes, by field of LayerBytes, of attention with grouped query heads. Heads are divided among the
-    tensor-parallel ranks, tokens are not."""
+    """Returns the sizes in bytes, by field of LayerBytes, of the activations of attention with grouped query heads.
+    Heads are divided among the tensor-parallel ranks; tokens are not."""
     head = model["kv_channels"]
     heads = model["num_attention_heads"] / s.sizes.tensor
     groups = max(1, model["num_query_groups"] / s.sizes.tensor)
@@ -175,8 +177,8 @@ def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
 
 
 def _latent(model: dict[str, Any], s: Setting) -> dict[str, float]:
-    """Returns the bytes, by field of LayerBytes, of multi-head latent attention. Every rank computes the complete
-    latents, and from them the queries, keys and values of its own heads."""
+    """Returns the sizes in bytes, by field of LayerBytes, of the activations of multi-head latent attention. Every rank
+    computes the complete latents, and from them the queries, keys and values of its heads."""
     heads = model["num_attention_heads"] / s.sizes.tensor
     rotary = model["qk_pos_emb_head_dim"]
     value = s.tokens * heads * model["v_head_dim"]
@@ -202,7 +204,7 @@ def _latent(model: dict[str, Any], s: Setting) -> dict[str, float]:
 def _core(
     s: Setting, heads: float, query: float, key: float, value: float, *, exclusive: float, part: float
 ) -> dict[str, float]:
-    """Returns the bytes, by field of LayerBytes, of scaled dot-product attention.
+    """Returns the sizes in bytes, by field of LayerBytes, of the activations of scaled dot-product attention.
 
     `heads`: heads per rank. `query`, `key`, `value`: number of elements of each (the output is as large as the values).
     `exclusive`: number of elements of these tensors that only the attention keeps. `part`: number of elements of the
@@ -264,8 +266,8 @@ def _mlp(model: dict[str, Any], s: Setting) -> dict[str, float]:
 
 
 def _experts(model: dict[str, Any], s: Setting) -> dict[str, float]:
-    """Returns the bytes, by field of LayerBytes, of experts with balanced load. Each rank of an expert's
-    tensor-parallel group receives the tokens of all ranks of the group."""
+    """Returns the sizes in bytes, by field of LayerBytes, of the activations of experts with balanced load. Each rank
+    of an expert's tensor-parallel group receives the tokens of all ranks of the group."""
     chosen = model["moe_router_topk"]
     experts = model["num_moe_experts"]
     copies = s.share * chosen * s.sizes.expert_tensor

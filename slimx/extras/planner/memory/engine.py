@@ -125,8 +125,8 @@ def engine_table(spec: ModelSpec, group: Engines) -> Table:
 
 
 def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantization: Quantization | None) -> int:
-    """Returns the bytes of the weights on the rank that has the most, including block scales of quantized weights.
-    `dtype`: data type of weights that are not quantized."""
+    """Returns the size in bytes of the weights on the rank that has the most, including block scales of quantized
+    weights. `dtype`: data type of weights that are not quantized."""
     by_rank = np.zeros(sizes.world, dtype=np.int64)
     for shard in EngineLayout(table, sizes).shards():
         rows, cols = matrix(shard.shape)
@@ -141,9 +141,9 @@ def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantization: Q
 
 
 def adapter_slots(config: Config, spec: ModelSpec) -> int:
-    """Returns the bytes of the adapters that an engine keeps in addition to its weights with `publish.adapters: alone`:
-    one set for each policy that it serves, and one empty set that SGLang keeps. An engine that computes with adapters
-    has a single rank."""
+    """Returns the size in bytes of an engine's adapters with `publish.adapters: alone`, in addition to its weights: one
+    set for each policy that it serves, and one empty set that SGLang keeps. An engine that computes with adapters has a
+    single rank."""
     lora = config.trainer.lora
     if lora is None or not config.serves_adapters:
         return 0
@@ -155,7 +155,7 @@ def adapter_slots(config: Config, spec: ModelSpec) -> int:
 def kv_bytes(
     model: dict[str, Any], kind: LayerKind, sizes: EngineSizes, itemsize: int, cache: str | None, *, drafting: int = 0
 ) -> int:
-    """Returns the bytes that one token takes in a rank's KV cache.
+    """Returns the number of bytes that one token takes in a rank's KV cache.
 
     Every attention layer stores keys and values of the rank's query groups (at least one). With latent attention, every
     rank instead stores the complete latent and rotary key, and any further data that this kind of layer caches.
@@ -172,10 +172,12 @@ def kv_bytes(
 
 
 def state_bytes(model: dict[str, Any], kind: LayerKind, sizes: EngineSizes, dtype: str, states: str | None) -> int:
-    """Returns the bytes of one request's recurrent states on a rank, which do not depend on the request's length.
+    """Returns the size in bytes of one request's recurrent states on a rank, which does not depend on the request's
+    length.
 
     Two kinds of state are counted: the last inputs of the convolutions, in bf16 unless the model is float32, and the
-    states of the recurrence. `states`: dtype of the latter (SGLang's mamba_ssm_dtype); None: float32."""
+    states of the recurrence. `states`: dtype of the states of the recurrence (SGLang's mamba_ssm_dtype); None:
+    float32."""
     inputs, elements = kind.state_elements(model)
     return (inputs * ITEMSIZE[dtype] + elements * ITEMSIZE[states or "float32"]) // sizes.attention_tensor
 
@@ -214,7 +216,8 @@ def static_fraction(group: Engines, sizes: EngineSizes, memory: int) -> float:
 
 
 def graph_bytes(group: Engines, sizes: EngineSizes, memory: int) -> int:
-    """Returns the bytes that SGLang reserves for CUDA graphs: 2 MiB per request of the largest decode batch."""
+    """Returns the number of bytes that SGLang reserves for CUDA graphs: 2 MiB per request of the largest decode
+    batch."""
     if group.sglang.get("disable_cuda_graph"):
         return 0
     _, batch = _prefill_and_decode(group, memory, sizes.tensor)

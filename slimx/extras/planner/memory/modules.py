@@ -15,7 +15,7 @@ LEAST = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadedBytes:
-    """Bytes that offloading of one part of a layer moves to the host."""
+    """Bytes that are moved to the host by offloading one part of a layer."""
 
     freed: float
     """Bytes that the layer no longer keeps on the GPU."""
@@ -24,7 +24,7 @@ class OffloadedBytes:
 
 
 def recomputed(layer: LayerBytes) -> dict[str, float]:
-    """Returns the bytes that selective recomputation saves in a layer, by module."""
+    """Returns the number of bytes that selective recomputation saves in a layer, by module."""
     nbytes = {
         "core_attn": layer.core,
         "layernorm": 0.0,  # a norm before a linear layer is fused with it and cannot be recomputed separately
@@ -44,8 +44,8 @@ def recomputed(layer: LayerBytes) -> dict[str, float]:
 
 
 def offloaded(layer: LayerBytes, trainer: Trainer) -> dict[str, OffloadedBytes]:
-    """Returns the bytes that offloading moves to the host, by part of the layer; 0 for a part whose largest tensor is
-    too small.
+    """Returns the number of bytes that offloading moves to the host, by part of the layer; 0 for a part whose largest
+    tensor is too small.
 
     All saved tensors of a part are offloaded, not just its inputs. With the attention's output and row statistics these
     include queries, keys and values (the values also stay on the GPU, as a view of the projections' output). With the
@@ -78,8 +78,8 @@ def offloaded(layer: LayerBytes, trainer: Trainer) -> dict[str, OffloadedBytes]:
 
 
 def left_out(layer: LayerBytes, trainer: Trainer) -> float:
-    """Returns the bytes of a layer's activations that do not stay on the GPU, because they are recomputed or
-    offloaded."""
+    """Returns the size in bytes of those activations of a layer that do not stay on the GPU, because they are
+    recomputed or offloaded."""
     if trainer.offload_activations:
         moved = offloaded(layer, trainer)
         return sum(moved[module].freed for module in {*trainer.offload_activations})
@@ -93,7 +93,7 @@ def left_out(layer: LayerBytes, trainer: Trainer) -> float:
 
 
 def copied(layer: LayerBytes, trainer: Trainer) -> float:
-    """Returns the bytes that one layer copies to the host per micro-batch."""
+    """Returns the number of bytes that one layer copies to the host per micro-batch."""
     moved = offloaded(layer, trainer)
     return sum(moved[module].copied for module in {*trainer.offload_activations})
 

@@ -86,8 +86,8 @@ def host_memory(
 
 
 def _publication_bytes(config: Config, figures: PublicationFigures, ranks: int) -> tuple[int, int]:
-    """Returns the bytes that a publication takes on a node with `ranks` trainer ranks: those of its buckets, and those
-    of the weights published last."""
+    """Returns two sizes in bytes on a node with `ranks` trainer ranks: that of a publication's buckets, and that of the
+    weights published last."""
     servers = 0  # number of servers with ranks on the node
     if config.schedule.colocate:
         group = config.rollout.policy_engines[0]
@@ -104,9 +104,9 @@ def _publication_bytes(config: Config, figures: PublicationFigures, ranks: int) 
 
 
 def kept_batches(config: Config, spec: ModelSpec, batch: BatchPlan) -> int:
-    """Returns the maximum bytes of batches that the driver keeps for trainers that replace lost ones. The driver keeps
-    the batches of all steps between two checkpoints, and of as many further steps, because training continues while the
-    second checkpoint is being written."""
+    """Returns the maximum size in bytes of the batches that the driver keeps for trainers that replace lost ones. The
+    driver keeps the batches of all steps between two checkpoints, and those of equally many further steps, because
+    training continues while the second checkpoint is being written."""
     if not config.section(Recovery).trainers:
         return 0
     step = batch.tokens_per_step * _TRAINED_TOKEN
@@ -162,7 +162,7 @@ def disk_bytes(config: Config, spec: ModelSpec, critic: ModelSpec | None, batch:
 
 
 def _checkpoint_bytes(config: Config, trainer: Trainer, spec: ModelSpec) -> int:
-    """Returns the bytes that one model takes in a checkpoint."""
+    """Returns the number of bytes that one model takes in a checkpoint."""
     state = FP32 + 2 * ITEMSIZE[trainer.optimizer.moments_dtype]  # per element: main weight, moments
     nbytes = 0
     for run in holdings(trainer, config.numerics, spec).runs(Sizes(), 0):

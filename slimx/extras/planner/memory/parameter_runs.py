@@ -268,8 +268,8 @@ class Holdings:
 def _split_last(
     runs: tuple[ParameterRun, ...],
 ) -> tuple[tuple[ParameterRun, ...], tuple[ParameterRun, ...], tuple[ParameterRun, ...]]:
-    """Splits the parameters of the last stage into three: copies of the embedding, the last norm, and the output
-    layer."""
+    """Splits the parameters of the last stage into three parts: those of the embedding's copies, of the last norm, and
+    of the output layer."""
     embedding: list[ParameterRun] = []
     norm: list[ParameterRun] = []
     output: list[ParameterRun] = []

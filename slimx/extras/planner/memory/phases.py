@@ -54,7 +54,7 @@ def phase_memory(
     GPU's memory is unknown.
 
     `trainers`: ranks of the policy and of the critic. `engines`: ranks of the policy's engines, one per group.
-    `separate_critic`: True if the critic has its own ranks. `colocate`, `offload`: `schedule.colocate` and
+    `separate_critic`: True if the critic has separate ranks. `colocate`, `offload`: `schedule.colocate` and
     `trainer.offload`."""
     if machine.memory is None:
         return ()
@@ -128,7 +128,7 @@ def memory_parts(sizes: Mapping[str, int]) -> tuple[MemoryPart, ...]:
 
 
 def _turn(rank: Sequence[TrainerMemory], phase: Phase, offload: bool) -> _Bytes:
-    """Returns the bytes of a trainer rank that shares its GPU with an engine, by purpose."""
+    """Returns the memory, in bytes by purpose, of a trainer rank that shares its GPU with an engine."""
     if phase in ("publish", "wake") and offload:
         parts = _kept(rank, phase)
         for name in ("gradients", "optimizer state", "codes in fp8"):
@@ -141,7 +141,7 @@ def _turn(rank: Sequence[TrainerMemory], phase: Phase, offload: bool) -> _Bytes:
 
 
 def _kept(rank: Sequence[TrainerMemory], phase: Phase) -> _Bytes:
-    """Returns the bytes of a trainer rank whose state stays on the GPU, by purpose."""
+    """Returns the memory, in bytes by purpose, of a trainer rank whose state stays on the GPU."""
 
     def total(*fields: str) -> int:
         nbytes = 0
@@ -177,7 +177,7 @@ def _kept(rank: Sequence[TrainerMemory], phase: Phase) -> _Bytes:
 
 
 def _process(rank: Sequence[TrainerMemory]) -> _Bytes:
-    """Returns the bytes that the process of `rank` needs once for all its models, by purpose."""
+    """Returns the memory, in bytes by purpose, that the process of `rank` needs once for all its models."""
     buffers = max(record.dispatcher for record in rank)
     return {"trainer's overhead": max(record.overhead for record in rank), "trainer's DeepEP buffers": buffers}
 
@@ -191,8 +191,8 @@ def _busy(record: TrainerMemory) -> int:
 
 
 def _engine(engine: EngineMemory, phase: Phase, *, shared: bool) -> _Bytes:
-    """Returns the bytes of an engine rank in `phase`, by purpose. `shared`: True if it alternates with a trainer rank
-    on the same GPU."""
+    """Returns the memory, in bytes by purpose, of an engine rank in `phase`. `shared`: True if it alternates with a
+    trainer rank on the same GPU."""
     if shared and phase == "load":
         return {}
     parts = {"engine's overhead": engine.overhead, "engine's DeepEP buffers": engine.dispatcher}

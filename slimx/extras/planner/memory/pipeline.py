@@ -33,8 +33,8 @@ class ActivationBytes:
     kept: int
     """Bytes kept between forward and backward pass, for all micro-batches in flight."""
     head: int
-    """Bytes of workspace of the loss on the last stage, otherwise 0: the logits of a chunk and the gradient of the
-    output layer."""
+    """Bytes of workspace for the loss on the last stage: the logits of a chunk and the gradient of the output layer; 0
+    on other stages."""
     work: int
     """Bytes of workspace for the gradients of the layer that needs the most."""
     in_flight: int
@@ -45,8 +45,8 @@ class ActivationBytes:
     moved: int
     """Bytes of activations copied to the host and back per micro-batch."""
     parts: dict[str, int]
-    """Bytes of `kept` that would be saved by recomputing (`trainer.recompute.modules`) or offloading (`offload NAME`) a
-    single module, by its name, if nothing else is recomputed or offloaded."""
+    """Bytes of `kept` that would be saved if a single module were recomputed (key: its name in
+    `trainer.recompute.modules`) or offloaded (key: `offload NAME`), and nothing else were recomputed or offloaded."""
 
     @property
     def peak(self) -> int:
@@ -112,7 +112,7 @@ def activation_bytes(
 
 
 def _savings(layer: LayerBytes, trainer: Trainer) -> dict[str, float]:
-    """Returns the bytes that recomputing or offloading each single module saves, by the names that
+    """Returns the number of bytes that recomputing or offloading each single module saves, by the names that
     `ActivationBytes.parts` uses."""
     savings = recomputed(layer)
     for module, nbytes in offloaded(layer, trainer).items():
@@ -178,8 +178,8 @@ def in_flight(sizes: Sizes, pipeline_rank: int, microbatches: int) -> list[int]:
 
 
 def _layers(layers: list[LayerBytes], trainer: Trainer) -> tuple[float, float]:
-    """Returns the bytes that `layers` keep for one micro-batch, and the maximum number of further bytes that their
-    backward pass needs at a time."""
+    """Returns the number of bytes that `layers` keep for one micro-batch, and the maximum number of further bytes that
+    their backward pass needs at a time."""
     units = _units(layers, trainer)
     total = sum(kept for kept, _ in units)
     before = 0.0
@@ -191,8 +191,8 @@ def _layers(layers: list[LayerBytes], trainer: Trainer) -> tuple[float, float]:
 
 
 def _units(layers: list[LayerBytes], trainer: Trainer) -> list[tuple[float, float]]:
-    """Returns a pair for each layer, or for each group of layers that is recomputed as a unit: the bytes that it keeps,
-    and those of its workspace."""
+    """Returns a pair for each layer, or for each group of layers that is recomputed as a unit: the number of bytes that
+    it keeps, and that of its workspace."""
     recompute = trainer.recompute
     if recompute.granularity != "full":
         restored = {id(layer): left_out(layer, trainer) for layer, _ in _kinds(layers)}  # in the backward pass
@@ -212,8 +212,8 @@ def _units(layers: list[LayerBytes], trainer: Trainer) -> list[tuple[float, floa
 
 
 def _boundary(hidden: int, setting: Setting, stage: int, sizes: Sizes) -> float:
-    """Returns the bytes of a stage's received input and sent output. megatron-core frees the output after sending it,
-    except on CPUs."""
+    """Returns the size in bytes of the input that a stage receives and the output that it sends. megatron-core frees
+    the output after sending it, except on CPUs."""
     if sizes.pipeline == 1:
         return 0.0
     tensors = 0

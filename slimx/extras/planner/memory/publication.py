@@ -23,7 +23,8 @@ from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.publication import export_plan
 
 CONTEXT = GIB // 2
-"""Assumed bytes of the CUDA context of an engine's receiving process, on each GPU whose memory it writes to."""
+"""Assumed size in bytes of the CUDA context that an engine's receiving process has on each GPU whose memory it writes
+to."""
 
 
 class MergingBytes(NamedTuple):
@@ -58,7 +59,7 @@ def merging_memory(config: Config, spec: ModelSpec, sizes: Sizes, published: Pla
 
 
 def merging_work(plan: Plan, merges: Callable[[str], bool]) -> int:
-    """Returns the bytes that are needed temporarily to merge the largest weight: its product in fp32, and a copy
+    """Returns the number of bytes needed temporarily to merge the largest weight: its product in fp32, and a copy
     rounded to the weight's dtype (`slimx.extras.lora.merged`). `merges`: function that returns True for the names of
     parameters with an adapter."""
     largest = 0
@@ -78,10 +79,10 @@ def exports(config: Config) -> bool:
 
 
 def most_merging(config: Config, adapted: int) -> int:
-    """Returns an upper bound of the bytes that `merging_memory` counts as kept, without a compiled plan.
+    """Returns an upper bound on the bytes that `merging_memory` counts as kept; needs no compiled plan.
 
-    `adapted`: number of weight elements of a trainer rank that have an adapter. Every engine rank may receive its own
-    buckets, and each may contain weights of which the trainer rank has a shard."""
+    `adapted`: number of a trainer rank's weight elements that have an adapter. The bound assumes that every engine rank
+    receives separate buckets, and that each bucket contains weights of which the trainer rank has a shard."""
     if config.trainer.lora is None:
         return 0
     published = 0
@@ -129,8 +130,8 @@ def direct_memory(dealt: Plan, *, ranks: int, edges: Sequence[int], delta: bool 
 
 
 def packed_on_gpu(plan: Plan, *, ranks: int, portion: int = PORTION) -> int:
-    """Returns the maximum bytes of GPU memory that a rank's part of a bucket takes on its way to host memory. `ranks`:
-    number of trainer ranks; `portion`: bytes copied at a time."""
+    """Returns the maximum amount of GPU memory in bytes that a rank's part of a bucket takes on its way to host memory.
+    `ranks`: number of trainer ranks; `portion`: bytes copied at a time."""
     moved = plan.moved
     part = np.max(summed((plan.count, ranks), (moved["bucket"], moved["source"]), move_bytes(plan)))
     return min(portion, int(part))

@@ -88,14 +88,15 @@ class Buffers:
             self._buffers.append(_Buffer(expert, dtype, length, owned))
 
     def optimizer_bytes(self, ranks: np.ndarray) -> np.ndarray:
-        """Returns the bytes of optimizer state on each of `ranks`, an array of trainer ranks."""
+        """Returns the size in bytes of the optimizer state on each of `ranks`, an array of trainer ranks."""
         nbytes = np.full(len(ranks), -self._unused, dtype=np.int64)
         for buffer in self._buffers:
             nbytes += self._owned(ranks, buffer) * self._state_bytes(buffer)
         return nbytes
 
     def state(self, rank: int) -> StateBytes:
-        """Returns the bytes of weights, gradients and optimizer state on `rank` after its first optimizer step."""
+        """Returns the size in bytes of weights, gradients and optimizer state on `rank` after its first optimizer
+        step."""
         parameter_elements = 0
         pinned_elements = 0
         unbuffered = 0
@@ -146,8 +147,8 @@ class Buffers:
         )
 
     def _state_bytes(self, buffer: _Buffer) -> int:
-        """Returns the bytes of Adam's state per element: two moments, and a main weight unless the buffer's dtype is
-        fp32."""
+        """Returns the size of Adam's state in bytes per element: two moments, and a main weight unless the buffer's
+        dtype is fp32."""
         if buffer.dtype == "float32":
             return self._moments
         return self._moments + FP32
@@ -178,8 +179,8 @@ def _elements(runs: Iterable[ParameterRun]) -> int:
 
 
 def pinned(nbytes: int) -> int:
-    """Returns the bytes of pinned host memory that torch allocates for a tensor of `nbytes` bytes if it rounds sizes up
-    to a power of two (`slimx.runtime.allocator`)."""
+    """Returns the size in bytes of the pinned host memory that torch allocates for a tensor of `nbytes` bytes if it
+    rounds sizes up to a power of two (`slimx.runtime.allocator`)."""
     return 1 << max(0, nbytes - 1).bit_length()
 
 

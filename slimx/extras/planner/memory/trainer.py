@@ -266,7 +266,8 @@ class _HostBytes(NamedTuple):
 def _host_bytes(
     config: Config, state: StateBytes, model: Literal["trainer", "critic"], device: str, hosted: int
 ) -> _HostBytes:
-    """Returns the pinned host memory of a rank. `hosted`: bytes of moments that are kept on the host."""
+    """Returns the size in bytes of a rank's pinned host memory, by purpose. `hosted`: bytes of moments that are kept on
+    the host."""
     # Parameters that the distributed optimizer splits between two ranks are counted completely.
     pinned_ratio = 1.0
     pinned_weights = state.weights
@@ -290,14 +291,16 @@ def _host_bytes(
 
 
 def _rounded_copies(config: Config, state: StateBytes, device: str) -> int:
-    """Returns the bytes of quantized copies of weights that layers keep on GPUs; 0 on CPUs, whose layers keep none."""
+    """Returns the size in bytes of the quantized weight copies that layers keep on GPUs; 0 on CPUs, where layers keep
+    none."""
     if device == "cpu":
         return 0
     return rounding_of(config.trainer).kept_bytes(state.quantized)
 
 
 def _merged(config: Config, state: StateBytes) -> int:
-    """Returns the bytes of merged weights that layers compute with in exact mode and keep until the backward pass."""
+    """Returns the size in bytes of the merged weights that layers compute with in exact mode and keep until the
+    backward pass."""
     if not config.exact:
         return 0
     return state.adapted * ITEMSIZE[config.numerics.dtype]
@@ -314,8 +317,8 @@ def _other_models(config: Config) -> int:
 
 
 def _chosen(config: Config, spec: ModelSpec, setting: Setting, stage: int) -> int:
-    """Returns the bytes of the token selections of sparse attention (which tokens each token attends to) that one rank
-    keeps for replay in one step, with full micro-batches."""
+    """Returns the size in bytes of the token selections of sparse attention (which tokens each token attends to) that
+    one rank keeps for replay in one step, with full micro-batches."""
     if config.trainer.indexer_replay != "R2":
         return 0
     sizes = setting.sizes
@@ -326,16 +329,16 @@ def _chosen(config: Config, spec: ModelSpec, setting: Setting, stage: int) -> in
 
 
 def _served(config: Config, state: StateBytes) -> int:
-    """Returns the bytes of the quantized weights that exact mode computes with (`ServedWeights`): codes and dequantized
-    values. Scales are not counted."""
+    """Returns the size in bytes of the quantized weights that exact mode computes with (`ServedWeights`): codes and
+    dequantized values. Scales are not counted."""
     if not config.exact or not config.publish.quantize:
         return 0
     return state.quantized * (1 + ITEMSIZE[config.numerics.dtype])
 
 
 def _dispatched(spec: ModelSpec, setting: Setting) -> int:
-    """Returns the bytes of tokens that are sent to and received from experts on other ranks; 0 if all experts are on
-    one rank."""
+    """Returns the size in bytes of the tokens that are sent to and received from experts on other ranks; 0 if all
+    experts are on one rank."""
     sizes = setting.sizes
     if not spec.experts or sizes.expert * sizes.expert_tensor == 1:
         return 0

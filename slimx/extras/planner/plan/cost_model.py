@@ -1,4 +1,4 @@
-"""Predicted seconds of one update: a simple estimate for ranking layouts that fit, not for predicting a run.
+"""Predicted duration of one update: a simple estimate for ranking layouts that fit, not for predicting a run.
 
     compute   FLOPs of the rollouts (`slimx.models.flops`) and of recomputation, module by module, at 40% of the GPU's
               dense bf16 rate
@@ -36,7 +36,7 @@ as a fraction of the time that an update's FLOPs take."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Predicted seconds of one update, by cause."""
+    """Predicted duration of one update in seconds, by cause."""
 
     compute: float
     bubble: float

@@ -18,7 +18,7 @@ _HOST = "host memory (PCIe)"
 def link_bytes(
     plan: Plan, places: RankMap, groups: tuple[PlannedGroup, ...], machine: Machine, transport: str
 ) -> tuple[LinkBytes, ...]:
-    """Returns the bytes of a publication by kind of link.
+    """Returns the number of bytes that a publication sends over each kind of link.
 
     With `cuda_ipc`, bytes that one rank sends to another stay within one GPU or use NVLink or the network, depending on
     the GPUs of the two ranks. With `memory` all bytes pass through host memory, with `disk` through files. With Hugging
@@ -67,8 +67,8 @@ class DealtPlan(NamedTuple):
 
 
 def direct_link_bytes(dealt: DealtPlan, places: RankMap, machine: Machine, *, on_gpus: bool) -> tuple[LinkBytes, ...]:
-    """Returns the bytes of a publication with `nixl` by kind of link: the network between nodes; within a node host
-    memory or, with `on_gpus`, NVLink."""
+    """Returns the number of bytes that a publication with `nixl` sends over each kind of link. Between nodes the link
+    is the network; within a node it is NVLink with `on_gpus`, else host memory."""
     wire = wire_bytes(dealt.plan)
     receivers: list[np.ndarray] = []
     for place, count in zip(places.engines, dealt.receivers, strict=True):

@@ -97,8 +97,8 @@ def _dealt(plan: Plan, groups: tuple[PlannedGroup, ...], *, on_gpus: bool) -> De
 
 
 def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> Traffic:
-    """Returns the bytes and messages of a publication to all engines. Engine groups may differ in size if weights are
-    sent with Hugging Face names, so every rank of every engine is counted."""
+    """Returns the numbers of bytes and messages of a publication to all engines. Engine groups may differ in size if
+    weights are sent with Hugging Face names, so every rank of every engine is counted."""
     engines = 0
     engine_ranks = 0
     for group in groups:
@@ -176,8 +176,8 @@ def publication_figures(
 
 
 class _PublicationMemory(NamedTuple):
-    """Memory that a publication needs, in bytes. Each field corresponds to the field of PublicationFigures with the
-    additional suffix `_bytes`."""
+    """Memory that a publication needs, in bytes. Each field corresponds to the field of PublicationFigures that has the
+    same name with the suffix `_bytes`."""
 
     publisher: int
     staged: int
@@ -189,8 +189,8 @@ class _PublicationMemory(NamedTuple):
 def _publication_memory(
     publish: Publish, compiled: CompiledPublication, sizes: Sizes, groups: tuple[PlannedGroup, ...], received: int
 ) -> _PublicationMemory:
-    """Returns the memory that a publication without adapters needs. `received`: maximum bytes that an engine rank
-    receives."""
+    """Returns the memory that a publication without adapters needs. `received`: maximum number of bytes that an engine
+    rank receives."""
     plan = compiled.published.plan
     buckets, staged = _bucket_memory(publish, plan, sizes.world, received)
     if compiled.dealt is not None:  # the buckets are at each engine instead of at trainer rank 0
@@ -213,7 +213,7 @@ def _publication_memory(
 
 def _bucket_memory(publish: Publish, plan: Plan, ranks: int, received: int) -> tuple[int, int]:
     """Returns `publisher_bytes` and `staged_bytes` of PublicationFigures for `ranks` trainer ranks. `received`: maximum
-    bytes that an engine rank receives."""
+    number of bytes that an engine rank receives."""
     if not publish.on_device:
         buckets = []
         for index in range(plan.count):
@@ -229,7 +229,7 @@ def _bucket_memory(publish: Publish, plan: Plan, ranks: int, received: int) -> t
 
 
 def _largest_part(plan: Plan) -> int:
-    """Returns the bytes of the largest part of a bucket that is sent to a single target rank."""
+    """Returns the size in bytes of the largest part of any bucket for a single target rank."""
     largest = 0
     for target in plan.buckets:
         for bucket in target:

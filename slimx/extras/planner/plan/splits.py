@@ -14,7 +14,7 @@ from slimx.models.families import ModelSpec
 from slimx.preflight.hardware import Machine
 
 SPLIT_TOKENS = 4096
-"""Minimum number of tokens per rank of the longest sequence for which context parallelism is suggested."""
+"""Minimum number of tokens of the longest sequence that each rank must get for context parallelism to be suggested."""
 Fields = dict[str, Any]
 """Values of fields of section `trainer` or of an engine group, by field name."""
 

@@ -76,8 +76,9 @@ class Candidate(NamedTuple):
 def suggest_layouts(
     config: Config, spec: ModelSpec, machine: Machine, device: str
 ) -> tuple[tuple[Suggestion, ...], Searched]:
-    """Returns the fitting layouts with the least predicted time, best first, and the extent of the search. Contains
-    only the best layout for each pair of tensor and pipeline size. Raises SlimxError if the type of GPU is unknown."""
+    """Returns the fitting layouts with the least predicted time, best first, and the extent of the search. Only the
+    best layout for each pair of tensor and pipeline size is included. Raises SlimxError if the type of GPU is
+    unknown."""
     search = Search(config, spec, machine, device)
     best: dict[tuple[int, int], Suggestion] = {}
     for least, sizes, suggestion in search.fitting(search.least_cost):
@@ -95,8 +96,7 @@ def suggest_layouts(
 def nearest_layout(
     config: Config, spec: ModelSpec, machine: Machine, device: str
 ) -> tuple[Suggestion | None, Searched]:
-    """Returns the layout that fits and differs least from the configured one (None: none fits), and the search's
-    extent."""
+    """Returns the fitting layout that differs least from the configured one (or None), and the extent of the search."""
     search = Search(config, spec, machine, device)
     nearest: tuple[float, Suggestion] | None = None
     for distance, _, suggestion in search.fitting(lambda split: _distance(config.trainer, split.fields)):
@@ -130,8 +130,7 @@ class Search:
         """Engine groups whose engines share the trainer's GPUs, with their memory."""
         self.holdings = holdings(config.trainer, config.numerics, spec)
         self.critic: tuple[ModelSpec, Holdings] | None = None
-        """Model and parameters of a critic on the trainer's ranks, split like the trainer. A separate critic is not
-        searched."""
+        """Model and parameters of a critic on the trainer's ranks; None if there is none or it has separate ranks."""
         if config.critic is not None and config.critic.placement == "shared":
             trunk = read_trunk(config.model)
             self.critic = trunk, holdings(config.as_critic().trainer, config.numerics, trunk)
@@ -148,8 +147,9 @@ class Search:
         return Searched(layouts=layouts, tried=self._tried, complete=self._tried < TRIALS)
 
     def fitting(self, promise: Callable[[Split], float]) -> Iterator[tuple[float, Sizes, Suggestion | None]]:
-        """Tries splits in ascending order of `promise(split)`; yields for each this value, its sizes and a suggestion
-        (None: it does not fit). Stops after the smallest world size at which a split fits, or after `TRIALS` splits."""
+        """Tries splits in ascending order of `promise(split)`. For each split, yields this value, the split's sizes and
+        a suggestion (None: it does not fit). Stops after the smallest world size at which a split fits, or after
+        `TRIALS` splits."""
         for world in self._worlds:
             any_fits = False
             ordered = [(promise(split), split) for split in self._possible(world)]
@@ -165,7 +165,7 @@ class Search:
                 return
 
     def least_cost(self, split: Split) -> float:
-        """Returns a lower bound of the seconds of an update with this split: its time without recomputation."""
+        """Returns a lower bound on the seconds of an update with this split: its time without recomputation."""
         return round(self._cost(split.sizes, split.elements * self._element_bytes).total, 4)
 
     def _cost(
@@ -205,7 +205,7 @@ class Search:
         return self._elements[alone]
 
     def _floor(self, split: Split) -> int:
-        """Returns the minimum bytes of GPU memory that training with this split needs, for any activation strategy."""
+        """Returns the GPU memory in bytes that training with this split needs at least, whatever the strategy."""
         overhead = OVERHEAD if self.device == "cuda" else 0
         static = split.elements * self._element_bytes
         training = static + overhead
@@ -255,8 +255,8 @@ class Search:
     def _promised(
         self, split: Split, strategies: Sequence[ActivationStrategy], like: Candidate
     ) -> Iterator[tuple[float, Config]]:
-        """Yields for each strategy a lower bound of an update's seconds, without waits for copies to the host, and the
-        configuration. `like`: another candidate with this split."""
+        """Yields, for each strategy, a lower bound on the seconds of an update (without waits for copies to the host)
+        and the configuration. `like`: candidate with the same split."""
         exchanged = max(record.gradients + record.weights for record in like.records)
         for strategy in strategies:
             config = self._configured(split, strategy)
@@ -308,8 +308,8 @@ class Search:
         return Candidate(config, records, critics, cost)
 
     def _problems(self, candidate: Candidate) -> list[SlimxError]:
-        """Returns the errors of the rules about memory. Buckets of a publication, which is not compiled here, are not
-        counted."""
+        """Returns the errors of the rules about memory. Buckets are not counted, because no publication is compiled
+        here."""
         config = candidate.config
         trainers = candidate.records + candidate.critics
         occupied = max(record.away for record in candidate.records)

@@ -176,7 +176,7 @@ def _host_and_disk(host: HostMemory | None, disk: DiskBytes | None) -> Iterator[
 
 
 def describe_together(sums: Together) -> list[str]:
-    """Returns the lines about the sums over all policies."""
+    """Returns the lines about the GPUs, the host memory and the disk space of all policies together."""
     line = f"together    {sums.gpus} GPUs on {sums.nodes} nodes of {sums.per_node}, one policy after the other"
     if sums.fullest is not None:
         line += f", {_gib(sums.fullest)} GiB on the fullest"
@@ -208,7 +208,7 @@ def _parts(record: TrainerMemory, bandwidth: float | None) -> Iterator[str]:
 
 
 def _phases(report: PlanReport) -> Iterator[str]:
-    """Yields the table of GPUs by phase, and the largest uses of memory on the fullest GPU."""
+    """Yields the lines of the table of GPU memory by phase, then a line about the largest parts on the fullest GPU."""
     if not report.phases:
         return
     peaks: dict[str, dict[Phase, int]] = {}

@@ -1,4 +1,4 @@
-r"""Finds boxed answers in mathematical texts: \boxed{...}, and \fbox{...} in older texts."""
+r"""Finds boxed answers in mathematical text: \boxed{...}, and \fbox{...} in older text."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _WORD = re.compile(r"[^\s.,;:!?]*(?:[.,]\d[^\s.,;:!?]*)*")
 
 @dataclass(frozen=True, slots=True)
 class BoxedAnswer:
-    """Box in a text, whose content is `text[inside:end]`."""
+    r"""Boxed answer in a string: \boxed{...} or \fbox{...}. Its content is `text[inside:end]` of the string `text`."""
 
     start: int
     inside: int
     end: int | None
     """Index after the box's content; None if the box is unclosed."""
     stop: int
-    """Index after the closing brace; for an unclosed box the end of the text."""
+    """Index after the closing brace; for an unclosed box the end of the string."""
 
 
 def boxes(text: str) -> list[BoxedAnswer]:
-    r"""Returns the boxes of a text in the order in which they start. A box without braces, `$\boxed 2$`, ends at the
+    r"""Returns the boxes in a string, in the order in which they start. A box without braces, `$\boxed 2$`, ends at the
     end of its formula, or after its first word if the formula has no end."""
     found: list[BoxedAnswer | None] = []
     braces: list[tuple[int, int, int] | None] = []
@@ -59,7 +59,7 @@ def boxes(text: str) -> list[BoxedAnswer]:
 
 
 def last_box(text: str) -> str | None:
-    """Returns the content of the last box of a text; None if there is no box or the last one is unclosed."""
+    """Returns the content of the last box in a string; None if there is no box or the last one is unclosed."""
     found = boxes(text)
     if not found or found[-1].end is None:
         return None
@@ -67,8 +67,8 @@ def last_box(text: str) -> str | None:
 
 
 def _bare(text: str, start: int, inside: int, stop: int, *, closed: bool) -> BoxedAnswer | None:
-    r"""Returns the box without braces that starts at `start` and whose content starts at `inside`; None if the text
-    only mentions \boxed. `stop`: end of the formula if `closed`, else of the text that may contain the box."""
+    r"""Returns the box without braces that starts at `start` and whose content starts at `inside`; None if the string
+    only mentions \boxed. `stop`: end of the formula if `closed`, else of the part that may contain the box."""
     if closed:
         return BoxedAnswer(start, inside, stop, stop) if text[inside:stop].strip() else None
     end = _WORD.match(text, inside, stop).end()  # type: ignore[union-attr]  # it matches the empty text too

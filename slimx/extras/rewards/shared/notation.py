@@ -14,7 +14,7 @@ from itertools import accumulate
 from slimx.extras.rewards.shared.boxes import BoxedAnswer
 
 DELIMITED = re.compile(r"\$[^$]+\$|\\\(|\\\[|\\boxed")
-"""Pattern of the delimiters of mathematics in a text."""
+"""Pattern of the delimiters of mathematics in a string."""
 
 _SIGNS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "±": r"\pm ", "π": r"\pi ", "∞": r"\infty ",
@@ -44,14 +44,13 @@ _WORDS = re.compile(
     r"(?<![A-Za-z])[A-Za-z]{3,}+(?!\{)|(?:^| )[A-Za-z]{2}(?![A-Za-z]*\{|\s?[=<>]|[+*/^_|!]|-[\dA-Za-z](?![A-Za-z]))"
     r"|[?!.:]\s|\$"
 )
-"""Pattern that shows that a text is words rather than mathematics: three letters in a row, two at the start of a word,
-or the end of a sentence."""
+"""Pattern that shows that a string consists of words rather than mathematics: three letters in a row, two at the start
+of a word, or the end of a sentence."""
 _REPEATING = re.compile(r"(?<!\d)(\d{0,50})\.(\d{0,50})\\overline\s*\{?(\d{1,50})\}?")
 
 
 def latex(text: str) -> str:
-    """Converts the notation in `text` that math-verify would misread into LaTeX, and leaves everything else
-    unchanged."""
+    """Converts to LaTeX the notation in `text` that math-verify would misread, and leaves everything else unchanged."""
     text = _SIGN.sub(lambda match: _SIGNS[match[0]], text)
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
@@ -59,14 +58,14 @@ def latex(text: str) -> str:
 
 
 def depth(text: str) -> int:
-    """Returns the maximum nesting depth of brackets in a text."""
+    """Returns the maximum nesting depth of brackets in a string."""
     steps = (1 if character in "([{" else -1 for character in text if character in "()[]{}")
     return max(accumulate(steps), default=0)
 
 
 def expression(text: str) -> str | None:
-    """Returns `text` between dollar signs if it is an expression, or several expressions separated by commas. Returns
-    None if it contains words, or nothing specific to mathematics."""
+    """Returns `text` enclosed in dollar signs if it is an expression, or several expressions separated by commas.
+    Returns None if it contains words, or nothing specific to mathematics."""
     text = re.sub(r"\s+", " ", text.strip().replace(r"\$", ""))
     text = re.sub(rf",?\s?(?:{_AND}|(?<=\s)(?:and|or)(?=\s))\s?", ", ", text)
     if re.fullmatch(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):

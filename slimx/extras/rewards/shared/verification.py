@@ -19,24 +19,24 @@ AGAIN_S = 1.0
 
 
 def parse(text: str, *, seconds: float | None) -> list[Any]:
-    """Returns the values that a text may mean; [] if it cannot be parsed within `seconds` of CPU time. `seconds` None:
-    no limit."""
+    """Returns the values that `text` may mean; [] if it cannot be parsed within `seconds` of CPU time (None: no
+    limit)."""
     return in_time(lambda: math_verify.parse(text, parsing_timeout=None), seconds) or []
 
 
 def verify(gold: Sequence[Any], predicted: Sequence[Any], *, seconds: float | None) -> bool:
     """Returns True if the values in `gold` and `predicted` are equal; False if they are not, or cannot be compared
-    within `seconds` of CPU time. `seconds` None: no limit."""
+    within `seconds` of CPU time (None: no limit)."""
     return in_time(lambda: math_verify.verify([*gold], [*predicted], timeout_seconds=None), seconds) or False
 
 
 def in_time[T](compute: Callable[[], T], seconds: float | None) -> T | None:
-    """Returns the result of `compute`, or None if it takes more than `seconds` of CPU time or recurses too deeply.
-    `seconds` None: no time limit.
+    """Returns the result of `compute`, or None if it takes more than `seconds` of CPU time (None: no limit) or recurses
+    too deeply.
 
     A limit works only in the main thread. It applies to CPU time, because a limit of wall-clock time would reject
-    correct responses on a busy machine. Unlike the library's, the alarm repeats, because Python drops an exception that
-    is raised in a finalizer.
+    correct responses on a busy machine. Unlike math-verify's alarm, this one repeats, because Python drops an exception
+    that is raised in a finalizer.
     """
     if seconds is None:
         return compute()
