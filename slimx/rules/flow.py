@@ -172,9 +172,10 @@ def fits_microbatch(rollout: Rollout, trainer: Trainer, sizes: Sizes) -> Problem
     positions = sizes.packed_length(rollout.longest - 1)
     if rollout.policy_engines and positions > trainer.max_tokens_per_microbatch:
         yield (
-            f"trainer.max_tokens_per_microbatch is {trainer.max_tokens_per_microbatch}: a rollout may have "
+            f"trainer.max_tokens_per_microbatch is {trainer.max_tokens_per_microbatch}, but a rollout may have "
             f"{rollout.longest} tokens (rollout.max_prompt_tokens + rollout.sampling.max_new_tokens); set "
-            f"trainer.max_tokens_per_microbatch to at least {positions}, or lower one of the other two"
+            f"trainer.max_tokens_per_microbatch to at least {positions}, or lower rollout.max_prompt_tokens or "
+            "rollout.sampling.max_new_tokens"
         )
 
 

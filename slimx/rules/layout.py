@@ -91,8 +91,8 @@ def has_trainer_kernels(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Prob
     lack = deep_ep_lacks(ranks, spec.transformer["hidden_size"])
     if lack:
         yield (
-            f"trainer.moe.dispatcher=flex with flex_backend=deepep {lack}; set trainer.moe.dispatcher=alltoall, or "
-            "change the sizes (trainer.expert x trainer.expert_tensor)"
+            f"trainer.moe.dispatcher=flex with trainer.moe.flex_backend=deepep {lack}; set "
+            "trainer.moe.dispatcher=alltoall, or other values of trainer.expert and trainer.expert_tensor"
         )
 
 

@@ -60,7 +60,7 @@ def check(
     for option, names in (("environment", environment), ("metadata", metadata)):
         if isinstance(names, str):
             raise SlimxError(
-                f"rollout.options.{option} is {names!r}; give a list of names",
+                f"rollout.options.{option} is {names!r}, not a list of names; set it to such a list",
                 code=f"agent.{option}",
                 about=f"rollout.options.{option}",
             )

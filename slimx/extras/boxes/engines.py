@@ -55,8 +55,8 @@ class ContainerEngine:
                 return engine
             problems.append(f"{candidate[0]}: {listing.stderr.strip()[-MAX_QUOTED:]}")
         raise SlimxError(
-            f"no container engine works ({'; '.join(problems)}); install podman, start Docker's service, or set the "
-            "option engine to the program and its options",
+            f"no container engine works ({'; '.join(problems)}); install podman, start the Docker daemon, or set the "
+            "option `engine` to the command line of another engine",
             code="box.engine",
             about=" ".join(words or KNOWN),
         )

@@ -295,7 +295,8 @@ def _call(*line: str) -> None:
             return
         problem = done.stderr.strip()[-300:]
     raise SlimxError(
-        f"{line[0]} failed on the root {line[-1]} of a sandbox: {problem}; check that its disk has space",
+        f"{line[0]} failed on {line[-1]}, the root file system of a sandbox ({problem}); check that its disk has "
+        "free space",
         code="box.files",
         about=line[-1],
     )

@@ -121,8 +121,8 @@ def _show_gap(config: Config, layers: bool) -> bool:
     of the policy or its layers cannot be compared."""
     if not config.rollout.policy_engines:
         raise SlimxError(
-            "slimx doctor --gap compares trainers with engines, but rollout.engines is empty; add a group of the "
-            "policy",
+            "slimx doctor --gap compares trainers with engines, but rollout.engines is empty; add an engine group "
+            "that serves the policy",
             code="engines.none",
             about="rollout.engines",
         )

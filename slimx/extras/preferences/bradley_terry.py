@@ -58,8 +58,8 @@ def pair_rows(groups: Sequence[Group]) -> list[TrainingRow]:
         pair = sorted(group.trajectories, key=lambda trajectory: -(trajectory.reward or 0.0))
         if len(pair) != 2 or pair[0].reward == pair[1].reward:
             raise SlimxError(
-                f"group {group.id} of prompt {group.prompt.id} is not a pair of two trajectories with different "
-                "rewards, from which a reward model learns; return such trajectories from rollout.generate",
+                f"group {group.id} of prompt {group.prompt.id} is not a preference pair, and a reward model learns "
+                "only from such pairs; return two trajectories with different rewards from rollout.generate",
                 code="data.pair",
                 about=group.id,
             )

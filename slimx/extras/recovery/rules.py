@@ -37,9 +37,9 @@ def unproven(**sections: Any) -> Problems:
 def keeps_few_batches(recovery: Recovery, checkpoint: Checkpoint) -> Problems:
     if recovery.trainers and not checkpoint.every:
         yield (
-            "checkpoint.every is 0, but with recovery.trainers the driver keeps every batch trained since the "
-            "newest checkpoint, which is unbounded without checkpoints; set checkpoint.every, or set "
-            "recovery.trainers=0"
+            "checkpoint.every is 0, but with recovery.trainers the driver keeps every batch trained on since the "
+            "newest checkpoint, so its memory would grow without bound; set checkpoint.every to at least 1, or "
+            "recovery.trainers to 0"
         )
 
 

@@ -72,6 +72,6 @@ def states_are_not_shared(rollout: Rollout, spec: ModelSpec, device: str) -> Pro
     for group in rollout.policy_engines:
         if not group.sglang.get("disable_radix_cache"):
             yield (
-                f"{group.where} serves {spec.path}, and generation from delta-net states in SGLang's prefix "
-                "cache was never compared with generation without the cache; set disable_radix_cache to true"
+                f"{group.where} serves {spec.path}, whose delta-net states SGLang would reuse from its prefix cache, "
+                "which was never tested; set sglang.disable_radix_cache to true"
             )

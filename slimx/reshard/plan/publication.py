@@ -78,8 +78,8 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
     if encoding == "hf" and spec.table.transposed():
         raise SlimxError(
             f"{min(spec.table.transposed())} of {spec.path} stores experts transposed, which can be published only "
-            f"in the engines' own layout (publish.encoding=local), but weights would be published under {note}; "
-            "change that setting",
+            f"in the engines' own layout (publish.encoding=local), but weights would be published with {note}; "
+            "change the setting that causes this",
             code="publish.transposed",
             about="publish.encoding",
         )
@@ -88,7 +88,7 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
         mode = " in exact mode" if config.exact else ""
         raise SlimxError(
             f"publish.quantize={quantize}{mode} requires the engines' own layout (publish.encoding=local), but "
-            f"weights would be published under {note}; change that setting, or leave publish.quantize out",
+            f"weights would be published with {note}; change the setting that causes this, or remove publish.quantize",
             code=f"publish.{'exact' if config.exact else quantize}_encoding",
             about="publish.quantize",
         )

@@ -139,7 +139,7 @@ class GenerationClient:
             invalid = next((token for token in ids if not 0 <= token < self.shape.vocab_size), None)
             subject = "a prompt without tokens" if invalid is None else f"token id {invalid}"
             raise SlimxError(
-                f"{subject} cannot be sampled from, because valid ids are 0 to {self.shape.vocab_size - 1}; use the "
+                f"{subject} cannot be sent to an engine (valid token ids: 0 to {self.shape.vocab_size - 1}); use the "
                 "model's tokenizer",
                 code="request.token_ids",
                 about=subject,

@@ -115,7 +115,7 @@ def input_top_logprobs(meta: Json, length: int, top: int, who: str) -> tuple[np.
     rows = (meta.get("input_top_logprobs") or [])[1:]
     if len(rows) != length or any(row is None or len(row) != top for row in rows):
         raise SlimxError(
-            f"{who} returned top tokens at {len(rows)} positions instead of {top} tokens at each of {length} "
+            f"{who} did not return {top} top tokens at each of {length} "
             "positions; check that it runs the SGLang version that slimx requires",
             code="answer.top_scores",
             about=who,

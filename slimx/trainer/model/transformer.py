@@ -67,8 +67,8 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
         return kind(**{**fields, **trainer.megatron})
     except (ValueError, AssertionError) as error:
         raise SlimxError(
-            f"megatron-core refuses the model in {spec.path} with these parallel sizes: "
-            f"{one_line(error)}; change the setting that it names",
+            f"megatron-core rejects the model in {spec.path} with the configured parallel sizes ({one_line(error)}); "
+            "change the setting that the error names",
             code="trainer.megatron_core",
             about=spec.path,
         ) from error

@@ -187,6 +187,6 @@ def unused_warnings(rollout: Rollout, cluster: Cluster, places: RankMap | Togeth
     available = cluster.nodes * cluster.gpus_per_node
     if places.gpus < available:
         yield (
-            f"the run uses only {places.gpus} of the {available} GPUs of cluster.nodes={cluster.nodes} with "
-            f"cluster.gpus_per_node={cluster.gpus_per_node}; raise trainer.world_size or rollout.engines.count"
+            f"the run uses only {places.gpus} of the cluster's {available} GPUs (cluster.nodes={cluster.nodes}, "
+            f"cluster.gpus_per_node={cluster.gpus_per_node}); raise trainer.world_size or rollout.engines.count"
         )
