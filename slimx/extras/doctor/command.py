@@ -183,7 +183,8 @@ def health(
         typer.Option(help="Time of the launcher's clock, in seconds since the epoch."),
     ] = None,
 ) -> None:
-    """Check whether this node is fit for a run. The exit code is 0 if it is, and 1 with the reasons if it is not."""
+    """Check whether this node is fit for a run. Exits with code 0 if it is; otherwise prints the reasons and exits with
+    code 1."""
     from slimx.extras.doctor.node_health import NodeRequirements, examine_node
 
     paths = path or NodeRequirements().paths

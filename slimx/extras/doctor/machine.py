@@ -45,7 +45,7 @@ Say = Callable[[str, str | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor's output about something that was examined."""
+    """One line of the doctor's output: a fact about this machine and, if there is one, the problem with it."""
 
     name: str
     text: str
@@ -217,7 +217,7 @@ def adapters() -> Iterator[Finding]:
 
 
 def kernels() -> Iterator[Finding]:
-    """Yields findings about the CPU libraries built from csrc/ and the instruction sets that they use here."""
+    """Yields findings about the CPU libraries built from csrc/ and the instruction sets they use on this machine."""
     for name, module in (
         ("libslimx_cpu.so", "slimx.reshard.kernels.cpu"),
         ("libslimx_exact.so", "slimx.extras.exact.ordered.kernel"),

@@ -46,7 +46,8 @@ class NodeRequirements:
     hcas: Sequence[str] = ()
     """Names of InfiniBand or RoCE adapters that must have an active port."""
     clock: float | None = None
-    """Time of the launcher's clock when it started the check, in seconds since the epoch; None: not checked."""
+    """Reading of the launcher's clock when the launcher started the check, in seconds since the epoch; None: the clock
+    is not checked."""
     skew_s: float = 60.0
     """Maximum deviation of this node's clock from the launcher's, in seconds. A slow start of the check adds to the
     deviation."""
@@ -170,7 +171,7 @@ def _ibgda(places: Places) -> Iterator[str]:
 
 
 def _kernel_errors(places: Places) -> Iterator[str]:
-    """Yields a sentence for each recent XID that requires a reset or replacement of a GPU; none if the kernel's log
+    """Yields a sentence for each recent XID that requires a reset or replacement of a GPU; nothing if the kernel log
     cannot be read."""
     oldest = places.uptime() - RECENT_S
     for line in _lines(places.kernel_log):

@@ -21,7 +21,7 @@ def mlp_point(layer: int) -> str:
 
 
 def row_digests(x: torch.Tensor) -> list[str]:
-    """Returns the 64-bit XXH3 digests, in hexadecimal digits, of the bytes of each row of `x` [..., n]."""
+    """Returns the 64-bit XXH3 digest of the bytes of each row of `x` [..., n], as hexadecimal digits."""
     rows = x.detach().cpu().reshape(-1, x.shape[-1]).contiguous().view(torch.uint8).numpy()
     return [xxhash.xxh3_64_hexdigest(row.tobytes()) for row in rows]
 

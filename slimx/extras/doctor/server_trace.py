@@ -48,7 +48,7 @@ class Trace:
         return hook
 
     def end(self) -> dict[str, list[str]]:
-        """Stops the recording and returns the tokens' digests by point of the residual stream."""
+        """Stops the recording and returns the token digests for each point of the residual stream."""
         for handle in self._handles:
             handle.remove()
         return dict(self.rows)

@@ -33,8 +33,8 @@ class TraceRole:
 
     @operation(needs="weights")
     def scores(self, batches: list[MicroBatch]) -> dict[str, list[str]]:
-        """Runs a forward pass over `batches` and returns the tokens' digests by point of the residual stream, for this
-        rank's layers."""
+        """Runs a forward pass over `batches` and returns the token digests for each point of the residual stream in
+        this rank's layers."""
         with traced([unwrap(chunk) for chunk in self.model.chunks]) as rows:
             self.model.pipeline.scores([self.model.context.take(batch) for batch in batches])
         return dict(rows)

@@ -35,7 +35,7 @@ class TrainerMemory(Record):
     head: int
     """Bytes of the logits of a chunk of tokens and of the output layer's gradient; 0 except on the last stage."""
     work: int
-    """Bytes of workspace of one layer's backward pass, in addition to the activations."""
+    """Bytes of workspace for one layer's backward pass, in addition to the activations."""
     step: int
     """Bytes of workspace of the optimizer step, in addition to weights, gradients and optimizer state."""
     copies: int = 0
@@ -55,12 +55,12 @@ class TrainerMemory(Record):
     peak: int
     """Maximum number of bytes of GPU memory in use at any time."""
     away: int
-    """Bytes in use on the GPU while engines generate (schedule.colocate)."""
+    """Bytes that the trainer still uses on the GPU while engines generate (schedule.colocate)."""
     host_optimizer: int
-    """Bytes of moments in host memory (trainer.optimizer.offload_fraction)."""
+    """Bytes of optimizer moments in host memory (trainer.optimizer.offload_fraction)."""
     host_copies: int
-    """Bytes of host memory for the weights of reference and teacher, and for the policy's weights while those of
-    another model replace them on the GPU."""
+    """Bytes of host memory for the weights of the reference and the teacher, and for the policy's weights while those
+    of another model replace them on the GPU."""
     host_away: int
     """Bytes of offloaded state in host memory, kept until the trainer returns to the GPU (schedule.colocate)."""
     host_chosen: int
@@ -100,9 +100,9 @@ class EngineMemory(Record):
     kv_per_token: int
     kv_room: int | None = None
     kv_tokens: int | None = None
-    """Number of tokens whose keys and values fit into the KV cache, per data-parallel copy of the attention."""
+    """Number of tokens whose keys and values fit into the KV cache, per data-parallel copy of the attention layers."""
     state_per_request: int
-    """Bytes of the recurrent states of one request, which do not depend on its length; 0 if the model has none."""
+    """Bytes of one request's recurrent states, independent of the request's length; 0 if the model has none."""
     concurrency: int | None = None
     """Number of rollouts of the maximum length for which one server has memory at the same time."""
     staged: int
@@ -189,7 +189,7 @@ class HostMemory(MemoryBreakdown):
     """Host memory that the fullest node with trainer ranks needs."""
 
     memory: int | None
-    """Bytes of host memory that a node has; null if unknown."""
+    """Host memory of a node in bytes; null if unknown."""
     ranks: int
     """Number of trainer ranks on the node."""
 
@@ -198,13 +198,13 @@ class DiskBytes(Record):
     """Maximum disk space that a run takes, in bytes."""
 
     checkpoint: int
-    """Bytes of one checkpoint: weights, main weights and moments, including those of a critic."""
+    """Bytes of one checkpoint: weights, fp32 master weights and moments, including those of a critic."""
     checkpoints: int
     """Maximum number of checkpoints that exist at the same time: those that are kept, and one that is being written."""
     export: int
     """Bytes of one export as a Hugging Face directory."""
     exports: int
-    """Number of exports that are written, including references of `algorithm.reference_refresh`."""
+    """Maximum number of exports, including the refreshed reference models (`algorithm.reference_refresh`)."""
     rollouts: int
     """Bytes of the saved rollouts that track.rollouts keeps, without text and metadata."""
 

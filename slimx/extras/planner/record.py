@@ -98,7 +98,7 @@ class BatchPlan(Record):
     rollouts_per_data_rank: int
     """Maximum number of rollouts that a data-parallel rank has in one update."""
     tokens_per_rollout: int
-    """Maximum number of tokens of a rollout, including the prompt."""
+    """Maximum number of tokens in a rollout, including the prompt."""
     tokens_per_step: int
     """Maximum number of tokens in a step."""
     tokens_per_microbatch: int
@@ -129,7 +129,7 @@ class PublicationFigures(Record):
     """Number of tensors sent to one engine that contain quantized values."""
     buckets: int
     moves: int
-    """Number of rectangular regions that are copied from a tensor of a trainer rank to a tensor of an engine rank."""
+    """Number of rectangular regions that are copied from a trainer rank's tensor to an engine rank's tensor."""
     launches: int
     """Number of kernel launches per publication, on the trainer rank that has the most."""
     nbytes: int
@@ -144,7 +144,7 @@ class PublicationFigures(Record):
     sent_mean: float
     transport: str
     transport_note: str
-    """Reason why the transport of the publication was chosen."""
+    """Reason why this transport was chosen for the publication."""
     on_gpus: bool
     """True if buckets are in GPU memory instead of host memory."""
     publisher_bytes: int
@@ -157,12 +157,12 @@ class PublicationFigures(Record):
     """With publish.delta, bytes of host memory on the trainer rank that keeps the most: the weights that it sent last,
     and its part of a bucket. With the disk transport, this is trainer rank 0."""
     received_bytes: int = Field(default=0, serialization_alias="held_bytes")
-    """With publish.delta, bytes of host memory for one engine on each of its machines: the weights that it received
-    last."""
+    """With publish.delta, bytes of host memory that one engine needs on each of its machines for the weights that it
+    received last."""
     landing_bytes: int = 0
-    """With nixl, bytes of host memory for one engine on each of its machines: receive buffers that trainer ranks write
-    into, and the buckets assembled from them until they are loaded. With the disk transport and publish.delta, only
-    these buckets."""
+    """With nixl, bytes of host memory for one engine on each of its machines: the receive buffers that trainer ranks
+    write into, and the buckets that are assembled from them and kept until they are loaded. With the disk transport and
+    publish.delta, only the buckets."""
     staged_bytes: int
     """Bytes of GPU memory that a publication needs in addition to the weights, on the engine rank that needs the
     most."""
@@ -201,7 +201,7 @@ class Predicted(Record):
 
 
 class Suggestion(Record):
-    """A parallel layout that fits in memory."""
+    """Suggested parallel layout that fits in memory."""
 
     overrides: tuple[str, ...]
     """Overrides that select this layout, as arguments of slimx plan and slimx train."""
@@ -297,7 +297,7 @@ class PlanReport(Record):
     """Memory of the fullest GPU of each kind (`PhasePeak.gpu`) in every phase of a run; empty if the type of GPU is
     unknown."""
     host: HostMemory | None = None
-    """Host memory of the fullest node; null if the run would not start for a reason that `violations` contains."""
+    """Host memory of the fullest node; null if `violations` contains a reason why the run would not start."""
     disk: DiskBytes | None = None
     batch: BatchPlan | None = None
     publication: PublicationFigures | None = None
@@ -312,8 +312,8 @@ class PlanReport(Record):
     """True if another layout of the trainer's ranks could remove a violation."""
     warnings: tuple[str, ...] = ()
     nearest: Suggestion | None = None
-    """Layout that fits cluster.gpu and differs least from the configured one. It is searched for only if the configured
-    one is refused; null if there was no search or no layout fits."""
+    """Layout that fits cluster.gpu and differs least from the configured one. The search for it runs only if the
+    configured layout is refused; null if there was no search or no layout fits."""
     searched: Searched | None = None
     """Extent of the search for layouts; null if there was no search."""
     suggestions: tuple[Suggestion, ...] = ()

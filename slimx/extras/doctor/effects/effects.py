@@ -38,7 +38,7 @@ class Effect:
     key: str
     value: Any
     share: float
-    """Relative change of the gradient that the term causes: |with - without| / max(|with|, |without|)."""
+    """Relative change in the gradient that the term causes: |with - without| / max(|with|, |without|)."""
     chosen: bool
     """True if the configuration sets the term's value, False if it is a default."""
     reason: str | None = None
@@ -156,7 +156,7 @@ def _policy_effects(config: Config, probe: Probe) -> Iterator[Effect]:
 
 
 def _effect(key: str, value: Any, share: float, chosen: bool, reason: str | None) -> Effect:
-    """Returns an Effect; `reason` is used only if the term changes nothing."""
+    """Returns the Effect of a loss term. `reason`: why the term might have no effect; ignored if `share` is not 0."""
     return Effect(key, value, share, chosen, None if share else reason)
 
 

@@ -61,8 +61,8 @@ def make_probe(config: Config) -> Probe:
     """Returns a synthetic batch: rollouts of `PROMPTS` prompts in groups of the configured size (at most 4), with two
     turns each and different rewards, reward parts and states.
 
-    If a step has a single update, the policy is the one at the start of the step. With max_staleness 0, the policy at
-    the start of the step is the engine's, except for the numerical gap."""
+    With a single update per step, the log-probs at the last update equal those at the start of the step. With
+    max_staleness 0, the engine's log-probs differ from those at the start of the step only by the numerical gap."""
     random = np.random.default_rng(0)
     moved = config.schedule.updates_per_step > 1
     stale = config.schedule.max_staleness > 0
@@ -148,8 +148,8 @@ def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = 
 
 
 def try_hooks(config: Config) -> None:
-    """Calls the user's hooks for advantages and loss, if there are any, on a synthetic batch. Raises SlimxError with
-    the key if a hook raises an error or returns a wrong value."""
+    """Calls the user's advantage and loss hooks, if there are any, on a synthetic batch. Raises SlimxError, naming the
+    hook's configuration key, if a hook raises an error or returns a wrong value."""
     algorithm = config.algorithm
     hooks = [f"algorithm.{key}={getattr(algorithm, key)}" for key in algorithm.hooks]
     if not hooks:

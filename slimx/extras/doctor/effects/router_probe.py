@@ -14,7 +14,8 @@ from slimx.extras.doctor.effects.probe import Probe, policy_gradient
 from slimx.models.families import ModelSpec
 
 MICROBATCHES = 2
-"""Number of micro-batches into which the synthetic rollouts are packed; `global_aux_loss` sums loads over them."""
+"""Number of micro-batches into which the synthetic rollouts are packed; `global_aux_loss` sums expert loads over
+them."""
 
 
 @dataclass(frozen=True, slots=True)

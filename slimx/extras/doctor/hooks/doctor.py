@@ -112,7 +112,7 @@ def _load(config: Config, findings: HookFindings) -> Hooks:
 def _judge(
     config: Config, hooks: Hooks, spec: ModelSpec, prompt: Prompt, rollouts: list[TrialRollout], findings: HookFindings
 ) -> None:
-    """Adds the results of the rollouts and their problems to `findings`."""
+    """Adds the rollouts' results and problems to `findings`."""
     hook = config.rollout.generate
     findings.lines += ["", f"prompt {prompt.id!r}, all log-probs are {LOGPROB}:", *_table(rollouts)]
     _failures(rollouts, findings)
@@ -264,7 +264,7 @@ def _trajectories(rollout: TrialRollout) -> list[Trajectory]:
 
 
 def _logged(rollouts: list[TrialRollout]) -> list[str]:
-    """Returns a line for each metric that hooks logged, with its value in every rollout."""
+    """Returns one line per metric that hooks logged, with the metric's value in every rollout."""
     metrics: list[dict[str, float]] = []
     for rollout in rollouts:
         for trajectory in _trajectories(rollout):

@@ -137,8 +137,8 @@ class HookTrial:
                 await proxy.stop()
 
     def _scripts(self) -> list[tuple[str, list[list[int]], bool]]:
-        """Returns for each rollout its name, the token ids of the scripted responses in order, and True if the model
-        stops after the last response."""
+        """Returns, for each rollout, its name, the token ids of its scripted responses in order, and True if the model
+        stops after the last response, False if that response is cut off."""
         end = self.tokenizer.eos_token_id
 
         def ids(text: str) -> list[int]:

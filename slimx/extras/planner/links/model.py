@@ -32,8 +32,8 @@ TOLERANCE = 0.25
 """Relative error of the prediction for a measured publication above which predictions for other machines are not
 shown."""
 STEPS = 6
-"""Number of calls to the engines per publication, in addition to those per bucket: begin, pause, load, verify, commit
-and resume."""
+"""Number of calls to the engines per publication, in addition to the calls per bucket: begin, pause, load, verify,
+commit and resume."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Links:
     check: float
     """Rate at which staged bytes are read for the first time, to compute their checksums, in bytes/s."""
     copy: float
-    """Rate of copies from staged weights into parameters, in bytes/s."""
+    """Rate of copying staged weights into parameters, in bytes/s."""
     verify: float
     """Rate at which parameters are read to compute their checksums, in bytes/s."""
     call: float
@@ -184,7 +184,7 @@ class Stages:
     """Duration of one publication in seconds, in total and by stage."""
 
     pack: float
-    """Seconds for packing all buckets. Gathering, conversion and packing are one kernel call per rank and bucket."""
+    """Seconds for packing all buckets. Gathering, conversion and packing take one kernel call per rank and bucket."""
     transfer: float
     check: float
     """Seconds for the checksums of staged bytes."""
@@ -195,7 +195,8 @@ class Stages:
     """Seconds for calls to all ranks. The call that packs a bucket overlaps with the call that checks the previous
     one."""
     total: float
-    """Seconds for the publication, less than the sum of its stages because packing overlaps with transfer and check."""
+    """Duration of the publication in seconds. It is shorter than the sum of the stages, because packing overlaps with
+    transfer and check."""
 
 
 def predict(traffic: Traffic, links: Links) -> Stages:
@@ -275,7 +276,7 @@ class LinkTrial:
     """Comparison of the link model with measured publications on one machine."""
 
     predicted: Sequence[float]
-    """Predicted duration of each publication in seconds, from rates that were measured immediately before it."""
+    """Predicted duration of each publication in seconds, based on rates that were measured immediately before it."""
     measured: Sequence[float]
 
     @property

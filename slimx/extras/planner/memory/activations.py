@@ -60,7 +60,7 @@ class LayerBytes:
     input: float
     """Bytes of the layer's input, the only tensor that a completely recomputed layer keeps."""
     attention_norm: float = 0.0
-    """Bytes kept by the norm before the attention."""
+    """Bytes kept by the norm before attention."""
     attention_input: float = 0.0
     """Bytes kept by the attention's input projections: the norm's output, and latents with their norms."""
     projected: float = 0.0
@@ -74,7 +74,7 @@ class LayerBytes:
     operands: float = 0.0
     """Bytes, included in `projected`, that only the attention keeps: the queries and keys after rotation."""
     values: float = 0.0
-    """Bytes of the values, which the attention keeps as a part of a larger tensor."""
+    """Bytes of the values, which attention keeps as part of a larger tensor."""
     context: float = 0.0
     """Bytes of the attention's output, which the output projection keeps."""
     mlp_norm: float = 0.0
@@ -85,7 +85,7 @@ class LayerBytes:
     dispatched: float = 0.0
     """Bytes of the tokens that are dispatched to this rank's experts."""
     inner: float = 0.0
-    """Bytes of the output of the first linear layer of the MLP or of the experts."""
+    """Bytes of the first linear layer's output, in the MLP or in the experts."""
     activated: float = 0.0
     """Bytes of the activation function's intermediate tensors and its result."""
     shared: float = 0.0
@@ -95,8 +95,8 @@ class LayerBytes:
     mlp_work: float = 0.0
     """Bytes of workspace for computing the gradients of MLP or experts."""
     gathered: float
-    """Bytes of workspace for gradients of both attention and MLP: the input of a linear layer and its gradient,
-    gathered from the shards of the sequence."""
+    """Bytes of workspace for computing the gradients of both attention and MLP: the input of a linear layer and its
+    gradient, gathered from the shards of the sequence."""
     itemsize: int
     """Bytes per element of the model's dtype."""
 
@@ -109,7 +109,7 @@ class LayerBytes:
 
     @property
     def total(self) -> float:
-        """Bytes of everything that is kept without recomputation."""
+        """Bytes that the layer keeps if nothing is recomputed."""
         return self.attention_norm + self.attention_input + self.projected + self.core + self.context + self.mlp
 
     @property
@@ -121,8 +121,8 @@ class LayerBytes:
 
 
 def layer_bytes(model: dict[str, Any], setting: Setting, parts: LayerParts, kind: LayerKind) -> LayerBytes:
-    """Returns the sizes in bytes of the tensors that a layer keeps for the backward pass. `parts`: its mixer (attention
-    or recurrent) and its MLP (dense or experts). `model`: fields of megatron-core's TransformerConfig."""
+    """Returns the sizes in bytes of the tensors that a layer keeps for the backward pass. `parts`: the layer's mixer
+    (attention or recurrent) and its MLP (dense or experts). `model`: fields of megatron-core's TransformerConfig."""
     hidden = setting.share * model["hidden_size"]
     nbytes: dict[str, float] = {}
     if parts.mixer is not None:
@@ -150,8 +150,8 @@ def _gathered(model: dict[str, Any], s: Setting) -> float:
 
 
 def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
-    """Returns the sizes in bytes, by field of LayerBytes, of the activations of attention with grouped query heads.
-    Heads are divided among the tensor-parallel ranks; tokens are not."""
+    """Returns the sizes in bytes, by field of LayerBytes, of the activations of grouped-query attention. Heads are
+    divided among the tensor-parallel ranks; tokens are not."""
     head = model["kv_channels"]
     heads = model["num_attention_heads"] / s.sizes.tensor
     groups = max(1, model["num_query_groups"] / s.sizes.tensor)
@@ -178,7 +178,7 @@ def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
 
 def _latent(model: dict[str, Any], s: Setting) -> dict[str, float]:
     """Returns the sizes in bytes, by field of LayerBytes, of the activations of multi-head latent attention. Every rank
-    computes the complete latents, and from them the queries, keys and values of its heads."""
+    computes the complete latents, and from them the queries, keys and values for its heads."""
     heads = model["num_attention_heads"] / s.sizes.tensor
     rotary = model["qk_pos_emb_head_dim"]
     value = s.tokens * heads * model["v_head_dim"]

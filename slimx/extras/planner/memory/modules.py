@@ -78,8 +78,8 @@ def offloaded(layer: LayerBytes, trainer: Trainer) -> dict[str, OffloadedBytes]:
 
 
 def left_out(layer: LayerBytes, trainer: Trainer) -> float:
-    """Returns the size in bytes of those activations of a layer that do not stay on the GPU, because they are
-    recomputed or offloaded."""
+    """Returns the number of bytes of a layer's activations that do not stay on the GPU because they are recomputed or
+    offloaded."""
     if trainer.offload_activations:
         moved = offloaded(layer, trainer)
         return sum(moved[module].freed for module in {*trainer.offload_activations})

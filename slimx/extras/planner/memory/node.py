@@ -21,7 +21,7 @@ from slimx.preflight.hardware import GIB, Machine
 PROCESS = 4 * GIB
 """Assumed host memory of a trainer or engine process in addition to what is counted, in bytes: libraries and CUDA."""
 _TOKEN = 4 + 4 + 1
-"""Bytes of a token in a group on disk: token id, log-prob and mask."""
+"""Bytes per token of a rollout group that is saved on disk: token id, log-prob and mask."""
 _TRAINED_TOKEN = 3 * 8 + 4 * 4 + 1
 """Bytes of a token in a training batch (slimx.data.batch): input, label and version; weight, advantage, log-prob and
 temperature; padding flag."""
@@ -162,7 +162,7 @@ def disk_bytes(config: Config, spec: ModelSpec, critic: ModelSpec | None, batch:
 
 
 def _checkpoint_bytes(config: Config, trainer: Trainer, spec: ModelSpec) -> int:
-    """Returns the number of bytes that one model takes in a checkpoint."""
+    """Returns the size in bytes of one model in a checkpoint."""
     state = FP32 + 2 * ITEMSIZE[trainer.optimizer.moments_dtype]  # per element: main weight, moments
     nbytes = 0
     for run in holdings(trainer, config.numerics, spec).runs(Sizes(), 0):

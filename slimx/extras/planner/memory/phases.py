@@ -210,8 +210,8 @@ def _engine(engine: EngineMemory, phase: Phase, *, shared: bool) -> _Bytes:
 def colocated_memory(
     machine: Machine, phases: Sequence[PhasePeak], engines: Sequence[EngineMemory]
 ) -> ColocatedMemory | None:
-    """Returns the memory of the fullest GPU that trainer and engine share; None if no GPU is shared or the size of its
-    memory is unknown."""
+    """Returns the memory of the fullest GPU that trainer and engine share; None if they share no GPU, or if the size of
+    GPU memory is unknown."""
     shared = {peak.phase: peak.nbytes for peak in phases if peak.gpu == "shared"}
     if machine.memory is None or not shared:
         return None

@@ -22,8 +22,8 @@ LOGIT_BYTES = 12
 """Bytes per logit of a chunk of tokens, in fp32: the logit, its exponential and their product
 (`slimx.trainer.model.logprobs`)."""
 CHUNK_BYTES, SMALLEST_CHUNK = 256 * 2**20, 128
-"""Bytes of logits per chunk, and minimum tokens of a chunk. They repeat constants of `slimx.trainer.model.logprobs`,
-which a process without torch cannot import; a test compares them."""
+"""Bytes of logits per chunk, and minimum number of tokens in a chunk. They are copies of constants in
+`slimx.trainer.model.logprobs`, which a process without torch cannot import; a test compares them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class ActivationBytes:
     """Number of micro-batches in flight. Each has activations of all layers of the stage or, with virtual stages, of
     one chunk."""
     hosted: int
-    """Bytes of offloaded activations in host memory at the peak (`trainer.offload_activations`)."""
+    """Peak bytes of offloaded activations in host memory (`trainer.offload_activations`)."""
     moved: int
     """Bytes of activations copied to the host and back per micro-batch."""
     parts: dict[str, int]
@@ -112,8 +112,8 @@ def activation_bytes(
 
 
 def _savings(layer: LayerBytes, trainer: Trainer) -> dict[str, float]:
-    """Returns the number of bytes that recomputing or offloading each single module saves, by the names that
-    `ActivationBytes.parts` uses."""
+    """Returns the number of bytes saved by recomputing or offloading each module alone, by the names used in
+    `ActivationBytes.parts`."""
     savings = recomputed(layer)
     for module, nbytes in offloaded(layer, trainer).items():
         savings[f"offload {module}"] = nbytes.freed
@@ -191,8 +191,8 @@ def _layers(layers: list[LayerBytes], trainer: Trainer) -> tuple[float, float]:
 
 
 def _units(layers: list[LayerBytes], trainer: Trainer) -> list[tuple[float, float]]:
-    """Returns a pair for each layer, or for each group of layers that is recomputed as a unit: the number of bytes that
-    it keeps, and that of its workspace."""
+    """Returns, for each unit (a layer, or a group of layers that are recomputed together), the number of bytes that it
+    keeps and the number of bytes of its workspace."""
     recompute = trainer.recompute
     if recompute.granularity != "full":
         restored = {id(layer): left_out(layer, trainer) for layer, _ in _kinds(layers)}  # in the backward pass

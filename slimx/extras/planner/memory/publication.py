@@ -35,7 +35,7 @@ class MergingBytes(NamedTuple):
     exported: int = 0
     """Bytes kept from the first export on, for the merged weights of one bucket of an export."""
     work: int = 0
-    """Bytes that are needed temporarily while the largest weight is merged."""
+    """Bytes that are needed temporarily while the largest weight is merged with its adapter."""
 
 
 def merging_memory(config: Config, spec: ModelSpec, sizes: Sizes, published: Plan | None) -> MergingBytes:

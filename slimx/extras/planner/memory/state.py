@@ -154,7 +154,8 @@ class Buffers:
         return self._moments + FP32
 
     def _owned(self, ranks: np.ndarray, buffer: _Buffer) -> np.ndarray:
-        """Returns the number of elements of `buffer` whose state each of `ranks` owns."""
+        """Returns, for each of `ranks`, the number of elements of `buffer` for which the rank keeps the optimizer
+        state."""
         if not self.distributed:
             return buffer.owned[np.zeros_like(ranks)]
         sizes = self.sizes
@@ -169,7 +170,7 @@ class _Buffer(NamedTuple):
     """True if the parameters belong to routed experts."""
     dtype: str
     length: int
-    """Number of elements, including alignment gaps."""
+    """Number of elements in the buffer, including alignment gaps."""
     owned: np.ndarray
     """Number of parameter elements in the shard of each data-parallel rank."""
 

@@ -26,7 +26,7 @@ from slimx.preflight.hardware import OVERHEAD
 
 INT32 = 4
 MOMENT_PIECE = 512 * 2**20
-"""Bytes of offloaded moments that are on the GPU at a time. Copy of
+"""Bytes of offloaded optimizer moments that are on the GPU at a time. Copy of
 `slimx.extras.optimizer_offload.moments.PIECE_BYTES`, which a process without torch cannot import; a test compares the
 two."""
 
@@ -75,8 +75,8 @@ def trainer_memory(
 
 
 def holdings(trainer: Trainer, numerics: Numerics, spec: ModelSpec) -> Holdings:
-    """Returns the parameters of the model, including frozen ones and adapters, from which those of a rank in any layout
-    are derived."""
+    """Returns the model's Holdings: all its parameters, including frozen ones and adapters. The parameters of any rank
+    in any layout are derived from them."""
     return Holdings(spec.table, numerics.dtype, spec.frozen(trainer.frozen), trainer.lora)
 
 
@@ -258,7 +258,7 @@ class _HostBytes(NamedTuple):
     """Bytes of the weights of reference and teacher, and of the policy's weights while those of another model replace
     them on the GPU."""
     away: int
-    """Bytes of offloaded state, which are kept until the trainer returns to the GPU."""
+    """Bytes of offloaded state in host memory, kept until the trainer returns to the GPU."""
     checkpoint: int
     """Bytes of the copy from which checkpoints are written."""
 

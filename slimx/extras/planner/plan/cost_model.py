@@ -144,7 +144,7 @@ def _communication(
 
 def recomputed_fraction(spec: ModelSpec, length: int, trainer: Trainer) -> float:
     """Returns the FLOPs of recomputation as a fraction of the FLOPs of an update without recomputation. `length`:
-    length of the sequences in tokens."""
+    sequence length in tokens."""
     selective = trainer.recompute.granularity == "selective"
     cheap = {"layernorm", "moe_act"} & {*trainer.recompute.modules} if selective else ()
     return recomputed_share(spec, length, trainer) + ACTIVATION * len(cheap) / 2

@@ -295,8 +295,8 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
 
 
 def describe_predictions(predicted: Predicted) -> list[str]:
-    """Returns the lines about the predictions, or a line with the reason why they are not shown: the link model is
-    inaccurate for this machine."""
+    """Returns the lines about the predictions or, if the link model is inaccurate for this machine, one line that says
+    why they are not shown."""
     off = f"the prediction deviates by {predicted.model_off_here:+.0%} on this machine"
     if not predicted.shown:
         return [f"predicted   not shown: {off}"]
@@ -341,7 +341,7 @@ def describe_suggestions(report: PlanReport) -> list[str]:
 
 
 def _searched(report: PlanReport) -> str:
-    """Returns a clause about the extent of a search that stopped at its limit; "" for a complete search."""
+    """Returns a clause that says how far a search went before it stopped at its limit; "" for a complete search."""
     searched = report.searched
     if searched is None or searched.complete:
         return ""

@@ -84,8 +84,8 @@ def publishes_to_plain_layouts(
 
 @rule("publish.nodes", "publish.transport")
 def reaches_engines(publish: Publish, cluster: Cluster, places: RankMap, device: str) -> Problems:
-    """Rejects transports that work only within one machine if engines are on other nodes. The rank map gives the nodes
-    of servers only if the number of GPUs per node is known; otherwise nothing is checked."""
+    """Rejects transports that work only within one machine if engines are on other nodes. Checks nothing if the number
+    of GPUs per node is unknown, because the nodes of the servers are then unknown as well."""
     from slimx.preflight.hardware import nodes_known
 
     if not nodes_known(cluster, device) or not publish.one_machine:
