@@ -33,14 +33,14 @@ FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
 """FlashAttention's distributions. Copied from `slimx.trainer.device.backends`, because that module imports pydantic,
 which may be missing here."""
 IMPORT_S = 120
-"""Seconds within which the import of a package must finish."""
+"""Time limit in seconds for importing one package."""
 MEMORY_GIB = 4.0
-"""GiB of memory that the quickstart needs; 3.2 GiB were measured."""
+"""GiB of memory that the quickstart needs; its measured use is 3.2 GiB."""
 SHM_MIB = 256.0
 """Size in MiB of the smallest object store that slimx requests from Ray."""
 
 Say = Callable[[str, str | None], None]
-"""Function that prints a line of text in a style of the library rich (second argument; None: no style)."""
+"""Function that prints a line of text (first argument) in a style of the library rich (second; None: no style)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ Look = Callable[[], Iterator[Finding]]
 
 
 def examine(say: Say) -> bool:
-    """Prints properties and problems of this machine. Returns True if everything that a run needs is present."""
+    """Prints the properties and problems of this machine. Returns True if everything that a run needs is present."""
     sections: list[tuple[str, Look]] = [
         ("Machine", machine),
         ("Devices", devices),
@@ -354,7 +354,7 @@ def _string(value: str | bytes) -> str:
 
 
 def _memory() -> tuple[float, float]:
-    """Returns total and available memory of this machine in GiB."""
+    """Returns the total and the available memory of this machine in GiB."""
     values = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
     return int(values["MemTotal"]) / 2**20, int(values["MemAvailable"]) / 2**20
 

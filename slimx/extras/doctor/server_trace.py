@@ -19,8 +19,8 @@ _NORMS = re.compile(r"model\.(?:layers\.(\d+)\.(input|post_attention)_layernorm|
 
 
 class Trace:
-    """Records digests of a model's hidden states until `end` is called: one per token in the order in which tokens are
-    computed, by point of the residual stream."""
+    """Recorder of digests of a model's hidden states, active until `end` is called: one digest per token, in the order
+    in which tokens are computed, for each point of the residual stream."""
 
     def __init__(self, model: torch.nn.Module):
         self.rows: dict[str, list[str]] = defaultdict(list)

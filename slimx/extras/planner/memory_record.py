@@ -106,7 +106,7 @@ class EngineMemory(Record):
     concurrency: int | None = None
     """Number of rollouts of the maximum length for which one server has memory at the same time."""
     staged: int
-    """Bytes that a publication needs in addition to the weights."""
+    """Bytes of GPU memory that a publication needs in addition to the weights."""
     overhead: int
     """Assumed bytes of the CUDA context, NCCL and workspaces of libraries; not measured."""
     dispatcher: int = 0
@@ -164,7 +164,7 @@ class MemoryPart(Record):
 
 
 class MemoryBreakdown(Record):
-    """Memory of one GPU or node, divided by purpose."""
+    """Memory of one GPU or node, broken down by purpose."""
 
     parts: tuple[MemoryPart, ...] = Field(serialization_alias="held")
     """Memory by purpose, the largest part first."""

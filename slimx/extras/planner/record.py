@@ -35,7 +35,7 @@ class PlannedGroup(Record):
     external: bool = False
     """True if the servers are started elsewhere and are already running."""
     borrowed: bool = False
-    """True if the servers belong to another policy, in whose plan they are counted."""
+    """True if the servers belong to another policy; they are counted in that policy's plan."""
 
 
 class RankPlace(Record):
@@ -167,7 +167,7 @@ class PublicationFigures(Record):
     """Bytes of GPU memory that a publication needs in addition to the weights, on the engine rank that needs the
     most."""
     plan_bytes: int
-    """Bytes of the serialized plan, of which every trainer rank keeps a copy."""
+    """Bytes of the serialized plan; every trainer rank keeps a copy of it."""
     compile_seconds: float
 
 
@@ -217,7 +217,7 @@ class Suggestion(Record):
 
 
 class Searched(Record):
-    """Extent of a search for layouts: how many were considered, and whether all possible ones were."""
+    """Extent of a search for layouts: how many were considered, and whether these were all possible ones."""
 
     layouts: int
     """Number of splits that the model's layers and experts allow on up to 64 times as many ranks as configured."""
@@ -228,8 +228,8 @@ class Searched(Record):
 
 
 class EngineSuggestion(Record):
-    """Server sizes that let the most rollouts of one engine group fit at the same time on the group's GPUs, or on more
-    GPUs if none fit there."""
+    """Server sizes with which the most rollouts of one engine group fit at the same time on the group's GPUs, or on
+    more GPUs if no size fits on these."""
 
     group: str
     tensor: int

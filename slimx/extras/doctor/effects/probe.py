@@ -28,7 +28,7 @@ GAP = 1e-3
 tokens."""
 OUTLIER = 2.0
 """Standard deviation of the difference between the log-probs of trainer and engine for the fraction `OUTLIERS` of
-tokens, which represent those that the two route to different experts."""
+tokens. These represent the tokens that trainer and engine route to different experts."""
 OUTLIERS = 0.15
 """Fraction of tokens whose log-probs differ by `OUTLIER` instead of `GAP`. It is exaggerated, so that every sensible
 bound takes effect."""

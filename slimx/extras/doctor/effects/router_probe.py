@@ -29,7 +29,7 @@ class RouterSizes:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> RouterSizes:
-        """Returns the sizes of the routers of the model `spec`."""
+        """Returns the router sizes of the model `spec`."""
         fields = spec.transformer
         function = fields.get("moe_router_score_function", "softmax")
         return cls(spec.experts, fields["moe_router_topk"], function)

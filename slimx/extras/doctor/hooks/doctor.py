@@ -160,7 +160,8 @@ def _judge(
 
 
 def _failures(rollouts: list[TrialRollout], findings: HookFindings) -> None:
-    """Adds to `findings` one problem for all rollouts that failed for the same reason."""
+    """Adds to `findings` one entry for each reason why rollouts failed: a problem, or a note if frozen models were
+    called."""
     by_reason: dict[str, list[TrialRollout]] = {}
     for rollout in rollouts:
         if rollout.outcome.reason is not None:

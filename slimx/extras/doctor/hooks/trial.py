@@ -30,7 +30,7 @@ BEAT_S = 0.05
 STUCK_S = 20.0
 """Seconds for which a hook may block the event loop before the trial is ended."""
 ELSE = "I do not know that."
-"""Text that the scripted server returns in rollouts that do not get the prompt's answer."""
+"""Text that the scripted server returns in rollouts that do not receive the prompt's answer."""
 
 
 @dataclass(slots=True)

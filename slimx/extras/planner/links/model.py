@@ -170,7 +170,7 @@ def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, enc
 
 def direct_traffic(plan: Plan, *, sources: int, engines: int) -> Traffic:
     """Returns the traffic of the publication `plan` to `engines` identical engines if `sources` trainer ranks divide
-    the work as in a run (`slimx.extras.direct.dealing`). `plan`: the publication to a single engine."""
+    the work as in a run (`slimx.extras.direct.dealing`). `plan`: plan of the publication to a single engine."""
     dealt = deal(plan, engines=engines)
     return traffic_of(dealt, sources=sources, engines=1, engine_ranks=dealt.targets, encoding="local")
 
@@ -187,10 +187,10 @@ class Stages:
     """Seconds for packing all buckets. Gathering, conversion and packing take one kernel call per rank and bucket."""
     transfer: float
     check: float
-    """Seconds for the checksums of staged bytes."""
+    """Seconds for computing the checksums of staged bytes."""
     load: float
     verify: float
-    """Seconds for the checksums of loaded parameters."""
+    """Seconds for computing the checksums of loaded parameters."""
     control: float
     """Seconds for calls to all ranks. The call that packs a bucket overlaps with the call that checks the previous
     one."""

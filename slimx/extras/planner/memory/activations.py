@@ -64,7 +64,7 @@ class LayerBytes:
     attention_input: float = 0.0
     """Bytes kept by the attention's input projections: the norm's output, and latents with their norms."""
     projected: float = 0.0
-    """Bytes of queries, keys and values that the attention keeps, including those kept by their norms and rotation."""
+    """Bytes of queries, keys and values that attention keeps, including those kept by their norms and rotation."""
     up_projected: float = 0.0
     """Bytes, included in `projected`, that are not kept if latent attention's up-projection is recomputed
     (mla_up_proj)."""
@@ -91,7 +91,7 @@ class LayerBytes:
     shared: float = 0.0
     """Bytes kept by the linear layers of the shared experts."""
     core_work: float = 0.0
-    """Bytes of workspace for computing the attention's gradient."""
+    """Bytes of workspace for computing the gradient of attention."""
     mlp_work: float = 0.0
     """Bytes of workspace for computing the gradients of MLP or experts."""
     gathered: float
@@ -102,7 +102,7 @@ class LayerBytes:
 
     @property
     def mlp(self) -> float:
-        """Bytes kept by the part of a layer that follows the attention: its norm, the router, and the MLP or the
+        """Bytes kept by the part of a layer that follows attention: its norm, the router, and the MLP or the
         experts."""
         kept = self.mlp_norm + self.mlp_input + self.router + self.dispatched + self.inner + self.activated
         return kept + self.shared
@@ -207,8 +207,8 @@ def _core(
     """Returns the sizes in bytes, by field of LayerBytes, of the activations of scaled dot-product attention.
 
     `heads`: heads per rank. `query`, `key`, `value`: number of elements of each (the output is as large as the values).
-    `exclusive`: number of elements of these tensors that only the attention keeps. `part`: number of elements of the
-    values if the attention keeps them as a view of a larger tensor."""
+    `exclusive`: number of elements of these tensors that only attention keeps. `part`: number of elements of the values
+    if attention keeps them as a view of a larger tensor."""
     context = query if value == key else value
     alike = {"operands": exclusive * s.itemsize, "values": part * s.itemsize, "context": context * s.itemsize}
     if s.materialized:
@@ -237,9 +237,9 @@ def _mask(s: Setting) -> float:
 def _steps(model: dict[str, Any], s: Setting, inner: float, *, weighted: bool) -> float:
     """Returns the number of elements that an activation function keeps in addition to its input.
 
-    The function keeps its result. Plain torch also keeps the silu and the linear part of a gated activation, or the
-    relu of a squared one. `weighted`: True if plain torch also keeps the product before it is multiplied by the
-    router's weights. `inner`: number of elements of the result."""
+    Every activation function keeps its result. Plain torch also keeps the silu and the linear part of a gated
+    activation, or the relu of a squared one. `weighted`: True if plain torch also keeps the product before it is
+    multiplied by the router's weights. `inner`: number of elements of the result."""
     if s.kernels != "torch":
         return inner
     tensors = 2

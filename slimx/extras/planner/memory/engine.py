@@ -118,7 +118,7 @@ def with_occupied(
 
 
 def engine_table(spec: ModelSpec, group: Engines) -> Table:
-    """Returns the weight table of a server of `group`, which maps every checkpoint tensor to the engine's parameter."""
+    """Returns the weight table for servers of `group`; it maps every checkpoint tensor to an engine parameter."""
     fused = bool(group.sglang.get("enforce_shared_experts_fusion"))
     # A server that drafts loads the draft layer even if it is not trained.
     return spec.engine_table(fused_shared_experts=fused, draft=group.drafts and spec.has_draft_table)

@@ -18,7 +18,7 @@ class OffloadedBytes:
     """Bytes that are moved to the host by offloading one part of a layer."""
 
     freed: float
-    """Bytes that the layer no longer keeps on the GPU."""
+    """Bytes that the layer no longer keeps on the GPU because of offloading."""
     copied: float
     """Bytes copied to the host and back; more than `freed` if something else keeps the same tensor on the GPU."""
 

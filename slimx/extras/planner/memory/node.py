@@ -37,7 +37,7 @@ def host_memory(
     batches: int = 0,
     graphs: int = 0,
 ) -> HostMemory:
-    """Returns the host memory that the fullest node with trainer ranks needs when everything has been allocated; pinned
+    """Returns the host memory that the fullest node with trainer ranks needs once everything has been allocated; pinned
     memory is kept for reuse.
 
     `figures`: figures of the publication; None without engines. `batches`: bytes of the batches that the driver, which
@@ -86,8 +86,8 @@ def host_memory(
 
 
 def _publication_bytes(config: Config, figures: PublicationFigures, ranks: int) -> tuple[int, int]:
-    """Returns two sizes in bytes on a node with `ranks` trainer ranks: that of a publication's buckets, and that of the
-    weights published last."""
+    """Returns the sizes in bytes of a publication's buckets, and of the weights published last, on a node with `ranks`
+    trainer ranks."""
     servers = 0  # number of servers with ranks on the node
     if config.schedule.colocate:
         group = config.rollout.policy_engines[0]
@@ -121,14 +121,14 @@ def kept_batches(config: Config, spec: ModelSpec, batch: BatchPlan) -> int:
 
 
 def _routes(spec: ModelSpec) -> int:
-    """Returns the size in bytes, over all layers, of the indices of the experts to which one token is routed."""
+    """Returns the size in bytes of one token's routed-expert indices, over all layers."""
     itemsize = 1 if spec.experts <= 256 else 2
     return len(spec.moe_layers) * spec.transformer["moe_router_topk"] * itemsize
 
 
 def disk_bytes(config: Config, spec: ModelSpec, critic: ModelSpec | None, batch: BatchPlan) -> DiskBytes:
-    """Returns the maximum disk space that the run's directory takes, in bytes. `critic`: the critic's model, None
-    without one."""
+    """Returns the maximum disk space for the run's directory, in bytes. `critic`: the critic's model; None without
+    one."""
     options = config.checkpoint
     tracked = config.track.rollouts
     steps = config.schedule.steps

@@ -107,7 +107,7 @@ class ParameterRun:
     adapted: bool = False
     """True if each of these parameters has a low-rank adapter."""
     orthogonalized: bool = False
-    """True if Muon updates these parameters, as it does all matrices except embedding and output layer."""
+    """True if Muon updates these parameters, as it does all matrices except the embedding and the output layer."""
 
 
 class Holdings:
@@ -269,8 +269,8 @@ class Holdings:
 def _split_last(
     runs: tuple[ParameterRun, ...],
 ) -> tuple[tuple[ParameterRun, ...], tuple[ParameterRun, ...], tuple[ParameterRun, ...]]:
-    """Splits the parameters of the last stage into three parts: those of the embedding's copies, of the last norm, and
-    of the output layer."""
+    """Splits the parameters of the last stage into three parts: the copies of the embedding, the last norm, and the
+    output layer."""
     embedding: list[ParameterRun] = []
     norm: list[ParameterRun] = []
     output: list[ParameterRun] = []

@@ -36,7 +36,8 @@ from slimx.preflight.hardware import Machine
 PHASES: tuple[Phase, ...] = get_args(Phase)
 _TRAINERS: tuple[Phase, ...] = ("load", "restore", "publish", "generate", "train", "save")
 _ENGINES: tuple[Phase, ...] = ("start", "publish", "generate")
-"""Phases in which a GPU with only an engine rank uses memory; `_TRAINERS`: those of a GPU with only a trainer rank."""
+"""Phases in which a GPU with only an engine rank uses memory; `_TRAINERS`: the same for a GPU with only a trainer
+rank."""
 _Bytes = dict[str, int]
 _Gpu = Literal["trainer", "critic", "engine", "shared"]
 
@@ -177,7 +178,8 @@ def _kept(rank: Sequence[TrainerMemory], phase: Phase) -> _Bytes:
 
 
 def _process(rank: Sequence[TrainerMemory]) -> _Bytes:
-    """Returns the memory, in bytes by purpose, that the process of `rank` needs once for all its models."""
+    """Returns the memory, in bytes by purpose, that the process of `rank` needs only once, whatever the number of its
+    models."""
     buffers = max(record.dispatcher for record in rank)
     return {"trainer's overhead": max(record.overhead for record in rank), "trainer's DeepEP buffers": buffers}
 

@@ -56,8 +56,7 @@ class ActivationBytes:
 def activation_bytes(
     spec: ModelSpec, trainer: Trainer, sizes: Sizes, setting: Setting, *, pipeline_rank: int, microbatches: int
 ) -> ActivationBytes:
-    """Returns the size of the activations of pipeline rank `pipeline_rank` in an update of `microbatches`
-    micro-batches."""
+    """Returns the activation memory of pipeline rank `pipeline_rank` in an update of `microbatches` micro-batches."""
     model = spec.transformer
     layers = _decoder_layers(spec, setting)
     counts = sizes.split or (spec.table.layers // sizes.stages,) * sizes.stages

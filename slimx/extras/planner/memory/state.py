@@ -50,12 +50,12 @@ class StateBytes:
     quantized: int
     """Number of elements that a publication in fp8 quantizes."""
     adapted: int
-    """Number of elements of the rank's weights that have an adapter, not counting the elements of the adapters."""
+    """Number of weight elements on the rank that have an adapter, not counting the adapters' elements."""
     pinned_weights: int
     """Bytes of pinned host memory for copies of the weights' buffers, if torch rounds sizes up to powers of two."""
     pinned_share: float
-    """Ratio of allocated pinned host memory to copied bytes if parameters, or their optimizer state, are copied one by
-    one and torch rounds the size of each copy up to a power of two."""
+    """Ratio of allocated to copied bytes of pinned host memory, if parameters or their optimizer state are copied one
+    by one and torch rounds the size of each copy up to a power of two."""
 
 
 class Buffers:

@@ -106,8 +106,8 @@ def stage_states(
 
 
 def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Setting:
-    """Returns the properties of a full micro-batch that determine its activations, with rollouts of the maximum length
-    and the kernels used on `device`."""
+    """Returns the properties that determine the activation memory of a full micro-batch, assuming rollouts of the
+    maximum length and the kernels used on `device`."""
     limit = config.trainer.max_tokens_per_microbatch
     latent = bool(spec.transformer.get("multi_latent_attention"))
     # torch's CPU kernel needs queries and values of one size; "unfused" is Transformer Engine's or torch's plain form.
@@ -221,7 +221,7 @@ def _record(
 
 
 class _PolicyBytes(NamedTuple):
-    """Memory that a rank of the policy needs and a rank of the critic does not, in bytes."""
+    """Memory, in bytes, that a rank of the policy needs but a rank of the critic does not."""
 
     served: int
     """Bytes of the quantized weights that exact mode computes with."""
@@ -253,10 +253,10 @@ class _HostBytes(NamedTuple):
     """Pinned host memory of a trainer rank by purpose, in bytes."""
 
     optimizer: int
-    """Bytes of moments that are kept on the host."""
+    """Bytes of optimizer moments that are kept in host memory."""
     copies: int
-    """Bytes of the weights of reference and teacher, and of the policy's weights while those of another model replace
-    them on the GPU."""
+    """Bytes of the weights of the reference and the teacher, and of the policy's weights while those of another model
+    replace them on the GPU."""
     away: int
     """Bytes of offloaded state in host memory, kept until the trainer returns to the GPU."""
     checkpoint: int

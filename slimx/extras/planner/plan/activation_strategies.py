@@ -13,7 +13,7 @@ from slimx.extras.planner.memory_record import TrainerMemory
 from slimx.extras.planner.plan.splits import Fields
 
 _OFFLOAD_CODES = ("activations.device", "unproven", "unproven.layers")
-"""Codes of errors about offloading that do not depend on which parts are offloaded, or on recomputation."""
+"""Codes of errors about offloading that depend neither on which parts are offloaded nor on recomputation."""
 
 
 @functools.cache
@@ -30,7 +30,7 @@ def strategy_rules() -> tuple[Rule, ...]:
 
 
 def allowed(facts: Mapping[str, Any]) -> bool:
-    """Returns True if `facts` break no rule about activations and no rule about the configuration alone."""
+    """Returns True if `facts` break no rule about activations and no rule that concerns only the configuration."""
     for problem in broken(strategy_rules(), facts):
         if problem.code != "unproven.layers" or problem.about == "trainer.offload_activations":
             return False

@@ -15,8 +15,8 @@ from slimx.preflight.hardware import Machine
 
 
 def sum_over_policies(reports: Sequence[PlanReport]) -> Together | None:
-    """Returns the sums over `reports`, the reports of all policies, each of which uses the GPUs after those of the
-    previous one; None if the ranks of a policy could not be placed."""
+    """Returns the sums over `reports`, one report per policy; the GPUs of each policy follow those of the previous one.
+    None if the ranks of a policy could not be placed."""
     gpus = 0
     hosts: list[HostMemory] = []
     disks: list[DiskBytes] = []

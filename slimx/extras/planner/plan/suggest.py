@@ -54,7 +54,7 @@ depend on the machine's load."""
 
 
 class Split(NamedTuple):
-    """A split of the trainer's ranks that may fit."""
+    """Split of the trainer's ranks that may fit in memory."""
 
     fields: Fields
     """Values of the fields of section `trainer` that define this split."""
@@ -64,7 +64,7 @@ class Split(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A split with one activation strategy, and its memory and cost."""
+    """Split with one activation strategy, and its memory and cost."""
 
     config: Config
     records: tuple[TrainerMemory, ...]
@@ -96,7 +96,7 @@ def suggest_layouts(
 def nearest_layout(
     config: Config, spec: ModelSpec, machine: Machine, device: str
 ) -> tuple[Suggestion | None, Searched]:
-    """Returns the fitting layout that differs least from the configured one (or None), and the extent of the search."""
+    """Returns the layout closest to the configured one among those that fit (or None), and the extent of the search."""
     search = Search(config, spec, machine, device)
     nearest: tuple[float, Suggestion] | None = None
     for distance, _, suggestion in search.fitting(lambda split: _distance(config.trainer, split.fields)):
@@ -165,7 +165,7 @@ class Search:
                 return
 
     def least_cost(self, split: Split) -> float:
-        """Returns a lower bound on the seconds of an update with this split: its time without recomputation."""
+        """Returns a lower bound on the seconds of an update with this split: the time without recomputation."""
         return round(self._cost(split.sizes, split.elements * self._element_bytes).total, 4)
 
     def _cost(
@@ -308,8 +308,8 @@ class Search:
         return Candidate(config, records, critics, cost)
 
     def _problems(self, candidate: Candidate) -> list[SlimxError]:
-        """Returns the errors of the rules about memory. Buckets are not counted, because no publication is compiled
-        here."""
+        """Returns the errors that the rules about memory report. Buckets are not counted, because no publication is
+        compiled here."""
         config = candidate.config
         trainers = candidate.records + candidate.critics
         occupied = max(record.away for record in candidate.records)

@@ -21,7 +21,7 @@ class BoxedAnswer:
     start: int
     inside: int
     end: int | None
-    """Index after the box's content; None if the box is unclosed."""
+    """Index of the first character after the box's content; None if the box is unclosed."""
     stop: int
     """Index after the closing brace; for an unclosed box the end of the string."""
 
