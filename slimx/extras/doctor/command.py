@@ -117,8 +117,8 @@ def _check_machine(file: Path | None, overrides: list[str]) -> None:
 
 def _show_gap(config: Config, layers: bool) -> bool:
     """Shows the log-prob gap between trainers and engines, and returns False if numerics.mode is exact but the
-    log-probs of a batch are not bitwise equal. Raises SlimxError, before torch is imported, if the run has no engines
-    of the policy or its layers cannot be compared."""
+    log-probs of a batch are not bitwise equal. Raises SlimxError, before torch is imported, if the policy has no
+    engines, or if the trainer's parallel sizes prevent comparing layers."""
     if not config.rollout.policy_engines:
         raise SlimxError(
             "slimx doctor --gap compares trainers with engines, but rollout.engines is empty; add a group of the "

@@ -25,7 +25,8 @@ replacement of the GPU: memory (48, 64, 95, 140), NVLink (74), fallen off the bu
 120, 143). Other errors are caused by programs, or are counted by NVML."""
 IBGDA = {"NVreg_EnableStreamMemOPs=1": r"^EnableStreamMemOPs: 1$", "PeerMappingOverride=1": r"PeerMappingOverride=1"}
 """Options of NVIDIA's kernel module that allow GPU-initiated InfiniBand transfers, which DeepEP uses between nodes
-(docs.nvidia.com/nvshmem, installation guide), with a pattern of the driver's output if the option is set."""
+(docs.nvidia.com/nvshmem, installation guide). Each has a pattern that matches the driver's output if the option is
+set."""
 XID_LINE = re.compile(r"NVRM: Xid \((PCI:[^)]+)\): (\d+)")
 RECENT_S = 3600.0
 """Maximum age in seconds at which an error in the kernel's log is reported. The log outlives repairs, so the cause of
@@ -68,8 +69,8 @@ class Places:
 def examine_node(
     required: NodeRequirements, gpus: Callable[[], list[NvmlGpu]] | None = None, places: Places | None = None
 ) -> tuple[list[str], list[str]]:
-    """Examines this node. Returns two lists of sentences: faults that make it unfit, and notes. `gpus`: function that
-    returns the GPUs to examine; None: all GPUs of the node."""
+    """Examines this node. Returns two lists of sentences: faults that make the node unfit, and notes. `gpus`: function
+    that returns the GPUs to examine; None: all GPUs of the node."""
     if places is None:
         places = Places()
     problems = [*_clock(required, places), *_space(required, places), *_hcas(required, places)]

@@ -42,8 +42,8 @@ class TraceRole:
 
 @contextmanager
 def traced(modules: list[Any]) -> Iterator[dict[str, list[str]]]:
-    """Collects the digests of the residual stream of `modules`, the GPT models of this rank, in a dict by point, while
-    the block runs."""
+    """Yields a dict that collects, while the block runs, the digests of the residual stream in `modules`, the GPT
+    models of this rank, by point of the stream."""
     rows: dict[str, list[str]] = defaultdict(list)
     handles = []
 

@@ -23,7 +23,7 @@ class TrainerMemory(Record):
     parameters: int
     """Number of elements of all parameters on the rank."""
     weights: int
-    """Bytes of weights, including the rounded weights of exact mode if publish.quantize is set."""
+    """Bytes of weights, including the quantized weights that exact mode computes with if publish.quantize is set."""
     gradients: int
     optimizer: int
     """Bytes of optimizer state on the device, without moments in host memory (`host_optimizer`)."""
@@ -49,7 +49,7 @@ class TrainerMemory(Record):
     """Bytes of GPU memory of this rank during a publication of weights: buckets, or its part of a bucket on its way to
     host memory, and temporary memory for merging a weight with its adapter."""
     overhead: int
-    """Assumed bytes of the CUDA context, NCCL and workspaces of libraries; not measured."""
+    """Assumed bytes of the CUDA context, NCCL and library workspaces; not measured."""
     in_flight: int
     """Number of micro-batches whose activations are kept; with virtual stages (VPP), those of one model chunk each."""
     peak: int
@@ -108,7 +108,7 @@ class EngineMemory(Record):
     staged: int
     """Bytes of GPU memory that a publication needs in addition to the weights."""
     overhead: int
-    """Assumed bytes of the CUDA context, NCCL and workspaces of libraries; not measured."""
+    """Assumed bytes of the CUDA context, NCCL and library workspaces; not measured."""
     dispatcher: int = 0
     """Bytes of DeepEP's buffers, which are kept while the server sleeps."""
     graphs: int
@@ -206,7 +206,7 @@ class DiskBytes(Record):
     exports: int
     """Maximum number of exports, including the refreshed reference models (`algorithm.reference_refresh`)."""
     rollouts: int
-    """Bytes of the saved rollouts that track.rollouts keeps, without text and metadata."""
+    """Bytes of the rollouts that track.rollouts keeps on disk, without text and metadata."""
 
     @property
     def nbytes(self) -> int:

@@ -32,7 +32,7 @@ from slimx.trainer.device.backends import choose_backends, installed
 
 @dataclass(frozen=True, slots=True)
 class PlanOutput:
-    """Lines for standard output, and the violations; if there are any, the exit code is 2."""
+    """Lines for standard output, and the violations; the exit code is 2 if there are any violations."""
 
     lines: list[str]
     violations: tuple[str, ...]

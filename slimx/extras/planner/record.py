@@ -56,7 +56,7 @@ class RankPlace(Record):
     layers: tuple[int, ...]
     """Indices of the rank's decoder layers within the whole model, from 0, chunk by chunk."""
     experts: tuple[int, int] | None
-    """First and last routed expert that the rank has in each MoE layer; null for a dense model."""
+    """Indices of the first and the last routed expert that the rank holds in each MoE layer; null for a dense model."""
 
 
 class EnginePlace(Record):
@@ -96,7 +96,7 @@ class BatchPlan(Record):
     updates_per_step: int
     rollouts_per_update: int
     rollouts_per_data_rank: int
-    """Maximum number of rollouts that a data-parallel rank has in one update."""
+    """Maximum number of rollouts that a data-parallel rank processes in one update."""
     tokens_per_rollout: int
     """Maximum number of tokens in a rollout, including the prompt."""
     tokens_per_step: int
@@ -120,18 +120,18 @@ class PublicationFigures(Record):
 
     encoding: Encoding
     note: str
-    """Reason why the encoding of the publication was chosen."""
+    """Reason why this encoding was chosen for the publication."""
     rule: str
     """Rule by which values are quantized; "none" if they are not quantized."""
     tensors: int
     """Number of tensors that are sent to one engine, including block scales."""
     quantized: int
-    """Number of tensors sent to one engine that contain quantized values."""
+    """Number of tensors with quantized values that are sent to one engine."""
     buckets: int
     moves: int
     """Number of rectangular regions that are copied from a trainer rank's tensor to an engine rank's tensor."""
     launches: int
-    """Number of kernel launches per publication, on the trainer rank that has the most."""
+    """Number of kernel launches per publication, on the trainer rank that needs the most."""
     nbytes: int
     """Bytes sent to all engines together: values and scales."""
     adapter_bytes: int = 0
@@ -272,7 +272,8 @@ class PlanReport(Record):
     """Type of GPU that the plan is for; null if unknown."""
     gpu_memory: int | None = None
     host_bandwidth: float | None = None
-    """Rate between this type of GPU and host memory in bytes per second in each direction; null if unknown."""
+    """Transfer rate between this type of GPU and host memory, in bytes per second in each direction; null if
+    unknown."""
     trainer: Sizes | None = None
     largest_rank: int = 0
     """Number of parameter elements on the trainer rank that has the most."""

@@ -22,7 +22,7 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
 
 
 def f1(text: str, answer: str) -> float:
-    """Returns the F1 of `text` against the reference `answer`: the harmonic mean of precision and recall of their
+    """Returns the F1 score of `text` against the reference `answer`: the harmonic mean of precision and recall of their
     words, ignoring case, punctuation and articles; 1 if both are empty."""
     predicted = words(text)
     reference = words(answer)

@@ -47,8 +47,8 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A loss term: a key of section `algorithm`, or a parameter of its loss or advantages, with the neutral value that
-    disables it."""
+    """Loss term: a key of section `algorithm`, or a parameter of its loss or advantages, with the neutral value that
+    disables the term."""
 
     key: str
     neutral: Any

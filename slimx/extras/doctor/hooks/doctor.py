@@ -31,7 +31,7 @@ from slimx.rollout.hook_loading import Hooks, check_generated, load_generate, lo
 from slimx.rules.layout import check_layout
 
 BLOCKED_S = 0.5
-"""Seconds for which a hook may block the event loop before a note about it is added to the findings."""
+"""Maximum time in seconds for which a hook may block the event loop before a note is added to the findings."""
 
 
 @dataclass(slots=True)
@@ -52,8 +52,8 @@ class HookFindings:
 
 def examine_hooks(config: Config, texts: Sequence[str] = ()) -> HookFindings:
     """Loads and tries the hooks of a run. Never raises SlimxError; errors are in the result's `problems`. `texts`:
-    responses of the scripted server in one additional rollout, one per request; after the last one it returns the
-    prompt's answer."""
+    responses of the scripted server in one additional rollout, one per request. After the last one, the server returns
+    the prompt's answer."""
     findings = HookFindings()
     hooks = _load(config, findings)
     if findings.problems:
@@ -180,7 +180,7 @@ def _failures(rollouts: list[TrialRollout], findings: HookFindings) -> None:
 
 
 def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], findings: HookFindings) -> None:
-    """Adds to `findings` problems with prompts and trajectories that are too long for the run."""
+    """Adds a finding for prompts, and one for trajectories, that are too long for the run."""
     hook = config.rollout.generate
     limit = config.rollout.max_prompt_tokens
     prompt = max(trajectory.spans[0].stop for trajectory in trajectories)

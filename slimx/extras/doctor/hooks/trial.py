@@ -61,8 +61,8 @@ class HookTrial:
         server: ScriptedServer,
         texts: Sequence[str] = (),
     ) -> None:
-        """Stores the arguments and prepares the rollouts. `texts`: responses of the scripted server, one per request,
-        in an additional first rollout; after the last one it returns the prompt's answer."""
+        """Stores the arguments and prepares the rollouts. `texts`: responses of the scripted server in an additional
+        first rollout, one per request. After the last one, the server returns the prompt's answer."""
         rollout = {"group_size": 1, "rollout_deadline": min(config.rollout.rollout_deadline, LIMIT_S)}
         reward = {"deadline": min(config.reward.deadline, LIMIT_S), "workers": 1}
         self.config = config.model_copy(

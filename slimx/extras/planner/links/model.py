@@ -29,7 +29,7 @@ from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan
 
 TOLERANCE = 0.25
-"""Relative error of the prediction for a measured publication above which predictions for other machines are not
+"""Maximum relative error in predicting measured publications; above it, predictions for other machines are not
 shown."""
 STEPS = 6
 """Number of calls to the engines per publication, in addition to the calls per bucket: begin, pause, load, verify,
@@ -89,8 +89,7 @@ def gb300_nvlink() -> Links:
 
 def _cluster(name: str, *, memory: float, pack: float, link: float, message: float, domain: int | None = None) -> Links:
     """Returns the links of ranks with one GPU each. `memory`: bandwidth of GPU memory, reads and writes together, in
-    bytes/s. `pack`: rate of the pack kernel relative to that of a copy. Other parameters are values of the fields of
-    `Links`."""
+    bytes/s. `pack`: rate of the pack kernel relative to that of a copy. The other parameters are fields of `Links`."""
     return Links(
         name=name,
         pack=pack * memory / 2,
@@ -134,7 +133,7 @@ class Traffic:
 
     @property
     def ranks(self) -> int:
-        """Number of trainer ranks and engine ranks together."""
+        """Total number of trainer and engine ranks."""
         return self.sources + self.engine_ranks
 
 
@@ -193,7 +192,7 @@ class Stages:
     """Seconds for computing the checksums of loaded parameters."""
     control: float
     """Seconds for calls to all ranks. The call that packs a bucket overlaps with the call that checks the previous
-    one."""
+    bucket."""
     total: float
     """Duration of the publication in seconds. It is shorter than the sum of the stages, because packing overlaps with
     transfer and check."""

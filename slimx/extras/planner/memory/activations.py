@@ -24,8 +24,8 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Properties of a micro-batch, its ranks and their kernels that determine the size of a layer's activations, in
-    addition to the model."""
+    """Properties of a micro-batch, its ranks and their kernels that, together with the model, determine the size of a
+    layer's activations."""
 
     tokens: int
     """Number of tokens of a micro-batch on one context-parallel rank."""
@@ -36,7 +36,7 @@ class Setting:
     """Bytes per element of parameters and activations."""
     kernels: Kernels
     materialized: bool
-    """True if the attention keeps its probabilities, because no flash attention kernel supports it."""
+    """True if attention keeps its probabilities, because no flash attention kernel supports it."""
     masked: bool = False
     """True if torch's attention kernel receives an explicit mask with an element per pair of tokens, and keys and
     values that are repeated for every query head, as it does for attention sinks."""
@@ -48,8 +48,8 @@ class Setting:
         return self.tokens / self.sizes.tensor
 
     def norm(self, elements: float) -> float:
-        """Returns the number of bytes that a norm of `elements` elements keeps: fp32 copies of input and output with
-        torch's kernels, otherwise only the input."""
+        """Returns the number of bytes that a norm of `elements` elements keeps: with torch's kernels, fp32 copies of
+        its input and output; otherwise only its input."""
         return elements * (2 * FP32 if self.kernels == "torch" else self.itemsize)
 
 
@@ -69,10 +69,10 @@ class LayerBytes:
     """Bytes, included in `projected`, that are not kept if latent attention's up-projection is recomputed
     (mla_up_proj)."""
     core: float = 0.0
-    """Bytes kept by the attention in addition to its inputs: the probabilities or, with flash attention, one number per
+    """Bytes kept by attention in addition to its inputs: the probabilities or, with flash attention, one number per
     token and head."""
     operands: float = 0.0
-    """Bytes, included in `projected`, that only the attention keeps: the queries and keys after rotation."""
+    """Bytes of the tensors in `projected` that only attention keeps: the queries and keys after rotation."""
     values: float = 0.0
     """Bytes of the values, which attention keeps as part of a larger tensor."""
     context: float = 0.0
@@ -93,7 +93,7 @@ class LayerBytes:
     core_work: float = 0.0
     """Bytes of workspace for computing the gradient of attention."""
     mlp_work: float = 0.0
-    """Bytes of workspace for computing the gradients of MLP or experts."""
+    """Bytes of workspace for computing the gradients of the MLP or the experts."""
     gathered: float
     """Bytes of workspace for computing the gradients of both attention and MLP: the input of a linear layer and its
     gradient, gathered from the shards of the sequence."""
@@ -114,8 +114,8 @@ class LayerBytes:
 
     @property
     def work(self) -> float:
-        """Bytes of workspace that the layer's backward pass needs in addition to its activations. The activations after
-        the attention have been freed when the attention's gradient is computed, so the workspace for this gradient
+        """Bytes of workspace that the layer's backward pass needs in addition to its activations. The activations that
+        follow attention have been freed when the gradient of attention is computed, so the workspace for this gradient
         counts only as far as it exceeds them."""
         return max(self.mlp_work, self.core_work - self.mlp) + self.gathered
 

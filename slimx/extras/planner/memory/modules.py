@@ -100,7 +100,7 @@ def copied(layer: LayerBytes, trainer: Trainer) -> float:
 
 def recomputed_share(spec: ModelSpec, length: int, trainer: Trainer) -> float:
     """Returns the FLOPs of recomputation as a fraction of the FLOPs of forward and backward pass without recomputation.
-    `length`: length of the sequences in tokens."""
+    `length`: sequence length in tokens."""
     recompute = trainer.recompute
     if recompute.granularity == "none":
         return 0.0

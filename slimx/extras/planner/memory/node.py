@@ -19,7 +19,8 @@ from slimx.models.families import ModelSpec
 from slimx.preflight.hardware import GIB, Machine
 
 PROCESS = 4 * GIB
-"""Assumed host memory of a trainer or engine process in addition to what is counted, in bytes: libraries and CUDA."""
+"""Assumed bytes of host memory that a trainer or engine process takes for libraries and CUDA, which are not counted
+elsewhere."""
 _TOKEN = 4 + 4 + 1
 """Bytes per token of a rollout group that is saved on disk: token id, log-prob and mask."""
 _TRAINED_TOKEN = 3 * 8 + 4 * 4 + 1

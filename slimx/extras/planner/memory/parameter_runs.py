@@ -79,8 +79,8 @@ _ORDER = (
 )
 """Prefixes of parameter names within a layer, in the order in which megatron-core's modules register their parameters.
 
-It is the order in torch's layers; in Transformer Engine's layers a norm precedes the weight of the linear layer that it
-is fused with. The order only decides to which rank an alignment gap belongs. Names without a prefix in the list come
+This is the order in torch's layers; in Transformer Engine's layers a norm precedes the weight of the linear layer that
+it is fused with. The order only decides to which rank an alignment gap belongs. Names without a prefix in the list come
 last."""
 _ENDS = ("embedding.", "output_layer.")
 

@@ -81,8 +81,9 @@ def phase_memory(
 def by_gpu(
     records: Sequence[TrainerMemory], separate_critic: bool
 ) -> tuple[list[list[TrainerMemory]], list[list[TrainerMemory]]]:
-    """Returns two lists: trainer ranks and ranks of a separate critic. Each rank is a list of the records of the models
-    in its process; a critic that is not separate is in the rank of the same pipeline stage."""
+    """Returns two lists: trainer ranks and ranks of a separate critic. Each rank is a list of memory records, one for
+    each model in its process. A critic without separate ranks is added to the trainer rank of the same pipeline
+    stage."""
     policy: list[list[TrainerMemory]] = []
     critics: list[list[TrainerMemory]] = []
     for record in records:
@@ -100,8 +101,8 @@ def by_gpu(
 
 
 def peak_of(rank: Sequence[TrainerMemory]) -> int:
-    """Returns the peak memory of a process that has the models in `rank`, whose activations are never in memory at the
-    same time."""
+    """Returns the peak memory of a process with the models in `rank`. The activations of these models are never in
+    memory at the same time."""
     states = [record.weights + record.gradients + record.optimizer for record in rank]
     return sum(states) + max(record.peak - state for record, state in zip(rank, states, strict=True))
 

@@ -120,7 +120,7 @@ def _savings(layer: LayerBytes, trainer: Trainer) -> dict[str, float]:
 
 
 class _OutputBytes(NamedTuple):
-    """Bytes of one micro-batch after the decoder: its last norm, multi-token-prediction layers, and the head."""
+    """Bytes of one micro-batch after the decoder layers: the last norm, multi-token-prediction layers, and the head."""
 
     kept: float
     copied: float
@@ -177,8 +177,8 @@ def in_flight(sizes: Sizes, pipeline_rank: int, microbatches: int) -> list[int]:
 
 
 def _layers(layers: list[LayerBytes], trainer: Trainer) -> tuple[float, float]:
-    """Returns the number of bytes that `layers` keep for one micro-batch, and the maximum number of further bytes that
-    their backward pass needs at a time."""
+    """Returns the number of bytes that `layers` keep for one micro-batch, and the maximum number of additional bytes
+    that their backward pass needs at any time."""
     units = _units(layers, trainer)
     total = sum(kept for kept, _ in units)
     before = 0.0

@@ -44,7 +44,7 @@ class StateBytes:
     """Bytes of the moments, which are included in `optimizer`; `trainer.optimizer.offload_fraction` moves them to the
     host."""
     copied: int
-    """Bytes of fp32 copies that an optimizer step makes of the rank's shard of bf16 gradients."""
+    """Bytes of the fp32 copies that an optimizer step makes of the rank's shard of bf16 gradients."""
     elements: int
     """Number of elements of the rank's parameters and buffers, without alignment gaps."""
     quantized: int

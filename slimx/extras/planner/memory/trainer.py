@@ -226,7 +226,7 @@ class _PolicyBytes(NamedTuple):
     served: int
     """Bytes of the quantized weights that exact mode computes with."""
     copies: int
-    """Bytes of quantized copies of weights that layers keep on the GPU."""
+    """Bytes of the quantized weight copies that layers keep on the GPU."""
     chosen: int
     """Bytes of host memory for the recorded token selections of sparse attention (trainer.indexer_replay)."""
 

@@ -36,11 +36,11 @@ from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 
 @dataclass(frozen=True, slots=True)
 class CompiledPublication:
-    """A compiled publication, with the facts about it that the report needs."""
+    """Compiled publication, with the facts about it that the report needs."""
 
     published: PublicationPlan
     dealt: DealtPlan | None
-    """The plan divided among trainer ranks for all engines (nixl); None for other transports."""
+    """Plan divided among trainer ranks for all engines (nixl); None for other transports."""
     on_gpus: bool
     """True if buckets are in GPU memory instead of host memory."""
     seconds: float

@@ -184,7 +184,7 @@ class Search:
 
     @property
     def _element_bytes(self) -> int:
-        """Bytes per parameter element for its weight and gradient."""
+        """Number of bytes per trained parameter element: its weight and its fp32 gradient."""
         return ITEMSIZE[self.config.numerics.dtype] + 4
 
     def _possible(self, world: int) -> Iterator[Split]:

@@ -18,7 +18,7 @@ from slimx.preflight.hardware import Machine
 
 
 def suggest_engines(config: Config, spec: ModelSpec, machine: Machine) -> tuple[EngineSuggestion, ...]:
-    """Returns, for each of the policy's engine groups that slimx starts, the server size that fits the most concurrent
+    """Returns, for each of the policy's engine groups that slimx starts, the server size that holds the most concurrent
     rollouts on the configured number of GPUs; of equally good sizes, the smallest.
 
     If no size fits, the number of GPUs is doubled until one does, up to 64 times the configured number."""

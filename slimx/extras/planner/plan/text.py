@@ -310,7 +310,7 @@ def describe_predictions(predicted: Predicted) -> list[str]:
 
 
 def describe_suggestions(report: PlanReport) -> list[str]:
-    """Returns the lines about the suggested layouts."""
+    """Returns the lines that list the suggested layouts and server sizes."""
     lines = []
     nearest = report.nearest
     if nearest is not None:

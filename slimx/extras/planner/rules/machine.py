@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from slimx.preflight.hardware import Machine
 
 CROWDED = 3
-"""Ratio of requests in flight to the rollouts of maximum length that fit into the KV caches, above which a plan warns.
-It is above 1 because rollouts have about half the maximum length on average."""
+"""Ratio of requests in flight to rollouts of maximum length that fit into the KV caches, above which a plan contains a
+warning. It is above 1 because rollouts have about half the maximum length on average."""
 
 
 @rule("machine.server_nodes", "rollout.engines.nodes")
@@ -65,8 +65,8 @@ def has_dispatcher(trainer: Trainer, machine: Machine) -> Problems:
 def publishes_to_plain_layouts(
     rollout: Rollout, publish: Publish, numerics: Numerics, machine: Machine, spec: ModelSpec
 ) -> Problems:
-    """Rejects kernels for which SGLang keeps weights in layouts that cannot be published, as its defaults do on
-    Blackwell.
+    """Rejects kernels for which SGLang keeps weights in layouts that cannot be published, such as SGLang's default
+    kernels on Blackwell.
 
     Every server repeats this check when it starts. Exact mode selects the kernels itself."""
     from slimx.preflight.hardware import GPUS

@@ -17,10 +17,10 @@ FIRST_PAUSE_S = 0.5
 
 
 async def post(url: str, body: Json, *, timeout_s: float, retries: int, headers: dict[str, str] | None = None) -> Any:
-    """Posts `body` to `url` and returns the JSON of the response. Requests are retried after lost connections, timeouts
-    and the statuses 429 and 5xx. `timeout_s`: seconds per request; `retries`: maximum number of retries.
+    """Posts `body` to `url` and returns the parsed JSON response.
 
-    Raises SlimxError with the URL and the last failure."""
+    Requests are retried after lost connections, timeouts and the statuses 429 and 5xx. `timeout_s`: seconds per
+    request; `retries`: maximum number of retries. Raises SlimxError with the URL and the last failure."""
     failure = ""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
         for attempt in range(retries + 1):
