@@ -154,8 +154,8 @@ def _hcas(required: NodeRequirements, places: Places) -> Iterator[str]:
 
 
 def _ibgda(places: Places) -> Iterator[str]:
-    """Yields a note if driver options for DeepEP are missing on a node with adapters. This is not a fault, because
-    DeepEP needs them only between nodes and not every run uses DeepEP."""
+    """Yields a note if the driver lacks options for DeepEP on a node with InfiniBand or RoCE adapters. This is not a
+    fault, because DeepEP needs them only between nodes and not every run uses DeepEP."""
     if not places.driver.exists() or not (places.infiniband.is_dir() and os.listdir(places.infiniband)):
         return
     params = places.driver.read_text()

@@ -62,7 +62,8 @@ def begin(runner: Any) -> dict[str, Any]:
 
 
 def end(runner: Any) -> dict[str, list[str]]:
-    """Stops the recording (server verb "end_trace") and returns the tokens' digests by point of the residual stream."""
+    """Stops the recording (server verb "end_trace") and returns the token digests for each point of the residual
+    stream."""
     trace = runner.__dict__.pop("slimx_trace", None)
     if trace is None:
         raise SlimxError("no trace was started in this process; call begin_trace first")

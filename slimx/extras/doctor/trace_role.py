@@ -19,8 +19,8 @@ from slimx.trainer.trainer import PolicyTrainer
 
 
 class TraceRole:
-    """Records digests of the hidden states of one trainer rank's model, as a role of that rank
-    (`slimx.trainer.rank.Role`)."""
+    """Role of a trainer rank (`slimx.trainer.rank.Role`) that records digests of the hidden states of the rank's
+    model."""
 
     def __init__(self, rank: TrainerRank):
         self.model = cast(PolicyTrainer, rank.roles["model"])

@@ -37,10 +37,10 @@ class TrainerMemory(Record):
     work: int
     """Bytes of workspace for one layer's backward pass, in addition to the activations."""
     step: int
-    """Bytes of workspace of the optimizer step, in addition to weights, gradients and optimizer state."""
+    """Bytes of workspace for the optimizer step, in addition to weights, gradients and optimizer state."""
     copies: int = 0
-    """Bytes of the codes and scales that Transformer Engine keeps of the weights (trainer.fp8), from the first step
-    until the trainer is offloaded."""
+    """Bytes of the weights' fp8 codes and scales that Transformer Engine keeps (trainer.fp8), from the first step until
+    the trainer is offloaded."""
     communication: int
     """Bytes of tokens in transit to and from experts."""
     dispatcher: int = 0
@@ -146,7 +146,7 @@ class ColocatedMemory(Record):
     """Bytes in the publication phase: weights of trainer and engine, and staged weights."""
     engine_asleep: int
     margin: int
-    """Bytes of the GPU's memory minus those of the fullest phase; negative if the phase does not fit."""
+    """Bytes of GPU memory that are free in the fullest phase; negative if the phase does not fit."""
 
 
 Phase = Literal["load", "start", "restore", "publish", "generate", "sleep", "train", "save", "wake"]
@@ -202,7 +202,7 @@ class DiskBytes(Record):
     checkpoints: int
     """Maximum number of checkpoints that exist at the same time: those that are kept, and one that is being written."""
     export: int
-    """Bytes of one export as a Hugging Face directory."""
+    """Bytes of one export in Hugging Face format."""
     exports: int
     """Maximum number of exports, including the refreshed reference models (`algorithm.reference_refresh`)."""
     rollouts: int

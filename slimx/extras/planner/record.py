@@ -245,7 +245,7 @@ class EngineSuggestion(Record):
 
 
 class Together(Record):
-    """Requirements of all trained policies of a run together; each policy uses the GPUs after those of the previous
+    """Requirements of all trained policies of a run together; the GPUs of each policy follow those of the previous
     one."""
 
     gpus: int
@@ -254,7 +254,7 @@ class Together(Record):
     fullest: int | None
     """Bytes used on the fullest GPU in its fullest phase; null if the type of GPU is unknown."""
     host: HostMemory | None
-    """Host memory of the node if there is only one; otherwise null, and the figures of each policy apply."""
+    """Host memory of the node if all policies are on one node; otherwise null, and the figures of each policy apply."""
     disk: DiskBytes | None
 
 
@@ -318,7 +318,7 @@ class PlanReport(Record):
     searched: Searched | None = None
     """Extent of the search for layouts; null if there was no search."""
     suggestions: tuple[Suggestion, ...] = ()
-    """With --suggest, the layouts that fit, those with the least predicted time first."""
+    """With --suggest, the layouts with the least predicted time among those that fit, best first."""
     suggested_engines: tuple[EngineSuggestion, ...] = ()
     """With --suggest, server sizes with the highest concurrency, one entry per group."""
     policies: dict[str, PlanReport] = {}

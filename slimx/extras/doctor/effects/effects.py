@@ -207,7 +207,7 @@ def _value(algorithm: Algorithm, key: str) -> Any:
 
 
 def _default(algorithm: Algorithm, key: str) -> Any:
-    """Returns the default of `key` for the algorithm's name and its kinds of loss and advantages."""
+    """Returns the default of `key` for the configured algorithm, loss and advantages."""
     section, _, name = key.rpartition(".")
     if not section:
         return algorithm.default(name)

@@ -30,8 +30,8 @@ OUTLIER = 2.0
 """Standard deviation of the difference between the log-probs of trainer and engine for the fraction `OUTLIERS` of
 tokens. These represent the tokens that trainer and engine route to different experts."""
 OUTLIERS = 0.15
-"""Fraction of tokens whose log-probs differ by `OUTLIER` instead of `GAP`. It is exaggerated, so that every sensible
-bound takes effect."""
+"""Fraction of tokens whose log-probs differ by `OUTLIER` instead of `GAP`. The fraction is exaggerated, so that every
+sensible bound takes effect."""
 
 
 TOP = 3
@@ -41,8 +41,8 @@ tokens."""
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A synthetic batch for computing gradients with one configuration. Log-probs have the shape [n] per trajectory,
-    float64."""
+    """Synthetic batch for computing gradients with one configuration. Log-probs are float64, of shape [n] for each
+    trajectory."""
 
     groups: list[Group]
     begin: list[np.ndarray]

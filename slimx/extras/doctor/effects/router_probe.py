@@ -37,7 +37,7 @@ class RouterSizes:
 
 @dataclass(slots=True)
 class _Tokens:
-    """A micro-batch without padding (see `slimx.algorithms.router_terms.CountedTokens`)."""
+    """Micro-batch without padding (see `slimx.algorithms.router_terms.CountedTokens`)."""
 
     counted: torch.Tensor
     segments: torch.Tensor
@@ -84,4 +84,4 @@ def router_gradient(config: Config, probe: Probe, sizes: RouterSizes) -> np.ndar
 
 
 def _alone(counts: torch.Tensor) -> None:
-    """Does nothing. It replaces the sum over ranks, of which there is only one here."""
+    """Does nothing. It replaces the sum over ranks, because there is only one rank here."""

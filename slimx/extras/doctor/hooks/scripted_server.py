@@ -53,7 +53,7 @@ class ScriptedServer:
         self._thread = threading.Thread(target=self._run, name="slimx-scripted", daemon=True)
 
     def say(self, *answers: Sequence[int], ends: bool) -> None:
-        """Sets the token ids of the next responses, the last of which is then repeated. `ends`: True if the model stops
+        """Sets the token ids of the next responses; the last response is then repeated. `ends`: True if the model stops
         after a response, False if the response is cut off."""
         self._answers = [list(answer) for answer in answers]
         self._ends = ends

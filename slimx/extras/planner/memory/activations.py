@@ -266,8 +266,8 @@ def _mlp(model: dict[str, Any], s: Setting) -> dict[str, float]:
 
 
 def _experts(model: dict[str, Any], s: Setting) -> dict[str, float]:
-    """Returns the sizes in bytes, by field of LayerBytes, of the activations of experts with balanced load. Each rank
-    of an expert's tensor-parallel group receives the tokens of all ranks of the group."""
+    """Returns the sizes in bytes, by field of LayerBytes, of the activations of experts, assuming balanced load. Each
+    rank of an expert's tensor-parallel group receives the tokens of all ranks of the group."""
     chosen = model["moe_router_topk"]
     experts = model["num_moe_experts"]
     copies = s.share * chosen * s.sizes.expert_tensor

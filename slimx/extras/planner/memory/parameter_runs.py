@@ -98,7 +98,8 @@ class ParameterRun:
     expert: bool = False
     """True if the gradients of these parameters are summed over expert-data-parallel groups."""
     tied: bool = False
-    """True if another pipeline stage has a copy of the parameter; megatron-core then puts it into a separate bucket."""
+    """True if another pipeline stage has a copy of the parameter; megatron-core then puts the parameter into a separate
+    bucket."""
     trained: bool = True
     parameter: bool = True
     """True for parameters, False for a buffer of a module."""

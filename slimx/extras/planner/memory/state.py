@@ -147,8 +147,8 @@ class Buffers:
         )
 
     def _state_bytes(self, buffer: _Buffer) -> int:
-        """Returns the size of Adam's state in bytes per element: two moments, and a main weight unless the buffer's
-        dtype is fp32."""
+        """Returns the size of Adam's state in bytes per element: two moments, and an fp32 master weight unless the
+        buffer's dtype is fp32."""
         if buffer.dtype == "float32":
             return self._moments
         return self._moments + FP32
@@ -164,7 +164,7 @@ class Buffers:
 
 
 class _Buffer(NamedTuple):
-    """One buffer of the trained parameters of a rank."""
+    """One of a rank's buffers of gradients and optimizer state."""
 
     expert: bool
     """True if the parameters belong to routed experts."""

@@ -329,8 +329,8 @@ def _chosen(config: Config, spec: ModelSpec, setting: Setting, stage: int) -> in
 
 
 def _served(config: Config, state: StateBytes) -> int:
-    """Returns the size in bytes of the quantized weights that exact mode computes with (`ServedWeights`): codes and
-    dequantized values. Scales are not counted."""
+    """Returns the size in bytes of the quantized weights that exact mode computes with (`ServedWeights`): their codes
+    and their dequantized values. Scales are not counted."""
     if not config.exact or not config.publish.quantize:
         return 0
     return state.quantized * (1 + ITEMSIZE[config.numerics.dtype])

@@ -67,8 +67,8 @@ class DealtPlan(NamedTuple):
 
 
 def direct_link_bytes(dealt: DealtPlan, places: RankMap, machine: Machine, *, on_gpus: bool) -> tuple[LinkBytes, ...]:
-    """Returns the number of bytes that a publication with `nixl` sends over each kind of link. Between nodes the link
-    is the network; within a node it is NVLink with `on_gpus`, else host memory."""
+    """Returns the number of bytes that a publication with `nixl` sends over each kind of link: the network between
+    nodes; within a node, NVLink with `on_gpus`, otherwise host memory."""
     wire = wire_bytes(dealt.plan)
     receivers: list[np.ndarray] = []
     for place, count in zip(places.engines, dealt.receivers, strict=True):

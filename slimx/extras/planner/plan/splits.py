@@ -14,7 +14,8 @@ from slimx.models.families import ModelSpec
 from slimx.preflight.hardware import Machine
 
 SPLIT_TOKENS = 4096
-"""Minimum number of tokens of the longest sequence that each rank must get for context parallelism to be suggested."""
+"""Minimum number of tokens of the longest sequence that each rank must receive for context parallelism to be
+suggested."""
 Fields = dict[str, Any]
 """Field values for section `trainer` or for an engine group, by field name."""
 

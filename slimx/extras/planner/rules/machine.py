@@ -122,7 +122,7 @@ def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec:
 
 
 def start_warnings(config: Config, spec: ModelSpec, device: str) -> Iterator[str]:
-    """Yields a warning if a first start may take longer than `cluster.start_deadline`, after which the run is ended.
+    """Yields a warning if a first start may take longer than `cluster.start_deadline`, after which slimx ends the run.
     The size of the weights is computed from the model if they are not on this machine."""
     from slimx.cluster.starting import start_seconds, weight_bytes
     from slimx.layout.number_formats import ITEMSIZE

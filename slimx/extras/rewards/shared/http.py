@@ -13,7 +13,7 @@ from slimx.extras.http.responses import text_of
 from slimx.json_types import Json
 
 FIRST_PAUSE_S = 0.5
-"""Pause before the first retry in seconds. It doubles with each retry."""
+"""Pause before the first retry, in seconds. The pause doubles with each retry."""
 
 
 async def post(url: str, body: Json, *, timeout_s: float, retries: int, headers: dict[str, str] | None = None) -> Any:
