@@ -30,8 +30,8 @@ STAND_INS = ("sgl_kernel", "torchvision")
 may not import that module; a test compares the two."""
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "slimx.adapters.sglang.plugin:register"
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
-"""FlashAttention's distributions. Copied from `slimx.trainer.device.backends`, because that module imports pydantic,
-which may be missing here."""
+"""Names of FlashAttention's packages. Copied from `slimx.trainer.device.backends`, because that module imports
+pydantic, which may be missing here."""
 IMPORT_S = 120
 """Time limit in seconds for importing one package."""
 MEMORY_GIB = 4.0
@@ -52,7 +52,7 @@ class Finding:
     problem: str | None = None
     """Sentence about what is wrong and how to fix it; None if nothing is wrong."""
     needed: bool = True
-    """True if the problem prevents a run, False if it is only a note."""
+    """True if the problem prevents a run, False if it is only worth a note."""
 
 
 Look = Callable[[], Iterator[Finding]]
@@ -183,7 +183,7 @@ def packages() -> Iterator[Finding]:
 
 
 def adapters() -> Iterator[Finding]:
-    """Yields findings about adaptations for missing upstream features: which are in force on this machine, and why."""
+    """Yields findings about adaptations for missing upstream features: which are in effect on this machine, and why."""
     cuda = _cuda()
     if cuda:
         yield Finding("megatron_cpu", "not in force: torch sees a GPU")
@@ -299,7 +299,7 @@ def _cubins(environment: Mapping[str, str], blackwell: bool) -> Iterator[Finding
 
 
 def _import_error(module: str, environment: Mapping[str, str]) -> str | None:
-    """Imports `module` in a separate process. Returns the last line of its output if that fails, otherwise None."""
+    """Imports `module` in a separate process. Returns the last line of output if the import fails, else None."""
     completed = subprocess.run(
         [sys.executable, "-P", "-c", f"import {module}"],
         env=environment,

@@ -20,29 +20,29 @@ from slimx.trainer.device.gpu import NvmlGpu, check_health
 
 GIB = 2**30
 XIDS = frozenset({48, 62, 64, 74, 79, 95, 119, 120, 140, 143})
-"""NVIDIA's error numbers (XIDs) after which its catalogue (docs.nvidia.com/deploy/xid-errors) requires a reset or
-replacement of the GPU: memory (48, 64, 95, 140), NVLink (74), fallen off the bus (79), internal processors (62, 119,
-120, 143). Other errors are caused by programs, or are counted by NVML."""
+"""NVIDIA's error numbers (XIDs) after which its catalog (docs.nvidia.com/deploy/xid-errors) requires a reset or
+replacement of the GPU: memory (48, 64, 95, 140), NVLink (74), GPU fallen off the bus (79), internal processors (62,
+119, 120, 143). Other errors are caused by programs, or are counted by NVML."""
 IBGDA = {"NVreg_EnableStreamMemOPs=1": r"^EnableStreamMemOPs: 1$", "PeerMappingOverride=1": r"PeerMappingOverride=1"}
 """Options of NVIDIA's kernel module that allow GPU-initiated InfiniBand transfers, which DeepEP uses between nodes
 (docs.nvidia.com/nvshmem, installation guide). Each has a pattern that matches the driver's output if the option is
 set."""
 XID_LINE = re.compile(r"NVRM: Xid \((PCI:[^)]+)\): (\d+)")
 RECENT_S = 3600.0
-"""Maximum age in seconds at which an error in the kernel's log is reported. The log outlives repairs, so the cause of
-an older error may have been repaired."""
+"""Maximum age in seconds at which an error in the kernel log is reported. The log outlives repairs, so the cause of an
+older error may have been repaired."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRequirements:
-    """Requirements that a run has for each of its nodes."""
+    """Requirements of a run that each of its nodes must satisfy."""
 
     gpus: int = 0
     """Number of GPUs that must be present and healthy."""
     disk_gib: float = 5.0
-    """Free GiB that are needed on the disk of each of `paths`."""
+    """Free space in GiB that is needed on the disk of each of `paths`."""
     shm_gib: float = 1.0
-    """Free GiB that are needed in /dev/shm, for Ray's object store and NCCL."""
+    """Free space in GiB that is needed in /dev/shm, for Ray's object store and NCCL."""
     paths: Sequence[Path] = (Path("/tmp"), Path())
     hcas: Sequence[str] = ()
     """Names of InfiniBand or RoCE adapters that must have an active port."""

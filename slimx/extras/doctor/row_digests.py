@@ -11,12 +11,13 @@ OUTPUT = "output"
 
 
 def attention_point(layer: int) -> str:
-    """Returns the name of the point of the residual stream before the attention of `layer`, counted from 0."""
+    """Returns the name of the point of the residual stream before attention in layer `layer` (counted from 0)."""
     return f"{layer}.attention"
 
 
 def mlp_point(layer: int) -> str:
-    """Returns the name of the point of the residual stream before the experts or the MLP of `layer`, counted from 0."""
+    """Returns the name of the point of the residual stream before the MLP or the experts in layer `layer` (counted from
+    0)."""
     return f"{layer}.mlp"
 
 

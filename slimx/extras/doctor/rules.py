@@ -1,4 +1,4 @@
-"""A rule that calls the user's hooks for advantages and loss with a synthetic batch."""
+"""A rule that calls the user's advantage and loss hooks with a synthetic batch."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Trace:
 
 
 def begin(runner: Any) -> dict[str, Any]:
-    """Starts recording the hidden states of the model of `runner`, SGLang's model runner (server verb
+    """Starts recording the hidden states of the model in `runner`, SGLang's model runner (server verb
     "begin_trace")."""
     runner.slimx_trace = Trace(runner.model)
     return {}

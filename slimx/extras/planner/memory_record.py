@@ -46,8 +46,8 @@ class TrainerMemory(Record):
     dispatcher: int = 0
     """Bytes of DeepEP's buffers, which the process keeps until it exits (`slimx.extras.planner.memory.deep_ep`)."""
     publication: int
-    """Bytes of GPU memory of this rank during a publication of weights: buckets, or its part of a bucket on its way to
-    host memory, and temporary memory for merging a weight with its adapter."""
+    """Bytes of GPU memory that a publication of weights needs on this rank: buckets, or the rank's part of a bucket on
+    its way to host memory, and temporary memory for merging a weight with its adapter."""
     overhead: int
     """Assumed bytes of the CUDA context, NCCL and library workspaces; not measured."""
     in_flight: int
@@ -85,7 +85,7 @@ class TrainerMemory(Record):
 
 
 class EngineMemory(Record):
-    """Memory of the fullest rank of a server, for one group of rollout.engines."""
+    """Memory of a server's fullest rank, for one engine group of rollout.engines."""
 
     group: str
     count: int
@@ -171,7 +171,7 @@ class MemoryBreakdown(Record):
 
     @property
     def nbytes(self) -> int:
-        """Sum of all parts in bytes."""
+        """Total size of all parts in bytes."""
         return sum(part.nbytes for part in self.parts)
 
 

@@ -104,9 +104,9 @@ class BatchPlan(Record):
     tokens_per_microbatch: int
     """Maximum number of tokens in a micro-batch."""
     tokens_per_context_rank: int
-    """Maximum number of tokens of a micro-batch on one context-parallel rank."""
+    """Maximum number of a micro-batch's tokens on one context-parallel rank."""
     microbatches_per_update: int
-    """Number of micro-batches of one data-parallel rank in an update, if all rollouts have the maximum length."""
+    """Number of micro-batches per data-parallel rank and update, if all rollouts have the maximum length."""
     bubble: float
     """Fraction of an update for which pipeline stages wait: (P-1) / (v M + P-1), with P pipeline stages, v model chunks
     per stage and M micro-batches."""
@@ -265,7 +265,7 @@ class PlanReport(Record):
     model: str
     architecture: str | None = None
     parameters: int = 0
-    """Number of elements of the trainer's parameters, each counted once."""
+    """Number of the trainer's parameter elements, each counted once."""
     checkpoint_tensors: int = 0
     device: str = "cuda"
     gpu: str | None = None
@@ -287,7 +287,7 @@ class PlanReport(Record):
     frozen: tuple[PlannedGroup, ...] = ()
     """Engine groups of other models, which receive no publications."""
     kernels: tuple[str, ...] = ()
-    """Kernels that the trainers would choose with the packages of the current environment, as sentences."""
+    """Sentences about the kernels that the trainers would choose with the packages of the current environment."""
     rank_map: RankMap | None = None
     nodes_lacking: int = 0
     """Number of nodes that the run needs in addition to cluster.nodes."""
@@ -324,8 +324,8 @@ class PlanReport(Record):
     policies: dict[str, PlanReport] = {}
     """Plans of the run's other trained policies, by name. The GPUs of each policy follow those of the previous one."""
     together: Together | None = None
-    """Sums over the policy `actor` and `policies`; null for a single policy, or if the ranks of a policy cannot be
-    placed."""
+    """Sums over the policy `actor` and those in `policies`; null for a single policy, or if the ranks of a policy
+    cannot be placed."""
 
     @property
     def complete(self) -> bool:

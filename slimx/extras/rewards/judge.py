@@ -93,10 +93,10 @@ async def score(
     """Returns the score that a reward model with one output gives the conversation.
 
     `url`: base URL of an SGLang server, called at /classify; or `engine`: name of a frozen group of rollout.engines. A
-    group is called at /v1/embeddings, the only path that its router forwards; SGLang returns the same number there. The
-    whole trajectory is sent as text, decoded by the policy's tokenizer; with `ids` it is sent as token ids, for a
-    reward model with the policy's vocabulary. `timeout`: seconds per request; `retries`: maximum number of retries.
-    Raises SlimxError if the response is not a single number, or if the server does not respond."""
+    group is called at /v1/embeddings, the only one of the two endpoints that its router forwards; SGLang returns the
+    same number there. The whole trajectory is sent as text, decoded by the policy's tokenizer; with `ids` it is sent as
+    token ids, for a reward model with the policy's vocabulary. `timeout`: seconds per request; `retries`: maximum
+    number of retries. Raises SlimxError if the response is not a single number, or if the server does not respond."""
     tokens = trajectory.token_ids.tolist()
     content = tokens if ids else ctx.tokenizer.decode(tokens, skip_special_tokens=False)
     headers = None

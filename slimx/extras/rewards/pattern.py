@@ -37,7 +37,7 @@ async def reward(ctx: Context, trajectory: Trajectory, *, pattern: str, whole: b
 
 @cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Compiles `pattern`. Raises SlimxError with the reason if it is not a regular expression."""
+    """Compiles `pattern`. Raises SlimxError with the reason if it is not a valid regular expression."""
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:

@@ -40,7 +40,7 @@ class Effect:
     share: float
     """Relative change in the gradient that the term causes: |with - without| / max(|with|, |without|)."""
     chosen: bool
-    """True if the configuration sets the term's value, False if it is a default."""
+    """True if the configuration sets the term's value, False if the value is a default."""
     reason: str | None = None
     """Reason why the term has no effect; None if it has an effect."""
 
@@ -121,8 +121,8 @@ ROUTER_TERMS = ("aux_loss_coef", "z_loss_coef")
 def effects(config: Config) -> list[Effect]:
     """Returns the effect of every term of the configured loss on the gradient of the synthetic batch.
 
-    Needs neither GPU nor engine, and the model's config.json only if its routers have loss terms. Raises SlimxError if
-    config.json is then missing or the model has no routers."""
+    Needs neither GPU nor engine. Needs the model's config.json only if router loss terms are configured; it then raises
+    SlimxError if the file is missing or the model has no routers."""
     probe, algorithm = make_probe(config), config.algorithm
     share = _value(algorithm, "loss.share")
     if share is not None:
@@ -257,7 +257,8 @@ def _shown(value: Any) -> Any:
 
 
 def describe(terms: list[Effect]) -> list[str]:
-    """Returns one line of text per term, with its value and its share of the gradient."""
+    """Returns one line of text per term, with the term's value and the relative change in the gradient that it
+    causes."""
     width = max(len(effect.key) for effect in terms)
     lines = []
     for effect in terms:

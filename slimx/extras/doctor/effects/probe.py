@@ -92,9 +92,9 @@ def make_probe(config: Config) -> Probe:
 
 
 def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = False) -> np.ndarray:
-    """Returns the gradient of the configured loss, float64 [(3 + TOP) N]: with respect to all log-probs and entropies
-    of the synthetic batch, and to the logits of `TOP` + 1 tokens at each of its positions. `without_advantages`: only
-    for the loss terms that do not use advantages."""
+    """Returns the gradient of the configured loss, float64 [(3 + TOP) N], with respect to all log-probs and entropies
+    of the synthetic batch and to the logits of `TOP` + 1 tokens at each of its positions. `without_advantages`: include
+    only the loss terms that do not use advantages."""
     algorithm = config.algorithm
     rows = _rows(config, probe)
     _finish(config, probe, rows)
@@ -188,7 +188,7 @@ def _joined(arrays: Sequence[np.ndarray]) -> torch.Tensor:
 
 
 def _columns(rows: Sequence[TrainingRow]) -> dict[str, torch.Tensor]:
-    """Returns the fields of `LossColumns` that the rows contain, each concatenated over `rows`, float64."""
+    """Returns the fields of `LossColumns` that `rows` contain, each concatenated over the rows, float64."""
     columns = {}
     for name in LOSS_COLUMNS:
         if getattr(rows[0], name) is not None:

@@ -41,9 +41,9 @@ class ScriptedServer:
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
         self.requests: Counter[str] = Counter()
-        """Number of requests by path, since the last call of `say`."""
+        """Number of requests by path, since the last call to `say`."""
         self.seeds: Counter[int] = Counter()
-        """Number of sampling requests by seed, since the last call of `say`."""
+        """Number of sampling requests by seed, since the last call to `say`."""
         self.url = ""
         self._answers: list[list[int]] = [[]]
         """Token ids of the remaining responses; the last response is repeated."""

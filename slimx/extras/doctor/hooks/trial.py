@@ -49,7 +49,7 @@ class TrialRollout:
 
 
 class HookTrial:
-    """The rollouts of a trial, which run in an event loop of a separate thread."""
+    """Rollouts of a trial, which run in an event loop of a separate thread."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Activations that one transformer layer keeps for the backward pass, in bytes, part by part.
 
 The count follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2205.05198,
-section 4: saved tensors of each operator of a layer, with tensor and sequence parallelism), extended by grouped query
-heads, latent attention (2412.19437, section 2.1.1), SwiGLU (three tensors of the inner size if fused), experts with
+section 4: saved tensors of each operator of a layer, with tensor and sequence parallelism), extended by grouped-query
+attention, latent attention (2412.19437, section 2.1.1), SwiGLU (three tensors of the inner size if fused), experts with
 top-k copies of each token, flash attention (2205.14135: one number per token and head instead of the probabilities),
 and no dropout.
 
@@ -28,9 +28,9 @@ class Setting:
     layer's activations."""
 
     tokens: int
-    """Number of tokens of a micro-batch on one context-parallel rank."""
+    """Number of a micro-batch's tokens on one context-parallel rank."""
     length: int
-    """Number of tokens of the micro-batch's longest sequence, on all context-parallel ranks together."""
+    """Number of tokens in the micro-batch's longest sequence, over all context-parallel ranks."""
     sizes: Sizes
     itemsize: int
     """Bytes per element of parameters and activations."""
@@ -38,8 +38,8 @@ class Setting:
     materialized: bool
     """True if attention keeps its probabilities, because no flash attention kernel supports it."""
     masked: bool = False
-    """True if torch's attention kernel receives an explicit mask with an element per pair of tokens, and keys and
-    values that are repeated for every query head, as it does for attention sinks."""
+    """True if torch's attention kernel receives an explicit mask with one element per pair of tokens, and keys and
+    values repeated for every query head. Attention sinks require both."""
 
     @property
     def share(self) -> float:
@@ -62,7 +62,7 @@ class LayerBytes:
     attention_norm: float = 0.0
     """Bytes kept by the norm before attention."""
     attention_input: float = 0.0
-    """Bytes kept by the attention's input projections: the norm's output, and latents with their norms."""
+    """Bytes kept by attention's input projections: the norm's output, and latents with their norms."""
     projected: float = 0.0
     """Bytes of queries, keys and values that attention keeps, including those kept by their norms and rotation."""
     up_projected: float = 0.0
@@ -76,10 +76,10 @@ class LayerBytes:
     values: float = 0.0
     """Bytes of the values, which attention keeps as part of a larger tensor."""
     context: float = 0.0
-    """Bytes of the attention's output, which the output projection keeps."""
+    """Bytes of the attention output, which the output projection keeps."""
     mlp_norm: float = 0.0
     mlp_input: float = 0.0
-    """Bytes of the output of the second norm, which the router, the shared experts or the MLP keep."""
+    """Bytes of the second norm's output, which the router, the shared experts or the MLP keep."""
     router: float = 0.0
     """Bytes of the router's scores, the chosen experts and the permutation that sorts tokens by expert."""
     dispatched: float = 0.0
@@ -227,8 +227,8 @@ def _core(
 
 
 def _mask(s: Setting) -> float:
-    """Returns the size in bytes of a rank's attention mask: one element for every query-key pair for plain torch with
-    context parallelism, otherwise 0."""
+    """Returns the size in bytes of a rank's attention mask: with plain torch and context parallelism, one element per
+    query-key pair; otherwise 0."""
     if s.kernels != "torch" or s.sizes.context == 1:
         return 0.0
     return s.tokens * s.length * s.itemsize
@@ -251,8 +251,8 @@ def _steps(model: dict[str, Any], s: Setting, inner: float, *, weighted: bool) -
 
 
 def _halves(model: dict[str, Any]) -> int:
-    """Returns the number of elements that the first linear layer computes per element of the activation: 2 if it is
-    gated, otherwise 1."""
+    """Returns the number of elements that the first linear layer computes per element of the activation function's
+    result: 2 for a gated function, otherwise 1."""
     return 2 if model.get("gated_linear_unit", True) else 1
 
 

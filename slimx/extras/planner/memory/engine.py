@@ -87,7 +87,7 @@ def with_occupied(
     """Returns `record` adjusted for a GPU on which other processes use `occupied` bytes when the server starts.
 
     SGLang 0.5.23 measures the free memory after its ranks have connected and before it loads weights. Weights and KV
-    cache get the fraction mem_fraction_static of this free memory (`kv_cache_configurator.py`,
+    cache together take the fraction mem_fraction_static of this free memory (`kv_cache_configurator.py`,
     `_profile_available_bytes`)."""
     sizes = engine_sizes(group)
     fields: dict[str, int | float | None] = {"static_fraction": None, "static": None, "kv_room": None}

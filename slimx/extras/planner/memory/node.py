@@ -24,7 +24,7 @@ elsewhere."""
 _TOKEN = 4 + 4 + 1
 """Bytes per token of a rollout group that is saved on disk: token id, log-prob and mask."""
 _TRAINED_TOKEN = 3 * 8 + 4 * 4 + 1
-"""Bytes of a token in a training batch (slimx.data.batch): input, label and version; weight, advantage, log-prob and
+"""Bytes per token of a training batch (slimx.data.batch): input, label and version; weight, advantage, log-prob and
 temperature; padding flag."""
 
 
@@ -106,8 +106,8 @@ def _publication_bytes(config: Config, figures: PublicationFigures, ranks: int) 
 
 def kept_batches(config: Config, spec: ModelSpec, batch: BatchPlan) -> int:
     """Returns the maximum size in bytes of the batches that the driver keeps for trainers that replace lost ones. The
-    driver keeps the batches of all steps between two checkpoints, and those of equally many further steps, because
-    training continues while the second checkpoint is being written."""
+    driver keeps the batches of all steps between two checkpoints and of as many subsequent steps, because training
+    continues while the second checkpoint is being written."""
     if not config.section(Recovery).trainers:
         return 0
     step = batch.tokens_per_step * _TRAINED_TOKEN

@@ -102,7 +102,7 @@ class ParameterRun:
     bucket."""
     trained: bool = True
     parameter: bool = True
-    """True for parameters, False for a buffer of a module."""
+    """True for parameters, False for a module's buffer."""
     quantized: bool = False
     """True if publications in fp8 quantize these parameters."""
     adapted: bool = False
@@ -138,7 +138,7 @@ class Holdings:
         return runs
 
     def elements(self, sizes: Sizes, rank: int) -> int:
-        """Returns the number of trained elements on the trainer rank `rank`, without alignment gaps."""
+        """Returns the number of trained parameter elements on the trainer rank `rank`, without alignment gaps."""
         by_block: dict[int, int] = {}  # layers of the same kind share the object
         total = 0
         for block in self._blocks(sizes, rank):

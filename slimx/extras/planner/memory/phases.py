@@ -51,8 +51,8 @@ def phase_memory(
     colocate: bool,
     offload: bool,
 ) -> tuple[PhasePeak, ...]:
-    """Returns, for each kind of GPU and each of its phases, the GPU whose memory is fullest; () if the size of the
-    GPU's memory is unknown.
+    """Returns, for each kind of GPU and each of its phases, the memory of the fullest GPU; () if the size of GPU memory
+    is unknown.
 
     `trainers`: ranks of the policy and of the critic. `engines`: ranks of the policy's engines, one per group.
     `separate_critic`: True if the critic has separate ranks. `colocate`, `offload`: `schedule.colocate` and

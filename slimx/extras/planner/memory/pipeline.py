@@ -124,7 +124,7 @@ class _OutputBytes(NamedTuple):
 
     kept: float
     copied: float
-    """Bytes of the activations after the decoder that are copied to the host."""
+    """Bytes of activations after the decoder layers that are copied to the host."""
     work: float
     """Bytes of temporary memory for computing the loss and its gradient."""
 

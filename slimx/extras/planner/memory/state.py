@@ -48,19 +48,19 @@ class StateBytes:
     elements: int
     """Number of elements of the rank's parameters and buffers, without alignment gaps."""
     quantized: int
-    """Number of elements that a publication in fp8 quantizes."""
+    """Number of elements that an fp8 publication quantizes."""
     adapted: int
     """Number of weight elements on the rank that have an adapter, not counting the adapters' elements."""
     pinned_weights: int
-    """Bytes of pinned host memory for copies of the weights' buffers, if torch rounds sizes up to powers of two."""
+    """Bytes of pinned host memory for copies of the weight buffers, if torch rounds sizes up to powers of two."""
     pinned_share: float
     """Ratio of allocated to copied bytes of pinned host memory, if parameters or their optimizer state are copied one
     by one and torch rounds the size of each copy up to a power of two."""
 
 
 class Buffers:
-    """Buffers of gradients and optimizer state for the trained parameters of a rank, and the shard of each buffer that
-    each data-parallel rank owns."""
+    """Buffers of gradients and optimizer state for a rank's trained parameters, and the shard of each buffer that each
+    data-parallel rank owns."""
 
     def __init__(self, runs: Sequence[ParameterRun], trainer: Trainer, sizes: Sizes):
         self.runs = runs

@@ -54,10 +54,10 @@ def trainer_memory(
 ) -> tuple[TrainerMemory, ...]:
     """Returns the memory of the fullest rank of each pipeline stage.
 
-    `config`: its section `trainer` describes the ranks of `model`. `publication`: bytes of GPU memory on each rank
-    during publications of weights. `merging`: bytes that every rank needs to merge weights with adapters. `states`:
-    result of `stage_states` for the same sizes, to compute only the stages that it contains; None: compute all
-    stages."""
+    `config`: configuration whose section `trainer` describes the ranks of `model`. `publication`: bytes of GPU memory
+    on each rank during publications of weights. `merging`: bytes that every rank needs to merge weights with adapters.
+    `states`: result of `stage_states` for the same sizes, to compute only the stages that it contains; None: compute
+    all stages."""
     if states is None:
         states = stage_states(config.trainer, holdings(config.trainer, config.numerics, spec), spec, sizes, model=model)
     setting = activation_setting(config, spec, sizes, device)

@@ -40,7 +40,7 @@ class Cost:
 
     compute: float
     bubble: float
-    """Seconds for which the ranks of the pipeline wait for each other."""
+    """Seconds for which pipeline ranks wait for each other."""
     moved: dict[str, float]
     """Seconds of communication, by kind of parallelism or by what is moved between GPU and host."""
 

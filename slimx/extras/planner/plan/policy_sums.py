@@ -51,7 +51,7 @@ def refusals(sums: Together, machine: Machine) -> list[SlimxError]:
 
 
 def _host(hosts: Sequence[HostMemory]) -> HostMemory | None:
-    """Returns the host memory of the single node that all policies share; None if no policy has a figure."""
+    """Returns the host memory of the single node that all policies share; None if no policy's host memory is known."""
     if not hosts:
         return None
     ranks = 0

@@ -49,15 +49,15 @@ SUGGESTIONS = 5
 LARGEST = 64
 """Largest factor by which trainer.world_size is multiplied if no layout with fewer ranks fits."""
 TRIALS = 300
-"""Maximum number of layouts whose memory is computed in one search. It is not a time limit, so that the result does not
-depend on the machine's load."""
+"""Maximum number of layouts whose memory is computed in one search. This is not a time limit, so that the result does
+not depend on the machine's load."""
 
 
 class Split(NamedTuple):
     """Split of the trainer's ranks that may fit in memory."""
 
     fields: Fields
-    """Values of the fields of section `trainer` that define this split."""
+    """Values of the fields in section `trainer` that define this split."""
     sizes: Sizes
     elements: int
     """Number of trained parameter elements on the fullest rank."""
@@ -148,8 +148,8 @@ class Search:
 
     def fitting(self, promise: Callable[[Split], float]) -> Iterator[tuple[float, Sizes, Suggestion | None]]:
         """Tries splits in ascending order of `promise(split)`. For each split, yields this value, the split's sizes and
-        a suggestion (None: it does not fit). Stops after the smallest world size at which a split fits, or after
-        `TRIALS` splits."""
+        a suggestion, or None if the split does not fit. Stops after the smallest world size at which a split fits, or
+        after `TRIALS` splits."""
         for world in self._worlds:
             any_fits = False
             ordered = [(promise(split), split) for split in self._possible(world)]

@@ -40,7 +40,7 @@ COLUMNS = {
     "in flight": 11,
     "host": 8,
 }
-"""Columns of the memory table, after the column of the rank, and their widths in characters."""
+"""Columns of the memory table that follow the rank's column, and their widths in characters."""
 
 
 def describe(report: PlanReport) -> list[str]:

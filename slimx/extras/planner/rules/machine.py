@@ -103,7 +103,7 @@ def reaches_engines(publish: Publish, cluster: Cluster, places: RankMap, device:
 
 
 def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec: ModelSpec) -> Iterator[str]:
-    """Yields warnings about parallel layouts that run, but slowly."""
+    """Yields warnings about parallel layouts that work, but run slowly."""
     tensors = {"trainer.tensor": trainer.tensor}
     for group in rollout.engines:
         tensors[f"rollout.engines.tensor of {group.name}"] = group.tensor
@@ -164,7 +164,7 @@ def crowded_warnings(rollout: Rollout, engines: Iterable[EngineMemory], requests
     """Yields a warning if the KV caches of all servers have space for less than a third of the rollouts in flight,
     because the remaining rollouts then wait or are recomputed.
 
-    `engines`: memory of the groups. `requests`: maximum number of requests in flight in all groups together."""
+    `engines`: memory of the engine groups. `requests`: maximum number of requests in flight in all groups together."""
     sampling = {group.name for group in rollout.policy_engines if group.role != "prefill"}
     fitting = 0
     for engine in engines:
