@@ -47,8 +47,8 @@ class NodeRequirements:
     hcas: Sequence[str] = ()
     """Names of InfiniBand or RoCE adapters that must have an active port."""
     clock: float | None = None
-    """Reading of the launcher's clock when the launcher started the check, in seconds since the epoch; None: the clock
-    is not checked."""
+    """Reading of the launcher's clock at the start of the check, in seconds since the epoch; None: the clock is not
+    checked."""
     skew_s: float = 60.0
     """Maximum deviation of this node's clock from the launcher's, in seconds. A slow start of the check adds to the
     deviation."""

@@ -180,7 +180,7 @@ def _failures(rollouts: list[TrialRollout], findings: HookFindings) -> None:
 
 
 def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], findings: HookFindings) -> None:
-    """Adds a finding for prompts, and one for trajectories, that are too long for the run."""
+    """Adds findings about prompts and trajectories that are too long for the run."""
     hook = config.rollout.generate
     limit = config.rollout.max_prompt_tokens
     prompt = max(trajectory.spans[0].stop for trajectory in trajectories)

@@ -181,7 +181,7 @@ def state_bytes(model: dict[str, Any], kind: LayerKind, sizes: EngineSizes, dtyp
 
 
 def state_slots(group: Engines, sizes: EngineSizes, room: int, state: int) -> int:
-    """Returns for how many requests SGLang 0.5.23 allocates recurrent states if its prefix cache is off
+    """Returns the number of requests for which SGLang 0.5.23 allocates recurrent states if its prefix cache is off
     (`_handle_max_mamba_cache` in `srt/mem_cache/kv_cache_configurator.py`).
 
     `room`: bytes available on a rank; `state`: bytes of one request's states."""

@@ -87,7 +87,7 @@ _ENDS = ("embedding.", "output_layer.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRun:
-    """Run of `count` adjacent parameters in one of megatron-core's buffers. Each parameter has `elements` elements."""
+    """Sequence of `count` adjacent parameters in one of megatron-core's buffers, each with `elements` elements."""
 
     name: str
     """Name of the parameters in the weight table."""

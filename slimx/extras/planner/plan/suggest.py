@@ -184,7 +184,7 @@ class Search:
 
     @property
     def _element_bytes(self) -> int:
-        """Number of bytes per trained parameter element: its weight and its fp32 gradient."""
+        """Number of bytes that the weight and the fp32 gradient of a trained parameter element take."""
         return ITEMSIZE[self.config.numerics.dtype] + 4
 
     def _possible(self, world: int) -> Iterator[Split]:
