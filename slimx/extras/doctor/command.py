@@ -117,8 +117,8 @@ def _check_machine(file: Path | None, overrides: list[str]) -> None:
 
 def _show_gap(config: Config, layers: bool) -> bool:
     """Shows the log-prob gap between trainers and engines, and returns False if numerics.mode is exact but the
-    log-probs of a batch are not bitwise equal. Raises SlimxError, before torch is imported, if the run has no engines
-    of the policy or its layers cannot be compared."""
+    log-probs of a batch are not bitwise equal. Raises SlimxError, before torch is imported, if the policy has no
+    engines, or if the trainer's parallel sizes prevent comparing layers."""
     if not config.rollout.policy_engines:
         raise SlimxError(
             "slimx doctor --gap compares trainers with engines, but rollout.engines is empty; add an engine group "
@@ -183,7 +183,8 @@ def health(
         typer.Option(help="Time of the launcher's clock, in seconds since the epoch."),
     ] = None,
 ) -> None:
-    """Check whether this node is fit for a run. The exit code is 0 if it is, and 1 with the reasons if it is not."""
+    """Check whether this node is fit for a run. Exits with code 0 if it is; otherwise prints the reasons and exits with
+    code 1."""
     from slimx.extras.doctor.node_health import NodeRequirements, examine_node
 
     paths = path or NodeRequirements().paths

@@ -21,12 +21,13 @@ from slimx.orchestration.run import Run
 from slimx.orchestration.session import run_session
 
 FOLDER = "gap"
-"""Subdirectory of the run's directory for the measurement, so that the run itself is not changed."""
+"""Subdirectory of the run's directory in which the measurement writes its files, so that those of the run do not
+change."""
 
 
 def run_gap(config: Config, console: Console, *, layers: bool) -> bool:
     """Starts trainers and engines as a run would, samples the batch of one step, compares its log-probs and prints the
-    figures. Returns True if both sides are bitwise equal.
+    figures. Returns True if the log-probs of both sides are bitwise equal.
 
     `layers`: also find the first part of the model whose results differ. Raises the same errors as a run."""
     section = config.run.model_copy(update={"dir": str(Path(config.run.dir) / FOLDER), "resume": "auto"})

@@ -30,36 +30,36 @@ STAND_INS = ("sgl_kernel", "torchvision")
 may not import that module; a test compares the two."""
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "slimx.adapters.sglang.plugin:register"
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
-"""FlashAttention's distributions. Copied from `slimx.trainer.device.backends`, because that module imports pydantic,
-which may be missing here."""
+"""Names of FlashAttention's packages. Copied from `slimx.trainer.device.backends`, because that module imports
+pydantic, which may be missing here."""
 IMPORT_S = 120
-"""Seconds within which the import of a package must finish."""
+"""Time limit in seconds for importing one package."""
 MEMORY_GIB = 4.0
-"""GiB of memory that the quickstart needs; 3.2 GiB were measured."""
+"""GiB of memory that the quickstart needs; its measured use is 3.2 GiB."""
 SHM_MIB = 256.0
 """Size in MiB of the smallest object store that slimx requests from Ray."""
 
 Say = Callable[[str, str | None], None]
-"""Function that prints a line of text in a style of the library rich (second argument; None: no style)."""
+"""Function that prints a line of text (first argument) in a style of the library rich (second; None: no style)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor's output about something that was examined."""
+    """One line of the doctor's output: a fact about this machine and, if there is one, the problem with it."""
 
     name: str
     text: str
     problem: str | None = None
     """Sentence about what is wrong and how to fix it; None if nothing is wrong."""
     needed: bool = True
-    """True if the problem prevents a run, False if it is only a note."""
+    """True if the problem prevents a run, False if it is only worth a note."""
 
 
 Look = Callable[[], Iterator[Finding]]
 
 
 def examine(say: Say) -> bool:
-    """Prints properties and problems of this machine. Returns True if everything that a run needs is present."""
+    """Prints the properties and problems of this machine. Returns True if everything that a run needs is present."""
     sections: list[tuple[str, Look]] = [
         ("Machine", machine),
         ("Devices", devices),
@@ -183,7 +183,7 @@ def packages() -> Iterator[Finding]:
 
 
 def adapters() -> Iterator[Finding]:
-    """Yields findings about adaptations for missing upstream features: which are in force on this machine, and why."""
+    """Yields findings about adaptations for missing upstream features: which are in effect on this machine, and why."""
     cuda = _cuda()
     if cuda:
         yield Finding("megatron_cpu", "not in force: torch sees a GPU")
@@ -217,7 +217,7 @@ def adapters() -> Iterator[Finding]:
 
 
 def kernels() -> Iterator[Finding]:
-    """Yields findings about the CPU libraries built from csrc/ and the instruction sets that they use here."""
+    """Yields findings about the CPU libraries built from csrc/ and the instruction sets they use on this machine."""
     for name, module in (
         ("libslimx_cpu.so", "slimx.reshard.kernels.cpu"),
         ("libslimx_exact.so", "slimx.extras.exact.ordered.kernel"),
@@ -299,7 +299,7 @@ def _cubins(environment: Mapping[str, str], blackwell: bool) -> Iterator[Finding
 
 
 def _import_error(module: str, environment: Mapping[str, str]) -> str | None:
-    """Imports `module` in a separate process. Returns the last line of its output if that fails, otherwise None."""
+    """Imports `module` in a separate process. Returns the last line of output if the import fails, else None."""
     completed = subprocess.run(
         [sys.executable, "-P", "-c", f"import {module}"],
         env=environment,
@@ -354,7 +354,7 @@ def _string(value: str | bytes) -> str:
 
 
 def _memory() -> tuple[float, float]:
-    """Returns total and available memory of this machine in GiB."""
+    """Returns the total and the available memory of this machine in GiB."""
     values = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
     return int(values["MemTotal"]) / 2**20, int(values["MemAvailable"]) / 2**20
 

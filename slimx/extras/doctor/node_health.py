@@ -20,33 +20,35 @@ from slimx.trainer.device.gpu import NvmlGpu, check_health
 
 GIB = 2**30
 XIDS = frozenset({48, 62, 64, 74, 79, 95, 119, 120, 140, 143})
-"""NVIDIA's error numbers (XIDs) after which its catalogue (docs.nvidia.com/deploy/xid-errors) requires a reset or
-replacement of the GPU: memory (48, 64, 95, 140), NVLink (74), fallen off the bus (79), internal processors (62, 119,
-120, 143). Other errors are caused by programs, or are counted by NVML."""
+"""NVIDIA's error numbers (XIDs) after which its catalog (docs.nvidia.com/deploy/xid-errors) requires a reset or
+replacement of the GPU: memory (48, 64, 95, 140), NVLink (74), GPU fallen off the bus (79), internal processors (62,
+119, 120, 143). Other errors are caused by programs, or are counted by NVML."""
 IBGDA = {"NVreg_EnableStreamMemOPs=1": r"^EnableStreamMemOPs: 1$", "PeerMappingOverride=1": r"PeerMappingOverride=1"}
 """Options of NVIDIA's kernel module that allow GPU-initiated InfiniBand transfers, which DeepEP uses between nodes
-(docs.nvidia.com/nvshmem, installation guide), with a pattern of the driver's output if the option is set."""
+(docs.nvidia.com/nvshmem, installation guide). Each has a pattern that matches the driver's output if the option is
+set."""
 XID_LINE = re.compile(r"NVRM: Xid \((PCI:[^)]+)\): (\d+)")
 RECENT_S = 3600.0
-"""Maximum age in seconds at which an error in the kernel's log is reported. The log outlives repairs, so the cause of
-an older error may have been repaired."""
+"""Maximum age in seconds at which an error in the kernel log is reported. The log outlives repairs, so the cause of an
+older error may have been repaired."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRequirements:
-    """Requirements that a run has for each of its nodes."""
+    """Requirements of a run that each of its nodes must satisfy."""
 
     gpus: int = 0
     """Number of GPUs that must be present and healthy."""
     disk_gib: float = 5.0
-    """Free GiB that are needed on the disk of each of `paths`."""
+    """Free space in GiB that is needed on the disk of each of `paths`."""
     shm_gib: float = 1.0
-    """Free GiB that are needed in /dev/shm, for Ray's object store and NCCL."""
+    """Free space in GiB that is needed in /dev/shm, for Ray's object store and NCCL."""
     paths: Sequence[Path] = (Path("/tmp"), Path())
     hcas: Sequence[str] = ()
     """Names of InfiniBand or RoCE adapters that must have an active port."""
     clock: float | None = None
-    """Time of the launcher's clock when it started the check, in seconds since the epoch; None: not checked."""
+    """Reading of the launcher's clock at the start of the check, in seconds since the epoch; None: the clock is not
+    checked."""
     skew_s: float = 60.0
     """Maximum deviation of this node's clock from the launcher's, in seconds. A slow start of the check adds to the
     deviation."""
@@ -67,8 +69,8 @@ class Places:
 def examine_node(
     required: NodeRequirements, gpus: Callable[[], list[NvmlGpu]] | None = None, places: Places | None = None
 ) -> tuple[list[str], list[str]]:
-    """Examines this node. Returns two lists of sentences: faults that make it unfit, and notes. `gpus`: function that
-    returns the GPUs to examine; None: all GPUs of the node."""
+    """Examines this node. Returns two lists of sentences: faults that make the node unfit, and notes. `gpus`: function
+    that returns the GPUs to examine; None: all GPUs of the node."""
     if places is None:
         places = Places()
     problems = [*_clock(required, places), *_space(required, places), *_hcas(required, places)]
@@ -152,8 +154,8 @@ def _hcas(required: NodeRequirements, places: Places) -> Iterator[str]:
 
 
 def _ibgda(places: Places) -> Iterator[str]:
-    """Yields a note if driver options for DeepEP are missing on a node with adapters. This is not a fault, because
-    DeepEP needs them only between nodes and not every run uses DeepEP."""
+    """Yields a note if the driver lacks options for DeepEP on a node with InfiniBand or RoCE adapters. This is not a
+    fault, because DeepEP needs them only between nodes and not every run uses DeepEP."""
     if not places.driver.exists() or not (places.infiniband.is_dir() and os.listdir(places.infiniband)):
         return
     params = places.driver.read_text()
@@ -170,7 +172,7 @@ def _ibgda(places: Places) -> Iterator[str]:
 
 
 def _kernel_errors(places: Places) -> Iterator[str]:
-    """Yields a sentence for each recent XID that requires a reset or replacement of a GPU; none if the kernel's log
+    """Yields a sentence for each recent XID that requires a reset or replacement of a GPU; nothing if the kernel log
     cannot be read."""
     oldest = places.uptime() - RECENT_S
     for line in _lines(places.kernel_log):

@@ -11,17 +11,18 @@ OUTPUT = "output"
 
 
 def attention_point(layer: int) -> str:
-    """Returns the name of the point of the residual stream before the attention of `layer`, counted from 0."""
+    """Returns the name of the point of the residual stream before attention in layer `layer` (counted from 0)."""
     return f"{layer}.attention"
 
 
 def mlp_point(layer: int) -> str:
-    """Returns the name of the point of the residual stream before the experts or the MLP of `layer`, counted from 0."""
+    """Returns the name of the point of the residual stream before the MLP or the experts in layer `layer` (counted from
+    0)."""
     return f"{layer}.mlp"
 
 
 def row_digests(x: torch.Tensor) -> list[str]:
-    """Returns the 64-bit XXH3 digests, in hexadecimal digits, of the bytes of each row of `x` [..., n]."""
+    """Returns the 64-bit XXH3 digest of the bytes of each row of `x` [..., n], as hexadecimal digits."""
     rows = x.detach().cpu().reshape(-1, x.shape[-1]).contiguous().view(torch.uint8).numpy()
     return [xxhash.xxh3_64_hexdigest(row.tobytes()) for row in rows]
 

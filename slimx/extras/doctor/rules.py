@@ -1,4 +1,4 @@
-"""A rule that calls the user's hooks for advantages and loss with a synthetic batch."""
+"""A rule that calls the user's advantage and loss hooks with a synthetic batch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from slimx.config.sections.schedule import Schedule
 
 @rule("algorithm.hook", "algorithm.loss")
 def hooks_answer(algorithm: Algorithm, rollout: Rollout, schedule: Schedule, weights: Path) -> Problems:
-    """Calls the user's hooks for advantages and loss. The unused parameter `weights` excludes this rule from `slimx
-    plan`, which does not provide this fact: hooks are called only when a run starts or `slimx doctor` checks it."""
+    """Calls the user's advantage and loss hooks on a synthetic batch; a hook that fails raises SlimxError. The
+    parameter `weights` is unused, but excludes this rule from `slimx plan`, which does not provide `weights`: hooks are
+    called only when a run starts or when `slimx doctor` checks it."""
     if algorithm.hooks:
         from slimx.config.schema import Config
         from slimx.extras.doctor.effects.probe import try_hooks  # imports torch, which `slimx plan` does not need

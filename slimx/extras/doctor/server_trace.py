@@ -19,8 +19,8 @@ _NORMS = re.compile(r"model\.(?:layers\.(\d+)\.(input|post_attention)_layernorm|
 
 
 class Trace:
-    """Records digests of a model's hidden states until `end` is called: one per token in the order in which tokens are
-    computed, by point of the residual stream."""
+    """Recorder of digests of a model's hidden states, active until `end` is called: one digest per token, in the order
+    in which tokens are computed, for each point of the residual stream."""
 
     def __init__(self, model: torch.nn.Module):
         self.rows: dict[str, list[str]] = defaultdict(list)
@@ -48,21 +48,22 @@ class Trace:
         return hook
 
     def end(self) -> dict[str, list[str]]:
-        """Stops the recording and returns the tokens' digests by point of the residual stream."""
+        """Stops the recording and returns the token digests for each point of the residual stream."""
         for handle in self._handles:
             handle.remove()
         return dict(self.rows)
 
 
 def begin(runner: Any) -> dict[str, Any]:
-    """Starts recording the hidden states of the model of `runner`, SGLang's model runner (server verb
+    """Starts recording the hidden states of the model in `runner`, SGLang's model runner (server verb
     "begin_trace")."""
     runner.slimx_trace = Trace(runner.model)
     return {}
 
 
 def end(runner: Any) -> dict[str, list[str]]:
-    """Stops the recording (server verb "end_trace") and returns the tokens' digests by point of the residual stream."""
+    """Stops the recording (server verb "end_trace") and returns the token digests for each point of the residual
+    stream."""
     trace = runner.__dict__.pop("slimx_trace", None)
     if trace is None:
         raise SlimxError("no trace was started in this process; call begin_trace first")

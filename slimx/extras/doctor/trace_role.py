@@ -19,8 +19,8 @@ from slimx.trainer.trainer import PolicyTrainer
 
 
 class TraceRole:
-    """Records digests of the hidden states of one trainer rank's model, as a role of that rank
-    (`slimx.trainer.rank.Role`)."""
+    """Role of a trainer rank (`slimx.trainer.rank.Role`) that records digests of the hidden states of the rank's
+    model."""
 
     def __init__(self, rank: TrainerRank):
         self.model = cast(PolicyTrainer, rank.roles["model"])
@@ -33,8 +33,8 @@ class TraceRole:
 
     @operation(needs="weights")
     def scores(self, batches: list[MicroBatch]) -> dict[str, list[str]]:
-        """Runs a forward pass over `batches` and returns the tokens' digests by point of the residual stream, for this
-        rank's layers."""
+        """Runs a forward pass over `batches` and returns the token digests for each point of the residual stream in
+        this rank's layers."""
         with traced([unwrap(chunk) for chunk in self.model.chunks]) as rows:
             self.model.pipeline.scores([self.model.context.take(batch) for batch in batches])
         return dict(rows)
@@ -42,8 +42,8 @@ class TraceRole:
 
 @contextmanager
 def traced(modules: list[Any]) -> Iterator[dict[str, list[str]]]:
-    """Collects the digests of the residual stream of `modules`, the GPT models of this rank, in a dict by point, while
-    the block runs."""
+    """Yields a dict that collects, while the block runs, the digests of the residual stream in `modules`, the GPT
+    models of this rank, by point of the stream."""
     rows: dict[str, list[str]] = defaultdict(list)
     handles = []
 

@@ -12,8 +12,8 @@ from slimx.layout.ranks import Sizes
 
 
 def batch_plan(config: Config, sizes: Sizes) -> BatchPlan:
-    """Returns the batch plan of one step. `sizes`: parallel sizes of the trainer. Figures of micro-batches assume that
-    all rollouts have the maximum length."""
+    """Returns the batch plan of one step. `sizes`: parallel sizes of the trainer. The numbers of micro-batches assume
+    that all rollouts have the maximum length."""
     rollout = config.rollout
     updates = config.schedule.updates_per_step
     rollouts = rollout.prompts_per_step * rollout.group_size

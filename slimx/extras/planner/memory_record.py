@@ -23,7 +23,7 @@ class TrainerMemory(Record):
     parameters: int
     """Number of elements of all parameters on the rank."""
     weights: int
-    """Bytes of weights, including the rounded weights of exact mode if publish.quantize is set."""
+    """Bytes of weights, including the quantized weights that exact mode computes with if publish.quantize is set."""
     gradients: int
     optimizer: int
     """Bytes of optimizer state on the device, without moments in host memory (`host_optimizer`)."""
@@ -35,32 +35,32 @@ class TrainerMemory(Record):
     head: int
     """Bytes of the logits of a chunk of tokens and of the output layer's gradient; 0 except on the last stage."""
     work: int
-    """Bytes of workspace of one layer's backward pass, in addition to the activations."""
+    """Bytes of workspace for one layer's backward pass, in addition to the activations."""
     step: int
-    """Bytes of workspace of the optimizer step, in addition to weights, gradients and optimizer state."""
+    """Bytes of workspace for the optimizer step, in addition to weights, gradients and optimizer state."""
     copies: int = 0
-    """Bytes of the codes and scales that Transformer Engine keeps of the weights (trainer.fp8), from the first step
-    until the trainer is offloaded."""
+    """Bytes of the weights' fp8 codes and scales that Transformer Engine keeps (trainer.fp8), from the first step until
+    the trainer is offloaded."""
     communication: int
     """Bytes of tokens in transit to and from experts."""
     dispatcher: int = 0
     """Bytes of DeepEP's buffers, which the process keeps until it exits (`slimx.extras.planner.memory.deep_ep`)."""
     publication: int
-    """Bytes of GPU memory of this rank during a publication of weights: buckets, or its part of a bucket on its way to
-    host memory, and temporary memory for merging a weight with its adapter."""
+    """Bytes of GPU memory that a publication of weights needs on this rank: buckets, or the rank's part of a bucket on
+    its way to host memory, and temporary memory for merging a weight with its adapter."""
     overhead: int
-    """Assumed bytes of the CUDA context, NCCL and workspaces of libraries; not measured."""
+    """Assumed bytes of the CUDA context, NCCL and library workspaces; not measured."""
     in_flight: int
     """Number of micro-batches whose activations are kept; with virtual stages (VPP), those of one model chunk each."""
     peak: int
     """Maximum number of bytes of GPU memory in use at any time."""
     away: int
-    """Bytes in use on the GPU while engines generate (schedule.colocate)."""
+    """Bytes that the trainer still uses on the GPU while engines generate (schedule.colocate)."""
     host_optimizer: int
-    """Bytes of moments in host memory (trainer.optimizer.offload_fraction)."""
+    """Bytes of optimizer moments in host memory (trainer.optimizer.offload_fraction)."""
     host_copies: int
-    """Bytes of host memory for the weights of reference and teacher, and for the policy's weights while those of
-    another model replace them on the GPU."""
+    """Bytes of host memory for the weights of the reference and the teacher, and for the policy's weights while those
+    of another model replace them on the GPU."""
     host_away: int
     """Bytes of offloaded state in host memory, kept until the trainer returns to the GPU (schedule.colocate)."""
     host_chosen: int
@@ -85,7 +85,7 @@ class TrainerMemory(Record):
 
 
 class EngineMemory(Record):
-    """Memory of the fullest rank of a server, for one group of rollout.engines."""
+    """Memory of a server's fullest rank, for one engine group of rollout.engines."""
 
     group: str
     count: int
@@ -100,15 +100,15 @@ class EngineMemory(Record):
     kv_per_token: int
     kv_room: int | None = None
     kv_tokens: int | None = None
-    """Number of tokens whose keys and values fit into the KV cache, per data-parallel copy of the attention."""
+    """Number of tokens whose keys and values fit into the KV cache, per data-parallel copy of the attention layers."""
     state_per_request: int
-    """Bytes of the recurrent states of one request, which do not depend on its length; 0 if the model has none."""
+    """Bytes of one request's recurrent states, independent of the request's length; 0 if the model has none."""
     concurrency: int | None = None
     """Number of rollouts of the maximum length for which one server has memory at the same time."""
     staged: int
-    """Bytes that a publication needs in addition to the weights."""
+    """Bytes of GPU memory that a publication needs in addition to the weights."""
     overhead: int
-    """Assumed bytes of the CUDA context, NCCL and workspaces of libraries; not measured."""
+    """Assumed bytes of the CUDA context, NCCL and library workspaces; not measured."""
     dispatcher: int = 0
     """Bytes of DeepEP's buffers, which are kept while the server sleeps."""
     graphs: int
@@ -146,7 +146,7 @@ class ColocatedMemory(Record):
     """Bytes in the publication phase: weights of trainer and engine, and staged weights."""
     engine_asleep: int
     margin: int
-    """Bytes of the GPU's memory minus those of the fullest phase; negative if the phase does not fit."""
+    """Bytes of GPU memory that are free in the fullest phase; negative if the phase does not fit."""
 
 
 Phase = Literal["load", "start", "restore", "publish", "generate", "sleep", "train", "save", "wake"]
@@ -164,14 +164,14 @@ class MemoryPart(Record):
 
 
 class MemoryBreakdown(Record):
-    """Memory of one GPU or node, divided by purpose."""
+    """Memory of one GPU or node, broken down by purpose."""
 
     parts: tuple[MemoryPart, ...] = Field(serialization_alias="held")
     """Memory by purpose, the largest part first."""
 
     @property
     def nbytes(self) -> int:
-        """Sum of all parts in bytes."""
+        """Total size of all parts in bytes."""
         return sum(part.nbytes for part in self.parts)
 
 
@@ -189,7 +189,7 @@ class HostMemory(MemoryBreakdown):
     """Host memory that the fullest node with trainer ranks needs."""
 
     memory: int | None
-    """Bytes of host memory that a node has; null if unknown."""
+    """Host memory of a node in bytes; null if unknown."""
     ranks: int
     """Number of trainer ranks on the node."""
 
@@ -198,15 +198,15 @@ class DiskBytes(Record):
     """Maximum disk space that a run takes, in bytes."""
 
     checkpoint: int
-    """Bytes of one checkpoint: weights, main weights and moments, including those of a critic."""
+    """Bytes of one checkpoint: weights, fp32 master weights and moments, including those of a critic."""
     checkpoints: int
     """Maximum number of checkpoints that exist at the same time: those that are kept, and one that is being written."""
     export: int
-    """Bytes of one export as a Hugging Face directory."""
+    """Bytes of one export in Hugging Face format."""
     exports: int
-    """Number of exports that are written, including references of `algorithm.reference_refresh`."""
+    """Maximum number of exports, including the refreshed reference models (`algorithm.reference_refresh`)."""
     rollouts: int
-    """Bytes of the saved rollouts that track.rollouts keeps, without text and metadata."""
+    """Bytes of the rollouts that track.rollouts keeps on disk, without text and metadata."""
 
     @property
     def nbytes(self) -> int:

@@ -32,18 +32,18 @@ from slimx.trainer.device.backends import choose_backends, installed
 
 @dataclass(frozen=True, slots=True)
 class PlanOutput:
-    """Lines for standard output, and the violations; if there are any, the exit code is 2."""
+    """Lines for standard output, and the violations; the exit code is 2 if there are any violations."""
 
     lines: list[str]
     violations: tuple[str, ...]
 
 
 def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as_json: bool = False) -> PlanOutput:
-    """Plans the run of `config` and returns the output.
+    """Plans the run that `config` describes, and returns the output.
 
-    `predict`: also predict the duration of a publication, after a test of the link model that takes 3 s on this
-    machine. `suggest`: also search for layouts that fit `cluster.gpu`; the nearest one is always reported if the run
-    does not fit. `as_json`: output one JSON object instead of text."""
+    `predict`: also predict the duration of a publication, after testing the link model on this machine for about 3 s.
+    `suggest`: also search for layouts that fit `cluster.gpu`; the nearest one is always reported if the run does not
+    fit. `as_json`: output one JSON object instead of text."""
     reports: dict[str, PlanReport] = {}
     first = 0
     for name, policy_config in config.by_policy.items():
@@ -105,11 +105,10 @@ def _lines(report: PlanReport, prompt: list[str]) -> list[str]:
 
 
 def _first_prompt(config: Config) -> tuple[list[str], list[str]]:
-    """Returns two lists of lines: the first prompt as the model receives it, and violations, which are reasons why it
-    cannot be shown.
+    """Returns two lists of lines: the first prompt as the model receives it, and violations.
 
-    The first list is empty if no local file contains the prompt. A plan needs neither prompts nor a tokenizer; without
-    a tokenizer the lines say why the prompt is not shown."""
+    The first list is empty if no local file contains the prompt. A missing or broken tokenizer is not a violation,
+    because a plan needs neither prompts nor a tokenizer; the first list then says why the prompt is not shown."""
     rollout = config.rollout
     path = rollout.prompts or rollout.sources[0].path
     local = not rollout.replay and not path.startswith(HUB) and (Path(path).exists() or bool(matching(Path(path))))

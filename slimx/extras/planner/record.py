@@ -35,7 +35,7 @@ class PlannedGroup(Record):
     external: bool = False
     """True if the servers are started elsewhere and are already running."""
     borrowed: bool = False
-    """True if the servers belong to another policy, in whose plan they are counted."""
+    """True if the servers belong to another policy; they are counted in that policy's plan."""
 
 
 class RankPlace(Record):
@@ -56,7 +56,7 @@ class RankPlace(Record):
     layers: tuple[int, ...]
     """Indices of the rank's decoder layers within the whole model, from 0, chunk by chunk."""
     experts: tuple[int, int] | None
-    """First and last routed expert that the rank has in each MoE layer; null for a dense model."""
+    """Indices of the first and the last routed expert that the rank holds in each MoE layer; null for a dense model."""
 
 
 class EnginePlace(Record):
@@ -96,17 +96,17 @@ class BatchPlan(Record):
     updates_per_step: int
     rollouts_per_update: int
     rollouts_per_data_rank: int
-    """Maximum number of rollouts that a data-parallel rank has in one update."""
+    """Maximum number of rollouts that a data-parallel rank processes in one update."""
     tokens_per_rollout: int
-    """Maximum number of tokens of a rollout, including the prompt."""
+    """Maximum number of tokens in a rollout, including the prompt."""
     tokens_per_step: int
     """Maximum number of tokens in a step."""
     tokens_per_microbatch: int
     """Maximum number of tokens in a micro-batch."""
     tokens_per_context_rank: int
-    """Maximum number of tokens of a micro-batch on one context-parallel rank."""
+    """Maximum number of a micro-batch's tokens on one context-parallel rank."""
     microbatches_per_update: int
-    """Number of micro-batches of one data-parallel rank in an update, if all rollouts have the maximum length."""
+    """Number of micro-batches per data-parallel rank and update, if all rollouts have the maximum length."""
     bubble: float
     """Fraction of an update for which pipeline stages wait: (P-1) / (v M + P-1), with P pipeline stages, v model chunks
     per stage and M micro-batches."""
@@ -120,18 +120,18 @@ class PublicationFigures(Record):
 
     encoding: Encoding
     note: str
-    """Reason why the encoding of the publication was chosen."""
+    """Reason why this encoding was chosen for the publication."""
     rule: str
     """Rule by which values are quantized; "none" if they are not quantized."""
     tensors: int
     """Number of tensors that are sent to one engine, including block scales."""
     quantized: int
-    """Number of tensors sent to one engine that contain quantized values."""
+    """Number of tensors with quantized values that are sent to one engine."""
     buckets: int
     moves: int
-    """Number of rectangular regions that are copied from a tensor of a trainer rank to a tensor of an engine rank."""
+    """Number of rectangular regions that are copied from a trainer rank's tensor to an engine rank's tensor."""
     launches: int
-    """Number of kernel launches per publication, on the trainer rank that has the most."""
+    """Number of kernel launches per publication, on the trainer rank that needs the most."""
     nbytes: int
     """Bytes sent to all engines together: values and scales."""
     adapter_bytes: int = 0
@@ -144,7 +144,7 @@ class PublicationFigures(Record):
     sent_mean: float
     transport: str
     transport_note: str
-    """Reason why the transport of the publication was chosen."""
+    """Reason why this transport was chosen for the publication."""
     on_gpus: bool
     """True if buckets are in GPU memory instead of host memory."""
     publisher_bytes: int
@@ -157,17 +157,17 @@ class PublicationFigures(Record):
     """With publish.delta, bytes of host memory on the trainer rank that keeps the most: the weights that it sent last,
     and its part of a bucket. With the disk transport, this is trainer rank 0."""
     received_bytes: int = Field(default=0, serialization_alias="held_bytes")
-    """With publish.delta, bytes of host memory for one engine on each of its machines: the weights that it received
-    last."""
+    """With publish.delta, bytes of host memory that one engine needs on each of its machines for the weights that it
+    received last."""
     landing_bytes: int = 0
-    """With nixl, bytes of host memory for one engine on each of its machines: receive buffers that trainer ranks write
-    into, and the buckets assembled from them until they are loaded. With the disk transport and publish.delta, only
-    these buckets."""
+    """With nixl, bytes of host memory for one engine on each of its machines: the receive buffers that trainer ranks
+    write into, and the buckets that are assembled from them and kept until they are loaded. With the disk transport and
+    publish.delta, only the buckets."""
     staged_bytes: int
     """Bytes of GPU memory that a publication needs in addition to the weights, on the engine rank that needs the
     most."""
     plan_bytes: int
-    """Bytes of the serialized plan, of which every trainer rank keeps a copy."""
+    """Bytes of the serialized plan; every trainer rank keeps a copy of it."""
     compile_seconds: float
 
 
@@ -201,7 +201,7 @@ class Predicted(Record):
 
 
 class Suggestion(Record):
-    """A parallel layout that fits in memory."""
+    """Suggested parallel layout that fits in memory."""
 
     overrides: tuple[str, ...]
     """Overrides that select this layout, as arguments of slimx plan and slimx train."""
@@ -217,7 +217,7 @@ class Suggestion(Record):
 
 
 class Searched(Record):
-    """Extent of a search for layouts: how many were considered, and whether all possible ones were."""
+    """Extent of a search for layouts: how many were considered, and whether these were all possible ones."""
 
     layouts: int
     """Number of splits that the model's layers and experts allow on up to 64 times as many ranks as configured."""
@@ -228,8 +228,8 @@ class Searched(Record):
 
 
 class EngineSuggestion(Record):
-    """Server sizes that let the most rollouts of one engine group fit at the same time on the group's GPUs, or on more
-    GPUs if none fit there."""
+    """Server sizes with which the most rollouts of one engine group fit at the same time on the group's GPUs, or on
+    more GPUs if no size fits on these."""
 
     group: str
     tensor: int
@@ -245,7 +245,7 @@ class EngineSuggestion(Record):
 
 
 class Together(Record):
-    """Requirements of all trained policies of a run together; each policy uses the GPUs after those of the previous
+    """Requirements of all trained policies of a run together; the GPUs of each policy follow those of the previous
     one."""
 
     gpus: int
@@ -254,7 +254,7 @@ class Together(Record):
     fullest: int | None
     """Bytes used on the fullest GPU in its fullest phase; null if the type of GPU is unknown."""
     host: HostMemory | None
-    """Host memory of the node if there is only one; otherwise null, and the figures of each policy apply."""
+    """Host memory of the node if all policies are on one node; otherwise null, and the figures of each policy apply."""
     disk: DiskBytes | None
 
 
@@ -265,14 +265,15 @@ class PlanReport(Record):
     model: str
     architecture: str | None = None
     parameters: int = 0
-    """Number of elements of the trainer's parameters, each counted once."""
+    """Number of the trainer's parameter elements, each counted once."""
     checkpoint_tensors: int = 0
     device: str = "cuda"
     gpu: str | None = None
     """Type of GPU that the plan is for; null if unknown."""
     gpu_memory: int | None = None
     host_bandwidth: float | None = None
-    """Rate between this type of GPU and host memory in bytes per second in each direction; null if unknown."""
+    """Transfer rate between this type of GPU and host memory, in bytes per second in each direction; null if
+    unknown."""
     trainer: Sizes | None = None
     largest_rank: int = 0
     """Number of parameter elements on the trainer rank that has the most."""
@@ -286,7 +287,7 @@ class PlanReport(Record):
     frozen: tuple[PlannedGroup, ...] = ()
     """Engine groups of other models, which receive no publications."""
     kernels: tuple[str, ...] = ()
-    """Kernels that the trainers would choose with the packages of the current environment, as sentences."""
+    """Sentences about the kernels that the trainers would choose with the packages of the current environment."""
     rank_map: RankMap | None = None
     nodes_lacking: int = 0
     """Number of nodes that the run needs in addition to cluster.nodes."""
@@ -297,7 +298,7 @@ class PlanReport(Record):
     """Memory of the fullest GPU of each kind (`PhasePeak.gpu`) in every phase of a run; empty if the type of GPU is
     unknown."""
     host: HostMemory | None = None
-    """Host memory of the fullest node; null if the run would not start for a reason that `violations` contains."""
+    """Host memory of the fullest node; null if `violations` contains a reason why the run would not start."""
     disk: DiskBytes | None = None
     batch: BatchPlan | None = None
     publication: PublicationFigures | None = None
@@ -312,19 +313,19 @@ class PlanReport(Record):
     """True if another layout of the trainer's ranks could remove a violation."""
     warnings: tuple[str, ...] = ()
     nearest: Suggestion | None = None
-    """Layout that fits cluster.gpu and differs least from the configured one. It is searched for only if the configured
-    one is refused; null if there was no search or no layout fits."""
+    """Layout that fits cluster.gpu and differs least from the configured one. The search for it runs only if the
+    configured layout is refused; null if there was no search or no layout fits."""
     searched: Searched | None = None
     """Extent of the search for layouts; null if there was no search."""
     suggestions: tuple[Suggestion, ...] = ()
-    """With --suggest, the layouts that fit, those with the least predicted time first."""
+    """With --suggest, the layouts with the least predicted time among those that fit, best first."""
     suggested_engines: tuple[EngineSuggestion, ...] = ()
     """With --suggest, server sizes with the highest concurrency, one entry per group."""
     policies: dict[str, PlanReport] = {}
     """Plans of the run's other trained policies, by name. The GPUs of each policy follow those of the previous one."""
     together: Together | None = None
-    """Sums over the policy `actor` and `policies`; null for a single policy, or if the ranks of a policy cannot be
-    placed."""
+    """Sums over the policy `actor` and those in `policies`; null for a single policy, or if the ranks of a policy
+    cannot be placed."""
 
     @property
     def complete(self) -> bool:

@@ -43,7 +43,7 @@ async def reward(ctx: Context, trajectory: Trajectory, *, letters: str = LETTERS
 
 
 def chosen(text: str, letters: str = LETTERS) -> str | None:
-    """Returns the letter that a response chooses, or None without a clear choice.
+    """Returns the letter that a response chooses; None if the choice is not clear.
 
     The letter is searched for in the last box, then after the last "answer" or "option is", then at the start of the
     last line, where only punctuation or nothing may follow it. A letter that is a word ("A train leaves") does not

@@ -13,8 +13,8 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 async def reward(ctx: Context, trajectory: Trajectory) -> float:
-    """Returns the highest F1, from 0 to 1, of the final answer against the prompt's `answer` and the `answers` in its
-    metadata. Raises SlimxError if the prompt has neither."""
+    """Returns the highest F1 score, from 0 to 1, of the final answer against the prompt's `answer` and the `answers` in
+    its metadata. Raises SlimxError if the prompt has neither."""
     answers = list(ctx.prompt.metadata.get("answers") or [])
     if ctx.prompt.answer is not None or not answers:
         answers.append(answer_of(ctx, __name__))
@@ -22,7 +22,7 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
 
 
 def f1(text: str, answer: str) -> float:
-    """Returns the F1 of `text` against the reference `answer`: the harmonic mean of precision and recall of their
+    """Returns the F1 score of `text` against the reference `answer`: the harmonic mean of precision and recall of their
     words, ignoring case, punctuation and articles; 1 if both are empty."""
     predicted = words(text)
     reference = words(answer)

@@ -61,8 +61,8 @@ def check_prompts(prompts: Iterable[Prompt]) -> None:
 
 
 def _checker(prompt: Prompt, name: str, arguments: Mapping[str, Any]) -> Any:
-    """Returns the checker of an instruction of `prompt`, with its arguments set. `name`: name of the instruction.
-    Raises SlimxError if name or arguments are invalid."""
+    """Returns the checker for one of the instructions of `prompt`, with its arguments set. `name`: instruction name.
+    Raises SlimxError if the name or an argument is invalid."""
     kind = _checkers().get(name)
     if kind is None:
         raise _unfit(prompt, f"{name!r} is not the name of an instruction of {PACKAGE}")
@@ -123,8 +123,8 @@ async def reward(
 
 
 def _instructions(prompt: Prompt) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the name and the arguments of each of a prompt's instructions. Raises SlimxError if its metadata has no
-    valid ones."""
+    """Returns the name and the arguments of each of the prompt's instructions. Raises SlimxError if the prompt's
+    metadata contains no valid instructions."""
     names = prompt.metadata.get("instruction_id_list")
     rows = prompt.metadata.get("kwargs")
     if not _is_list(names, str) or not _is_list(rows, Mapping) or not names or len(names) != len(rows):
@@ -147,8 +147,8 @@ def _is_finite(value: object) -> bool:
 
 @cache
 def _checkers() -> Mapping[str, Any]:
-    """Returns the package's checker classes, by name of the instruction. Raises SlimxError if the package is not
-    installed."""
+    """Returns the checker classes of the package if-verifiable, by instruction name. Raises SlimxError if the package
+    is not installed."""
     try:
         from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
         from langdetect import DetectorFactory

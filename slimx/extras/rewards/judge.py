@@ -42,10 +42,10 @@ async def reward(
     """Returns the last number that `pattern` finds in the judge's greedy response, divided by `scale`.
 
     `url`: base URL of the server; or `engine`: name of a frozen group of rollout.engines. `model`: model name in the
-    request. `template`: prompt of the judge; it may contain {question}, {answer} (the prompt's answer) and {text} (the
+    request. `template`: prompt for the judge; it may contain {question}, {answer} (the prompt's answer) and {text} (the
     final answer of the response). `max_tokens`: maximum length of the judge's response. `timeout`: seconds per request;
-    `retries`: maximum number of retries. Raises SlimxError for a verdict without a number, or if the server does not
-    respond."""
+    `retries`: maximum number of retries. Raises SlimxError if the judge's response contains no number, or if the server
+    does not respond."""
     headers = None
     if url is None:
         url, headers = _server(ctx, engine)
@@ -93,10 +93,10 @@ async def score(
     """Returns the score that a reward model with one output gives the conversation.
 
     `url`: base URL of an SGLang server, called at /classify; or `engine`: name of a frozen group of rollout.engines. A
-    group is called at /v1/embeddings, the only path that its router forwards; SGLang returns the same number there. The
-    whole trajectory is sent as text, decoded by the policy's tokenizer; with `ids` it is sent as token ids, for a
-    reward model with the policy's vocabulary. `timeout`: seconds per request; `retries`: maximum number of retries.
-    Raises SlimxError if the response is not a single number, or if the server does not respond."""
+    group is called at /v1/embeddings, the only one of the two endpoints that its router forwards; SGLang returns the
+    same number there. The whole trajectory is sent as text, decoded by the policy's tokenizer; with `ids` it is sent as
+    token ids, for a reward model with the policy's vocabulary. `timeout`: seconds per request; `retries`: maximum
+    number of retries. Raises SlimxError if the response is not a single number, or if the server does not respond."""
     tokens = trajectory.token_ids.tolist()
     content = tokens if ids else ctx.tokenizer.decode(tokens, skip_special_tokens=False)
     headers = None
@@ -123,7 +123,7 @@ async def score(
 
 
 def _server(ctx: Context, engine: str | None) -> tuple[str, dict[str, str]]:
-    """Returns base URL and request headers of the frozen group `engine`. Raises SlimxError if there is no such
+    """Returns the base URL and the request headers for the frozen group `engine`. Raises SlimxError if there is no such
     group."""
     if engine is None or engine not in ctx.engines:
         raise SlimxError(

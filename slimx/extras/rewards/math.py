@@ -56,7 +56,7 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
 @cache
 def _gold(answer: str) -> tuple[Any, ...]:
     r"""Returns the values that the prompt's answer may mean. An expression is put between dollar signs, because outside
-    dollar signs math-verify looks only for numbers, and finds 2 in `2\pi`. In an answer that contains words, only its
+    dollar signs math-verify looks only for numbers, and finds 2 in `2\pi`. In an answer that contains words, only the
     numbers count."""
     answer = latex(answer)
     boxed = last_boxes(answer, boxes(answer))

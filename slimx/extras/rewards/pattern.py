@@ -14,11 +14,11 @@ from slimx.rewards.needs import needs_process
 # A regular expression may take exponential time, and `re` cannot be interrupted.
 @needs_process
 async def reward(ctx: Context, trajectory: Trajectory, *, pattern: str, whole: bool = False) -> float:
-    """Returns 1.0 if `pattern` occurs in the response's text, or with `whole` matches all of it; else 0.0. `pattern`:
-    regular expression of Python's `re`, in which `.` also matches line breaks.
+    """Returns 1.0 if `pattern` occurs in the response's text or, with `whole`, matches all of it; else 0.0.
 
-    If the pattern has a group named `answer`, that group of the last match must also be part of the final answer and
-    equal the prompt's answer. Raises SlimxError if the pattern is not a regular expression."""
+    `pattern`: regular expression of Python's `re`, in which `.` also matches line breaks. If the pattern has a group
+    named `answer`, that group of the last match must also be part of the final answer and equal the prompt's answer.
+    Raises SlimxError if the pattern is not a regular expression."""
     expression = compiled(pattern)
     if whole:
         last_match = expression.fullmatch(ctx.text)
@@ -37,7 +37,7 @@ async def reward(ctx: Context, trajectory: Trajectory, *, pattern: str, whole: b
 
 @cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Compiles `pattern`. Raises SlimxError with the reason if it is not a regular expression."""
+    """Compiles `pattern`. Raises SlimxError with the reason if it is not a valid regular expression."""
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:

@@ -38,17 +38,17 @@ class Effect:
     key: str
     value: Any
     share: float
-    """Relative change of the gradient that the term causes: |with - without| / max(|with|, |without|)."""
+    """Relative change in the gradient that the term causes: |with - without| / max(|with|, |without|)."""
     chosen: bool
-    """True if the configuration sets the term's value, False if it is a default."""
+    """True if the configuration sets the term's value, False if the value is a default."""
     reason: str | None = None
     """Reason why the term has no effect; None if it has an effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A loss term: a key of section `algorithm`, or a parameter of its loss or advantages, with the neutral value that
-    disables it."""
+    """Loss term: a key of section `algorithm`, or a parameter of its loss or advantages, with the neutral value that
+    disables the term."""
 
     key: str
     neutral: Any
@@ -121,8 +121,8 @@ ROUTER_TERMS = ("aux_loss_coef", "z_loss_coef")
 def effects(config: Config) -> list[Effect]:
     """Returns the effect of every term of the configured loss on the gradient of the synthetic batch.
 
-    Needs neither GPU nor engine, and the model's config.json only if its routers have loss terms. Raises SlimxError if
-    config.json is then missing or the model has no routers."""
+    Needs neither GPU nor engine. Needs the model's config.json only if router loss terms are configured; it then raises
+    SlimxError if the file is missing or the model has no routers."""
     probe, algorithm = make_probe(config), config.algorithm
     share = _value(algorithm, "loss.share")
     if share is not None:
@@ -156,7 +156,7 @@ def _policy_effects(config: Config, probe: Probe) -> Iterator[Effect]:
 
 
 def _effect(key: str, value: Any, share: float, chosen: bool, reason: str | None) -> Effect:
-    """Returns an Effect; `reason` is used only if the term changes nothing."""
+    """Returns the Effect of a loss term. `reason`: why the term might have no effect; ignored if `share` is not 0."""
     return Effect(key, value, share, chosen, None if share else reason)
 
 
@@ -207,7 +207,7 @@ def _value(algorithm: Algorithm, key: str) -> Any:
 
 
 def _default(algorithm: Algorithm, key: str) -> Any:
-    """Returns the default of `key` for the algorithm's name and its kinds of loss and advantages."""
+    """Returns the default of `key` for the configured algorithm, loss and advantages."""
     section, _, name = key.rpartition(".")
     if not section:
         return algorithm.default(name)
@@ -257,7 +257,8 @@ def _shown(value: Any) -> Any:
 
 
 def describe(terms: list[Effect]) -> list[str]:
-    """Returns one line of text per term, with its value and its share of the gradient."""
+    """Returns one line of text per term, with the term's value and the relative change in the gradient that it
+    causes."""
     width = max(len(effect.key) for effect in terms)
     lines = []
     for effect in terms:

@@ -28,10 +28,10 @@ GAP = 1e-3
 tokens."""
 OUTLIER = 2.0
 """Standard deviation of the difference between the log-probs of trainer and engine for the fraction `OUTLIERS` of
-tokens, which represent those that the two route to different experts."""
+tokens. These represent the tokens that trainer and engine route to different experts."""
 OUTLIERS = 0.15
-"""Fraction of tokens whose log-probs differ by `OUTLIER` instead of `GAP`. It is exaggerated, so that every sensible
-bound takes effect."""
+"""Fraction of tokens whose log-probs differ by `OUTLIER` instead of `GAP`. The fraction is exaggerated, so that every
+sensible bound takes effect."""
 
 
 TOP = 3
@@ -41,8 +41,8 @@ tokens."""
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A synthetic batch for computing gradients with one configuration. Log-probs have the shape [n] per trajectory,
-    float64."""
+    """Synthetic batch for computing gradients with one configuration. Log-probs are float64, of shape [n] for each
+    trajectory."""
 
     groups: list[Group]
     begin: list[np.ndarray]
@@ -61,8 +61,8 @@ def make_probe(config: Config) -> Probe:
     """Returns a synthetic batch: rollouts of `PROMPTS` prompts in groups of the configured size (at most 4), with two
     turns each and different rewards, reward parts and states.
 
-    If a step has a single update, the policy is the one at the start of the step. With max_staleness 0, the policy at
-    the start of the step is the engine's, except for the numerical gap."""
+    With a single update per step, the log-probs at the last update equal those at the start of the step. With
+    max_staleness 0, the engine's log-probs differ from those at the start of the step only by the numerical gap."""
     random = np.random.default_rng(0)
     moved = config.schedule.updates_per_step > 1
     stale = config.schedule.max_staleness > 0
@@ -92,9 +92,9 @@ def make_probe(config: Config) -> Probe:
 
 
 def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = False) -> np.ndarray:
-    """Returns the gradient of the configured loss, float64 [(3 + TOP) N]: with respect to all log-probs and entropies
-    of the synthetic batch, and to the logits of `TOP` + 1 tokens at each of its positions. `without_advantages`: only
-    for the loss terms that do not use advantages."""
+    """Returns the gradient of the configured loss, float64 [(3 + TOP) N], with respect to all log-probs and entropies
+    of the synthetic batch and to the logits of `TOP` + 1 tokens at each of its positions. `without_advantages`: include
+    only the loss terms that do not use advantages."""
     algorithm = config.algorithm
     rows = _rows(config, probe)
     _finish(config, probe, rows)
@@ -148,8 +148,8 @@ def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = 
 
 
 def try_hooks(config: Config) -> None:
-    """Calls the user's hooks for advantages and loss, if there are any, on a synthetic batch. Raises SlimxError with
-    the key if a hook raises an error or returns a wrong value."""
+    """Calls the user's advantage and loss hooks, if there are any, on a synthetic batch. Raises SlimxError, naming the
+    hook's configuration key, if a hook raises an error or returns a wrong value."""
     algorithm = config.algorithm
     hooks = [f"algorithm.{key}={getattr(algorithm, key)}" for key in algorithm.hooks]
     if not hooks:
@@ -188,7 +188,7 @@ def _joined(arrays: Sequence[np.ndarray]) -> torch.Tensor:
 
 
 def _columns(rows: Sequence[TrainingRow]) -> dict[str, torch.Tensor]:
-    """Returns the fields of `LossColumns` that the rows contain, each concatenated over `rows`, float64."""
+    """Returns the fields of `LossColumns` that `rows` contain, each concatenated over the rows, float64."""
     columns = {}
     for name in LOSS_COLUMNS:
         if getattr(rows[0], name) is not None:

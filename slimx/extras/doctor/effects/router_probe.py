@@ -14,7 +14,8 @@ from slimx.extras.doctor.effects.probe import Probe, policy_gradient
 from slimx.models.families import ModelSpec
 
 MICROBATCHES = 2
-"""Number of micro-batches into which the synthetic rollouts are packed; `global_aux_loss` sums loads over them."""
+"""Number of micro-batches into which the synthetic rollouts are packed; `global_aux_loss` sums expert loads over
+them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class RouterSizes:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> RouterSizes:
-        """Returns the sizes of the routers of the model `spec`."""
+        """Returns the router sizes of the model `spec`."""
         fields = spec.transformer
         function = fields.get("moe_router_score_function", "softmax")
         return cls(spec.experts, fields["moe_router_topk"], function)
@@ -36,7 +37,7 @@ class RouterSizes:
 
 @dataclass(slots=True)
 class _Tokens:
-    """A micro-batch without padding (see `slimx.algorithms.router_terms.CountedTokens`)."""
+    """Micro-batch without padding (see `slimx.algorithms.router_terms.CountedTokens`)."""
 
     counted: torch.Tensor
     segments: torch.Tensor
@@ -83,4 +84,4 @@ def router_gradient(config: Config, probe: Probe, sizes: RouterSizes) -> np.ndar
 
 
 def _alone(counts: torch.Tensor) -> None:
-    """Does nothing. It replaces the sum over ranks, of which there is only one here."""
+    """Does nothing. It replaces the sum over ranks, because there is only one rank here."""

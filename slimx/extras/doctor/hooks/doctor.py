@@ -31,7 +31,7 @@ from slimx.rollout.hook_loading import Hooks, check_generated, load_generate, lo
 from slimx.rules.layout import check_layout
 
 BLOCKED_S = 0.5
-"""Seconds for which a hook may block the event loop before a note about it is added to the findings."""
+"""Maximum time in seconds for which a hook may block the event loop before a note is added to the findings."""
 
 
 @dataclass(slots=True)
@@ -52,8 +52,8 @@ class HookFindings:
 
 def examine_hooks(config: Config, texts: Sequence[str] = ()) -> HookFindings:
     """Loads and tries the hooks of a run. Never raises SlimxError; errors are in the result's `problems`. `texts`:
-    responses of the scripted server in one additional rollout, one per request; after the last one it returns the
-    prompt's answer."""
+    responses of the scripted server in one additional rollout, one per request. After the last one, the server returns
+    the prompt's answer."""
     findings = HookFindings()
     hooks = _load(config, findings)
     if findings.problems:
@@ -112,7 +112,7 @@ def _load(config: Config, findings: HookFindings) -> Hooks:
 def _judge(
     config: Config, hooks: Hooks, spec: ModelSpec, prompt: Prompt, rollouts: list[TrialRollout], findings: HookFindings
 ) -> None:
-    """Adds the results of the rollouts and their problems to `findings`."""
+    """Adds the rollouts' results and problems to `findings`."""
     hook = config.rollout.generate
     findings.lines += ["", f"prompt {prompt.id!r}, all log-probs are {LOGPROB}:", *_table(rollouts)]
     _failures(rollouts, findings)
@@ -160,7 +160,8 @@ def _judge(
 
 
 def _failures(rollouts: list[TrialRollout], findings: HookFindings) -> None:
-    """Adds to `findings` one problem for all rollouts that failed for the same reason."""
+    """Adds to `findings` one entry for each reason why rollouts failed: a problem, or a note if frozen models were
+    called."""
     by_reason: dict[str, list[TrialRollout]] = {}
     for rollout in rollouts:
         if rollout.outcome.reason is not None:
@@ -179,7 +180,7 @@ def _failures(rollouts: list[TrialRollout], findings: HookFindings) -> None:
 
 
 def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], findings: HookFindings) -> None:
-    """Adds to `findings` problems with prompts and trajectories that are too long for the run."""
+    """Adds findings about prompts and trajectories that are too long for the run."""
     hook = config.rollout.generate
     limit = config.rollout.max_prompt_tokens
     prompt = max(trajectory.spans[0].stop for trajectory in trajectories)
@@ -264,7 +265,7 @@ def _trajectories(rollout: TrialRollout) -> list[Trajectory]:
 
 
 def _logged(rollouts: list[TrialRollout]) -> list[str]:
-    """Returns a line for each metric that hooks logged, with its value in every rollout."""
+    """Returns one line per metric that hooks logged, with the metric's value in every rollout."""
     metrics: list[dict[str, float]] = []
     for rollout in rollouts:
         for trajectory in _trajectories(rollout):

@@ -41,9 +41,9 @@ class ScriptedServer:
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
         self.requests: Counter[str] = Counter()
-        """Number of requests by path, since the last call of `say`."""
+        """Number of requests by path, since the last call to `say`."""
         self.seeds: Counter[int] = Counter()
-        """Number of sampling requests by seed, since the last call of `say`."""
+        """Number of sampling requests by seed, since the last call to `say`."""
         self.url = ""
         self._answers: list[list[int]] = [[]]
         """Token ids of the remaining responses; the last response is repeated."""
@@ -53,7 +53,7 @@ class ScriptedServer:
         self._thread = threading.Thread(target=self._run, name="slimx-scripted", daemon=True)
 
     def say(self, *answers: Sequence[int], ends: bool) -> None:
-        """Sets the token ids of the next responses, the last of which is then repeated. `ends`: True if the model stops
+        """Sets the token ids of the next responses; the last response is then repeated. `ends`: True if the model stops
         after a response, False if the response is cut off."""
         self._answers = [list(answer) for answer in answers]
         self._ends = ends

@@ -30,7 +30,7 @@ BEAT_S = 0.05
 STUCK_S = 20.0
 """Seconds for which a hook may block the event loop before the trial is ended."""
 ELSE = "I do not know that."
-"""Text that the scripted server returns in rollouts that do not get the prompt's answer."""
+"""Text that the scripted server returns in rollouts that do not receive the prompt's answer."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class TrialRollout:
 
 
 class HookTrial:
-    """The rollouts of a trial, which run in an event loop of a separate thread."""
+    """Rollouts of a trial, which run in an event loop of a separate thread."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class HookTrial:
         server: ScriptedServer,
         texts: Sequence[str] = (),
     ) -> None:
-        """Stores the arguments and prepares the rollouts. `texts`: responses of the scripted server, one per request,
-        in an additional first rollout; after the last one it returns the prompt's answer."""
+        """Stores the arguments and prepares the rollouts. `texts`: responses of the scripted server in an additional
+        first rollout, one per request. After the last one, the server returns the prompt's answer."""
         rollout = {"group_size": 1, "rollout_deadline": min(config.rollout.rollout_deadline, LIMIT_S)}
         reward = {"deadline": min(config.reward.deadline, LIMIT_S), "workers": 1}
         self.config = config.model_copy(
@@ -137,8 +137,8 @@ class HookTrial:
                 await proxy.stop()
 
     def _scripts(self) -> list[tuple[str, list[list[int]], bool]]:
-        """Returns for each rollout its name, the token ids of the scripted responses in order, and True if the model
-        stops after the last response."""
+        """Returns, for each rollout, its name, the token ids of its scripted responses in order, and True if the model
+        stops after the last response, False if that response is cut off."""
         end = self.tokenizer.eos_token_id
 
         def ids(text: str) -> list[int]:

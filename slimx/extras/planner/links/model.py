@@ -29,11 +29,11 @@ from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan
 
 TOLERANCE = 0.25
-"""Relative error of the prediction for a measured publication above which predictions for other machines are not
+"""Maximum relative error in predicting measured publications; above it, predictions for other machines are not
 shown."""
 STEPS = 6
-"""Number of calls to the engines per publication, in addition to those per bucket: begin, pause, load, verify, commit
-and resume."""
+"""Number of calls to the engines per publication, in addition to the calls per bucket: begin, pause, load, verify,
+commit and resume."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Links:
     check: float
     """Rate at which staged bytes are read for the first time, to compute their checksums, in bytes/s."""
     copy: float
-    """Rate of copies from staged weights into parameters, in bytes/s."""
+    """Rate of copying staged weights into parameters, in bytes/s."""
     verify: float
     """Rate at which parameters are read to compute their checksums, in bytes/s."""
     call: float
@@ -89,8 +89,7 @@ def gb300_nvlink() -> Links:
 
 def _cluster(name: str, *, memory: float, pack: float, link: float, message: float, domain: int | None = None) -> Links:
     """Returns the links of ranks with one GPU each. `memory`: bandwidth of GPU memory, reads and writes together, in
-    bytes/s. `pack`: rate of the pack kernel relative to that of a copy. Other parameters are values of the fields of
-    `Links`."""
+    bytes/s. `pack`: rate of the pack kernel relative to that of a copy. The other parameters are fields of `Links`."""
     return Links(
         name=name,
         pack=pack * memory / 2,
@@ -134,7 +133,7 @@ class Traffic:
 
     @property
     def ranks(self) -> int:
-        """Number of trainer ranks and engine ranks together."""
+        """Total number of trainer and engine ranks."""
         return self.sources + self.engine_ranks
 
 
@@ -170,7 +169,7 @@ def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, enc
 
 def direct_traffic(plan: Plan, *, sources: int, engines: int) -> Traffic:
     """Returns the traffic of the publication `plan` to `engines` identical engines if `sources` trainer ranks divide
-    the work as in a run (`slimx.extras.direct.dealing`). `plan`: the publication to a single engine."""
+    the work as in a run (`slimx.extras.direct.dealing`). `plan`: plan of the publication to a single engine."""
     dealt = deal(plan, engines=engines)
     return traffic_of(dealt, sources=sources, engines=1, engine_ranks=dealt.targets, encoding="local")
 
@@ -184,18 +183,19 @@ class Stages:
     """Duration of one publication in seconds, in total and by stage."""
 
     pack: float
-    """Seconds for packing all buckets. Gathering, conversion and packing are one kernel call per rank and bucket."""
+    """Seconds for packing all buckets. Gathering, conversion and packing take one kernel call per rank and bucket."""
     transfer: float
     check: float
-    """Seconds for the checksums of staged bytes."""
+    """Seconds for computing the checksums of staged bytes."""
     load: float
     verify: float
-    """Seconds for the checksums of loaded parameters."""
+    """Seconds for computing the checksums of loaded parameters."""
     control: float
     """Seconds for calls to all ranks. The call that packs a bucket overlaps with the call that checks the previous
-    one."""
+    bucket."""
     total: float
-    """Seconds for the publication, less than the sum of its stages because packing overlaps with transfer and check."""
+    """Duration of the publication in seconds. It is shorter than the sum of the stages, because packing overlaps with
+    transfer and check."""
 
 
 def predict(traffic: Traffic, links: Links) -> Stages:
@@ -275,7 +275,7 @@ class LinkTrial:
     """Comparison of the link model with measured publications on one machine."""
 
     predicted: Sequence[float]
-    """Predicted duration of each publication in seconds, from rates that were measured immediately before it."""
+    """Predicted duration of each publication in seconds, based on rates that were measured immediately before it."""
     measured: Sequence[float]
 
     @property

@@ -192,7 +192,7 @@ def rehearse() -> LinkTrial:
 
 
 def calibrate(rehearsal: Rehearsal) -> Links:
-    """Returns the rates of this machine, measured in one pass of every stage over the small model of `rehearsal`, with
+    """Returns this machine's rates, measured in one pass of every stage over the small model of `rehearsal`, with
     nothing else running."""
     plan = rehearsal.plan
     engine = rehearsal.engine

@@ -1,8 +1,8 @@
 """Activations that one transformer layer keeps for the backward pass, in bytes, part by part.
 
 The count follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2205.05198,
-section 4: saved tensors of each operator of a layer, with tensor and sequence parallelism), extended by grouped query
-heads, latent attention (2412.19437, section 2.1.1), SwiGLU (three tensors of the inner size if fused), experts with
+section 4: saved tensors of each operator of a layer, with tensor and sequence parallelism), extended by grouped-query
+attention, latent attention (2412.19437, section 2.1.1), SwiGLU (three tensors of the inner size if fused), experts with
 top-k copies of each token, flash attention (2205.14135: one number per token and head instead of the probabilities),
 and no dropout.
 
@@ -24,22 +24,22 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Properties of a micro-batch, its ranks and their kernels that determine the size of a layer's activations, in
-    addition to the model."""
+    """Properties of a micro-batch, its ranks and their kernels that, together with the model, determine the size of a
+    layer's activations."""
 
     tokens: int
-    """Number of tokens of a micro-batch on one context-parallel rank."""
+    """Number of a micro-batch's tokens on one context-parallel rank."""
     length: int
-    """Number of tokens of the micro-batch's longest sequence, on all context-parallel ranks together."""
+    """Number of tokens in the micro-batch's longest sequence, over all context-parallel ranks."""
     sizes: Sizes
     itemsize: int
     """Bytes per element of parameters and activations."""
     kernels: Kernels
     materialized: bool
-    """True if the attention keeps its probabilities, because no flash attention kernel supports it."""
+    """True if attention keeps its probabilities, because no flash attention kernel supports it."""
     masked: bool = False
-    """True if torch's attention kernel receives an explicit mask with an element per pair of tokens, and keys and
-    values that are repeated for every query head, as it does for attention sinks."""
+    """True if torch's attention kernel receives an explicit mask with one element per pair of tokens, and keys and
+    values repeated for every query head. Attention sinks require both."""
 
     @property
     def share(self) -> float:
@@ -48,8 +48,8 @@ class Setting:
         return self.tokens / self.sizes.tensor
 
     def norm(self, elements: float) -> float:
-        """Returns the number of bytes that a norm of `elements` elements keeps: fp32 copies of input and output with
-        torch's kernels, otherwise only the input."""
+        """Returns the number of bytes that a norm of `elements` elements keeps: with torch's kernels, fp32 copies of
+        its input and output; otherwise only its input."""
         return elements * (2 * FP32 if self.kernels == "torch" else self.itemsize)
 
 
@@ -60,69 +60,69 @@ class LayerBytes:
     input: float
     """Bytes of the layer's input, the only tensor that a completely recomputed layer keeps."""
     attention_norm: float = 0.0
-    """Bytes kept by the norm before the attention."""
+    """Bytes kept by the norm before attention."""
     attention_input: float = 0.0
-    """Bytes kept by the attention's input projections: the norm's output, and latents with their norms."""
+    """Bytes kept by attention's input projections: the norm's output, and latents with their norms."""
     projected: float = 0.0
-    """Bytes of queries, keys and values that the attention keeps, including those kept by their norms and rotation."""
+    """Bytes of queries, keys and values that attention keeps, including those kept by their norms and rotation."""
     up_projected: float = 0.0
     """Bytes, included in `projected`, that are not kept if latent attention's up-projection is recomputed
     (mla_up_proj)."""
     core: float = 0.0
-    """Bytes kept by the attention in addition to its inputs: the probabilities or, with flash attention, one number per
+    """Bytes kept by attention in addition to its inputs: the probabilities or, with flash attention, one number per
     token and head."""
     operands: float = 0.0
-    """Bytes, included in `projected`, that only the attention keeps: the queries and keys after rotation."""
+    """Bytes of the tensors in `projected` that only attention keeps: the queries and keys after rotation."""
     values: float = 0.0
-    """Bytes of the values, which the attention keeps as a part of a larger tensor."""
+    """Bytes of the values, which attention keeps as part of a larger tensor."""
     context: float = 0.0
-    """Bytes of the attention's output, which the output projection keeps."""
+    """Bytes of the attention output, which the output projection keeps."""
     mlp_norm: float = 0.0
     mlp_input: float = 0.0
-    """Bytes of the output of the second norm, which the router, the shared experts or the MLP keep."""
+    """Bytes of the second norm's output, which the router, the shared experts or the MLP keep."""
     router: float = 0.0
     """Bytes of the router's scores, the chosen experts and the permutation that sorts tokens by expert."""
     dispatched: float = 0.0
     """Bytes of the tokens that are dispatched to this rank's experts."""
     inner: float = 0.0
-    """Bytes of the output of the first linear layer of the MLP or of the experts."""
+    """Bytes of the first linear layer's output, in the MLP or in the experts."""
     activated: float = 0.0
     """Bytes of the activation function's intermediate tensors and its result."""
     shared: float = 0.0
     """Bytes kept by the linear layers of the shared experts."""
     core_work: float = 0.0
-    """Bytes of workspace for computing the attention's gradient."""
+    """Bytes of workspace for computing the gradient of attention."""
     mlp_work: float = 0.0
-    """Bytes of workspace for computing the gradients of MLP or experts."""
+    """Bytes of workspace for computing the gradients of the MLP or the experts."""
     gathered: float
-    """Bytes of workspace for gradients of both attention and MLP: the input of a linear layer and its gradient,
-    gathered from the shards of the sequence."""
+    """Bytes of workspace for computing the gradients of both attention and MLP: the input of a linear layer and its
+    gradient, gathered from the shards of the sequence."""
     itemsize: int
     """Bytes per element of the model's dtype."""
 
     @property
     def mlp(self) -> float:
-        """Bytes kept by the part of a layer that follows the attention: its norm, the router, and the MLP or the
+        """Bytes kept by the part of a layer that follows attention: its norm, the router, and the MLP or the
         experts."""
         kept = self.mlp_norm + self.mlp_input + self.router + self.dispatched + self.inner + self.activated
         return kept + self.shared
 
     @property
     def total(self) -> float:
-        """Bytes of everything that is kept without recomputation."""
+        """Bytes that the layer keeps if nothing is recomputed."""
         return self.attention_norm + self.attention_input + self.projected + self.core + self.context + self.mlp
 
     @property
     def work(self) -> float:
-        """Bytes of workspace that the layer's backward pass needs in addition to its activations. The activations after
-        the attention have been freed when the attention's gradient is computed, so the workspace for this gradient
+        """Bytes of workspace that the layer's backward pass needs in addition to its activations. The activations that
+        follow attention have been freed when the gradient of attention is computed, so the workspace for this gradient
         counts only as far as it exceeds them."""
         return max(self.mlp_work, self.core_work - self.mlp) + self.gathered
 
 
 def layer_bytes(model: dict[str, Any], setting: Setting, parts: LayerParts, kind: LayerKind) -> LayerBytes:
-    """Returns the sizes in bytes of the tensors that a layer keeps for the backward pass. `parts`: its mixer (attention
-    or recurrent) and its MLP (dense or experts). `model`: fields of megatron-core's TransformerConfig."""
+    """Returns the sizes in bytes of the tensors that a layer keeps for the backward pass. `parts`: the layer's mixer
+    (attention or recurrent) and its MLP (dense or experts). `model`: fields of megatron-core's TransformerConfig."""
     hidden = setting.share * model["hidden_size"]
     nbytes: dict[str, float] = {}
     if parts.mixer is not None:
@@ -150,8 +150,8 @@ def _gathered(model: dict[str, Any], s: Setting) -> float:
 
 
 def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
-    """Returns the sizes in bytes, by field of LayerBytes, of the activations of attention with grouped query heads.
-    Heads are divided among the tensor-parallel ranks; tokens are not."""
+    """Returns the sizes in bytes, by field of LayerBytes, of the activations of grouped-query attention. Heads are
+    divided among the tensor-parallel ranks; tokens are not."""
     head = model["kv_channels"]
     heads = model["num_attention_heads"] / s.sizes.tensor
     groups = max(1, model["num_query_groups"] / s.sizes.tensor)
@@ -178,7 +178,7 @@ def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
 
 def _latent(model: dict[str, Any], s: Setting) -> dict[str, float]:
     """Returns the sizes in bytes, by field of LayerBytes, of the activations of multi-head latent attention. Every rank
-    computes the complete latents, and from them the queries, keys and values of its heads."""
+    computes the complete latents, and from them the queries, keys and values for its heads."""
     heads = model["num_attention_heads"] / s.sizes.tensor
     rotary = model["qk_pos_emb_head_dim"]
     value = s.tokens * heads * model["v_head_dim"]
@@ -207,8 +207,8 @@ def _core(
     """Returns the sizes in bytes, by field of LayerBytes, of the activations of scaled dot-product attention.
 
     `heads`: heads per rank. `query`, `key`, `value`: number of elements of each (the output is as large as the values).
-    `exclusive`: number of elements of these tensors that only the attention keeps. `part`: number of elements of the
-    values if the attention keeps them as a view of a larger tensor."""
+    `exclusive`: number of elements of these tensors that only attention keeps. `part`: number of elements of the values
+    if attention keeps them as a view of a larger tensor."""
     context = query if value == key else value
     alike = {"operands": exclusive * s.itemsize, "values": part * s.itemsize, "context": context * s.itemsize}
     if s.materialized:
@@ -227,8 +227,8 @@ def _core(
 
 
 def _mask(s: Setting) -> float:
-    """Returns the size in bytes of a rank's attention mask: one element for every query-key pair for plain torch with
-    context parallelism, otherwise 0."""
+    """Returns the size in bytes of a rank's attention mask: with plain torch and context parallelism, one element per
+    query-key pair; otherwise 0."""
     if s.kernels != "torch" or s.sizes.context == 1:
         return 0.0
     return s.tokens * s.length * s.itemsize
@@ -237,9 +237,9 @@ def _mask(s: Setting) -> float:
 def _steps(model: dict[str, Any], s: Setting, inner: float, *, weighted: bool) -> float:
     """Returns the number of elements that an activation function keeps in addition to its input.
 
-    The function keeps its result. Plain torch also keeps the silu and the linear part of a gated activation, or the
-    relu of a squared one. `weighted`: True if plain torch also keeps the product before it is multiplied by the
-    router's weights. `inner`: number of elements of the result."""
+    Every activation function keeps its result. Plain torch also keeps the silu and the linear part of a gated
+    activation, or the relu of a squared one. `weighted`: True if plain torch also keeps the product before it is
+    multiplied by the router's weights. `inner`: number of elements of the result."""
     if s.kernels != "torch":
         return inner
     tensors = 2
@@ -251,8 +251,8 @@ def _steps(model: dict[str, Any], s: Setting, inner: float, *, weighted: bool) -
 
 
 def _halves(model: dict[str, Any]) -> int:
-    """Returns the number of elements that the first linear layer computes per element of the activation: 2 if it is
-    gated, otherwise 1."""
+    """Returns the number of elements that the first linear layer computes per element of the activation function's
+    result: 2 for a gated function, otherwise 1."""
     return 2 if model.get("gated_linear_unit", True) else 1
 
 
@@ -266,8 +266,8 @@ def _mlp(model: dict[str, Any], s: Setting) -> dict[str, float]:
 
 
 def _experts(model: dict[str, Any], s: Setting) -> dict[str, float]:
-    """Returns the sizes in bytes, by field of LayerBytes, of the activations of experts with balanced load. Each rank
-    of an expert's tensor-parallel group receives the tokens of all ranks of the group."""
+    """Returns the sizes in bytes, by field of LayerBytes, of the activations of experts, assuming balanced load. Each
+    rank of an expert's tensor-parallel group receives the tokens of all ranks of the group."""
     chosen = model["moe_router_topk"]
     experts = model["num_moe_experts"]
     copies = s.share * chosen * s.sizes.expert_tensor

@@ -27,7 +27,7 @@ RDMA_CHUNK = {16: 20, 96: 12, 128: 12, 144: 12, 160: 12}
 """Number of rows (tokens) in a chunk that is sent to another node, by number of ranks (8 rows for numbers that are not
 listed): the larger of the sizes for dispatch and combine."""
 LOW_LATENCY_TOKENS = 128
-"""Default of SGLang's environment variable SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK."""
+"""Default value of SGLang's environment variable SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK."""
 BF16 = 2
 
 

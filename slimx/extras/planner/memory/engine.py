@@ -87,7 +87,7 @@ def with_occupied(
     """Returns `record` adjusted for a GPU on which other processes use `occupied` bytes when the server starts.
 
     SGLang 0.5.23 measures the free memory after its ranks have connected and before it loads weights. Weights and KV
-    cache get the fraction mem_fraction_static of this free memory (`kv_cache_configurator.py`,
+    cache together take the fraction mem_fraction_static of this free memory (`kv_cache_configurator.py`,
     `_profile_available_bytes`)."""
     sizes = engine_sizes(group)
     fields: dict[str, int | float | None] = {"static_fraction": None, "static": None, "kv_room": None}
@@ -118,7 +118,7 @@ def with_occupied(
 
 
 def engine_table(spec: ModelSpec, group: Engines) -> Table:
-    """Returns the weight table of a server of `group`, which maps every checkpoint tensor to the engine's parameter."""
+    """Returns the weight table for servers of `group`; it maps every checkpoint tensor to an engine parameter."""
     fused = bool(group.sglang.get("enforce_shared_experts_fusion"))
     # A server that drafts loads the draft layer even if it is not trained.
     return spec.engine_table(fused_shared_experts=fused, draft=group.drafts and spec.has_draft_table)
@@ -141,9 +141,9 @@ def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantization: Q
 
 
 def adapter_slots(config: Config, spec: ModelSpec) -> int:
-    """Returns the size in bytes of an engine's adapters with `publish.adapters: alone`, in addition to its weights: one
-    set for each policy that it serves, and one empty set that SGLang keeps. An engine that computes with adapters has a
-    single rank."""
+    """Returns the number of bytes that adapters take on an engine with `publish.adapters: alone`, in addition to the
+    weights: one set for each policy that the engine serves, and one empty set that SGLang keeps. An engine that
+    computes with adapters has a single rank."""
     lora = config.trainer.lora
     if lora is None or not config.serves_adapters:
         return 0
@@ -172,18 +172,16 @@ def kv_bytes(
 
 
 def state_bytes(model: dict[str, Any], kind: LayerKind, sizes: EngineSizes, dtype: str, states: str | None) -> int:
-    """Returns the size in bytes of one request's recurrent states on a rank, which does not depend on the request's
-    length.
+    """Returns the number of bytes that one request's recurrent states take on a rank, whatever the request's length.
 
-    Two kinds of state are counted: the last inputs of the convolutions, in bf16 unless the model is float32, and the
-    states of the recurrence. `states`: dtype of the states of the recurrence (SGLang's mamba_ssm_dtype); None:
-    float32."""
+    They are the last inputs of the convolutions, in bf16 unless the model is float32, and the states of the recurrence.
+    `states`: dtype of the latter (SGLang's mamba_ssm_dtype); None: float32."""
     inputs, elements = kind.state_elements(model)
     return (inputs * ITEMSIZE[dtype] + elements * ITEMSIZE[states or "float32"]) // sizes.attention_tensor
 
 
 def state_slots(group: Engines, sizes: EngineSizes, room: int, state: int) -> int:
-    """Returns how many requests' recurrent states SGLang 0.5.23 allocates memory for if its prefix cache is off
+    """Returns the number of requests for which SGLang 0.5.23 allocates recurrent states if its prefix cache is off
     (`_handle_max_mamba_cache` in `srt/mem_cache/kv_cache_configurator.py`).
 
     `room`: bytes available on a rank; `state`: bytes of one request's states."""
@@ -225,8 +223,8 @@ def graph_bytes(group: Engines, sizes: EngineSizes, memory: int) -> int:
 
 
 def _prefill_and_decode(group: Engines, memory: int, tensor: int) -> tuple[int, int]:
-    """Returns the number of tokens in a prefill chunk and of requests in a decode batch, as configured or as SGLang
-    chooses them. `memory`: size of the GPU in bytes; `tensor`: tensor parallel size."""
+    """Returns the number of tokens in a prefill chunk and the number of requests in a decode batch, as configured or as
+    SGLang chooses them. `memory`: GPU memory in bytes; `tensor`: tensor-parallel size."""
     chunk = 16384
     batch = 512
     # (upper bound of GPU memory in GiB; prefill chunk; decode batch; decode batch with 4 or more tensor-parallel ranks)

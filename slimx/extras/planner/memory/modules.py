@@ -18,7 +18,7 @@ class OffloadedBytes:
     """Bytes that are moved to the host by offloading one part of a layer."""
 
     freed: float
-    """Bytes that the layer no longer keeps on the GPU."""
+    """Bytes that the layer no longer keeps on the GPU because of offloading."""
     copied: float
     """Bytes copied to the host and back; more than `freed` if something else keeps the same tensor on the GPU."""
 
@@ -78,8 +78,8 @@ def offloaded(layer: LayerBytes, trainer: Trainer) -> dict[str, OffloadedBytes]:
 
 
 def left_out(layer: LayerBytes, trainer: Trainer) -> float:
-    """Returns the size in bytes of those activations of a layer that do not stay on the GPU, because they are
-    recomputed or offloaded."""
+    """Returns the number of bytes of a layer's activations that do not stay on the GPU because they are recomputed or
+    offloaded."""
     if trainer.offload_activations:
         moved = offloaded(layer, trainer)
         return sum(moved[module].freed for module in {*trainer.offload_activations})
@@ -100,7 +100,7 @@ def copied(layer: LayerBytes, trainer: Trainer) -> float:
 
 def recomputed_share(spec: ModelSpec, length: int, trainer: Trainer) -> float:
     """Returns the FLOPs of recomputation as a fraction of the FLOPs of forward and backward pass without recomputation.
-    `length`: length of the sequences in tokens."""
+    `length`: sequence length in tokens."""
     recompute = trainer.recompute
     if recompute.granularity == "none":
         return 0.0

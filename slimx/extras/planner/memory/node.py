@@ -19,11 +19,12 @@ from slimx.models.families import ModelSpec
 from slimx.preflight.hardware import GIB, Machine
 
 PROCESS = 4 * GIB
-"""Assumed host memory of a trainer or engine process in addition to what is counted, in bytes: libraries and CUDA."""
+"""Assumed bytes of host memory that a trainer or engine process takes for libraries and CUDA, which are not counted
+elsewhere."""
 _TOKEN = 4 + 4 + 1
-"""Bytes of a token in a group on disk: token id, log-prob and mask."""
+"""Bytes per token of a rollout group that is saved on disk: token id, log-prob and mask."""
 _TRAINED_TOKEN = 3 * 8 + 4 * 4 + 1
-"""Bytes of a token in a training batch (slimx.data.batch): input, label and version; weight, advantage, log-prob and
+"""Bytes per token of a training batch (slimx.data.batch): input, label and version; weight, advantage, log-prob and
 temperature; padding flag."""
 
 
@@ -37,7 +38,7 @@ def host_memory(
     batches: int = 0,
     graphs: int = 0,
 ) -> HostMemory:
-    """Returns the host memory that the fullest node with trainer ranks needs when everything has been allocated; pinned
+    """Returns the host memory that the fullest node with trainer ranks needs once everything has been allocated; pinned
     memory is kept for reuse.
 
     `figures`: figures of the publication; None without engines. `batches`: bytes of the batches that the driver, which
@@ -86,8 +87,8 @@ def host_memory(
 
 
 def _publication_bytes(config: Config, figures: PublicationFigures, ranks: int) -> tuple[int, int]:
-    """Returns two sizes in bytes on a node with `ranks` trainer ranks: that of a publication's buckets, and that of the
-    weights published last."""
+    """Returns the sizes in bytes of a publication's buckets, and of the weights published last, on a node with `ranks`
+    trainer ranks."""
     servers = 0  # number of servers with ranks on the node
     if config.schedule.colocate:
         group = config.rollout.policy_engines[0]
@@ -105,8 +106,8 @@ def _publication_bytes(config: Config, figures: PublicationFigures, ranks: int) 
 
 def kept_batches(config: Config, spec: ModelSpec, batch: BatchPlan) -> int:
     """Returns the maximum size in bytes of the batches that the driver keeps for trainers that replace lost ones. The
-    driver keeps the batches of all steps between two checkpoints, and those of equally many further steps, because
-    training continues while the second checkpoint is being written."""
+    driver keeps the batches of all steps between two checkpoints and of as many subsequent steps, because training
+    continues while the second checkpoint is being written."""
     if not config.section(Recovery).trainers:
         return 0
     step = batch.tokens_per_step * _TRAINED_TOKEN
@@ -121,14 +122,14 @@ def kept_batches(config: Config, spec: ModelSpec, batch: BatchPlan) -> int:
 
 
 def _routes(spec: ModelSpec) -> int:
-    """Returns the size in bytes, over all layers, of the indices of the experts to which one token is routed."""
+    """Returns the size in bytes of one token's routed-expert indices, over all layers."""
     itemsize = 1 if spec.experts <= 256 else 2
     return len(spec.moe_layers) * spec.transformer["moe_router_topk"] * itemsize
 
 
 def disk_bytes(config: Config, spec: ModelSpec, critic: ModelSpec | None, batch: BatchPlan) -> DiskBytes:
-    """Returns the maximum disk space that the run's directory takes, in bytes. `critic`: the critic's model, None
-    without one."""
+    """Returns the maximum disk space for the run's directory, in bytes. `critic`: the critic's model; None without
+    one."""
     options = config.checkpoint
     tracked = config.track.rollouts
     steps = config.schedule.steps
@@ -162,7 +163,7 @@ def disk_bytes(config: Config, spec: ModelSpec, critic: ModelSpec | None, batch:
 
 
 def _checkpoint_bytes(config: Config, trainer: Trainer, spec: ModelSpec) -> int:
-    """Returns the number of bytes that one model takes in a checkpoint."""
+    """Returns the size in bytes of one model in a checkpoint."""
     state = FP32 + 2 * ITEMSIZE[trainer.optimizer.moments_dtype]  # per element: main weight, moments
     nbytes = 0
     for run in holdings(trainer, config.numerics, spec).runs(Sizes(), 0):

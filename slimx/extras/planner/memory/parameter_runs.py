@@ -18,7 +18,8 @@ from slimx.layout.ranks import Sizes, coordinates
 from slimx.layout.table import Row, Stage, Table
 
 _BUFFER = "mlp.router.expert_bias"
-"""Name of a module's buffer in the weight table. A buffer is not a parameter: no optimizer updates it."""
+"""Ending of the name of a router's bias buffer in the weight table. A buffer is not a parameter: no optimizer updates
+it."""
 _ORDER = (
     "embedding.",
     "enorm.",
@@ -78,15 +79,15 @@ _ORDER = (
 )
 """Prefixes of parameter names within a layer, in the order in which megatron-core's modules register their parameters.
 
-It is the order in torch's layers; in Transformer Engine's layers a norm precedes the weight of the linear layer that it
-is fused with. The order only decides to which rank an alignment gap belongs. Names without a prefix in the list come
+This is the order in torch's layers; in Transformer Engine's layers a norm precedes the weight of the linear layer that
+it is fused with. The order only decides to which rank an alignment gap belongs. Names without a prefix in the list come
 last."""
 _ENDS = ("embedding.", "output_layer.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRun:
-    """`count` parameters that are adjacent in one of megatron-core's buffers, with `elements` elements each."""
+    """Sequence of `count` adjacent parameters in one of megatron-core's buffers, each with `elements` elements."""
 
     name: str
     """Name of the parameters in the weight table."""
@@ -95,22 +96,23 @@ class ParameterRun:
     count: int
     dtype: str
     expert: bool = False
-    """True if the gradients of these parameters are summed over the groups of expert-data parallelism."""
+    """True if the gradients of these parameters are summed over expert-data-parallel groups."""
     tied: bool = False
-    """True if another pipeline stage has a copy of the parameter; megatron-core then puts it into a separate bucket."""
+    """True if another pipeline stage has a copy of the parameter; megatron-core then puts the parameter into a separate
+    bucket."""
     trained: bool = True
     parameter: bool = True
-    """True for parameters, False for a buffer of a module."""
+    """True for parameters, False for a module's buffer."""
     quantized: bool = False
     """True if publications in fp8 quantize these parameters."""
     adapted: bool = False
     """True if each of these parameters has a low-rank adapter."""
     orthogonalized: bool = False
-    """True if Muon updates these parameters, as it does all matrices except embedding and output layer."""
+    """True if Muon updates these parameters, as it does all matrices except the embedding and the output layer."""
 
 
 class Holdings:
-    """All parameters of one model, from which those of any rank in any layout are derived."""
+    """All parameters of one model, with methods that derive the parameters of any rank in any layout."""
 
     def __init__(self, table: Table, dtype: str, frozen: Collection[Sources] = (), lora: Lora | None = None):
         """Sorts the rows of the weight table `table`. `dtype`: data type of the parameters. `frozen`: parameters that
@@ -136,7 +138,7 @@ class Holdings:
         return runs
 
     def elements(self, sizes: Sizes, rank: int) -> int:
-        """Returns the number of trained elements on the trainer rank `rank`, without alignment gaps."""
+        """Returns the number of trained parameter elements on the trainer rank `rank`, without alignment gaps."""
         by_block: dict[int, int] = {}  # layers of the same kind share the object
         total = 0
         for block in self._blocks(sizes, rank):
@@ -178,7 +180,7 @@ class Holdings:
 
     def _layer_runs(self, stage: Stage, layer: int, chunk: int, sizes: Sizes, expert: int) -> tuple[ParameterRun, ...]:
         """Returns the parameters of the layer `layer` of `stage` on expert-parallel rank `expert`. `chunk`: index of
-        the model chunk that contains it."""
+        the model chunk that contains the layer."""
         if (stage, layer) not in self._kinds:
             present: list[Row] = []
             for row in self._rows[stage]:
@@ -196,7 +198,7 @@ class Holdings:
         return self._runs[key]
 
     def _copies(self, chunk: int, sizes: Sizes) -> tuple[ParameterRun, ...]:
-        """Returns the copies that the last stage has of parameters of the first stage, such as tied embeddings."""
+        """Returns the last stage's copies of first-stage parameters, such as tied embeddings."""
         runs: list[ParameterRun] = []
         for row in self.table.rows:
             for stage, name in row.copies:
@@ -243,7 +245,7 @@ class Holdings:
                     )
 
     def _shape(self, row: Row, sizes: Sizes) -> tuple[int, int]:
-        """Returns the numbers of rows and columns of a rank's shard of the parameter in the table row `row`."""
+        """Returns the shape (rows, columns) of a rank's shard of the parameter that the table row `row` describes."""
         size = 1
         if row.axis is not None:
             size = sizes.expert_tensor if row.per_expert else sizes.tensor
@@ -268,8 +270,8 @@ class Holdings:
 def _split_last(
     runs: tuple[ParameterRun, ...],
 ) -> tuple[tuple[ParameterRun, ...], tuple[ParameterRun, ...], tuple[ParameterRun, ...]]:
-    """Splits the parameters of the last stage into three parts: those of the embedding's copies, of the last norm, and
-    of the output layer."""
+    """Splits the parameters of the last stage into three parts: the copies of the embedding, the last norm, and the
+    output layer."""
     embedding: list[ParameterRun] = []
     norm: list[ParameterRun] = []
     output: list[ParameterRun] = []

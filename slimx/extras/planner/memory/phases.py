@@ -36,7 +36,8 @@ from slimx.preflight.hardware import Machine
 PHASES: tuple[Phase, ...] = get_args(Phase)
 _TRAINERS: tuple[Phase, ...] = ("load", "restore", "publish", "generate", "train", "save")
 _ENGINES: tuple[Phase, ...] = ("start", "publish", "generate")
-"""Phases in which a GPU with only an engine rank uses memory; `_TRAINERS`: those of a GPU with only a trainer rank."""
+"""Phases in which a GPU with only an engine rank uses memory; `_TRAINERS`: the same for a GPU with only a trainer
+rank."""
 _Bytes = dict[str, int]
 _Gpu = Literal["trainer", "critic", "engine", "shared"]
 
@@ -50,8 +51,8 @@ def phase_memory(
     colocate: bool,
     offload: bool,
 ) -> tuple[PhasePeak, ...]:
-    """Returns, for each kind of GPU and each of its phases, the GPU whose memory is fullest; () if the size of the
-    GPU's memory is unknown.
+    """Returns, for each kind of GPU and each of its phases, the memory of the fullest GPU; () if the size of GPU memory
+    is unknown.
 
     `trainers`: ranks of the policy and of the critic. `engines`: ranks of the policy's engines, one per group.
     `separate_critic`: True if the critic has separate ranks. `colocate`, `offload`: `schedule.colocate` and
@@ -80,8 +81,9 @@ def phase_memory(
 def by_gpu(
     records: Sequence[TrainerMemory], separate_critic: bool
 ) -> tuple[list[list[TrainerMemory]], list[list[TrainerMemory]]]:
-    """Returns two lists: trainer ranks and ranks of a separate critic. Each rank is a list of the records of the models
-    in its process; a critic that is not separate is in the rank of the same pipeline stage."""
+    """Returns two lists: trainer ranks and ranks of a separate critic. Each rank is a list of memory records, one for
+    each model in its process. A critic without separate ranks is added to the trainer rank of the same pipeline
+    stage."""
     policy: list[list[TrainerMemory]] = []
     critics: list[list[TrainerMemory]] = []
     for record in records:
@@ -99,8 +101,8 @@ def by_gpu(
 
 
 def peak_of(rank: Sequence[TrainerMemory]) -> int:
-    """Returns the peak memory of a process that has the models in `rank`, whose activations are never in memory at the
-    same time."""
+    """Returns the peak memory of a process with the models in `rank`. The activations of these models are never in
+    memory at the same time."""
     states = [record.weights + record.gradients + record.optimizer for record in rank]
     return sum(states) + max(record.peak - state for record, state in zip(rank, states, strict=True))
 
@@ -177,7 +179,8 @@ def _kept(rank: Sequence[TrainerMemory], phase: Phase) -> _Bytes:
 
 
 def _process(rank: Sequence[TrainerMemory]) -> _Bytes:
-    """Returns the memory, in bytes by purpose, that the process of `rank` needs once for all its models."""
+    """Returns the memory, in bytes by purpose, that the process of `rank` needs only once, whatever the number of its
+    models."""
     buffers = max(record.dispatcher for record in rank)
     return {"trainer's overhead": max(record.overhead for record in rank), "trainer's DeepEP buffers": buffers}
 
@@ -210,8 +213,8 @@ def _engine(engine: EngineMemory, phase: Phase, *, shared: bool) -> _Bytes:
 def colocated_memory(
     machine: Machine, phases: Sequence[PhasePeak], engines: Sequence[EngineMemory]
 ) -> ColocatedMemory | None:
-    """Returns the memory of the fullest GPU that trainer and engine share; None if no GPU is shared or the size of its
-    memory is unknown."""
+    """Returns the memory of the fullest GPU that trainer and engine share; None if they share no GPU, or if the size of
+    GPU memory is unknown."""
     shared = {peak.phase: peak.nbytes for peak in phases if peak.gpu == "shared"}
     if machine.memory is None or not shared:
         return None

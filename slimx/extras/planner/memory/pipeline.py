@@ -22,8 +22,8 @@ LOGIT_BYTES = 12
 """Bytes per logit of a chunk of tokens, in fp32: the logit, its exponential and their product
 (`slimx.trainer.model.logprobs`)."""
 CHUNK_BYTES, SMALLEST_CHUNK = 256 * 2**20, 128
-"""Bytes of logits per chunk, and minimum tokens of a chunk. They repeat constants of `slimx.trainer.model.logprobs`,
-which a process without torch cannot import; a test compares them."""
+"""Bytes of logits per chunk, and minimum number of tokens in a chunk. They are copies of constants in
+`slimx.trainer.model.logprobs`, which a process without torch cannot import; a test compares them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class ActivationBytes:
     """Number of micro-batches in flight. Each has activations of all layers of the stage or, with virtual stages, of
     one chunk."""
     hosted: int
-    """Bytes of offloaded activations in host memory at the peak (`trainer.offload_activations`)."""
+    """Peak bytes of offloaded activations in host memory (`trainer.offload_activations`)."""
     moved: int
     """Bytes of activations copied to the host and back per micro-batch."""
     parts: dict[str, int]
@@ -56,8 +56,7 @@ class ActivationBytes:
 def activation_bytes(
     spec: ModelSpec, trainer: Trainer, sizes: Sizes, setting: Setting, *, pipeline_rank: int, microbatches: int
 ) -> ActivationBytes:
-    """Returns the size of the activations of pipeline rank `pipeline_rank` in an update of `microbatches`
-    micro-batches."""
+    """Returns the activation memory of pipeline rank `pipeline_rank` in an update of `microbatches` micro-batches."""
     model = spec.transformer
     layers = _decoder_layers(spec, setting)
     counts = sizes.split or (spec.table.layers // sizes.stages,) * sizes.stages
@@ -112,8 +111,8 @@ def activation_bytes(
 
 
 def _savings(layer: LayerBytes, trainer: Trainer) -> dict[str, float]:
-    """Returns the number of bytes that recomputing or offloading each single module saves, by the names that
-    `ActivationBytes.parts` uses."""
+    """Returns the number of bytes saved by recomputing or offloading each module alone, by the names used in
+    `ActivationBytes.parts`."""
     savings = recomputed(layer)
     for module, nbytes in offloaded(layer, trainer).items():
         savings[f"offload {module}"] = nbytes.freed
@@ -121,11 +120,11 @@ def _savings(layer: LayerBytes, trainer: Trainer) -> dict[str, float]:
 
 
 class _OutputBytes(NamedTuple):
-    """Bytes of one micro-batch after the decoder: its last norm, multi-token-prediction layers, and the head."""
+    """Bytes of one micro-batch after the decoder layers: the last norm, multi-token-prediction layers, and the head."""
 
     kept: float
     copied: float
-    """Bytes of the activations after the decoder that are copied to the host."""
+    """Bytes of activations after the decoder layers that are copied to the host."""
     work: float
     """Bytes of temporary memory for computing the loss and its gradient."""
 
@@ -178,8 +177,8 @@ def in_flight(sizes: Sizes, pipeline_rank: int, microbatches: int) -> list[int]:
 
 
 def _layers(layers: list[LayerBytes], trainer: Trainer) -> tuple[float, float]:
-    """Returns the number of bytes that `layers` keep for one micro-batch, and the maximum number of further bytes that
-    their backward pass needs at a time."""
+    """Returns the number of bytes that `layers` keep for one micro-batch, and the maximum number of additional bytes
+    that their backward pass needs at any time."""
     units = _units(layers, trainer)
     total = sum(kept for kept, _ in units)
     before = 0.0
@@ -191,8 +190,8 @@ def _layers(layers: list[LayerBytes], trainer: Trainer) -> tuple[float, float]:
 
 
 def _units(layers: list[LayerBytes], trainer: Trainer) -> list[tuple[float, float]]:
-    """Returns a pair for each layer, or for each group of layers that is recomputed as a unit: the number of bytes that
-    it keeps, and that of its workspace."""
+    """Returns, for each unit (a layer, or a group of layers that are recomputed together), the number of bytes that it
+    keeps and the number of bytes of its workspace."""
     recompute = trainer.recompute
     if recompute.granularity != "full":
         restored = {id(layer): left_out(layer, trainer) for layer, _ in _kinds(layers)}  # in the backward pass

@@ -35,7 +35,7 @@ class MergingBytes(NamedTuple):
     exported: int = 0
     """Bytes kept from the first export on, for the merged weights of one bucket of an export."""
     work: int = 0
-    """Bytes that are needed temporarily while the largest weight is merged."""
+    """Bytes that are needed temporarily while the largest weight is merged with its adapter."""
 
 
 def merging_memory(config: Config, spec: ModelSpec, sizes: Sizes, published: Plan | None) -> MergingBytes:
@@ -59,9 +59,9 @@ def merging_memory(config: Config, spec: ModelSpec, sizes: Sizes, published: Pla
 
 
 def merging_work(plan: Plan, merges: Callable[[str], bool]) -> int:
-    """Returns the number of bytes needed temporarily to merge the largest weight: its product in fp32, and a copy
-    rounded to the weight's dtype (`slimx.extras.lora.merged`). `merges`: function that returns True for the names of
-    parameters with an adapter."""
+    """Returns the number of bytes needed temporarily for merging the largest weight: the fp32 product of its adapter's
+    matrices, and a copy rounded to the weight's dtype (`slimx.extras.lora.merged`). `merges`: function that returns
+    True for the names of parameters with an adapter."""
     largest = 0
     for parameter in plan.parameters:
         if merges(parameter.name):
@@ -130,7 +130,7 @@ def direct_memory(dealt: Plan, *, ranks: int, edges: Sequence[int], delta: bool 
 
 
 def packed_on_gpu(plan: Plan, *, ranks: int, portion: int = PORTION) -> int:
-    """Returns the maximum amount of GPU memory in bytes that a rank's part of a bucket takes on its way to host memory.
+    """Returns the maximum GPU memory, in bytes, that a rank's part of a bucket takes on its way to host memory.
     `ranks`: number of trainer ranks; `portion`: bytes copied at a time."""
     moved = plan.moved
     part = np.max(summed((plan.count, ranks), (moved["bucket"], moved["source"]), move_bytes(plan)))

@@ -44,23 +44,23 @@ class StateBytes:
     """Bytes of the moments, which are included in `optimizer`; `trainer.optimizer.offload_fraction` moves them to the
     host."""
     copied: int
-    """Bytes of fp32 copies that an optimizer step makes of the rank's shard of bf16 gradients."""
+    """Bytes of the fp32 copies that an optimizer step makes of the rank's shard of bf16 gradients."""
     elements: int
     """Number of elements of the rank's parameters and buffers, without alignment gaps."""
     quantized: int
-    """Number of elements that a publication in fp8 quantizes."""
+    """Number of elements that an fp8 publication quantizes."""
     adapted: int
-    """Number of elements of the rank's weights that have an adapter, not counting the elements of the adapters."""
+    """Number of weight elements on the rank that have an adapter, not counting the adapters' elements."""
     pinned_weights: int
-    """Bytes of pinned host memory for copies of the weights' buffers, if torch rounds sizes up to powers of two."""
+    """Bytes of pinned host memory for copies of the weight buffers, if torch rounds sizes up to powers of two."""
     pinned_share: float
-    """Ratio of allocated pinned host memory to copied bytes if parameters, or their optimizer state, are copied one by
-    one and torch rounds the size of each copy up to a power of two."""
+    """Ratio of allocated to copied bytes of pinned host memory, if parameters or their optimizer state are copied one
+    by one and torch rounds the size of each copy up to a power of two."""
 
 
 class Buffers:
-    """Buffers of gradients and optimizer state for the trained parameters of a rank, and the shard of each buffer that
-    each data-parallel rank owns."""
+    """Buffers of gradients and optimizer state for a rank's trained parameters, and the shard of each buffer that each
+    data-parallel rank owns."""
 
     def __init__(self, runs: Sequence[ParameterRun], trainer: Trainer, sizes: Sizes):
         self.runs = runs
@@ -147,14 +147,15 @@ class Buffers:
         )
 
     def _state_bytes(self, buffer: _Buffer) -> int:
-        """Returns the size of Adam's state in bytes per element: two moments, and a main weight unless the buffer's
-        dtype is fp32."""
+        """Returns the size of Adam's state in bytes per element: two moments, and an fp32 master weight unless the
+        buffer's dtype is fp32."""
         if buffer.dtype == "float32":
             return self._moments
         return self._moments + FP32
 
     def _owned(self, ranks: np.ndarray, buffer: _Buffer) -> np.ndarray:
-        """Returns the number of elements of `buffer` whose state each of `ranks` owns."""
+        """Returns, for each of `ranks`, the number of elements of `buffer` for which the rank keeps the optimizer
+        state."""
         if not self.distributed:
             return buffer.owned[np.zeros_like(ranks)]
         sizes = self.sizes
@@ -163,13 +164,13 @@ class Buffers:
 
 
 class _Buffer(NamedTuple):
-    """One buffer of the trained parameters of a rank."""
+    """One of a rank's buffers of gradients and optimizer state."""
 
     expert: bool
     """True if the parameters belong to routed experts."""
     dtype: str
     length: int
-    """Number of elements, including alignment gaps."""
+    """Number of elements in the buffer, including alignment gaps."""
     owned: np.ndarray
     """Number of parameter elements in the shard of each data-parallel rank."""
 

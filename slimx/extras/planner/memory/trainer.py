@@ -26,7 +26,7 @@ from slimx.preflight.hardware import OVERHEAD
 
 INT32 = 4
 MOMENT_PIECE = 512 * 2**20
-"""Bytes of offloaded moments that are on the GPU at a time. Copy of
+"""Bytes of offloaded optimizer moments that are on the GPU at a time. Copy of
 `slimx.extras.optimizer_offload.moments.PIECE_BYTES`, which a process without torch cannot import; a test compares the
 two."""
 
@@ -54,10 +54,10 @@ def trainer_memory(
 ) -> tuple[TrainerMemory, ...]:
     """Returns the memory of the fullest rank of each pipeline stage.
 
-    `config`: its section `trainer` describes the ranks of `model`. `publication`: bytes of GPU memory on each rank
-    during publications of weights. `merging`: bytes that every rank needs to merge weights with adapters. `states`:
-    result of `stage_states` for the same sizes, to compute only the stages that it contains; None: compute all
-    stages."""
+    `config`: configuration whose section `trainer` describes the ranks of `model`. `publication`: bytes of GPU memory
+    on each rank during publications of weights. `merging`: bytes that every rank needs to merge weights with adapters.
+    `states`: result of `stage_states` for the same sizes, to compute only the stages that it contains; None: compute
+    all stages."""
     if states is None:
         states = stage_states(config.trainer, holdings(config.trainer, config.numerics, spec), spec, sizes, model=model)
     setting = activation_setting(config, spec, sizes, device)
@@ -75,8 +75,8 @@ def trainer_memory(
 
 
 def holdings(trainer: Trainer, numerics: Numerics, spec: ModelSpec) -> Holdings:
-    """Returns the parameters of the model, including frozen ones and adapters, from which those of a rank in any layout
-    are derived."""
+    """Returns the model's Holdings: all its parameters, including frozen ones and adapters. The parameters of any rank
+    in any layout are derived from them."""
     return Holdings(spec.table, numerics.dtype, spec.frozen(trainer.frozen), trainer.lora)
 
 
@@ -106,8 +106,8 @@ def stage_states(
 
 
 def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Setting:
-    """Returns the properties of a full micro-batch that determine its activations, with rollouts of the maximum length
-    and the kernels used on `device`."""
+    """Returns the properties that determine the activation memory of a full micro-batch, assuming rollouts of the
+    maximum length and the kernels used on `device`."""
     limit = config.trainer.max_tokens_per_microbatch
     latent = bool(spec.transformer.get("multi_latent_attention"))
     # torch's CPU kernel needs queries and values of one size; "unfused" is Transformer Engine's or torch's plain form.
@@ -221,12 +221,12 @@ def _record(
 
 
 class _PolicyBytes(NamedTuple):
-    """Memory that a rank of the policy needs and a rank of the critic does not, in bytes."""
+    """Memory, in bytes, that a rank of the policy needs but a rank of the critic does not."""
 
     served: int
     """Bytes of the quantized weights that exact mode computes with."""
     copies: int
-    """Bytes of quantized copies of weights that layers keep on the GPU."""
+    """Bytes of the quantized weight copies that layers keep on the GPU."""
     chosen: int
     """Bytes of host memory for the recorded token selections of sparse attention (trainer.indexer_replay)."""
 
@@ -253,12 +253,12 @@ class _HostBytes(NamedTuple):
     """Pinned host memory of a trainer rank by purpose, in bytes."""
 
     optimizer: int
-    """Bytes of moments that are kept on the host."""
+    """Bytes of optimizer moments that are kept in host memory."""
     copies: int
-    """Bytes of the weights of reference and teacher, and of the policy's weights while those of another model replace
-    them on the GPU."""
+    """Bytes of the weights of the reference and the teacher, and of the policy's weights while those of another model
+    replace them on the GPU."""
     away: int
-    """Bytes of offloaded state, which are kept until the trainer returns to the GPU."""
+    """Bytes of offloaded state in host memory, kept until the trainer returns to the GPU."""
     checkpoint: int
     """Bytes of the copy from which checkpoints are written."""
 
@@ -329,8 +329,8 @@ def _chosen(config: Config, spec: ModelSpec, setting: Setting, stage: int) -> in
 
 
 def _served(config: Config, state: StateBytes) -> int:
-    """Returns the size in bytes of the quantized weights that exact mode computes with (`ServedWeights`): codes and
-    dequantized values. Scales are not counted."""
+    """Returns the size in bytes of the quantized weights that exact mode computes with (`ServedWeights`): their codes
+    and their dequantized values. Scales are not counted."""
     if not config.exact or not config.publish.quantize:
         return 0
     return state.quantized * (1 + ITEMSIZE[config.numerics.dtype])

@@ -13,13 +13,13 @@ from slimx.extras.planner.memory_record import TrainerMemory
 from slimx.extras.planner.plan.splits import Fields
 
 _OFFLOAD_CODES = ("activations.device", "unproven", "unproven.layers")
-"""Codes of errors about offloading that do not depend on which parts are offloaded, or on recomputation."""
+"""Codes of errors about offloading that depend neither on which parts are offloaded nor on recomputation."""
 
 
 @functools.cache
 def strategy_rules() -> tuple[Rule, ...]:
-    """Returns the rules about the configuration alone and about activations. Strategies that break one of them are
-    skipped."""
+    """Returns the rules that concern only the configuration, and the rules about activations. A strategy that breaks
+    one of them is skipped."""
     codes = ("activations.", "unproven.layers")
     sections = Config.model_fields.keys()
     out = []
@@ -30,7 +30,7 @@ def strategy_rules() -> tuple[Rule, ...]:
 
 
 def allowed(facts: Mapping[str, Any]) -> bool:
-    """Returns True if `facts` break no rule about activations and no rule about the configuration alone."""
+    """Returns True if `facts` break no rule about activations and no rule that concerns only the configuration."""
     for problem in broken(strategy_rules(), facts):
         if problem.code != "unproven.layers" or problem.about == "trainer.offload_activations":
             return False
@@ -38,7 +38,7 @@ def allowed(facts: Mapping[str, Any]) -> bool:
 
 
 class ActivationStrategy(NamedTuple):
-    """A combination of activation recomputation and offloading."""
+    """Combination of settings for activation recomputation and offloading."""
 
     recompute: dict[str, Any]
     offload: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class ActivationStrategy(NamedTuple):
 _NONE = {"granularity": "none"}
 _FULL = {"granularity": "full", "method": "uniform", "layers": 1}
 _CHEAP: dict[str, Any] = {"granularity": "selective", "modules": ["layernorm", "moe_act"]}
-"""Recomputation of modules that contain no matrix products."""
+"""Recomputation settings for the modules that contain no matrix products."""
 _RECOMPUTED = (
     ["layernorm", "moe_act", "core_attn"],
     ["layernorm", "moe_act", "mla_up_proj"],

@@ -40,7 +40,7 @@ class Cost:
 
     compute: float
     bubble: float
-    """Seconds for which the ranks of the pipeline wait for each other."""
+    """Seconds for which pipeline ranks wait for each other."""
     moved: dict[str, float]
     """Seconds of communication, by kind of parallelism or by what is moved between GPU and host."""
 
@@ -74,8 +74,8 @@ def update_cost(
     """Returns the predicted time of an update with the parallel sizes `sizes`.
 
     `exchanged`: bytes of gradients and weights on the fullest rank. `hosted`: bytes of that rank's moments in host
-    memory. `offloaded`: bytes of activations that it copies to the host. `trainer`: recomputation settings; None for no
-    recomputation. The type of GPU in `machine` must be known."""
+    memory. `offloaded`: bytes of activations that the rank copies to the host. `trainer`: recomputation settings; None
+    for no recomputation. The type of GPU in `machine` must be known."""
     batch = batch_plan(config, sizes)
     gpu = machine.gpu
     assert gpu is not None
@@ -110,8 +110,8 @@ def _communication(
     """Returns the seconds of communication between GPUs, by kind of parallelism.
 
     `link`: function that returns the rate for a group with a given number of ranks, in bytes per second. `tokens`:
-    tokens of an update per rank. `itemsize`: bytes per element of activations. `exchanged`: bytes of gradients and
-    weights per rank."""
+    number of tokens per rank in an update. `itemsize`: bytes per element of activations. `exchanged`: bytes of
+    gradients and weights per rank."""
     model = spec.transformer
     parts = spec.layer_kind.layers(model)
     mixers = Counter(layer.mixer for layer in parts)
@@ -144,7 +144,7 @@ def _communication(
 
 def recomputed_fraction(spec: ModelSpec, length: int, trainer: Trainer) -> float:
     """Returns the FLOPs of recomputation as a fraction of the FLOPs of an update without recomputation. `length`:
-    length of the sequences in tokens."""
+    sequence length in tokens."""
     selective = trainer.recompute.granularity == "selective"
     cheap = {"layernorm", "moe_act"} & {*trainer.recompute.modules} if selective else ()
     return recomputed_share(spec, length, trainer) + ACTIVATION * len(cheap) / 2

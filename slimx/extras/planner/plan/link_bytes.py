@@ -21,9 +21,9 @@ def link_bytes(
     """Returns the number of bytes that a publication sends over each kind of link.
 
     With `cuda_ipc`, bytes that one rank sends to another stay within one GPU or use NVLink or the network, depending on
-    the GPUs of the two ranks. With `memory` all bytes pass through host memory, with `disk` through files. With Hugging
-    Face names all bytes are sent to the first rank of an engine. From there they are sent to its other ranks over the
-    engine's links, which are not counted."""
+    the GPUs of the two ranks. With `memory`, all bytes pass through host memory; with `disk`, through files. With
+    Hugging Face names, all bytes are sent to the first rank of an engine, which sends them to the other ranks over the
+    engine's links; these transfers are not counted."""
     wire = wire_bytes(plan)
     gpu = machine.gpu
     if transport in ("memory", "disk"):
@@ -56,7 +56,7 @@ def link_bytes(
 
 
 class DealtPlan(NamedTuple):
-    """A publication plan whose bytes are divided among trainer ranks for all engines of a run
+    """Publication plan with its bytes divided among trainer ranks, for all engines of a run
     (`slimx.extras.direct.dealing`)."""
 
     plan: Plan
@@ -67,8 +67,8 @@ class DealtPlan(NamedTuple):
 
 
 def direct_link_bytes(dealt: DealtPlan, places: RankMap, machine: Machine, *, on_gpus: bool) -> tuple[LinkBytes, ...]:
-    """Returns the number of bytes that a publication with `nixl` sends over each kind of link. Between nodes the link
-    is the network; within a node it is NVLink with `on_gpus`, else host memory."""
+    """Returns the number of bytes that a publication with `nixl` sends over each kind of link: the network between
+    nodes; within a node, NVLink with `on_gpus`, otherwise host memory."""
     wire = wire_bytes(dealt.plan)
     receivers: list[np.ndarray] = []
     for place, count in zip(places.engines, dealt.receivers, strict=True):

@@ -15,8 +15,8 @@ from slimx.preflight.hardware import Machine
 
 
 def sum_over_policies(reports: Sequence[PlanReport]) -> Together | None:
-    """Returns the sums over `reports`, the reports of all policies, each of which uses the GPUs after those of the
-    previous one; None if the ranks of a policy could not be placed."""
+    """Returns the sums over `reports`, one report per policy; the GPUs of each policy follow those of the previous one.
+    None if the ranks of a policy could not be placed."""
     gpus = 0
     hosts: list[HostMemory] = []
     disks: list[DiskBytes] = []
@@ -51,7 +51,7 @@ def refusals(sums: Together, machine: Machine) -> list[SlimxError]:
 
 
 def _host(hosts: Sequence[HostMemory]) -> HostMemory | None:
-    """Returns the host memory of the single node that all policies share; None if no policy has a figure."""
+    """Returns the host memory of the single node that all policies share; None if no policy's host memory is known."""
     if not hosts:
         return None
     ranks = 0

@@ -36,20 +36,20 @@ from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 
 @dataclass(frozen=True, slots=True)
 class CompiledPublication:
-    """A compiled publication, with the facts about it that the report needs."""
+    """Compiled publication, with the facts about it that the report needs."""
 
     published: PublicationPlan
     dealt: DealtPlan | None
-    """The plan divided among trainer ranks for all engines (nixl); None for other transports."""
+    """Plan divided among trainer ranks for all engines (nixl); None for other transports."""
     on_gpus: bool
     """True if buckets are in GPU memory instead of host memory."""
     seconds: float
-    """Seconds that the compilation took."""
+    """Duration of the compilation in seconds."""
 
     @property
     def packed(self) -> Plan:
-        """Plan by which trainer ranks pack their buckets: with nixl the plan divided among trainer ranks (`dealt`),
-        otherwise the published plan."""
+        """Plan by which trainer ranks pack their buckets. With nixl, this is the plan divided among trainer ranks
+        (`dealt`); otherwise it is the published plan."""
         if self.dealt is None:
             return self.published.plan
         return self.dealt.plan
@@ -97,8 +97,8 @@ def _dealt(plan: Plan, groups: tuple[PlannedGroup, ...], *, on_gpus: bool) -> De
 
 
 def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> Traffic:
-    """Returns the numbers of bytes and messages of a publication to all engines. Engine groups may differ in size if
-    weights are sent with Hugging Face names, so every rank of every engine is counted."""
+    """Returns the traffic of a publication to all engines: its numbers of bytes and messages. If weights are sent with
+    Hugging Face names, engine groups may differ in size, so ranks are summed over all engines."""
     engines = 0
     engine_ranks = 0
     for group in groups:
@@ -189,7 +189,7 @@ class _PublicationMemory(NamedTuple):
 def _publication_memory(
     publish: Publish, compiled: CompiledPublication, sizes: Sizes, groups: tuple[PlannedGroup, ...], received: int
 ) -> _PublicationMemory:
-    """Returns the memory that a publication without adapters needs. `received`: maximum number of bytes that an engine
+    """Returns the memory needed for a publication without adapters. `received`: maximum number of bytes that an engine
     rank receives."""
     plan = compiled.published.plan
     buckets, staged = _bucket_memory(publish, plan, sizes.world, received)

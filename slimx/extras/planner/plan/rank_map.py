@@ -47,8 +47,8 @@ def rank_map(
 
 
 def _servers(groups: Sequence[Engines], gpu: int, per_node: int) -> tuple[tuple[EnginePlace, ...], int]:
-    """Places the servers that slimx starts, beginning with the GPU of index `gpu`. Returns the GPUs of each server, and
-    the index of the GPU after the last one used."""
+    """Assigns GPUs to the servers that slimx starts, from the GPU with index `gpu` on. Returns the place of each
+    server, and the index of the GPU after the last one used."""
     engines = []
     for group in groups:
         for server in range(group.started):

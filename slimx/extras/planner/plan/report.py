@@ -53,7 +53,7 @@ OF_LAYOUT = ("memory.trainer", "memory.colocated", "memory.host")
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A report, together with the inputs for predictions of the publication and for the search for layouts."""
+    """Report with the inputs for predicting the duration of the publication and for searching for layouts."""
 
     report: PlanReport
     published: PublicationPlan | None
@@ -128,7 +128,8 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
 
 def _rules(single: bool) -> tuple[Rule, ...]:
     """Returns the rules that the plan of one policy is checked against. `single`: True if it is the run's only trained
-    policy; otherwise the nodes are checked for all policies together (`slimx.extras.planner.plan.policy_sums`)."""
+    policy; if not, the number of nodes is checked later, for all policies together
+    (`slimx.extras.planner.plan.policy_sums`)."""
     rules = all_rules()
     if single:
         return rules
@@ -198,7 +199,7 @@ def _of_layout(
     places: RankMap,
 ) -> dict[str, Any]:
     """Returns the fields of the report that depend on the trainer's layout. `critic`: the critic's model and sizes;
-    None without one. `packed`: bytes of buckets on a trainer's GPU."""
+    None if there is no critic. `packed`: bytes of buckets on a trainer's GPU."""
     trainers = trainer_memory(
         config,
         spec,

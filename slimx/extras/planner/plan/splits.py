@@ -14,9 +14,10 @@ from slimx.models.families import ModelSpec
 from slimx.preflight.hardware import Machine
 
 SPLIT_TOKENS = 4096
-"""Minimum number of tokens of the longest sequence that each rank must get for context parallelism to be suggested."""
+"""Minimum number of tokens of the longest sequence that each rank must receive for context parallelism to be
+suggested."""
 Fields = dict[str, Any]
-"""Values of fields of section `trainer` or of an engine group, by field name."""
+"""Field values for section `trainer` or for an engine group, by field name."""
 
 
 def splits(config: Config, spec: ModelSpec, machine: Machine, world: int) -> Iterator[Fields]:

@@ -49,22 +49,22 @@ SUGGESTIONS = 5
 LARGEST = 64
 """Largest factor by which trainer.world_size is multiplied if no layout with fewer ranks fits."""
 TRIALS = 300
-"""Maximum number of layouts whose memory is computed in one search. It is not a time limit, so that the result does not
-depend on the machine's load."""
+"""Maximum number of layouts whose memory is computed in one search. This is not a time limit, so that the result does
+not depend on the machine's load."""
 
 
 class Split(NamedTuple):
-    """A split of the trainer's ranks that may fit."""
+    """Split of the trainer's ranks that may fit in memory."""
 
     fields: Fields
-    """Values of the fields of section `trainer` that define this split."""
+    """Values of the fields in section `trainer` that define this split."""
     sizes: Sizes
     elements: int
-    """Number of trained elements on the fullest rank."""
+    """Number of trained parameter elements on the fullest rank."""
 
 
 class Candidate(NamedTuple):
-    """A split with one activation strategy, and its memory and cost."""
+    """Split with one activation strategy, and its memory and cost."""
 
     config: Config
     records: tuple[TrainerMemory, ...]
@@ -76,9 +76,9 @@ class Candidate(NamedTuple):
 def suggest_layouts(
     config: Config, spec: ModelSpec, machine: Machine, device: str
 ) -> tuple[tuple[Suggestion, ...], Searched]:
-    """Returns the fitting layouts with the least predicted time, best first, and the extent of the search. Only the
-    best layout for each pair of tensor and pipeline size is included. Raises SlimxError if the type of GPU is
-    unknown."""
+    """Returns the layouts with the least predicted time among those that fit, best first, and the extent of the search.
+    Includes only the best layout for each pair of tensor-parallel and pipeline-parallel size. Raises SlimxError if the
+    type of GPU is unknown."""
     search = Search(config, spec, machine, device)
     best: dict[tuple[int, int], Suggestion] = {}
     for least, sizes, suggestion in search.fitting(search.least_cost):
@@ -96,7 +96,7 @@ def suggest_layouts(
 def nearest_layout(
     config: Config, spec: ModelSpec, machine: Machine, device: str
 ) -> tuple[Suggestion | None, Searched]:
-    """Returns the fitting layout that differs least from the configured one (or None), and the extent of the search."""
+    """Returns the layout closest to the configured one among those that fit (or None), and the extent of the search."""
     search = Search(config, spec, machine, device)
     nearest: tuple[float, Suggestion] | None = None
     for distance, _, suggestion in search.fitting(lambda split: _distance(config.trainer, split.fields)):
@@ -142,14 +142,14 @@ class Search:
 
     @property
     def searched(self) -> Searched:
-        """Number of layouts that the search has considered so far, and whether it was complete."""
+        """Extent of the search so far: the number of layouts considered, and whether the search is complete."""
         layouts = sum(map(len, self._splits.values()))
         return Searched(layouts=layouts, tried=self._tried, complete=self._tried < TRIALS)
 
     def fitting(self, promise: Callable[[Split], float]) -> Iterator[tuple[float, Sizes, Suggestion | None]]:
         """Tries splits in ascending order of `promise(split)`. For each split, yields this value, the split's sizes and
-        a suggestion (None: it does not fit). Stops after the smallest world size at which a split fits, or after
-        `TRIALS` splits."""
+        a suggestion, or None if the split does not fit. Stops after the smallest world size at which a split fits, or
+        after `TRIALS` splits."""
         for world in self._worlds:
             any_fits = False
             ordered = [(promise(split), split) for split in self._possible(world)]
@@ -165,7 +165,7 @@ class Search:
                 return
 
     def least_cost(self, split: Split) -> float:
-        """Returns a lower bound on the seconds of an update with this split: its time without recomputation."""
+        """Returns a lower bound on the seconds of an update with this split: the time without recomputation."""
         return round(self._cost(split.sizes, split.elements * self._element_bytes).total, 4)
 
     def _cost(
@@ -184,7 +184,7 @@ class Search:
 
     @property
     def _element_bytes(self) -> int:
-        """Bytes per parameter element for its weight and gradient."""
+        """Number of bytes that the weight and the fp32 gradient of a trained parameter element take."""
         return ITEMSIZE[self.config.numerics.dtype] + 4
 
     def _possible(self, world: int) -> Iterator[Split]:
@@ -197,7 +197,7 @@ class Search:
                     yield split
 
     def _fullest(self, sizes: Sizes) -> int:
-        """Returns the number of trained elements on the fullest rank with the parallel sizes `sizes`."""
+        """Returns the number of trained parameter elements on the fullest rank for the parallel sizes `sizes`."""
         alone = replace(sizes, context=1, data=sizes.expert * sizes.expert_tensor)
         if alone not in self._elements:
             stages = self.holdings.unlike_stages(alone)
@@ -205,7 +205,7 @@ class Search:
         return self._elements[alone]
 
     def _floor(self, split: Split) -> int:
-        """Returns the GPU memory in bytes that training with this split needs at least, whatever the strategy."""
+        """Returns the minimum GPU memory, in bytes, for training with this split under any activation strategy."""
         overhead = OVERHEAD if self.device == "cuda" else 0
         static = split.elements * self._element_bytes
         training = static + overhead
@@ -255,8 +255,8 @@ class Search:
     def _promised(
         self, split: Split, strategies: Sequence[ActivationStrategy], like: Candidate
     ) -> Iterator[tuple[float, Config]]:
-        """Yields, for each strategy, a lower bound on the seconds of an update (without waits for copies to the host)
-        and the configuration. `like`: candidate with the same split."""
+        """Yields, for each strategy, a lower bound on the duration of an update in seconds (without waits for copies to
+        the host), and the configuration with this strategy. `like`: candidate with the same split."""
         exchanged = max(record.gradients + record.weights for record in like.records)
         for strategy in strategies:
             config = self._configured(split, strategy)
@@ -264,7 +264,7 @@ class Search:
                 yield self._cost(split.sizes, exchanged, trainer=config.trainer).total, config
 
     def _states(self, split: Split) -> tuple[tuple[StageState, ...], tuple[StageState, ...]] | None:
-        """Returns the states of the policy's and of the critic's ranks; None if a rule does not allow the split."""
+        """Returns the stage states of the policy and of a critic on its ranks; None if a rule forbids the split."""
         config = with_trainer(self.config, {**split.fields, **STRATEGIES[0].fields})
         if config is None:
             return None
@@ -289,7 +289,7 @@ class Search:
         return config
 
     def _weigh(self, split: Split, config: Config, states: tuple[tuple[StageState, ...], ...]) -> Candidate:
-        """Returns the candidate for `config` with memory and cost. `states`: states of policy and critic ranks."""
+        """Returns `config` as a candidate with memory and cost. `states`: stage states of policy and critic."""
         merging = most_merging(config, max(stage.state.adapted for stage in states[0]))
         records = trainer_memory(config, self.spec, split.sizes, self.device, merging=merging, states=states[0])
         fullest = max(records, key=lambda record: record.peak)
@@ -308,8 +308,8 @@ class Search:
         return Candidate(config, records, critics, cost)
 
     def _problems(self, candidate: Candidate) -> list[SlimxError]:
-        """Returns the errors of the rules about memory. Buckets are not counted, because no publication is compiled
-        here."""
+        """Returns the errors that the rules about memory report. Buckets are not counted, because no publication is
+        compiled here."""
         config = candidate.config
         trainers = candidate.records + candidate.critics
         occupied = max(record.away for record in candidate.records)
@@ -362,7 +362,7 @@ class Search:
 
 
 def with_trainer(config: Config, fields: Fields) -> Config | None:
-    """Returns `config` with the values `fields` in its section `trainer`; None if they are invalid together."""
+    """Returns `config` with the values `fields` set in its section `trainer`; None if the section is then invalid."""
     try:
         trainer = Trainer.model_validate({**config.trainer.model_dump(), **fields})
     except ValidationError:
@@ -371,7 +371,7 @@ def with_trainer(config: Config, fields: Fields) -> Config | None:
 
 
 def _overrides(config: Config, tried: Config) -> tuple[str, ...]:
-    """Returns the overrides for every field of section `trainer` in which `tried` differs from `config`."""
+    """Returns a command-line override for every field of section `trainer` in which `tried` differs from `config`."""
     before = config.trainer.model_dump(mode="json")
     after = tried.trainer.model_dump(mode="json")
     out = []

@@ -18,11 +18,10 @@ from slimx.preflight.hardware import Machine
 
 
 def suggest_engines(config: Config, spec: ModelSpec, machine: Machine) -> tuple[EngineSuggestion, ...]:
-    """Returns, for each group of the policy's servers that slimx starts, the server sizes that fit the most rollouts at
-    the same time on the configured number of GPUs. If several sizes fit equally many rollouts, the smallest is
-    returned.
+    """Returns, for each of the policy's engine groups that slimx starts, the server size that holds the most concurrent
+    rollouts on the configured number of GPUs; of equally good sizes, the smallest.
 
-    If no sizes fit, the number of GPUs is doubled, up to 64 times the configured number."""
+    If no size fits, the number of GPUs is doubled until one does, up to 64 times the configured number."""
     require_gpu(machine)
     out = []
     for group in config.rollout.policy_engines:

@@ -40,7 +40,7 @@ COLUMNS = {
     "in flight": 11,
     "host": 8,
 }
-"""Columns of the memory table, after the column of the rank, and their widths in characters."""
+"""Columns of the memory table that follow the rank's column, and their widths in characters."""
 
 
 def describe(report: PlanReport) -> list[str]:
@@ -295,8 +295,8 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
 
 
 def describe_predictions(predicted: Predicted) -> list[str]:
-    """Returns the lines about the predictions, or a line with the reason why they are not shown: the link model is
-    inaccurate for this machine."""
+    """Returns the lines about the predictions or, if the link model is inaccurate for this machine, one line that says
+    why they are not shown."""
     off = f"the prediction deviates by {predicted.model_off_here:+.0%} on this machine"
     if not predicted.shown:
         return [f"predicted   not shown: {off}"]
@@ -310,7 +310,7 @@ def describe_predictions(predicted: Predicted) -> list[str]:
 
 
 def describe_suggestions(report: PlanReport) -> list[str]:
-    """Returns the lines about the suggested layouts."""
+    """Returns the lines that list the suggested layouts and server sizes."""
     lines = []
     nearest = report.nearest
     if nearest is not None:
@@ -341,7 +341,7 @@ def describe_suggestions(report: PlanReport) -> list[str]:
 
 
 def _searched(report: PlanReport) -> str:
-    """Returns a clause about the extent of a search that stopped at its limit; "" for a complete search."""
+    """Returns a clause that says how far a search went before it stopped at its limit; "" for a complete search."""
     searched = report.searched
     if searched is None or searched.complete:
         return ""

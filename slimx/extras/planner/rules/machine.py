@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from slimx.preflight.hardware import Machine
 
 CROWDED = 3
-"""Ratio of requests in flight to the rollouts of maximum length that fit into the KV caches, above which a plan warns.
-It is above 1 because rollouts have about half the maximum length on average."""
+"""Ratio of requests in flight to rollouts of maximum length that fit into the KV caches, above which a plan contains a
+warning. It is above 1 because rollouts have about half the maximum length on average."""
 
 
 @rule("machine.server_nodes", "rollout.engines.nodes")
@@ -65,8 +65,8 @@ def has_dispatcher(trainer: Trainer, machine: Machine) -> Problems:
 def publishes_to_plain_layouts(
     rollout: Rollout, publish: Publish, numerics: Numerics, machine: Machine, spec: ModelSpec
 ) -> Problems:
-    """Rejects kernels for which SGLang keeps weights in layouts that cannot be published, as its defaults do on
-    Blackwell.
+    """Rejects kernels for which SGLang keeps weights in layouts that cannot be published, such as SGLang's default
+    kernels on Blackwell.
 
     Every server repeats this check when it starts. Exact mode selects the kernels itself."""
     from slimx.preflight.hardware import GPUS
@@ -84,8 +84,8 @@ def publishes_to_plain_layouts(
 
 @rule("publish.nodes", "publish.transport")
 def reaches_engines(publish: Publish, cluster: Cluster, places: RankMap, device: str) -> Problems:
-    """Rejects transports that work only within one machine if engines are on other nodes. The rank map gives the nodes
-    of servers only if the number of GPUs per node is known; otherwise nothing is checked."""
+    """Rejects transports that work only within one machine if engines are on other nodes. Checks nothing if the number
+    of GPUs per node is unknown, because the nodes of the servers are then unknown as well."""
     from slimx.preflight.hardware import nodes_known
 
     if not nodes_known(cluster, device) or not publish.one_machine:
@@ -103,7 +103,7 @@ def reaches_engines(publish: Publish, cluster: Cluster, places: RankMap, device:
 
 
 def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec: ModelSpec) -> Iterator[str]:
-    """Yields warnings about parallel layouts that run, but slowly."""
+    """Yields warnings about parallel layouts that work, but run slowly."""
     tensors = {"trainer.tensor": trainer.tensor}
     for group in rollout.engines:
         tensors[f"rollout.engines.tensor of {group.name}"] = group.tensor
@@ -122,7 +122,7 @@ def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec:
 
 
 def start_warnings(config: Config, spec: ModelSpec, device: str) -> Iterator[str]:
-    """Yields a warning if a first start may take longer than `cluster.start_deadline`, after which the run is ended.
+    """Yields a warning if a first start may take longer than `cluster.start_deadline`, after which slimx ends the run.
     The size of the weights is computed from the model if they are not on this machine."""
     from slimx.cluster.starting import start_seconds, weight_bytes
     from slimx.layout.number_formats import ITEMSIZE
@@ -164,7 +164,7 @@ def crowded_warnings(rollout: Rollout, engines: Iterable[EngineMemory], requests
     """Yields a warning if the KV caches of all servers have space for less than a third of the rollouts in flight,
     because the remaining rollouts then wait or are recomputed.
 
-    `engines`: memory of the groups. `requests`: maximum number of requests in flight in all groups together."""
+    `engines`: memory of the engine groups. `requests`: maximum number of requests in flight in all groups together."""
     sampling = {group.name for group in rollout.policy_engines if group.role != "prefill"}
     fitting = 0
     for engine in engines:

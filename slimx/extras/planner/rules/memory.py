@@ -129,8 +129,8 @@ def fits_host(machine: Machine, host: HostMemory) -> Problems:
 
 
 def _too_full(machine: Machine, trainer: Trainer, phases: tuple[PhasePeak, ...], gpu: str) -> Iterator[tuple[str, str]]:
-    """Yields (name of the engine group, description of the worst phase) for each group on GPUs of the kind `gpu` whose
-    memory is exceeded."""
+    """Yields (engine group name, description of the worst phase) for each group in which a GPU of the kind `gpu` needs
+    more memory than it has."""
     if machine.memory is None:
         return
     margin = trainer.memory_margin_mib * MIB

@@ -21,14 +21,14 @@ class BoxedAnswer:
     start: int
     inside: int
     end: int | None
-    """Index after the box's content; None if the box is unclosed."""
+    """Index of the first character after the box's content; None if the box is unclosed."""
     stop: int
-    """Index after the closing brace; for an unclosed box the end of the string."""
+    """Index of the first character after the closing brace; for an unclosed box, the end of the string."""
 
 
 def boxes(text: str) -> list[BoxedAnswer]:
-    r"""Returns the boxes in a string, in the order in which they start. A box without braces, `$\boxed 2$`, ends at the
-    end of its formula, or after its first word if the formula has no end."""
+    r"""Returns the boxes in a string, in the order in which they start. A box without braces, such as `$\boxed 2$`,
+    ends where its formula ends, or after its first word if the formula has no end."""
     found: list[BoxedAnswer | None] = []
     braces: list[tuple[int, int, int] | None] = []
     """For each open brace: index of its box in `found`, start of the box and start of its content; None if the brace
@@ -67,8 +67,9 @@ def last_box(text: str) -> str | None:
 
 
 def _bare(text: str, start: int, inside: int, stop: int, *, closed: bool) -> BoxedAnswer | None:
-    r"""Returns the box without braces that starts at `start` and whose content starts at `inside`; None if the string
-    only mentions \boxed. `stop`: end of the formula if `closed`, else of the part that may contain the box."""
+    r"""Returns the brace-less box that starts at `start` and has its content from `inside` on; None if the string only
+    mentions \boxed. `stop`: index of the formula's end if `closed`; otherwise of the end of the text that may belong to
+    the box."""
     if closed:
         return BoxedAnswer(start, inside, stop, stop) if text[inside:stop].strip() else None
     end = _WORD.match(text, inside, stop).end()  # type: ignore[union-attr]  # it matches the empty text too

@@ -13,14 +13,14 @@ from slimx.extras.http.responses import text_of
 from slimx.json_types import Json
 
 FIRST_PAUSE_S = 0.5
-"""Pause before the first retry in seconds. It doubles with each retry."""
+"""Pause before the first retry, in seconds. The pause doubles with each retry."""
 
 
 async def post(url: str, body: Json, *, timeout_s: float, retries: int, headers: dict[str, str] | None = None) -> Any:
-    """Posts `body` to `url` and returns the JSON of the response. Requests are retried after lost connections, timeouts
-    and the statuses 429 and 5xx. `timeout_s`: seconds per request; `retries`: maximum number of retries.
+    """Posts `body` to `url` and returns the parsed JSON response.
 
-    Raises SlimxError with the URL and the last failure."""
+    Requests are retried after lost connections, timeouts and the statuses 429 and 5xx. `timeout_s`: seconds per
+    request; `retries`: maximum number of retries. Raises SlimxError with the URL and the last failure."""
     failure = ""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
         for attempt in range(retries + 1):

@@ -14,7 +14,7 @@ from itertools import accumulate
 from slimx.extras.rewards.shared.boxes import BoxedAnswer
 
 DELIMITED = re.compile(r"\$[^$]+\$|\\\(|\\\[|\\boxed")
-"""Pattern of the delimiters of mathematics in a string."""
+"""Pattern of the delimiters that enclose mathematics in a string."""
 
 _SIGNS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "±": r"\pm ", "π": r"\pi ", "∞": r"\infty ",
@@ -44,8 +44,8 @@ _WORDS = re.compile(
     r"(?<![A-Za-z])[A-Za-z]{3,}+(?!\{)|(?:^| )[A-Za-z]{2}(?![A-Za-z]*\{|\s?[=<>]|[+*/^_|!]|-[\dA-Za-z](?![A-Za-z]))"
     r"|[?!.:]\s|\$"
 )
-"""Pattern that shows that a string consists of words rather than mathematics: three letters in a row, two at the start
-of a word, or the end of a sentence."""
+"""Pattern found in strings of words rather than mathematics: three letters in a row, two at the start of a word, or the
+end of a sentence."""
 _REPEATING = re.compile(r"(?<!\d)(\d{0,50})\.(\d{0,50})\\overline\s*\{?(\d{1,50})\}?")
 
 

@@ -34,10 +34,9 @@ def in_time[T](compute: Callable[[], T], seconds: float | None) -> T | None:
     """Returns the result of `compute`, or None if it takes more than `seconds` of CPU time (None: no limit) or recurses
     too deeply.
 
-    A limit works only in the main thread. It applies to CPU time, because a limit of wall-clock time would reject
-    correct responses on a busy machine. Unlike math-verify's alarm, this one repeats, because Python drops an exception
-    that is raised in a finalizer.
-    """
+    A limit works only in the main thread. It applies to CPU time, because a wall-clock limit would reject correct
+    responses on a busy machine. Unlike math-verify's alarm, this one repeats, because Python drops an exception that is
+    raised in a finalizer."""
     if seconds is None:
         return compute()
 
