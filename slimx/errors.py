@@ -93,7 +93,8 @@ def ending_of(error: BaseException | None) -> tuple[int, str]:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the text of `error` on one line, cut to 300 characters; the name of its class if it has no text."""
+    """Returns the text of `error` on one line, truncated to 300 characters, or the name of its class if the text is
+    empty."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 

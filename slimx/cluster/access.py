@@ -20,9 +20,9 @@ ADDRESS = "127.0.0.2"
 """IP address of the node of a local cluster, at which Ray's agents listen. Ray would replace 127.0.0.1 with an
 externally reachable address."""
 SYSTEM_CONFIG = {"enable_metrics_collection": False, "task_events_report_interval_ms": 0}
-"""System configuration of a local Ray cluster, which turns two features off.
+"""System configuration of a local Ray cluster, which turns off two features.
 
-enable_metrics_collection: each node's agent would expose its counters to everyone; slimx collects its own metrics.
+enable_metrics_collection: each node's agent would expose its counters to everyone; slimx collects metrics without it.
 task_events_report_interval_ms: above 0, the GCS would keep 3 KiB of data, which nothing reads, for each of the last
 100,000 calls."""
 MODE = "RAY_AUTH_MODE"

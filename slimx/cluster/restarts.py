@@ -12,7 +12,7 @@ from slimx.config.sections.engines import Health
 from slimx.errors import SlimxError
 
 SHOWN = 5
-"""Maximum number of restarts listed in the error that ends a run; the timeline contains all."""
+"""Maximum number of restarts listed in the error that ends a run; the timeline contains all of them."""
 LONGEST_PAUSE_S = 30.0
 """Maximum number of seconds to wait before a restart; each pause is twice as long as the one before."""
 

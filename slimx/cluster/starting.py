@@ -12,10 +12,10 @@ from slimx.config.schema import Config
 CPU_S = 300.0
 """Seconds within which trainers and engines must have started on CPUs."""
 READ_RATE = 1e9
-"""Assumed rate at which a node reads weights from shared storage, in bytes/s. Only one process of the node reads from
-there; the others find the files in the page cache."""
+"""Assumed rate at which a node reads weights from shared storage, in bytes/s. Only one process per node reads from the
+storage; the others find the files in the page cache."""
 COMPILATION_S = 600.0
-"""Assumed seconds for compiling kernels and capturing CUDA graphs at a first start on GPUs. Kernels of DeepGEMM are not
+"""Assumed seconds for compiling kernels and capturing CUDA graphs at a first start on GPUs. DeepGEMM's kernels are not
 included."""
 
 

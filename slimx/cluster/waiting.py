@@ -73,8 +73,8 @@ async def gather[T](
 
 
 async def has_died(*actors: Actor, within: float = math.inf) -> bool:
-    """Returns True if one of `actors`, which must have a method `ping`, has died. Waits up to `DEATH_S` seconds for Ray
-    to report it, but at most `within` seconds."""
+    """Returns True if one of `actors`, which must have a method `ping`, has died. Waits up to `DEATH_S` seconds, or
+    `within` seconds if that is less, for Ray to report a death."""
     pings = [asyncio.ensure_future(_result(actor.ping.remote())) for actor in actors]
     try:
         done, _ = await asyncio.wait(pings, timeout=min(DEATH_S, within), return_when=asyncio.FIRST_EXCEPTION)
@@ -174,7 +174,7 @@ async def ask_ray[T, *Ts](
 
 
 async def kill(actors: Iterable[Actor]) -> None:
-    """Kills `actors` and never raises. If the GCS does not respond, they are left to end with Ray."""
+    """Kills `actors` and never raises. If the GCS does not respond, the actors run until Ray ends."""
     with suppress(DeadlineError, PartLost):
         await ask_ray("the exit of actors", "Ray's GCS", KILL_S, _kill, list(actors))
 

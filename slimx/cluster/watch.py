@@ -47,7 +47,7 @@ async def watch_ray(
     """Waits until the loss of one of Ray's processes is detected, and returns an error that describes it.
 
     `processes`: processes that must be running, checked every `look_s` seconds. `probes`: functions that must return
-    within `deadline_s` seconds, by the name of the part of Ray that they call."""
+    within `deadline_s` seconds, keyed by the name of the part of Ray that they call."""
     watches = [_ended(processes, look_s)]
     for name, probe in probes.items():
         watches.append(_silent(name, probe, deadline_s))

@@ -23,7 +23,7 @@ from slimx.orchestration.step.evaluation import answer_all, eval_metrics
 LOGGED = "eval_hook/"
 """Prefix of the names of metrics that hooks log during an evaluation."""
 MEAN = "/mean"
-"""Suffix of the names of metrics that are means."""
+"""Suffix that marks the names of metrics that are means."""
 
 
 def run_evaluation(config: Config, note: Callable[[str], None]) -> Json:

@@ -35,8 +35,8 @@ def train(
 
     `generate`, `reward` and `keep`: functions that replace the hooks `rollout.generate`, `reward.function` and
     `rollout.filter`; they must be defined at the top level of a module. `console`: where progress is printed; None:
-    standard output. Raises SlimxError; after a signal, Preempted if the run has saved a checkpoint (SIGUSR1), otherwise
-    Interrupted."""
+    standard output. Raises SlimxError if the run fails; after a signal, raises Preempted if the run has saved a
+    checkpoint (SIGUSR1), and Interrupted otherwise."""
     config = with_hooks(config, generate=generate, reward=reward, keep=keep)
     with _alone():
         directory, _ = start.train(config, console or Console(soft_wrap=True))

@@ -198,8 +198,9 @@ def _listed(override: object, base: object, path: tuple[str, ...], where: str) -
 
 
 def _entries(override: Json, base: object, path: tuple[str, ...]) -> list[object] | None:
-    """Returns a copy of the list at `path` (`base`, or the default if `base` is None) if all keys of `override` are
-    list indices. Returns None if `override` is empty or has another key, or if the value at `path` is not a list."""
+    """Returns a copy of the list whose entries `override` sets by index: `base`, or the default at `path` if `base` is
+    None. Returns None if `override` is empty or has a key that is not an index, or if the value at `path` is not a
+    list."""
     if not override or not all(str(key).isdigit() for key in override):
         return None
     if isinstance(base, list):

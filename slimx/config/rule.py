@@ -96,7 +96,7 @@ def _naming(about: str, sentence: str, facts: Mapping[str, object]) -> str:
 
 def rule(code: str, about: str, *, facts: Iterable[str] = ()) -> Callable[[Callable[..., Problems]], Rule]:
     """Returns a decorator that turns a generator function into a `Rule` with the error code `code` and the key `about`.
-    `facts`: names of the facts that the function receives; empty: its parameter names."""
+    `facts`: names of the facts that the function receives; if empty, its parameter names are used."""
     return lambda ask: Rule(code, about, ask, frozenset(facts or inspect.signature(ask).parameters))
 
 
@@ -118,8 +118,8 @@ def all_rules() -> tuple[Rule, ...]:
 
 
 def broken(rules: Iterable[Rule], facts: Mapping[str, object], *, before: Collection[str] = ()) -> list[SlimxError]:
-    """Returns the errors of all rules that can be evaluated with `facts`. `before`: names of facts that an earlier
-    stage had; rules that need only these facts are skipped."""
+    """Returns the errors of all rules that can be evaluated with `facts`. `before`: names of the facts that were
+    already available at an earlier stage; rules that need only these are skipped."""
     problems: list[SlimxError] = []
     for rule in rules:
         if rule.facts <= facts.keys() and not rule.facts <= {*before}:

@@ -105,7 +105,7 @@ class Objective(Section):
     for the user's hooks; subclasses add parameters."""
 
     demonstrated: ClassVar[bool] = False
-    """True if the loss or estimator uses demonstrated answers that the prompts contain, so that it needs neither
+    """True if the loss or estimator uses demonstrated answers that the prompts contain, and therefore needs neither
     engines nor rewards."""
     scores: ClassVar[bool] = False
     """True if the trained model is a reward model, whose output is a score instead of logits."""

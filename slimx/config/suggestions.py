@@ -18,7 +18,7 @@ from slimx.config.foreign_names import Counterpart, of_flag, of_key
 from slimx.config.section import ECHOED
 
 SPECIAL = frozenset(" \t{}[]()<>'\"$&;|*?!#\\`~")
-"""Characters for which an argument has to be quoted in a shell."""
+"""Characters that require an argument to be quoted in a shell."""
 OFF = ("false", "null", "none", "0", "no")
 REPEATING = ("critic", "policies")
 """Sections that repeat keys of other sections; suggestions prefer the key in the other section."""
@@ -75,7 +75,7 @@ def _prefixes(name: str, keys: Sequence[str]) -> list[str]:
 def of_section(
     model: type[BaseModel], path: Sequence[str | int], value: object
 ) -> list[tuple[tuple[str | int, ...], object]]:
-    """Returns every key below the unknown section at `path`, as a path with its value, if at least one of them is a key
+    """Returns (path, value) for every key below the unknown section at `path`, if at least one of these keys is a key
     of another framework or matches the last parts of a key of slimx; otherwise []."""
     keys = list(_leaves(tuple(path), value))
     for key, _ in keys:
@@ -198,7 +198,7 @@ def _ending(model: type[BaseModel], path: Sequence[str | int], *, full: bool = F
 
 
 def _names(key: Sequence[str]) -> list[str]:
-    """Returns the parts of a split dotted key, without `*`."""
+    """Returns those parts of a dotted key that are not `*`."""
     return [part for part in key if part != "*"]
 
 
@@ -229,8 +229,8 @@ def _walk(model: type[BaseModel]) -> Iterator[tuple[str, object]]:
 
 
 def _models(annotation: object, listed: bool = False) -> Iterator[tuple[type[BaseModel], bool]]:
-    """Yields every section class in `annotation`, with True if the section is an entry of a list or mapping. `listed`:
-    True if `annotation` itself is inside one."""
+    """Yields every section class in `annotation`, each with a flag that is True if the section is an entry of a list or
+    mapping. `listed`: True if `annotation` itself is the type of such an entry."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, listed
         return
@@ -341,7 +341,7 @@ def _written(key: str, text: str, *, override: bool) -> str:
 
 
 def _nested(path: list[str], text: str) -> str:
-    """Returns `text` as the value of the nested keys `path`, in one line of YAML."""
+    """Returns YAML, on one line, that sets the nested keys `path` to the value `text`."""
     if not path:
         return text
     inner = _nested(path[1:], text)

@@ -22,8 +22,8 @@ def model_facts(config: Config, spec: ModelSpec) -> Json:
 
 
 def weight_facts(config: Config) -> dict[str, Path | None]:
-    """Returns the directories from which a run loads weights, by name of the fact; None for weights that the run does
-    not load."""
+    """Returns the directories from which a run loads weights, by fact name; None for weights that the run does not
+    load."""
     facts: dict[str, Path | None] = {
         "weights": Path(config.initial_weights),
         "adapters": None,

@@ -116,7 +116,7 @@ def layer_tables() -> dict[str, Sequence[str]]:
 
 
 def key_of(entry: str) -> str:
-    """Returns the dotted key of an entry of the tables, without its value or condition."""
+    """Returns the dotted key in `entry`, an entry of a table such as `UNPROVEN`, without the value or condition."""
     return re.split(r"[^\w.]", entry, maxsplit=1)[0]
 
 

@@ -52,19 +52,20 @@ class Algorithm(Section):
     kl_coef: Weight = 0.0
     """Weight of KL(policy || reference) in the loss; 0: no KL term. Needs `reference`."""
     kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = "k3"
-    """Estimator of the KL in the loss (`kl_coef`); low_variance: k3, clamped as in verl."""
+    """Estimator of the KL in the loss (`kl_coef`), with d = log policy - log reference. k1: d; k2: d^2 / 2; k3: d +
+    exp(-d) - 1; low_variance: k3, clamped as in verl."""
     kl_unbiased: bool = False
     """Multiply the KL in the loss by the importance ratio, which makes its gradient unbiased."""
     kl_reward_coef: Weight = 0.0
     """Weight of KL(policy || reference) subtracted from each trained token's reward; 0: none. Needs `reference`."""
     kl_reward_estimator: Literal["k1", "k2", "k3", "low_variance"] = "k1"
-    """Estimator of the KL in the reward (`kl_reward_coef`); k1: log policy - log reference."""
+    """Estimator of the KL in the reward (`kl_reward_coef`), as defined for `kl_estimator`."""
     entropy_coef: Real = 0.0
     """Weight of the entropy bonus in the loss; a positive value raises the policy's entropy, 0 turns it off."""
     teacher: PathText | None = None
-    """Hugging Face directory of a teacher with the policy's architecture, whose log-probs of the rollouts the trainers
-    compute (metric kl/teacher); null: none. It costs one more forward pass and one more copy of the weights in host
-    memory."""
+    """Hugging Face directory of a teacher with the policy's architecture; null: none. The trainers compute the
+    teacher's log-probs of the rollouts (metric kl/teacher), at the cost of one more forward pass and one more copy of
+    the weights in host memory."""
     teacher_engine: str | None = None
     """Name of a frozen group of rollout.engines that serves the teacher, instead of `teacher`; null: none. The teacher
     may have any architecture but must have the policy's vocabulary."""
@@ -80,8 +81,8 @@ class Algorithm(Section):
     """Number of most likely tokens whose log-probs a served teacher returns at each trained position, for
     `teacher_kl_coef`; 0: none. Each takes 8 bytes in memory and in checkpoints."""
     teacher_kl_coef: Weight = 0.0
-    """Distillation of distributions: weight in the loss of the KL between teacher and policy over the teacher's
-    `teacher_top_k` most likely tokens plus one bin for all other tokens; 0: none."""
+    """Distribution-level distillation: weight, in the loss, of the KL between teacher and policy, which is computed
+    over the teacher's `teacher_top_k` most likely tokens plus one bin for all other tokens; 0: none."""
     teacher_kl: Literal["reverse", "forward"] = "reverse"
     """Direction of the KL that `teacher_kl_coef` weights. reverse: KL(policy || teacher), which `teacher_coef`
     estimates from single tokens; forward: KL(teacher || policy)."""
@@ -250,7 +251,7 @@ class Algorithm(Section):
 
     @property
     def hooks(self) -> list[str]:
-        """Keys whose value is a hook of the user: `advantages`, `loss` or both."""
+        """Those of the keys `advantages` and `loss` whose value is a user's hook."""
         return [key for key, records in OBJECTIVES.items() if getattr(self, key).kind not in records]
 
 

@@ -81,7 +81,7 @@ class Engines(Section):
     """Compile DeepGEMM's kernels for all sizes before a server starts serving, instead of compiling each when it is
     first used. With fp8 weights the first start then takes tens of minutes longer."""
     sglang: Options = Field(default_factory=dict)
-    """Further fields of SGLang's ServerArgs, which are validated and passed to the servers."""
+    """Additional fields of SGLang's ServerArgs, which are validated and passed to the servers."""
 
     _borrowed: bool = PrivateAttr(default=False)
 

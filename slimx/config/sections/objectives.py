@@ -120,11 +120,11 @@ class Sapo(Objective):
 class ClipCov(Clipped):
     whole_step: ClassVar[bool] = True
     share: Share = 2e-4
-    """Fraction of an update's trained tokens to select (Clip-Cov); the objective is 0 at selected tokens."""
+    """Fraction of an update's trained tokens to select (Clip-Cov); the objective of a selected token is 0."""
     covariance_low: Real = 1.0
-    """Lower bound on the covariance of tokens that may be selected (Clip-Cov)."""
+    """Exclusive lower bound on the covariance of log-prob and advantage at tokens that may be selected (Clip-Cov)."""
     covariance_high: Real = 5.0
-    """Upper bound on the covariance of tokens that may be selected (Clip-Cov)."""
+    """Exclusive upper bound on the covariance of log-prob and advantage at tokens that may be selected (Clip-Cov)."""
 
 
 class KlCov(Objective):
@@ -298,7 +298,7 @@ PRESETS: dict[str, dict[str, object]] = {
     "distillation": {"advantages": "none", "teacher_coef": 1.0},
     "sft": {"advantages": "none", "loss": "sft"},
 }
-"""Settings of section `algorithm` that reproduce each published algorithm, by its name. Keys that are not listed keep
+"""Settings of section `algorithm` that reproduce published algorithms, by algorithm name. Keys that are not listed keep
 the section's defaults."""
 
 for module in entry_points.load_all("slimx.objectives").values():

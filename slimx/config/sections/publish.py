@@ -43,9 +43,9 @@ class Publish(Section):
     staged, which needs memory for a whole model; bucket: engines pause and copy each bucket when it arrives, which
     needs memory for two buckets."""
     delta: Delta | None = None
-    """Publication of only those elements that have changed since the last one, with a mask that marks them; supported
-    by the transports nixl and disk. null: all weights are sent. Trainers and engines keep the last published bytes in
-    host memory. Useful with slow networks and file systems (docs/publication.md)."""
+    """Publication of only those elements that have changed since the previous publication, with a mask that marks them;
+    supported by the transports nixl and disk. null: all weights are sent. Trainers and engines keep the last published
+    bytes in host memory. Useful with slow networks and file systems (docs/publication.md)."""
     deadline: Seconds = 300
     """Seconds within which a publication must finish."""
     engine_deadline: Seconds = 120

@@ -178,7 +178,7 @@ class Rollout(Section):
     """File of prompts (JSONL, JSON, CSV, TSV, parquet, Arrow), directory of such files, or hf://OWNER/NAME
     (docs/data.md); null: `sources`."""
     sources: tuple[PromptSet, ...] = ()
-    """Several sources of prompts instead of `prompts`, mixed in every batch by their weights."""
+    """Prompt sources to use instead of `prompts`; every batch mixes them by their weights."""
     fields: RowFields | None = None
     """Columns of rows that are not in slimx's format; null: all rows are in that format."""
     map: str | None = None
@@ -209,8 +209,8 @@ class Rollout(Section):
     filter: str | None = None
     """Dotted path of a hook keep(group) -> bool | reason, which filters groups; null: all groups are kept."""
     replay: PathText | None = None
-    """Directory of another run, whose saved rollouts (`track.rollouts`) are trained on step by step. No engine is
-    started and nothing is generated. null: generate rollouts."""
+    """Directory of another run to replay: its saved rollouts (`track.rollouts`) are trained on step by step, no engine
+    is started, and nothing is generated. null: generate rollouts."""
     engines: tuple[Engines, ...] = (Engines(),)
     """Groups of engine servers; empty for training that generates nothing (SFT)."""
     sampling: Sampling = Sampling()
@@ -236,11 +236,11 @@ class Rollout(Section):
     max_failed_share: Share = 0.1
     """Maximum fraction of a step's groups that may fail; the run stops with an error if more do."""
     routed_experts: bool = True
-    """Return the experts that each token was routed to (MoE): for every rollout if they are replayed or saved,
-    otherwise for four to seven rollouts of a step, from which metrics show how often trainer and engine differ."""
+    """Return the experts that each token was routed to (MoE): for every rollout if they are replayed or saved;
+    otherwise for four to seven rollouts per step, to measure how often trainer and engine route differently."""
     gap_probe: Count = 4
-    """Number of rollouts per step, at least one per data-parallel rank, that an engine scores again to measure its
-    log-prob gap to the trainers, if all tokens of the step were sampled by older weight versions; 0: none."""
+    """Number of rollouts, at least one per data-parallel rank, that an engine scores again to measure its log-prob gap
+    to the trainers in a step whose tokens were all sampled by older weight versions; 0: none."""
     health: Health = Health()
 
     @property
@@ -339,7 +339,7 @@ class Eval(Section):
     every: Count | None = None
     """Number of steps between evaluations; null: evaluate only before and after the run; 0: never."""
     samples: Amount = 1
-    """Answers per prompt. eval/accuracy is their mean reward (avg@k); eval/pass@k is reported for k up to `samples`."""
+    """Number of answers per prompt. eval/accuracy is their mean reward; eval/pass@k is reported for k <= `samples`."""
     pass_at: tuple[Amount, ...] = ()
     """Values of k for which eval/pass@k is reported, at most `samples` each; empty: 2, 4, 8, ... up to `samples`."""
     temperature: Weight = 0.0
@@ -357,7 +357,7 @@ class Eval(Section):
 
     @property
     def files(self) -> dict[str, str]:
-        """Files of held-out prompts by name; the name of a single file is "". {} without evaluation."""
+        """Files of held-out prompts by name, which is "" for a single file; empty if the run does not evaluate."""
         if self.prompts is None or self.every == 0:
             return {}
         return {"": self.prompts} if isinstance(self.prompts, str) else self.prompts

@@ -20,7 +20,7 @@ class RunSection(Section):
     dir: PathText
     """Directory to which the run writes all its files."""
     seed: int = Field(default=1, ge=0, le=2**63 - 1)
-    """Random seed of prompt order, sampling and weight initialization."""
+    """Random seed for prompt order, sampling and weight initialization."""
     resume: Literal["auto", "never", "must"] = "auto"
     """Use of an existing checkpoint. auto: continue from the newest complete checkpoint in `run.dir`, if there is one;
     never: refuse a `run.dir` that already contains a run; must: refuse to start without a complete checkpoint."""
@@ -34,7 +34,7 @@ class RunSection(Section):
 
 class Model(Section):
     path: PathText
-    """Hugging Face directory of the model with config.json, tokenizer and safetensors files."""
+    """Hugging Face directory of the model, with config.json, tokenizer and safetensors files."""
     family: str | None = None
     """Dotted path of a module that builds the model, for an architecture that slimx does not support (docs/models.md);
     null: the built-in module for the architecture that config.json names."""
@@ -79,10 +79,10 @@ class Cluster(Section):
     """Maximum number of seconds between a signal or failure and the exit of the process, which then exits even if its
     shutdown has not finished."""
     cpu_affinity: Literal["auto", "none"] = "auto"
-    """CPUs of trainer ranks. auto: each rank runs on the CPUs closest to its GPU (NVML); none: on any CPU."""
+    """CPUs on which trainer ranks run. auto: those closest to the rank's GPU (NVML); none: any CPU."""
     gpu: Literal["h100", "h200", "gb300"] | None = None
-    """Type of GPU that `slimx plan` assumes, with the published memory, links and GPUs per node of that type. null: the
-    plan does not check whether memory suffices."""
+    """GPU type for `slimx plan`, which assumes the memory, link bandwidths and number of GPUs per node published for
+    this type. null: the plan does not check whether memory suffices."""
     gpu_memory_gib: Positive | None = None
     """Memory of one GPU in GiB for `slimx plan`, without the half GiB that the driver reserves; null: the memory of the
     type `gpu`."""
@@ -122,7 +122,7 @@ class SavedRollouts(Section):
     """Number of steps between saved files RUN/rollouts/step-NNNNNNN.groups, each with all groups of one step; 0:
     none."""
     keep: Count = 10
-    """Number of files in RUN/rollouts to keep, the newest ones; 0: all."""
+    """Number of most recent files to keep in RUN/rollouts; 0: all."""
     routes: bool = False
     """Also save the experts that each token was routed to (MoE), several hundred bytes per token for a large model.
     Required to replay the rollouts (`rollout.replay`) with trainer.moe.routing_replay=R3."""
@@ -204,9 +204,9 @@ class Checkpoint(Section):
     """Maximum number of seconds between checkpoints: once they have passed, a checkpoint is written at the end of the
     next step, regardless of `every`. This bounds the work that a crash can cost. null: `every` alone decides."""
     keep: Amount = 2
-    """Number of checkpoints to keep, the newest ones."""
+    """Number of most recent checkpoints to keep."""
     keep_every: Count = 0
-    """Number of steps between checkpoints that are never deleted, a multiple of `every`; 0: none."""
+    """Number of steps, a multiple of `every`, between checkpoints that are never deleted; 0: none."""
     asynchronous: bool = True
     """Write checkpoint files in the background, from a copy in host memory, while the run continues."""
     deadline: Seconds = 1800

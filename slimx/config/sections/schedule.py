@@ -14,8 +14,8 @@ class Schedule(Section):
     """Optimizer updates per step, each on prompts_per_step / updates_per_step whole groups. The importance ratio in
     every update's loss is relative to the policy that sampled the tokens."""
     max_staleness: Count = 0
-    """Maximum number of weight versions by which the oldest token of a trajectory may lag behind when it is trained on.
-    0: synchronous; 1: one step off-policy; more: fully asynchronous."""
+    """Maximum number of weight versions by which the oldest token of a trajectory may lag behind the weights from which
+    the training step starts. 0: synchronous; 1: one step off-policy; more: fully asynchronous."""
     window: Count = 0
     """Number of batches by which a finished group may overtake an older unfinished group; it must not exceed
     max_staleness. 0: groups are trained on in the order of their prompts."""

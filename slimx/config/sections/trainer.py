@@ -34,7 +34,7 @@ class Muon(Section):
     """Use Nesterov momentum."""
     steps: Size = CYCLE
     """Number of Newton-Schulz iterations that orthogonalize a matrix. Must be a multiple of 5, because the coefficients
-    (`quintic`) differ between iterations and repeat after 5."""
+    (`quintic`) differ between iterations and repeat every 5 iterations."""
     scale: Positive = 0.2
     """Scale of an update, which is this factor times sqrt(max(rows, columns)) times the orthogonalized momentum. With
     0.2, updates are about as large as Adam's, so the same learning rate suits both (arXiv:2502.16982)."""
@@ -128,8 +128,8 @@ class Moe(Section):
     z_loss_coef: Weight = 0.0
     """Weight of the z-loss of each MoE layer, the mean squared logsumexp of the router's logits; 0: none."""
     bias_update_rate: Weight = 0.0
-    """Amount by which the selection bias of each expert is changed after every update, to balance the load without a
-    loss; 0: the bias is fixed."""
+    """Amount by which each expert's selection bias is changed after every update, to balance the load without an
+    auxiliary loss; 0: the bias is fixed."""
 
     def _faults(self) -> Faults:
         if self.aux_loss_type != type(self).model_fields["aux_loss_type"].default and not self.aux_loss_coef:
@@ -242,7 +242,7 @@ class RankLayout(Section):
     """Parallel sizes of a model that is trained on a separate set of ranks."""
 
     world_size: Size = 1
-    """Number of ranks: processes, with one GPU each on CUDA."""
+    """Number of ranks (processes); on CUDA, each has one GPU."""
     tensor: Size = 1
     """Tensor parallel size (TP). Sequence parallelism is enabled if it is above 1."""
     pipeline: Size = 1
@@ -251,8 +251,8 @@ class RankLayout(Section):
     """Number of model chunks per pipeline rank in the interleaved schedule (VPP). More chunks mean smaller bubbles and
     more messages."""
     layers_per_stage: tuple[Count, ...] | None = None
-    """Number of decoder layers in each stage: pipeline x virtual_pipeline numbers in the order of the forward pass;
-    null: equal numbers."""
+    """Number of decoder layers in each stage: pipeline x virtual_pipeline numbers, in the order of the forward pass;
+    null: layers are divided equally."""
     context: Size = 1
     """Context parallel size (CP): number of ranks that share each sequence, in zigzag order."""
     data: Size | None = None
@@ -320,17 +320,17 @@ class Trainer(RankLayout):
     are still published and saved in checkpoints."""
     qat: Literal["int4"] | None = None
     """Quantization-aware training. int4: routed experts are rounded to INT4 in groups of 32 columns, in training and in
-    the engines (docs/numerics.md); the optimizer's fp32 weights are not rounded and receive the gradients unchanged.
-    null: none."""
+    the engines (docs/numerics.md); the optimizer's fp32 master weights are not rounded and receive the gradients
+    unchanged. null: none."""
     fp8: Literal["blockwise", "mxfp8"] | None = None
-    """Data type fp8 (e4m3) for the matrix products of linear layers. blockwise: blocks of 128 x 128 and 1 x 128, with
-    fp32 scales (Hopper); mxfp8: blocks of 1 x 32, whose scales are powers of two (Blackwell); null: the model's data
-    type."""
+    """Data type fp8 (e4m3) for the matrix products of linear layers. blockwise: weights in blocks of 128 x 128, inputs
+    and gradients in blocks of 1 x 128, with fp32 scales (Hopper); mxfp8: blocks of 1 x 32, with power-of-two scales
+    (Blackwell); null: the model's data type."""
     lora: Lora | None = None
     """Low-rank adapters (LoRA) to train instead of the weights; null: train the weights."""
     optimizer: Optimizer = Optimizer()
     megatron: Options = Field(default_factory=dict)
-    """Further fields of megatron-core's TransformerConfig, which are validated and passed through."""
+    """Additional fields of megatron-core's TransformerConfig, which are validated and passed through."""
 
     @property
     def frozen(self) -> tuple[str, ...]:
