@@ -14,7 +14,7 @@ from slimx.errors import SlimxError
 SHOWN = 5
 """Maximum number of restarts listed in the error that ends a run; the timeline contains all of them."""
 LONGEST_PAUSE_S = 30.0
-"""Maximum number of seconds to wait before a restart; each pause is twice as long as the one before."""
+"""Longest pause before a restart, in seconds; up to it, each pause is twice as long as the one before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +54,11 @@ class Restarts:
         pause_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Starts with a count of 0.
+        """Creates a record without any restarts.
 
         `part`: name in messages. `note`: receives a line of text when a restart starts or fails. `record`: receives
-        every finished restart. `pause_s`: seconds to wait before the second consecutive restart. `clock`: returns
-        monotonic seconds."""
+        every finished restart. `pause_s`: seconds to wait before the second consecutive restart. `clock`: function that
+        returns monotonic seconds."""
         self.part = part
         self.health = health
         self.note = note
@@ -96,7 +96,7 @@ class Restarts:
 
     @contextmanager
     def attempt(self, reason: SlimxError) -> Iterator[None]:
-        """Counts one restart, which the `with` block performs, and records whether it succeeded. `reason`: error that
+        """Counts the restart that the `with` block performs, and records whether it succeeds. `reason`: error that
         describes the loss of the engine or router."""
         self.in_row += 1
         self.note(f"{self.part}: restart {self.in_row} of {self.health.restarts}")

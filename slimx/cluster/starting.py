@@ -20,7 +20,7 @@ included."""
 
 
 def start_deadline(config: Config, device: str) -> float:
-    """Returns the seconds within which trainers and engines must have started. `device`: "cpu" or "cuda"."""
+    """Returns the time limit, in seconds, for the start of trainers and engines. `device`: "cpu" or "cuda"."""
     deadline = config.cluster.start_deadline
     return start_seconds(device, weight_bytes(config)) if deadline is None else deadline
 

@@ -42,12 +42,12 @@ async def gather[T](
     """Returns the results of all `references`, in order.
 
     The first failure is raised at once, because the other ranks may wait for the failed one. If the failure may be a
-    consequence of another actor's death, Ray first gets `DEATH_S` seconds to report that death, which is then raised
-    instead.
+    consequence of another actor's death, waits up to `DEATH_S` seconds for Ray to report that death, which is then
+    raised instead.
 
     `what`: the operation, for errors. `holders` and `logs`: name and log of the actor behind each reference. Raises
-    SlimxError with name and log of the failed actor; DeadlineError after `deadline_s` with the names of the actors that
-    did not respond.
+    SlimxError with the name and log of the failed actor, or, after `deadline_s` seconds, DeadlineError with the names
+    of the actors that did not respond.
     """
     if not references:  # asyncio.wait raises an error for an empty set
         return []

@@ -20,14 +20,14 @@ from slimx.runtime.tasks import first_of
 LOOK_S = 1.0
 """Seconds between two checks that the processes are running."""
 NAMES = {"gcs_server": "GCS", "raylet": "raylet"}
-"""Names of Ray's processes, mapped to their names in error messages."""
+"""Process names of Ray's components, mapped to the components' names in error messages."""
 
 Probe = Callable[[], object]
 
 
 def local_processes() -> dict[str, psutil.Process]:
-    """Returns the processes of the Ray cluster that this process has started, by their names in messages; {} for a
-    cluster that it has joined."""
+    """Returns the Ray processes that this process has started, by their names in messages; {} if it has joined an
+    existing cluster."""
     processes: dict[str, psutil.Process] = {}
     for child in psutil.Process().children():
         name = child.name()

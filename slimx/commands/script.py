@@ -63,10 +63,10 @@ def evaluate(
 def with_hooks(
     config: Config, *, generate: Generate | None = None, reward: Reward | None = None, keep: Keep | None = None
 ) -> Config:
-    """Returns `config` with the functions' dotted paths as its hooks.
+    """Returns `config` with the dotted paths of the given functions as its hooks.
 
-    Raises SlimxError for a function that cannot be imported by its path, in this process or in the reward processes,
-    and for a `reward` if the configuration has reward.parts."""
+    Raises SlimxError if a function cannot be imported by its path, in this process or in the reward processes, or if
+    `reward` is given although the configuration has reward.parts."""
     rollout: dict[str, str] = {}
     if generate is not None:
         rollout["generate"] = _path("generate", generate)

@@ -121,7 +121,7 @@ def _expanded(argument: str) -> str:
 
 
 def refusal(error: typer.TyperException) -> SlimxError:
-    """Returns the error to report for arguments that the command line parser has rejected with `error`."""
+    """Returns the error to report for arguments that the command-line parser rejected with `error`."""
     ctx = getattr(error, "ctx", None)
     if ctx is None:
         return SlimxError(str(error), code="cli.arguments", about="slimx")

@@ -23,8 +23,8 @@ _SIZES = {
     "expert_tensor_parallel_size": "expert_tensor",
 }
 ALIASES: dict[str, str] = {}
-"""Names of parallel sizes in Megatron-LM and other frameworks, which are accepted as aliases: dotted alias, mapped to
-the last part of the slimx key. `*` matches any entry of a list."""
+"""Aliases for keys of parallel sizes, as named in Megatron-LM and other frameworks: each dotted alias is mapped to the
+last part of the slimx key. `*` matches any entry of a list."""
 for _section in ("trainer", "critic.layout"):
     for _long, _short in _SIZES.items():
         ALIASES[f"{_section}.{_long}"] = _short
@@ -63,8 +63,8 @@ class Counterpart(Protocol):
 
     @property
     def sets(self) -> Mapping[str, str]:
-        """Values by dotted key, if the foreign name corresponds to several keys; "VALUE" in them stands for the foreign
-        value."""
+        """Dotted keys and their values, if the foreign name corresponds to several keys; "VALUE" in a value stands for
+        the foreign value."""
         ...
 
     def translate(self, value: str) -> str | Counterpart | None:

@@ -242,7 +242,8 @@ def _interpolations(value: object, path: tuple[str | int, ...] = ()) -> Iterator
 
 
 def _problems(item: ErrorDetails, applied: Mapping[str, str]) -> Sequence[SlimxError]:
-    """Returns the errors for one of pydantic's error records. `applied`: overrides by the dotted key that they set."""
+    """Converts `item`, a pydantic error record, to one or more errors. `applied`: overrides by the dotted key that they
+    set."""
     cause = item.get("ctx", {}).get("error")
     if isinstance(cause, Refusal):
         return cause.problems or (cause,)

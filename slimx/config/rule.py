@@ -71,7 +71,7 @@ class Rule:
     """Names of the facts that `ask` receives."""
 
     def problems(self, facts: Mapping[str, object]) -> Iterator[SlimxError]:
-        """Yields the rule's errors. `facts`: values of facts by name, among them every fact that the rule needs."""
+        """Yields the rule's errors. `facts`: facts by name, including every fact that the rule needs."""
         try:
             for problem in self.ask(**{name: facts[name] for name in self.facts}):
                 about, sentence = (self.about, problem) if isinstance(problem, str) else problem
@@ -128,8 +128,8 @@ def broken(rules: Iterable[Rule], facts: Mapping[str, object], *, before: Collec
 
 
 def refuse(problems: Sequence[SlimxError], where: str = "", cause: Exception | None = None) -> None:
-    """Raises one Refusal, with the code and key of the first problem, whose message is `where` followed by the messages
-    of all `problems`; returns if there are none. `cause`: exception to chain; None: the first problem's cause."""
+    """Raises one Refusal for all `problems`, with the code and key of the first; its message is `where` followed by all
+    their messages. Returns if `problems` is empty. `cause`: exception to chain; None: the first problem's cause."""
     if not problems:
         return
     sentences = "; ".join(dict.fromkeys(map(str, problems)))

@@ -91,7 +91,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     def _faults(self) -> Faults:
-        """Yields code, key and message of each fault that this section alone determines. Subclasses override it."""
+        """Yields the code, key and message of each fault that can be found in this section alone. Subclasses override
+        this method."""
         yield from ()
 
     @model_validator(mode="after")
@@ -110,8 +111,8 @@ class Objective(Section):
     scores: ClassVar[bool] = False
     """True if the trained model is a reward model, whose output is a score instead of logits."""
     whole_step: ClassVar[bool] = False
-    """True if this loss or estimator is computed from all trajectories of a step together, which `finish_advantages`
-    does before training."""
+    """True if this loss or estimator is computed from all trajectories of a step together, by `finish_advantages`,
+    before training."""
     kind: str
     """Name of a built-in kind, or the dotted path of a hook."""
 

@@ -21,7 +21,7 @@ SPECIAL = frozenset(" \t{}[]()<>'\"$&;|*?!#\\`~")
 """Characters that require an argument to be quoted in a shell."""
 OFF = ("false", "null", "none", "0", "no")
 REPEATING = ("critic", "policies")
-"""Sections that repeat keys of other sections; suggestions prefer the key in the other section."""
+"""Sections that repeat keys of other sections; suggestions name the key in the original section."""
 
 
 def for_key(model: type[BaseModel], path: Sequence[str | int], value: object, *, override: bool) -> str:
@@ -56,7 +56,7 @@ def for_key(model: type[BaseModel], path: Sequence[str | int], value: object, *,
 
 
 def _same(name: str, keys: Sequence[str]) -> list[str]:
-    """Returns the entry of `keys` that differs from `name` only in case or dashes, as a list; [] if there is none."""
+    """Returns a list with the entry of `keys` that equals `name` except for case and dashes; [] if there is none."""
     return [key for key in keys if _plain(key) == _plain(name)][-1:]
 
 
@@ -98,8 +98,8 @@ def for_flag(model: type[BaseModel], flag: str, value: str) -> str | None:
 
 
 def for_entry(model: type[BaseModel], path: Sequence[str], value: object) -> str:
-    """Returns a suggestion for an override that sets the key at `path` to a mapping, `value`, although the key takes a
-    list, or the reverse."""
+    """Returns a suggestion for an override that sets the key at `path` to `value`: a mapping although the key takes a
+    list, or a list although it takes a mapping."""
     key = ".".join(path)
     text = _text(value)
     for known in known_keys(model):
@@ -131,8 +131,7 @@ def field_at(model: type[BaseModel], path: Sequence[str]) -> FieldInfo | None:
 
 
 def default_list(model: type[BaseModel], path: Sequence[str]) -> list[object] | None:
-    """Returns the entries of the default value of the list at `path`, as plain values; None if the key is not a
-    list."""
+    """Returns the default entries of the list at `path`, as plain values; None if the key is not a list."""
     field = field_at(model, path)
     if field is None or not _is_list(field.annotation):
         return None
@@ -175,8 +174,8 @@ def _switches(model: type[BaseModel]) -> frozenset[str]:
 
 
 def _ending(model: type[BaseModel], path: Sequence[str | int], *, full: bool = False) -> list[str]:
-    """Returns the least nested of the keys of `model` that end with all parts of `path`. If there are none and `full`
-    is False, returns the least nested of the keys that have the same last part as `path`, preferably those at most one
+    """Returns the least nested keys of `model` among those that end with all parts of `path`. If there are none and
+    `full` is False, returns the least nested keys with the same last part as `path`, preferably those at most one
     section deeper."""
     parts = [_plain(str(part)) for part in path if not str(part).isdigit()]
     keys = [key.split(".") for key in known_keys(model)]
@@ -302,7 +301,8 @@ def _answer(model: type[BaseModel], counterpart: Counterpart, *, value: str, ove
 
 
 def _renamed(counterpart: Counterpart) -> str:
-    """Returns the foreign values of `counterpart` with their translations, or only the values if none is renamed."""
+    """Returns text that lists the foreign values of `counterpart` that slimx renames, each with its translation, or all
+    foreign values if none is renamed."""
     names = []
     for foreign, translated in counterpart.values.items():
         if isinstance(translated, str) and translated != foreign:
@@ -331,7 +331,7 @@ def _several(values: Mapping[str, str], *, override: bool) -> str:
 
 
 def _written(key: str, text: str, *, override: bool) -> str:
-    """Returns the instruction to write `key` with the value `text`, as an override or as a line of YAML."""
+    """Returns the instruction to set `key` to `text`, as an override or as a line of YAML."""
     if len(text) > ECHOED:
         return f"write {key.replace('.*', '.0')} with the same value"
     if not override:

@@ -40,8 +40,8 @@ def weight_facts(config: Config) -> dict[str, Path | None]:
 
 
 def route_shape(spec: ModelSpec) -> RouteShape:
-    """Returns the shape of the model's expert routes: numbers of layers, MoE layers, experts, and experts per token. A
-    model without MoE layers has 0 MoE layers."""
+    """Returns the shape of the model's expert routes: the numbers of layers, of MoE layers, of experts, and of experts
+    per token. The number of MoE layers is 0 for a model without them."""
     fields = spec.transformer
     return RouteShape(
         layers=fields["num_layers"],

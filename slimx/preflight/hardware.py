@@ -16,7 +16,7 @@ DRIVER = 560 * 2**20
 79.65 GiB, torch reports 79.1 GiB, and 78.50 GiB are free after a process has created its context. Assumed for other
 GPUs."""
 MARGIN = 3 * GIB
-"""Bytes that a plan should leave free on every GPU, because its activations and overheads are estimates."""
+"""Bytes that a plan should leave free on every GPU, because activations and overheads are only estimated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,7 +145,7 @@ def _values(key: str, sections: Sections) -> list[tuple[object, object]]:
 
 
 def _inner(owner: object, name: str) -> tuple[object, object]:
-    """Returns the value of the field or key `name` in `owner`, a section or a mapping, and its default."""
+    """Returns the value and the default of the field or key `name` in `owner`, a section or a mapping."""
     if isinstance(owner, BaseModel):
         return getattr(owner, name), type(owner).model_fields[name].get_default(call_default_factory=True)
     value = owner.get(name) if isinstance(owner, Mapping) else None

@@ -47,8 +47,8 @@ class Algorithm(Section):
     reference: bool = False
     """Compute and log the KL to a reference model with the initial weights, at the cost of one more forward pass."""
     reference_refresh: Count = 0
-    """Number of steps between refreshes of the reference. A refresh replaces it with the current weights and saves it
-    in RUN/reference-NNNNNN for resumed runs; 0: never."""
+    """Number of steps between refreshes of the reference; 0: never. A refresh replaces the reference with the current
+    weights and saves it in RUN/reference-NNNNNN for resumed runs."""
     kl_coef: Weight = 0.0
     """Weight of KL(policy || reference) in the loss; 0: no KL term. Needs `reference`."""
     kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = "k3"
@@ -93,8 +93,8 @@ class Algorithm(Section):
     rejection: Rejection = Rejection()
     opsm_delta: Positive | None = None
     """Threshold of off-policy sequence masking (slime's default: 1e-4). Tokens with a negative advantage are masked if
-    the mean of (engine's log-prob - policy's log-prob) over the trained tokens of their sequence exceeds it. null: no
-    masking."""
+    the mean of (engine's log-prob - policy's log-prob) over the trained tokens of their sequence exceeds the threshold.
+    null: no masking."""
     mask_stale_tokens: bool = False
     """For a trajectory sampled with several weight versions, train only on the tokens of the newest version; its other
     tokens are context."""
@@ -298,5 +298,5 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     "rejection": (_policy_gradient, "masks sampled tokens"),
     "opsm_delta": (_policy_gradient, "masks sampled sequences"),
 }
-"""Keys that have an effect only under a condition, with the condition and the phrase that follows the key in the error
-message."""
+"""Keys that have an effect only under a condition, each mapped to the condition and to the phrase that follows the key
+in the error message."""

@@ -56,11 +56,11 @@ class Engines(Section):
     """Addresses of external servers, each http://HOST:PORT, to use instead of starting `count` servers. slimx neither
     starts nor stops them."""
     api_key_env: str | None = None
-    """Environment variable, read by the driver, with the key that the servers of `urls` require for generation requests
-    (SGLang's --api-key); null: they require no key."""
+    """Environment variable, read by the driver, that contains the key that the servers of `urls` require for generation
+    requests (SGLang's --api-key); null: they require no key."""
     admin_api_key_env: str | None = None
-    """Environment variable, read by the driver, with the key that the servers of `urls` require for control requests
-    (SGLang's --admin-api-key); null: the key of api_key_env."""
+    """Environment variable, read by the driver, that contains the key that the servers of `urls` require for control
+    requests (SGLang's --admin-api-key); null: the key of api_key_env."""
     nodes: Size = 1
     """Number of machines that one server spans (SGLang's nnodes), each with the same number of the server's ranks."""
     max_total_tokens: Amount | None = None

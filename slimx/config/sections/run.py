@@ -66,12 +66,12 @@ class Cluster(Section):
     ray_address: str | None = None
     """Address of a running Ray cluster; null: slimx starts a local cluster."""
     trusted_network: bool | str | None = None
-    """Network that only this run's users can reach: its CIDR, from which servers then take their addresses, or true,
-    with which they take the addresses that Ray has for their machines. Required by engines with `dp_attention` on
-    several `nodes` (docs/engines.md); null: none."""
+    """Network that only this run's users can reach. A CIDR: servers take their addresses from this network; true: they
+    take the addresses that Ray has for their machines; null: there is none. Required by engines with `dp_attention` on
+    several `nodes` (docs/engines.md)."""
     start_deadline: Seconds | None = None
-    """Seconds within which Ray, trainers and engines must have started. null: 300 on CPUs; on GPUs 600, for
-    compilation, plus one second for every GB of weights that a node reads."""
+    """Seconds within which Ray, trainers and engines must have started. null: 300 on CPUs; on GPUs, 600 for compilation
+    plus one second per GB of weights that a node reads."""
     ray_deadline: Seconds = 45
     """Seconds within which Ray's processes must respond. After that the run ends with an error that names the silent
     process."""
@@ -96,7 +96,8 @@ class Cluster(Section):
 
     @property
     def network(self) -> str | None:
-        """CIDR from which servers take their addresses; None if each takes the address that Ray has for its machine."""
+        """CIDR of the network from which servers take their addresses; None if each takes the address that Ray has for
+        its machine."""
         if self.ray_address is None:
             return LOOPBACK
         return self.trusted_network if isinstance(self.trusted_network, str) else None
@@ -124,8 +125,8 @@ class SavedRollouts(Section):
     keep: Count = 10
     """Number of most recent files to keep in RUN/rollouts; 0: all."""
     routes: bool = False
-    """Also save the experts that each token was routed to (MoE), several hundred bytes per token for a large model.
-    Required to replay the rollouts (`rollout.replay`) with trainer.moe.routing_replay=R3."""
+    """Together with the rollouts, save the experts that each token was routed to (MoE), several hundred bytes per token
+    for a large model. Required to replay the rollouts (`rollout.replay`) with trainer.moe.routing_replay=R3."""
 
 
 class Stall(Section):
@@ -135,8 +136,8 @@ class Stall(Section):
     """Multiple of a phase's usual duration after which the phase counts as stalled. The usual duration is the median of
     the last 20 times that this run completed the phase."""
     at_least: Seconds = 1800
-    """Minimum number of seconds after which a phase counts as stalled. It is the only limit of a phase that has not
-    been completed before."""
+    """Minimum number of seconds after which a phase counts as stalled, and the only limit for a phase that has not been
+    completed before."""
 
 
 class Prometheus(Section):
@@ -212,20 +213,21 @@ class Checkpoint(Section):
     deadline: Seconds = 1800
     """Seconds within which all files of a checkpoint must be written."""
     grace: Seconds | None = None
-    """Seconds for writing a checkpoint after SIGTERM or SIGHUP. The run saves and ends as after SIGUSR1; if the time
-    runs out or a second signal arrives, it ends without a checkpoint. null: it ends at once."""
+    """Seconds allowed for writing a checkpoint after SIGTERM or SIGHUP. The run saves and ends as after SIGUSR1; if the
+    time runs out or a second signal arrives, it ends without a checkpoint. null: it ends at once."""
     verify: Literal["size", "full"] = "full"
     """Check of a checkpoint's files before it is loaded. size: only their sizes; full: also their digests."""
     damaged: Literal["skip", "stop"] = "skip"
     """Action if the newest checkpoint of a resumed run is damaged. skip: log a warning, rename it to
     iter_NNNNNNN.damaged, and continue from the previous checkpoint, if there is one; stop: refuse to start."""
     load_optimizer: bool = True
-    """Resume with the state of the optimizer; false: resume only the weights and the position in the run, and start
-    with new moments."""
+    """Resume with the optimizer state; false: resume only the weights and the position in the run, and start with new
+    moments."""
     export_hf: bool = False
     """Export the final weights as a Hugging Face directory, RUN/hf."""
     export_every: Count = 0
-    """Number of steps between exports as Hugging Face directories, RUN/hf-NNNNNN, all of which are kept; 0: none."""
+    """Number of steps between exports of the weights as Hugging Face directories, RUN/hf-NNNNNN, all of which are kept;
+    0: none."""
 
     def _faults(self) -> Faults:
         if self.keep_every and (not self.every or self.keep_every % self.every):

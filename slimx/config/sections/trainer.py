@@ -76,8 +76,8 @@ class Optimizer(Section):
     clip_grad: Weight = 1.0
     """Maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping."""
     max_skipped: Count = 3
-    """Number of consecutive optimizer steps, skipped because of infinite or NaN gradients, after which the run stops
-    with an error; 0: it never stops for this reason."""
+    """Number of consecutive optimizer steps after which the run stops with an error if all of them were skipped because
+    of infinite or NaN gradients; 0: it never stops for this reason."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type in which Adam's moments are stored between steps; a step always computes in fp32. bfloat16 halves their
     memory, as in DeepSeek-V3's training (arXiv:2412.19437, 3.3.3). Needs CUDA, Transformer Engine's Adam and
@@ -142,8 +142,8 @@ class Moe(Section):
 
 
 class Lora(Section):
-    """Low-rank adapters (LoRA). The base weights are not trained, and engines compute with base + alpha / rank * B A,
-    with adapters merged or separate (publish.adapters)."""
+    """Low-rank adapters (LoRA). The base weights are not trained. Engines compute with base + alpha / rank * B A and
+    receive the adapters either merged into the base weights or separately (publish.adapters)."""
 
     rank: Size
     """Rank of the adapters: number of rows of A and of columns of B."""
@@ -233,9 +233,9 @@ NOT_PASSED = {
     "moe_expert_rank_capacity_factor": _DROPPED,
     "moe_paged_stash": _DROPPED,
 }
-"""Fields of megatron-core's TransformerConfig that `trainer.megatron` must not set, with the remedy or the reason:
-fields that follow from keys of slimx, fields of routing, and fields that would silently change what is computed,
-published or saved, such as precision, names and shapes of weights."""
+"""Fields of megatron-core's TransformerConfig that `trainer.megatron` must not set, each with the remedy or the reason.
+They follow from keys of slimx, concern routing, or would silently change what is computed, published or saved, such as
+precision or the names and shapes of weights."""
 
 
 class RankLayout(Section):
@@ -276,19 +276,20 @@ class Trainer(RankLayout):
     """Gather updated weights over DP and CP ranks bucket by bucket, during the forward pass that reads them. This hides
     updates_per_step - 1 gathers per step; the last gather must finish before weights are published."""
     grad_reduce_in_fp32: bool = True
-    """Accumulate and reduce gradients in fp32, as slime's scripts do. false: in the model's data type, which halves
-    their memory and the communication between ranks, but rounds to 8 bits at every micro-batch and every reduction."""
+    """Accumulate and reduce gradients in fp32, as slime's scripts do. false: in the model's data type; with bf16, this
+    halves gradient memory and communication, but rounds to 8 significant bits at every micro-batch and every
+    reduction."""
     grad_bucket_elements: Amount | None = None
     """Minimum number of gradient elements per bucket; null: megatron-core's choice, the larger of 40 million and 1
     million times the number of DP x CP ranks."""
     max_tokens_per_microbatch: Amount = 8192
     """Maximum number of tokens that are packed into one micro-batch."""
     balance: Literal["tokens", "flops"] = "flops"
-    """Quantity that is balanced over DP ranks and micro-batches. tokens: number of tokens; flops: FLOPs computed from
-    the model's sizes, a n + b n^2 for a sequence of n tokens."""
+    """Quantity that is balanced over DP ranks and micro-batches. tokens: number of tokens; flops: FLOPs, estimated as a
+    n + b n^2 for a sequence of n tokens, where a and b follow from the model's sizes."""
     logprob_chunk_tokens: Amount | None = None
-    """Number of a rank's tokens whose logits are in memory at once, in the forward and backward passes; null: as many
-    as fit into 256 MiB of fp32 logits, but at least 128."""
+    """Maximum number of tokens per rank whose logits are in memory at the same time, in the forward and backward
+    passes; null: as many as fit into 256 MiB of fp32 logits, but at least 128."""
     attention: Literal["auto", "flash", "fused", "unfused"] = "auto"
     """Attention kernel. flash: flash-attn (on Hopper: FlashAttention 3 if it is installed, otherwise FlashAttention 4,
     which is a beta); fused: cuDNN; unfused: Transformer Engine's unfused attention, or torch's without it; auto: the
@@ -307,8 +308,8 @@ class Trainer(RankLayout):
     deadline: Seconds = 1800
     """Seconds within which one call to all trainer ranks must return."""
     watch_deadline: Seconds = 60
-    """Seconds for which a rank may be stopped, or silent between two calls. After that the run ends with an error that
-    names the rank, unless `recovery.trainers` replaces it."""
+    """Maximum time in seconds for which a rank may be stopped or, between two calls, silent. After that the run ends
+    with an error that names the rank, unless `recovery.trainers` replaces the rank."""
     offload: bool = True
     """With schedule.colocate, move weights, gradients and optimizer state to (pinned) host memory while engines
     generate."""
