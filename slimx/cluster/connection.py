@@ -92,8 +92,8 @@ def _needs(config: Config, *, trainers: bool) -> tuple[int, int, int]:
 
 @without_unused()
 def _start_locally(cpus: int) -> None:
-    """Starts a Ray cluster with `cpus` CPUs on this machine; retries if its node did not start within Ray's limit of 30
-    s."""
+    """Starts a Ray cluster with `cpus` CPUs on this machine; retries if the node does not start within Ray's limit of
+    30 s."""
     for left in reversed(range(STARTS)):
         try:
             ray.init(

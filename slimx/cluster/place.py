@@ -32,7 +32,7 @@ class Placement:
     """Number of dedicated GPUs to request from Ray."""
 
     def options(self, cpus: float) -> Json:
-        """Returns the options with which the Ray actor is created. `cpus`: number of CPUs that it reserves."""
+        """Returns the Ray options for an actor with this placement. `cpus`: number of CPUs that the actor reserves."""
         options: Json = {"num_cpus": cpus, "num_gpus": self.owned}
         if self.node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.node, soft=False)
@@ -54,6 +54,6 @@ def identity_of(actor: Actor) -> Json:
 
 
 def place_among(actor: Actor, hosts: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the Ray node id of this machine, and those of `hosts`, names or addresses, that refer to this machine.
-    `actor`: the Ray actor that runs this function."""
+    """Returns the Ray node id of this machine, and the entries of `hosts`, names or addresses, that refer to this
+    machine. `actor`: the Ray actor that runs this function."""
     return place_of(actor).node or "", [host for host in hosts if is_local(host)]

@@ -15,8 +15,8 @@ READ_RATE = 1e9
 """Assumed rate at which a node reads weights from shared storage, in bytes/s. Only one process per node reads from the
 storage; the others find the files in the page cache."""
 COMPILATION_S = 600.0
-"""Assumed seconds for compiling kernels and capturing CUDA graphs at a first start on GPUs. DeepGEMM's kernels are not
-included."""
+"""Assumed seconds for compiling kernels, except those of DeepGEMM, and capturing CUDA graphs during a first start on
+GPUs."""
 
 
 def start_deadline(config: Config, device: str) -> float:

@@ -17,8 +17,8 @@ from slimx.runtime.logs import log_end, quoted
 from slimx.runtime.tasks import AnyFuture, cancelled, in_thread
 
 DEATH_S = 5.0
-"""Maximum number of seconds until Ray reports the death of an actor. Other actors may notice it earlier, by a broken
-connection."""
+"""Maximum number of seconds until Ray reports the death of an actor. Other actors may notice the death earlier, from a
+broken connection."""
 KILL_S = 10.0
 """Seconds within which a request to kill actors must return."""
 _DEATHS = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
@@ -84,8 +84,8 @@ async def has_died(*actors: Actor, within: float = math.inf) -> bool:
 
 
 async def _until_death(tasks: Iterable[AnyFuture]) -> None:
-    """Waits until one of `tasks` fails because its actor has died, or until all are done, but at most `DEATH_S`
-    seconds."""
+    """Waits, for at most `DEATH_S` seconds, until one of `tasks` fails because its actor has died, or until all are
+    done."""
     pending = set(tasks)
     with suppress(TimeoutError):
         async with asyncio.timeout(DEATH_S):
@@ -153,12 +153,12 @@ def _last_line(error: BaseException) -> str:
 async def ask_ray[T, *Ts](
     what: str, holder: str, deadline_s: float, function: Callable[[*Ts], T], *arguments: *Ts
 ) -> T:
-    """Calls `function` of Ray's library in a thread and returns its result.
+    """Calls `function`, which belongs to Ray's library, in a thread and returns its result.
 
     `ray.put` needs the raylet and `ray.kill` the GCS. Both functions block forever if the process that they need is
     stopped, so they must not be called in the event loop. `what`: description of the result, and `holder`: the part of
-    Ray that must provide it, for errors. Raises DeadlineError after `deadline_s` seconds, PartLost if Ray reports an
-    error."""
+    Ray that must provide it, for errors. Raises DeadlineError after `deadline_s` seconds, and PartLost if Ray reports
+    an error."""
     try:
         async with asyncio.timeout(deadline_s):
             return await in_thread(function, *arguments)

@@ -18,7 +18,7 @@ from slimx.errors import DeadlineError, PartLost, one_line
 from slimx.runtime.tasks import first_of
 
 LOOK_S = 1.0
-"""Seconds between two checks that the processes are running."""
+"""Seconds between checks that Ray's processes are still running."""
 NAMES = {"gcs_server": "GCS", "raylet": "raylet"}
 """Process names of Ray's components, mapped to the components' names in error messages."""
 

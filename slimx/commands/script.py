@@ -95,8 +95,8 @@ def with_hooks(
 
 
 def _path(argument: str, function: Generate | Reward | Keep) -> str:
-    """Returns the dotted path of `function`. `argument`: name under which it was passed, for errors. Raises SlimxError
-    if it is not at the top level of a module."""
+    """Returns the dotted path of `function`. `argument`: name under which the function was passed, for errors. Raises
+    SlimxError if the function is not at the top level of a module."""
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", None)
     if module is None or name is None or getattr(sys.modules.get(module), name, None) is not function:

@@ -11,7 +11,7 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 
 TABLES = "slimx.foreign_names"
-"""Entry point group for tables of foreign names: modules that define the functions of `NameTable`."""
+"""Entry point group for tables of foreign names, which are modules that define the functions of `NameTable`."""
 
 _SIZES = {
     "tensor_parallel_size": "tensor",
@@ -128,9 +128,10 @@ def _tables() -> Iterable[NameTable]:
 
 
 def to_known_names(tree: object, where: str) -> None:
-    """Renames the aliased keys of `tree`, the plain values of a file or an override, in place to the schema's names.
+    """Renames the aliased keys of `tree` to the schema's names, in place.
 
-    `where` names the file or override in errors. Raises SlimxError if a key is set under both of its names."""
+    `tree`: plain values of a file or an override. `where` names the file or override in errors. Raises SlimxError if a
+    key is set under both of its names."""
     for old, name in ALIASES.items():
         *path, last = old.split(".")
         new = ".".join([*path, name])

@@ -209,7 +209,7 @@ def _entries(override: Json, base: object, path: tuple[str, ...]) -> list[object
 
 
 def _value_at(tree: object, path: Iterable[object]) -> object:
-    """Returns the value at `path`, a sequence of keys and indices; None if there is none."""
+    """Returns the value at `path`, a sequence of keys and indices; None if it does not exist."""
     for key in path:
         tree = _inner(tree, key)
     return tree
@@ -230,7 +230,8 @@ def _dotted(tree: Json) -> str:
 
 
 def _interpolations(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yields the path and the text of every value in the tree that contains an interpolation, `${...}`."""
+    """Yields the path and the text of every string in `value` that contains an interpolation, `${...}`. `path`: path of
+    `value` itself."""
     if isinstance(value, str) and "${" in value:
         yield path, value
     if isinstance(value, dict):

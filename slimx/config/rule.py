@@ -43,7 +43,7 @@ FACTS = {
     "prompts": ("prompts",),  # prompts of all files or sources
 }
 """Names of the facts that rules can use in addition to the sections of a configuration (`slimx.config.schema.Config`),
-grouped by the input that they are computed from, the cheapest first."""
+grouped by the input from which they are computed, the cheapest input first."""
 Problems = Iterator[str | tuple[str, str]]
 """Error messages that a rule yields. Each is a sentence about the rule's key (`Rule.about`), or a pair of another key
 and a sentence about that key. A sentence that does not contain its key is prefixed with the key and its value."""
@@ -65,8 +65,8 @@ class Rule:
     about: str
     """Dotted key that the errors are about, unless the rule yields an error with another key."""
     ask: Callable[..., Problems]
-    """Function that receives the facts as keyword arguments and yields an error message for each fault (`Problems`). A
-    SlimxError that it raises is reported as a fault too."""
+    """Function that receives the facts as keyword arguments and yields an error message for each fault (`Problems`). If
+    it raises a SlimxError, this is also reported as a fault."""
     facts: frozenset[str]
     """Names of the facts that `ask` receives."""
 

@@ -17,11 +17,11 @@ from slimx.config.rule import refuse
 from slimx.errors import SlimxError
 
 LARGEST = 2**31 - 1
-"""Largest value of int32, and so the largest index of a tensor that kernels with int32 indices can address."""
+"""Largest value of int32, and therefore the largest tensor index that kernels with int32 indices can address."""
 GPUS = 2**20
 """Maximum number of GPUs in one group of engine servers."""
 SERVER = 4096
-"""Maximum number of ranks of one engine server."""
+"""Maximum number of ranks per engine server."""
 
 Size = Annotated[int, Field(gt=0, le=65_536)]
 """A parallel size, or a number of ranks, servers, nodes, GPUs or threads."""
@@ -38,7 +38,7 @@ upper bound of this size never takes effect on ratios."""
 Positive = Annotated[float, Field(gt=0, le=MOST)]
 """A number greater than 0: a rate, a temperature, a bound, or an amount of memory in MiB or GiB."""
 Weight = Annotated[float, Field(ge=0, le=MOST)]
-"""A coefficient of a loss or reward term, which 0 disables, or another number that is at least 0."""
+"""A non-negative number, such as the coefficient of a loss or reward term, which 0 disables."""
 Real = Annotated[float, Field(ge=-MOST, le=MOST)]
 """A number that may be negative, such as a reward."""
 

@@ -33,8 +33,8 @@ class ChosenTransport:
 
 
 def choose_transport(config: Config, device: str) -> ChosenTransport:
-    """Returns the transport of a run on `device`, "cpu" or "cuda": the configured one, or the one chosen for `auto`,
-    with the reason."""
+    """Returns the transport for a run on `device`, "cpu" or "cuda": the configured one or, if it is `auto`, the one
+    that slimx chooses, with the reason."""
     if config.publish.transport != "auto":
         return ChosenTransport(config.publish.transport, "set by publish.transport")
     groups = config.rollout.policy_engines

@@ -103,7 +103,7 @@ CONDITIONS: Mapping[str, Callable[[Sections], bool]] = {
     "publish.transport (any except memory)": lambda sections: sections["publish"].transport not in ("auto", "memory"),
 }
 SINKS: Mapping[str, Sequence[str]] = {"attention sinks": ("trainer.offload_activations",)}
-"""Keys that have never been tested together with a kind of attention, by the kind's name."""
+"""Keys that have never been tested together with attention sinks, in the form of `layer_tables`."""
 
 
 def layer_tables() -> dict[str, Sequence[str]]:

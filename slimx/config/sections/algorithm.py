@@ -28,7 +28,7 @@ CREDITS = ("own", "shared")
 
 class Algorithm(Section):
     name: Name = "grpo"
-    """Published algorithm whose values become the defaults of the other keys of this section (table in
+    """Published algorithm whose settings become the defaults of the other keys of this section (table in
     docs/algorithms.md)."""
     advantages: Advantages = Field(default={}, validate_default=True)
     """Advantage estimator: a kind, a mapping with `kind` and its parameters, or the dotted path of a hook
@@ -78,8 +78,8 @@ class Algorithm(Section):
     teacher_coef: Weight = 0.0
     """On-policy distillation: weight of log teacher - log engine in each token's advantage; 0: none."""
     teacher_top_k: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Number of most likely tokens whose log-probs a served teacher returns at each trained position, for
-    `teacher_kl_coef`; 0: none. Each takes 8 bytes in memory and in checkpoints."""
+    """Number of most likely tokens for which a served teacher returns log-probs at each trained position, for
+    `teacher_kl_coef`; 0: none. Each token takes 8 bytes in memory and in checkpoints."""
     teacher_kl_coef: Weight = 0.0
     """Distribution-level distillation: weight, in the loss, of the KL between teacher and policy, which is computed
     over the teacher's `teacher_top_k` most likely tokens plus one bin for all other tokens; 0: none."""
@@ -96,8 +96,8 @@ class Algorithm(Section):
     the mean of (engine's log-prob - policy's log-prob) over the trained tokens of their sequence exceeds the threshold.
     null: no masking."""
     mask_stale_tokens: bool = False
-    """For a trajectory sampled with several weight versions, train only on the tokens of the newest version; its other
-    tokens are context."""
+    """For a trajectory sampled with several weight versions, train only on the tokens of the newest version and use its
+    other tokens only as context."""
 
     @model_validator(mode="before")
     @classmethod
@@ -127,7 +127,7 @@ class Algorithm(Section):
         yield from unknown_kind("credit", self.credit, CREDITS)
 
     def _conflicts(self) -> Iterator[tuple[str, str, str]]:
-        """Yields error code, key without the section's name, and message of each conflict between keys."""
+        """Yields the error code, the key (without the section's name) and the message of each conflict between keys."""
         for key, (used, reason) in NEEDS.items():
             if getattr(self, key) != self.default(key) and not used(self):
                 yield (
@@ -215,7 +215,7 @@ class Algorithm(Section):
 
     @property
     def group_relative(self) -> bool:
-        """True if advantages only compare rollouts of the same group."""
+        """True if advantages compare only rollouts of the same group."""
         compared = ("grpo", "rloo", "opo", "gpg", "reinforce_baseline", "gdpo", "gigpo")
         return self.advantages.kind in compared or self.advantages.demonstrated
 

@@ -25,8 +25,8 @@ def prefix_of(policy: str) -> str:
 
 
 class Policy(Section):
-    """An additional policy with separate weights, trainer ranks and engines. Settings that are not listed here are
-    those of the run's top-level sections, which describe the policy `actor`."""
+    """Additional policy with separate weights, trainer ranks and engines. Settings that are not listed here are those
+    of the run's top-level sections, which describe the policy `actor`."""
 
     shares: str | None = None
     """Name of the policy whose weights this role uses: `actor`, or one of `policies`; null: separate weights. If it is

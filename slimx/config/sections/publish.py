@@ -33,9 +33,9 @@ class Publish(Section):
     are quantized to INT4, for engines on GPUs that load the output of `slimx convert hf-to-int4`. null: weights are not
     quantized."""
     transport: Transport = "auto"
-    """Transport of weights (docs/publication.md). auto: memory or cuda_ipc on one machine, nixl between several, disk
-    for external servers on other machines; memory: shared memory; cuda_ipc: from GPU to GPU; nixl: over the network
-    from every trainer rank to every engine; disk: files on a shared file system."""
+    """Weight transport (docs/publication.md). auto: memory or cuda_ipc on one machine, nixl between several, disk for
+    external servers on other machines; memory: shared memory; cuda_ipc: from GPU to GPU; nixl: over the network from
+    every trainer rank to every engine; disk: files on a shared file system."""
     directory: PathText | None = None
     """Shared directory for the files of the disk transport; null: run.dir/publish."""
     staging: Literal["model", "bucket"] = "model"

@@ -30,7 +30,7 @@ class Reward(Section):
     options: Options = Field(default_factory=dict)
     """Keyword arguments passed to `function`."""
     scope: Literal["trajectory", "group"] = "trajectory"
-    """Unit that one call of `function` scores. trajectory: one trajectory; group: all trajectories of a prompt at once,
+    """Unit that one call to `function` scores. trajectory: one trajectory; group: all trajectories of a prompt at once,
     by a hook `reward(ctx, group)` that returns a number or dict for each."""
     parts: tuple[RewardPart, ...] = ()
     """Reward hooks to use instead of `function`. The reward is the weighted sum over the parts whose `where` matches

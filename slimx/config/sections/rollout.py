@@ -190,7 +190,7 @@ class Rollout(Section):
     """Additional arguments for the chat template, such as {enable_thinking: false}; a prompt's `template` overrides
     them."""
     source: str | None = None
-    """Dotted path of a hook source(prompts, seed) -> DataSource, which orders the prompts; null: shuffled epochs."""
+    """Dotted path of a hook `source(prompts, seed) -> DataSource`, which orders the prompts; null: shuffled epochs."""
     prompts_per_step: Amount = 32
     """Number of prompts, and therefore of groups, that each step trains on."""
     over_sampling: float | None = Field(default=None, ge=1, le=1_000_000)
@@ -207,7 +207,7 @@ class Rollout(Section):
     options: Options = Field(default_factory=dict)
     """Keyword arguments passed to the `generate` hook."""
     filter: str | None = None
-    """Dotted path of a hook keep(group) -> bool | reason, which filters groups; null: all groups are kept."""
+    """Dotted path of a hook `keep(group) -> bool | reason`, which filters groups; null: all groups are kept."""
     replay: PathText | None = None
     """Directory of another run to replay: its saved rollouts (`track.rollouts`) are trained on step by step, no engine
     is started, and nothing is generated. null: generate rollouts."""
@@ -330,7 +330,7 @@ class Rollout(Section):
 class Eval(Section):
     prompts: PathText | dict[str, PathText] | None = None
     """File of held-out prompts in a format of `rollout.prompts`, or a mapping from names to files; null: no evaluation.
-    The name becomes metadata.dataset of prompts that set none, so that `reward.parts` can select a reward by file."""
+    The name becomes metadata.dataset of prompts without one, so that `reward.parts` can select a reward by file."""
     fields: RowFields | None = None
     """Columns of rows that are not in slimx's format; null: all rows are in that format. `rollout.fields` and
     `rollout.map` apply only to training prompts; `rollout.system` and `rollout.template` apply to all prompts."""

@@ -29,7 +29,7 @@ class RunSection(Section):
     state and waiting groups; null: none. Ignored once run.dir contains a checkpoint."""
     fork_prompts: Literal["continue", "anew"] = "continue"
     """Prompts of a forked run. continue: the prompts of the other run, from its position; anew: this run's prompts from
-    the first one, without the groups that were waiting, which suits the stages of a curriculum."""
+    the beginning, without the groups that were waiting, which suits the stages of a curriculum."""
 
 
 class Model(Section):
@@ -62,7 +62,7 @@ class Numerics(Section):
 
 class Cluster(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of trainers and engines. auto: cuda if torch finds a GPU, otherwise cpu."""
+    """Device for trainers and engines. auto: cuda if torch finds a GPU, otherwise cpu."""
     ray_address: str | None = None
     """Address of a running Ray cluster; null: slimx starts a local cluster."""
     trusted_network: bool | str | None = None

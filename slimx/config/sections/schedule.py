@@ -20,8 +20,9 @@ class Schedule(Section):
     """Number of batches by which a finished group may overtake an older unfinished group; it must not exceed
     max_staleness. 0: groups are trained on in the order of their prompts."""
     straggler_deadline: Seconds | None = None
-    """Seconds that a batch waits for unfinished groups that must not be overtaken, counted from when enough other
-    groups have finished. After that these groups are dropped and counted as dropped/straggler. null: no limit."""
+    """Seconds that a batch waits for unfinished groups that must not be overtaken, counted from the moment at which
+    enough other groups have finished. After that these groups are dropped and counted as dropped/straggler. null: no
+    limit."""
     colocate: bool = False
     """Run trainers and engines on the same devices, where they alternate: one sleeps while the other runs."""
     step_deadline: Seconds = 3600

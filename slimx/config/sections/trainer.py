@@ -106,7 +106,8 @@ class Recompute(Section):
     """Layers that full recomputation covers. uniform: all layers, in units of `layers`; block: only the first `layers`
     of each pipeline stage."""
     layers: Amount = 1
-    """With full recomputation, the number of layers per recomputed unit (uniform) or of recomputed layers (block)."""
+    """Full recomputation: number of layers per recomputed unit (uniform), or of recomputed layers per pipeline stage
+    (block)."""
 
 
 class Moe(Section):
@@ -292,7 +293,7 @@ class Trainer(RankLayout):
     passes; null: as many as fit into 256 MiB of fp32 logits, but at least 128."""
     attention: Literal["auto", "flash", "fused", "unfused"] = "auto"
     """Attention kernel. flash: flash-attn (on Hopper: FlashAttention 3 if it is installed, otherwise FlashAttention 4,
-    which is a beta); fused: cuDNN; unfused: Transformer Engine's unfused attention, or torch's without it; auto: the
+    a beta version); fused: cuDNN; unfused: Transformer Engine's unfused attention, or torch's without it; auto: the
     fastest that is available."""
     moe: Moe = Moe()
     indexer_replay: Literal["none", "R2", "R3"] = "none"
@@ -335,7 +336,8 @@ class Trainer(RankLayout):
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Globs over names of parameters of the base model that are not trained; with LoRA, all parameters."""
+        """Globs over the names of base-model parameters that are not trained; with LoRA, a glob that matches all of
+        them."""
         return ("*",) if self.lora is not None else self.freeze
 
     @property
