@@ -22,9 +22,9 @@ reachable address."""
 SYSTEM_CONFIG = {"enable_metrics_collection": False, "task_events_report_interval_ms": 0}
 """System configuration of a local Ray cluster, which turns off two features.
 
-enable_metrics_collection: each node's agent would expose its counters to everyone; slimx collects metrics without it.
-task_events_report_interval_ms: above 0, the GCS would keep 3 KiB of data, which nothing reads, for each of the last
-100,000 calls."""
+enable_metrics_collection: otherwise each node's agent would expose its counters to everyone; slimx collects metrics
+itself. task_events_report_interval_ms: above 0, the GCS would keep 3 KiB of data, which nothing reads, for each of the
+last 100,000 calls."""
 MODE = "RAY_AUTH_MODE"
 TOKEN = "RAY_AUTH_TOKEN"
 TOKEN_FILE = "RAY_AUTH_TOKEN_PATH"

@@ -54,7 +54,7 @@ class Restarts:
         pause_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Creates a record without any restarts.
+        """Creates the record of a part that has not been restarted yet.
 
         `part`: name in messages. `note`: receives a line of text when a restart starts or fails. `record`: receives
         every finished restart. `pause_s`: seconds to wait before the second consecutive restart. `clock`: function that

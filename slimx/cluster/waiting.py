@@ -26,7 +26,7 @@ _DEATHS = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
 that Ray killed the process because the machine ran out of memory."""
 
 _UNKNOWN = "connection error code 2"
-"""Text in the error of Ray 2.60 for a process that ended without telling Ray why."""
+"""Text in Ray 2.60's error for a process that ended without telling Ray why."""
 _SILENT = ", as after SIGKILL (out of memory? see dmesg)"
 """Text that is appended to the error about a process that ended without telling Ray why and without printing anything;
 it suggests SIGKILL as the cause."""
@@ -110,8 +110,8 @@ async def _result[T](reference: Awaitable[T]) -> T:
 
 
 def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxError:
-    """Returns an error that describes the failure of the operation `what` on the actor `holder`. `error`: exception by
-    which Ray reported the failure; if it wraps a SlimxError that the actor raised, this SlimxError is returned
+    """Returns an error that describes the failure of the operation `what` on the actor `holder`. `error`: exception
+    with which Ray reported the failure; if it wraps a SlimxError that the actor raised, this SlimxError is returned
     unchanged. `log`: the actor's log file."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, SlimxError):

@@ -54,7 +54,7 @@ class Refusal(SlimxError, ValueError):
     may contain several problems."""
 
     problems: tuple[SlimxError, ...] = ()
-    """The individual errors that this error combines."""
+    """Individual errors that this error combines."""
 
 
 @dataclass(frozen=True, slots=True)

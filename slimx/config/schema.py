@@ -178,7 +178,7 @@ class CoreConfig(Section):
     @property
     def engine_logprobs_exact(self) -> bool:
         """True if the engines' log-probs are bitwise equal to the trainer's. This holds in exact mode without
-        staleness, because this run's engines then sample every token with the weights that the step starts from. False
+        staleness, because this run's engines then sample every token with the weights from which the step starts. False
         for replayed rollouts, which come from another run."""
         return self.exact and self.schedule.max_staleness == 0 and bool(self.rollout.policy_engines)
 

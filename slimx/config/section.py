@@ -52,8 +52,8 @@ Label = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 def expanded(path: str) -> str:
-    """Expands a leading `~` or `~USER` to the home directory, as a shell does. Raises ValueError if the user is
-    unknown."""
+    """Expands a leading `~` or `~USER` of a path to the home directory, as a shell does. Raises ValueError if the user
+    is unknown."""
     expansion = os.path.expanduser(path)
     if expansion.startswith("~"):
         user = expansion.partition("/")[0]
@@ -102,8 +102,8 @@ class Section(BaseModel):
 
 
 class Objective(Section):
-    """A kind of loss or advantage estimator of section `algorithm`. This class is used for kinds without parameters and
-    for the user's hooks; subclasses add parameters."""
+    """Kind of loss or advantage estimator, as configured in section `algorithm`. This class is used for kinds without
+    parameters and for the user's hooks; subclasses add parameters."""
 
     demonstrated: ClassVar[bool] = False
     """True if the loss or estimator uses demonstrated answers that the prompts contain, and therefore needs neither

@@ -13,8 +13,8 @@ workspaces, and fragmentation of torch's allocator. On one H100 with one rank, 1
 (docs/planning.md)."""
 DRIVER = 560 * 2**20
 """Bytes of GPU memory that the driver reserves. Measured on one H100 80GB HBM3 with driver 580.159.04 on 2026-11-27: of
-79.65 GiB, torch reports 79.1 GiB, and 78.50 GiB are free after a process has created its context. Assumed for other
-GPUs."""
+79.65 GiB, torch reports 79.1 GiB, and 78.50 GiB are free after a process has created its context. The same is assumed
+for other GPUs."""
 MARGIN = 3 * GIB
 """Bytes that a plan should leave free on every GPU, because activations and overheads are only estimated."""
 

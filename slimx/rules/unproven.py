@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slimx.models.families import ModelSpec
 
 Sections = Mapping[str, Any]
-"""Sections of a configuration by name. They have different classes, hence Any."""
+"""Sections of a configuration by name, typed Any because their classes differ."""
 
 
 UNPROVEN: Mapping[str, Sequence[str]] = {
@@ -103,7 +103,7 @@ CONDITIONS: Mapping[str, Callable[[Sections], bool]] = {
     "publish.transport (any except memory)": lambda sections: sections["publish"].transport not in ("auto", "memory"),
 }
 SINKS: Mapping[str, Sequence[str]] = {"attention sinks": ("trainer.offload_activations",)}
-"""Keys that have never been tested together with attention sinks, in the form of `layer_tables`."""
+"""Keys that have never been tested together with attention sinks, in the form that `layer_tables` returns."""
 
 
 def layer_tables() -> dict[str, Sequence[str]]:

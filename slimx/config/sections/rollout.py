@@ -216,7 +216,7 @@ class Rollout(Section):
     sampling: Sampling = Sampling()
     proxy: Proxy = Proxy()
     max_prompt_tokens: Amount = 1024
-    """Maximum length of a prompt in tokens. A longer prompt is an error before the run starts."""
+    """Maximum length of a prompt in tokens. A longer prompt is reported as an error before the run starts."""
     concurrency: Amount = 256
     """Maximum number of requests to the engines that are in flight at once, over all rollouts."""
     max_rollouts: Amount = 4096
@@ -245,7 +245,7 @@ class Rollout(Section):
 
     @property
     def longest(self) -> int:
-        """Maximum number of tokens in a rollout of one turn, prompt included."""
+        """Maximum number of tokens in a single-turn rollout, including the prompt."""
         return self.max_prompt_tokens + self.sampling.max_new_tokens
 
     @property

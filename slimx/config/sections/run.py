@@ -141,7 +141,7 @@ class Stall(Section):
 
 
 class Prometheus(Section):
-    """HTTP endpoint of the driver that Prometheus scrapes."""
+    """HTTP endpoint on the driver from which Prometheus scrapes metrics."""
 
     port: int | None = Field(None, ge=1, le=65535)
     """Port of /metrics, which returns the newest step's metrics and the metrics of every engine; null: no endpoint."""

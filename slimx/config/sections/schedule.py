@@ -11,8 +11,8 @@ class Schedule(Section):
     """Number of steps in the run. Each trains on prompts_per_step x group_size rollouts and publishes the weights
     once."""
     updates_per_step: Amount = 1
-    """Optimizer updates per step, each on prompts_per_step / updates_per_step whole groups. The importance ratio in
-    every update's loss is relative to the policy that sampled the tokens."""
+    """Number of optimizer updates per step, each of which trains on prompts_per_step / updates_per_step whole groups.
+    The importance ratio in every update's loss is relative to the policy that sampled the tokens."""
     max_staleness: Count = 0
     """Maximum number of weight versions by which the oldest token of a trajectory may lag behind the weights from which
     the training step starts. 0: synchronous; 1: one step off-policy; more: fully asynchronous."""
