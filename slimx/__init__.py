@@ -16,8 +16,8 @@ _EXPORTS = {
     "evaluate": "slimx.commands.script",
     "train": "slimx.commands.script",
 }
-"""Public names of the package, with the modules that define them. They are imported on first use, so `import slimx`
-does not import torch. Their types are in __init__.pyi."""
+"""Public names of the package, mapped to the modules that define them. A name is imported on first use, so `import
+slimx` does not import torch. The types of the names are in __init__.pyi."""
 __all__ = ["__version__", *_EXPORTS]
 
 

@@ -137,8 +137,8 @@ def main() -> None:
 
 
 def entry() -> None:
-    """Runs the program. It exits within `EXIT_S` seconds after `main` has returned, even if threads of hooks or exit
-    handlers still run."""
+    """Runs the command line. The process exits within `EXIT_S` seconds after `main` has returned, even if threads of
+    hooks or exit handlers are still running."""
     from slimx.orchestration.lifetime.hangs import Watchdog
     from slimx.orchestration.lifetime.parent import supervised
 

@@ -30,7 +30,7 @@ def fingerprint(data: bytes) -> str:
 
 
 def record_bytes(data: bytes) -> FileRecord:
-    """Returns size and digest of a file whose content is `data`."""
+    """Returns the size and digest of a file with the content `data`."""
     return FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
 
 

@@ -91,8 +91,8 @@ def _entry_point(key: str, name: str, group: str) -> object:
 
 
 def _as_dotted(path: str) -> str:
-    """Returns the dotted path that was probably meant by `path`, the path of a Python file with or without `:NAME`
-    after it."""
+    """Returns the dotted path that the user probably meant by `path`, the path of a Python file with or without `:NAME`
+    at the end."""
     file, _, name = path.partition(":")
     parts = [part for part in re.split(r"[/.]", file.removesuffix(".py")) if part]
     if name or file.endswith(".py"):

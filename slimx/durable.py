@@ -26,10 +26,10 @@ def write_synced(path: Path, *pieces: bytes | memoryview) -> None:
 
 
 def write_atomic(path: Path, *pieces: bytes | memoryview, sync: bool = True) -> None:
-    """Replaces the content of the file at `path` with `pieces`, so that readers see either the old content or all of
-    the new one.
+    """Replaces the content of the file at `path` with `pieces`, so that readers see either the complete old or the
+    complete new content.
 
-    `sync`: guarantee this also after a crash of the machine. Raises OSError without leaving a partial file."""
+    `sync`: guarantee this even if the machine crashes. Raises OSError without leaving a partial file."""
     partial = path.with_name(path.name + ".partial")
     try:
         if sync:

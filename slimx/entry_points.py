@@ -54,10 +54,10 @@ from slimx.errors import SlimxError, raised
 
 @functools.cache
 def find(group: str) -> dict[str, EntryPoint]:
-    """Returns the entry points of `group`, by name and in order of the names.
+    """Returns the entry points of `group`, by name, in alphabetical order.
 
-    Raises SlimxError if two packages define the same name, or if there are none: slimx itself defines at least one in
-    every group.
+    Raises SlimxError if two packages define the same name, or if the group is empty, because slimx itself defines at
+    least one entry point in every group.
     """
     points: dict[str, EntryPoint] = {}
     for point in sorted(importlib.metadata.entry_points(group=group), key=lambda point: point.name):

@@ -80,7 +80,8 @@ class Interrupted(Exception):
 
 
 def ending_of(error: BaseException | None) -> tuple[int, str]:
-    """Returns the exit status and the message of a command that ends with `error`; None: the command succeeded."""
+    """Returns the exit status and the message of a command that ends with `error`, which is None if the command
+    succeeded."""
     if error is None:
         return 0, "done"
     if isinstance(error, SlimxError):
@@ -93,16 +94,17 @@ def ending_of(error: BaseException | None) -> tuple[int, str]:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the text of `error` on one line, cut to 300 characters; the name of its class if it has no text."""
+    """Returns the text of `error` on one line, truncated to 300 characters, or the name of its class if the text is
+    empty."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def raised(error: BaseException) -> str:
-    """Returns type, message and location of an error in user code, such as "KeyError: 'nope' (/home/me/rewards.py, line
-    12)".
+    """Returns the type, message and location of an error in user code, such as "KeyError: 'nope' (/home/me/rewards.py,
+    line 12)".
 
-    The location is the innermost frame outside of Python, installed packages and slimx; it is omitted if there is none.
-    """
+    The location is the innermost frame outside of Python, installed packages and slimx; it is omitted if there is no
+    such frame."""
     text = f"{type(error).__name__}: {_message(error)}"
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     in_user_code = [(file, line) for file, line in frames if of_users(file)]
@@ -120,7 +122,7 @@ def _message(error: BaseException) -> str:
 
 
 def safe_repr(value: object) -> str:
-    """Returns `repr` of a value from user code, cut to 200 characters. Never raises."""
+    """Returns the `repr` of a value from user code, truncated to 200 characters. Never raises."""
     try:
         return repr(value)[:200]
     except BaseException as error:

@@ -11,9 +11,9 @@ from slimx.errors import SlimxError
 def load_library(path: Path, *, what: str, version: str, abi: int, remedy: str) -> ctypes.CDLL:
     """Loads and returns the native library at `path`.
 
-    `what`: name of the library in errors. `version`: name of its function that returns its ABI version, which must
-    equal `abi`. `remedy`: instruction for building a library that can be loaded, appended to error messages. Raises
-    SlimxError if the library is missing, broken or outdated.
+    `what`: name of the library in errors. `version`: name of the library's function that returns its ABI version, which
+    must equal `abi`. `remedy`: instruction for building a library that can be loaded, appended to error messages.
+    Raises SlimxError if the library is missing, broken or outdated.
     """
     if not path.exists():
         raise SlimxError(f"{what} {path} is missing; {remedy}", code="library.missing", about=str(path))

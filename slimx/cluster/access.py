@@ -17,14 +17,14 @@ from slimx.json_types import Json
 from slimx.runtime.user_files import private_directory, private_token
 
 ADDRESS = "127.0.0.2"
-"""IP address of the node of a local cluster, at which Ray's agents listen. Ray would replace 127.0.0.1 with an
-externally reachable address."""
+"""IP address of a local cluster's node, at which Ray's agents listen. Ray would replace 127.0.0.1 with an externally
+reachable address."""
 SYSTEM_CONFIG = {"enable_metrics_collection": False, "task_events_report_interval_ms": 0}
-"""System configuration of a local Ray cluster, which turns two features off.
+"""System configuration of a local Ray cluster, which turns off two features.
 
-enable_metrics_collection: each node's agent would expose its counters to everyone; slimx collects its own metrics.
-task_events_report_interval_ms: above 0, the GCS would keep 3 KiB of data, which nothing reads, for each of the last
-100,000 calls."""
+enable_metrics_collection: otherwise each node's agent would expose its counters to everyone; slimx collects metrics
+itself. task_events_report_interval_ms: above 0, the GCS would keep 3 KiB of data, which nothing reads, for each of the
+last 100,000 calls."""
 MODE = "RAY_AUTH_MODE"
 TOKEN = "RAY_AUTH_TOKEN"
 TOKEN_FILE = "RAY_AUTH_TOKEN_PATH"
@@ -33,10 +33,10 @@ CONNECT_S = 2.0
 
 
 def local_options() -> Json:
-    """Returns the arguments of `ray.init` for a local cluster. If there is no token yet, creates and saves the one that
-    the cluster's processes will require.
+    """Returns the arguments for `ray.init` that start a local cluster. If there is no token yet, creates and saves the
+    one that the cluster's processes will require.
 
-    Raises SlimxError if RAY_AUTH_MODE switches the token off or the token cannot be saved."""
+    Raises SlimxError if RAY_AUTH_MODE disables token authentication or the token cannot be saved."""
     check_token()
     if TOKEN not in os.environ:
         # Ray's own token file would be readable by every user.
@@ -52,7 +52,7 @@ def local_options() -> Json:
 
 
 def check_token() -> None:
-    """Raises SlimxError if the environment variable RAY_AUTH_MODE switches Ray's token off."""
+    """Raises SlimxError if the environment variable RAY_AUTH_MODE disables Ray's token authentication."""
     # "token" is the default for a new cluster; if set after `import ray`, the variable affects only child processes.
     if os.environ.get(MODE, "token").lower() != "token":
         raise SlimxError(
@@ -67,8 +67,8 @@ def check_reachable(ray_address: str | None) -> None:
     """Raises SlimxError if nothing listens at `ray_address`, the value of `cluster.ray_address`: host:port or
     ray://host:port.
 
-    Other values, such as "auto", are not checked. The check is done before Ray's own, which would retry for minutes and
-    ignore Ctrl-C."""
+    Other values, such as "auto", are not checked. The check precedes Ray's, which would retry for minutes and ignore
+    Ctrl-C."""
     if ray_address is None or ":" not in ray_address:
         return
     try:

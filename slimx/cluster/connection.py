@@ -23,7 +23,7 @@ SHUTDOWN_S = 20.0
 STARTS = 3
 """Maximum number of attempts to start a local Ray cluster; an attempt can time out on a busy machine."""
 SLOW = "timed out during startup"
-"""Text in the error of Ray 2.60 for a node that did not start in time."""
+"""Text in Ray 2.60's error for a node that did not start in time."""
 
 
 def device_of(config: Config) -> str:
@@ -92,8 +92,8 @@ def _needs(config: Config, *, trainers: bool) -> tuple[int, int, int]:
 
 @without_unused()
 def _start_locally(cpus: int) -> None:
-    """Starts a Ray cluster with `cpus` CPUs on this machine; retries if its node did not start within Ray's limit of 30
-    s."""
+    """Starts a Ray cluster with `cpus` CPUs on this machine; retries if the node does not start within Ray's limit of
+    30 s."""
     for left in reversed(range(STARTS)):
         try:
             ray.init(

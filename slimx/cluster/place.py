@@ -17,12 +17,12 @@ from slimx.runtime.ports import is_local, machine
 type Actor = Any
 """Handle of a Ray actor. Its methods are created by Ray at run time, so they have no static types."""
 DEVICES = "CUDA_VISIBLE_DEVICES"
-"""CUDA's environment variable that lists the GPUs visible to a process."""
+"""Environment variable that lists the GPUs visible to a CUDA process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Machine and GPUs of those ranks of a server that run on one machine."""
+    """Placement of a server's ranks on one machine: the machine, and the GPUs that they use."""
 
     node: str | None = None
     """Ray's node id of the machine; None: Ray chooses a machine with free resources."""
@@ -32,7 +32,7 @@ class Placement:
     """Number of dedicated GPUs to request from Ray."""
 
     def options(self, cpus: float) -> Json:
-        """Returns the options with which the Ray actor is created. `cpus`: number of CPUs that it reserves."""
+        """Returns the Ray options for an actor with this placement. `cpus`: number of CPUs that the actor reserves."""
         options: Json = {"num_cpus": cpus, "num_gpus": self.owned}
         if self.node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.node, soft=False)
@@ -48,12 +48,12 @@ def place_of(actor: Actor) -> Placement:
 
 
 def identity_of(actor: Actor) -> Json:
-    """Returns process id, machine identifier and Ray node id of the Ray actor that runs this function. `actor`: the
+    """Returns the process id, machine identifier and Ray node id of the Ray actor that runs this function. `actor`: the
     actor itself."""
     return {"pid": os.getpid(), "machine": machine(), "node": ray.get_runtime_context().get_node_id()}
 
 
 def place_among(actor: Actor, hosts: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the Ray node id of this machine, and the entries of `hosts`, names or addresses, that belong to this
+    """Returns the Ray node id of this machine, and the entries of `hosts`, names or addresses, that refer to this
     machine. `actor`: the Ray actor that runs this function."""
     return place_of(actor).node or "", [host for host in hosts if is_local(host)]

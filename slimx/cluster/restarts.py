@@ -12,9 +12,9 @@ from slimx.config.sections.engines import Health
 from slimx.errors import SlimxError
 
 SHOWN = 5
-"""Maximum number of restarts listed in the error that ends a run; the timeline contains all."""
+"""Maximum number of restarts listed in the error that ends a run; the timeline contains all of them."""
 LONGEST_PAUSE_S = 30.0
-"""Maximum number of seconds to wait before a restart; each pause is twice as long as the one before."""
+"""Longest pause before a restart, in seconds. Each pause is twice as long as the one before, up to this limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Restart:
     reason: str
     """Reason why the engine or router was lost, or why the previous attempt failed."""
     at: float
-    """Time when the attempt started, in Unix seconds."""
+    """Unix time, in seconds, at which the attempt started."""
     seconds: float
     error: str = ""
     """Reason why the restart failed; "" if it succeeded."""
@@ -54,11 +54,11 @@ class Restarts:
         pause_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Starts with a count of 0.
+        """Creates the record of a part that has not been restarted yet.
 
         `part`: name in messages. `note`: receives a line of text when a restart starts or fails. `record`: receives
-        every finished restart. `pause_s`: seconds to wait before the second consecutive restart. `clock`: returns
-        monotonic seconds."""
+        every finished restart. `pause_s`: seconds to wait before the second consecutive restart. `clock`: function that
+        returns monotonic seconds."""
         self.part = part
         self.health = health
         self.note = note
@@ -87,8 +87,8 @@ class Restarts:
             self._serves_since = self._clock()
 
     def lost(self) -> None:
-        """Records that the engine or router has stopped serving. Resets the count of restarts if it had served for
-        `health.stable_after` seconds."""
+        """Records that the engine or router has stopped serving, and resets the count of restarts if it had served for
+        at least `health.stable_after` seconds."""
         since = self._serves_since
         self._serves_since = None
         if since is not None and self._clock() - since >= self.health.stable_after:
@@ -96,7 +96,7 @@ class Restarts:
 
     @contextmanager
     def attempt(self, reason: SlimxError) -> Iterator[None]:
-        """Counts one restart, which the `with` block performs, and records whether it succeeded. `reason`: error that
+        """Counts the restart that the `with` block performs, and records whether it succeeds. `reason`: error that
         describes the loss of the engine or router."""
         self.in_row += 1
         self.note(f"{self.part}: restart {self.in_row} of {self.health.restarts}")
@@ -118,5 +118,5 @@ class Restarts:
 
 
 def describe_restarts(restarts: Sequence[Restart]) -> str:
-    """Describes the last `SHOWN` of `restarts` for the error that ends a run; "" if there are none."""
+    """Returns a description of the last `SHOWN` of `restarts` for the error that ends a run; "" if there are none."""
     return "; ".join(map(str, restarts[-SHOWN:]))

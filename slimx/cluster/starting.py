@@ -12,15 +12,15 @@ from slimx.config.schema import Config
 CPU_S = 300.0
 """Seconds within which trainers and engines must have started on CPUs."""
 READ_RATE = 1e9
-"""Assumed rate at which a node reads weights from shared storage, in bytes/s. Only one process of the node reads from
-there; the others find the files in the page cache."""
+"""Assumed rate at which a node reads weights from shared storage, in bytes/s. Only one process per node reads from the
+storage; the others find the files in the page cache."""
 COMPILATION_S = 600.0
-"""Assumed seconds for compiling kernels and capturing CUDA graphs at a first start on GPUs. Kernels of DeepGEMM are not
-included."""
+"""Assumed seconds for compiling kernels, except those of DeepGEMM, and capturing CUDA graphs during a first start on
+GPUs."""
 
 
 def start_deadline(config: Config, device: str) -> float:
-    """Returns the seconds within which trainers and engines must have started. `device`: "cpu" or "cuda"."""
+    """Returns the time limit, in seconds, for the start of trainers and engines. `device`: "cpu" or "cuda"."""
     deadline = config.cluster.start_deadline
     return start_seconds(device, weight_bytes(config)) if deadline is None else deadline
 

@@ -17,8 +17,8 @@ from slimx.runtime.logs import log_end, quoted
 from slimx.runtime.tasks import AnyFuture, cancelled, in_thread
 
 DEATH_S = 5.0
-"""Maximum number of seconds until Ray reports the death of an actor. Other actors may notice it earlier, by a broken
-connection."""
+"""Maximum number of seconds until Ray reports the death of an actor. Other actors may notice the death earlier, from a
+broken connection."""
 KILL_S = 10.0
 """Seconds within which a request to kill actors must return."""
 _DEATHS = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
@@ -26,7 +26,7 @@ _DEATHS = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
 that Ray killed the process because the machine ran out of memory."""
 
 _UNKNOWN = "connection error code 2"
-"""Text in the error of Ray 2.60 for a process that ended without telling Ray why."""
+"""Text in Ray 2.60's error for a process that ended without telling Ray why."""
 _SILENT = ", as after SIGKILL (out of memory? see dmesg)"
 """Text that is appended to the error about a process that ended without telling Ray why and without printing anything;
 it suggests SIGKILL as the cause."""
@@ -42,12 +42,12 @@ async def gather[T](
     """Returns the results of all `references`, in order.
 
     The first failure is raised at once, because the other ranks may wait for the failed one. If the failure may be a
-    consequence of another actor's death, Ray first gets `DEATH_S` seconds to report that death, which is then raised
-    instead.
+    consequence of another actor's death, waits up to `DEATH_S` seconds for Ray to report that death, which is then
+    raised instead.
 
     `what`: the operation, for errors. `holders` and `logs`: name and log of the actor behind each reference. Raises
-    SlimxError with name and log of the failed actor; DeadlineError after `deadline_s` with the names of the actors that
-    did not respond.
+    SlimxError with the name and log of the failed actor, or, after `deadline_s` seconds, DeadlineError with the names
+    of the actors that did not respond.
     """
     if not references:  # asyncio.wait raises an error for an empty set
         return []
@@ -73,8 +73,8 @@ async def gather[T](
 
 
 async def has_died(*actors: Actor, within: float = math.inf) -> bool:
-    """Returns True if one of `actors`, which must have a method `ping`, has died. Waits up to `DEATH_S` seconds for Ray
-    to report it, but at most `within` seconds."""
+    """Returns True if one of `actors`, which must have a method `ping`, has died. Waits up to `DEATH_S` seconds, or
+    `within` seconds if that is less, for Ray to report a death."""
     pings = [asyncio.ensure_future(_result(actor.ping.remote())) for actor in actors]
     try:
         done, _ = await asyncio.wait(pings, timeout=min(DEATH_S, within), return_when=asyncio.FIRST_EXCEPTION)
@@ -84,8 +84,8 @@ async def has_died(*actors: Actor, within: float = math.inf) -> bool:
 
 
 async def _until_death(tasks: Iterable[AnyFuture]) -> None:
-    """Waits until one of `tasks` fails because its actor has died, or until all are done, but at most `DEATH_S`
-    seconds."""
+    """Waits, for at most `DEATH_S` seconds, until one of `tasks` fails because its actor has died, or until all are
+    done."""
     pending = set(tasks)
     with suppress(TimeoutError):
         async with asyncio.timeout(DEATH_S):
@@ -110,8 +110,8 @@ async def _result[T](reference: Awaitable[T]) -> T:
 
 
 def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxError:
-    """Returns an error that describes the failure of the operation `what` on the actor `holder`. `error`: exception by
-    which Ray reported the failure; if it wraps a SlimxError that the actor raised, this SlimxError is returned
+    """Returns an error that describes the failure of the operation `what` on the actor `holder`. `error`: exception
+    with which Ray reported the failure; if it wraps a SlimxError that the actor raised, this SlimxError is returned
     unchanged. `log`: the actor's log file."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, SlimxError):
@@ -153,12 +153,12 @@ def _last_line(error: BaseException) -> str:
 async def ask_ray[T, *Ts](
     what: str, holder: str, deadline_s: float, function: Callable[[*Ts], T], *arguments: *Ts
 ) -> T:
-    """Calls `function` of Ray's library in a thread and returns its result.
+    """Calls `function`, which belongs to Ray's library, in a thread and returns its result.
 
     `ray.put` needs the raylet and `ray.kill` the GCS. Both functions block forever if the process that they need is
     stopped, so they must not be called in the event loop. `what`: description of the result, and `holder`: the part of
-    Ray that must provide it, for errors. Raises DeadlineError after `deadline_s` seconds, PartLost if Ray reports an
-    error."""
+    Ray that must provide it, for errors. Raises DeadlineError after `deadline_s` seconds, and PartLost if Ray reports
+    an error."""
     try:
         async with asyncio.timeout(deadline_s):
             return await in_thread(function, *arguments)
@@ -174,7 +174,7 @@ async def ask_ray[T, *Ts](
 
 
 async def kill(actors: Iterable[Actor]) -> None:
-    """Kills `actors` and never raises. If the GCS does not respond, they are left to end with Ray."""
+    """Kills `actors` and never raises. If the GCS does not respond, the actors run until Ray ends."""
     with suppress(DeadlineError, PartLost):
         await ask_ray("the exit of actors", "Ray's GCS", KILL_S, _kill, list(actors))
 

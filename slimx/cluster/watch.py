@@ -18,16 +18,16 @@ from slimx.errors import DeadlineError, PartLost, one_line
 from slimx.runtime.tasks import first_of
 
 LOOK_S = 1.0
-"""Seconds between two checks that the processes are running."""
+"""Seconds between checks that Ray's processes are still running."""
 NAMES = {"gcs_server": "GCS", "raylet": "raylet"}
-"""Names of Ray's processes, mapped to their names in error messages."""
+"""Process names of Ray's components, mapped to the components' names in error messages."""
 
 Probe = Callable[[], object]
 
 
 def local_processes() -> dict[str, psutil.Process]:
-    """Returns the processes of the Ray cluster that this process has started, by their names in messages; {} for a
-    cluster that it has joined."""
+    """Returns the Ray processes that this process has started, by their names in messages; {} if it has joined an
+    existing cluster."""
     processes: dict[str, psutil.Process] = {}
     for child in psutil.Process().children():
         name = child.name()
@@ -47,7 +47,7 @@ async def watch_ray(
     """Waits until the loss of one of Ray's processes is detected, and returns an error that describes it.
 
     `processes`: processes that must be running, checked every `look_s` seconds. `probes`: functions that must return
-    within `deadline_s` seconds, by the name of the part of Ray that they call."""
+    within `deadline_s` seconds, keyed by the name of the part of Ray that they call."""
     watches = [_ended(processes, look_s)]
     for name, probe in probes.items():
         watches.append(_silent(name, probe, deadline_s))

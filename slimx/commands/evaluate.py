@@ -21,17 +21,17 @@ from slimx.orchestration.state.directory import EVALUATIONS
 from slimx.orchestration.step.evaluation import answer_all, eval_metrics
 
 LOGGED = "eval_hook/"
-"""Prefix of the names of metrics that hooks log during an evaluation."""
+"""Prefix that marks the names of metrics that hooks log during an evaluation."""
 MEAN = "/mean"
-"""Suffix of the names of metrics that are means."""
+"""Suffix that marks the names of metrics that are means."""
 
 
 def run_evaluation(config: Config, note: Callable[[str], None]) -> Json:
     """Evaluates the checkpoint of `config` once, appends the result to RUN/eval/results.jsonl, and returns it:
-    {checkpoint, prompts: number by prompt set, metrics, ...}.
+    {checkpoint, prompts: number of prompts by prompt set, metrics, ...}.
 
     `config`: a configuration with engines and without trainers (slimx.orchestration.start.checks). `note`: receives
-    lines of text about the progress. Raises SlimxError, or Interrupted after a signal."""
+    lines of text about the progress. Raises SlimxError if the evaluation fails, and Interrupted after a signal."""
     device = device_of(config)
     sources = check_sources(config, configured_model(config), device)
     directory = Path(config.run.dir) / EVALUATIONS
@@ -83,8 +83,8 @@ async def evaluate_once(service: EngineService) -> Json:
 
 
 def table(result: Json) -> Iterator[str]:
-    """Yields the lines of the table that shows `result`: a row per prompt set, a row for all sets if there are several,
-    and a line per metric that hooks logged."""
+    """Yields the lines of the table that shows `result`: one row per prompt set, one row for all sets together if there
+    are several, and one line per metric that hooks logged."""
     metrics = result["metrics"]
     columns = []
     for key in metrics:

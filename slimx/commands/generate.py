@@ -45,7 +45,8 @@ def run_generation(config: Config, console: Console) -> Path:
 
     Checks the configuration, starts engines, and resumes from the position that an earlier call has saved in the
     directory. `config`: a configuration with engines and without trainers (slimx.orchestration.start.checks). Raises
-    SlimxError; after a signal, Preempted if the run has saved its position (SIGUSR1), otherwise Interrupted."""
+    SlimxError if the generation fails; after a signal, raises Preempted if the run has saved its position (SIGUSR1),
+    and Interrupted otherwise."""
     device = device_of(config)
     sources = check_sources(config, configured_model(config), device)
     directory = Path(config.run.dir)

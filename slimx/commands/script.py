@@ -35,8 +35,8 @@ def train(
 
     `generate`, `reward` and `keep`: functions that replace the hooks `rollout.generate`, `reward.function` and
     `rollout.filter`; they must be defined at the top level of a module. `console`: where progress is printed; None:
-    standard output. Raises SlimxError; after a signal, Preempted if the run has saved a checkpoint (SIGUSR1), otherwise
-    Interrupted."""
+    standard output. Raises SlimxError if the run fails; after a signal, raises Preempted if the run has saved a
+    checkpoint (SIGUSR1), and Interrupted otherwise."""
     config = with_hooks(config, generate=generate, reward=reward, keep=keep)
     with _alone():
         directory, _ = start.train(config, console or Console(soft_wrap=True))
@@ -63,10 +63,10 @@ def evaluate(
 def with_hooks(
     config: Config, *, generate: Generate | None = None, reward: Reward | None = None, keep: Keep | None = None
 ) -> Config:
-    """Returns `config` with the functions' dotted paths as its hooks.
+    """Returns `config` with the dotted paths of the given functions as its hooks.
 
-    Raises SlimxError for a function that cannot be imported by its path, in this process or in the reward processes,
-    and for a `reward` if the configuration has reward.parts."""
+    Raises SlimxError if a function cannot be imported by its path, in this process or in the reward processes, or if
+    `reward` is given although the configuration has reward.parts."""
     rollout: dict[str, str] = {}
     if generate is not None:
         rollout["generate"] = _path("generate", generate)
@@ -95,8 +95,8 @@ def with_hooks(
 
 
 def _path(argument: str, function: Generate | Reward | Keep) -> str:
-    """Returns the dotted path of `function`. `argument`: name under which it was passed, for errors. Raises SlimxError
-    if it is not at the top level of a module."""
+    """Returns the dotted path of `function`. `argument`: name under which the function was passed, for errors. Raises
+    SlimxError if the function is not at the top level of a module."""
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", None)
     if module is None or name is None or getattr(sys.modules.get(module), name, None) is not function:

@@ -14,8 +14,9 @@ from slimx.orchestration.start import checks
 
 
 def train(config: Config, console: Console) -> tuple[Path, Path | None]:
-    """Trains, and returns the run's directory and the path of its report (None if there is none). Raises SlimxError;
-    after a signal, Preempted if the run has saved a checkpoint (SIGUSR1), otherwise Interrupted."""
+    """Trains, and returns the run's directory and the path of its report (None if there is none). Raises SlimxError if
+    the run fails; after a signal, raises Preempted if the run has saved a checkpoint (SIGUSR1), and Interrupted
+    otherwise."""
     checks.check_training(config)
     from slimx.orchestration.session import finish, run_training
 
@@ -24,8 +25,8 @@ def train(config: Config, console: Console) -> tuple[Path, Path | None]:
 
 
 def generate(config: Config, checkpoint: Path | None, console: Console) -> Path:
-    """Generates rollouts without training, and returns the directory that contains them. `checkpoint`: weights of the
-    engines; None: the run's initial weights. Raises the same errors as `train`."""
+    """Generates rollouts without training, and returns the directory that contains them. `checkpoint`: weights that the
+    engines load; None: the run's initial weights. Raises the same errors as `train`."""
     config = checks.generation_config(config, checkpoint)
     from slimx.commands.generate import run_generation
 
@@ -33,9 +34,9 @@ def generate(config: Config, checkpoint: Path | None, console: Console) -> Path:
 
 
 def evaluate(config: Config, checkpoint: Path | None, note: Callable[[str], None]) -> Json:
-    """Evaluates on the held-out prompts, and returns {checkpoint, prompts, metrics, ...}. `checkpoint`: weights of the
-    engines; None: the run's initial weights. `note`: receives lines of text about the progress. Raises the same errors
-    as `train`."""
+    """Evaluates on the held-out prompts, and returns {checkpoint, prompts, metrics, ...}. `checkpoint`: weights that
+    the engines load; None: the run's initial weights. `note`: receives lines of text about the progress. Raises the
+    same errors as `train`."""
     config = checks.evaluation_config(config, checkpoint)
     from slimx.commands.evaluate import run_evaluation
 

@@ -121,7 +121,7 @@ def _expanded(argument: str) -> str:
 
 
 def refusal(error: typer.TyperException) -> SlimxError:
-    """Returns the error to report for arguments that the command line parser has rejected with `error`."""
+    """Returns the error to report for arguments that the command-line parser rejected with `error`."""
     ctx = getattr(error, "ctx", None)
     if ctx is None:
         return SlimxError(str(error), code="cli.arguments", about="slimx")
@@ -144,8 +144,8 @@ def refusal(error: typer.TyperException) -> SlimxError:
 
 
 def _hint_without(ctx: Context, option: str) -> str:
-    """Returns a hint for an unknown option: the other commands that have it, or the arguments and options of this
-    command."""
+    """Returns a hint for an unknown option: the other commands that have it or, if there are none, the arguments and
+    options of this command."""
     others = _commands_with(ctx, option)
     if others:
         verb = "has" if len(others) == 1 else "have"

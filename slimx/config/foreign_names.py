@@ -11,7 +11,7 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 
 TABLES = "slimx.foreign_names"
-"""Entry point group for tables of foreign names: modules that define the functions of `NameTable`."""
+"""Entry point group for tables of foreign names, which are modules that define the functions of `NameTable`."""
 
 _SIZES = {
     "tensor_parallel_size": "tensor",
@@ -23,8 +23,8 @@ _SIZES = {
     "expert_tensor_parallel_size": "expert_tensor",
 }
 ALIASES: dict[str, str] = {}
-"""Names of parallel sizes in Megatron-LM and other frameworks, which are accepted as aliases: dotted alias, mapped to
-the last part of the slimx key. `*` matches any entry of a list."""
+"""Aliases for keys of parallel sizes, as named in Megatron-LM and other frameworks: each dotted alias is mapped to the
+last part of the slimx key. `*` matches any entry of a list."""
 for _section in ("trainer", "critic.layout"):
     for _long, _short in _SIZES.items():
         ALIASES[f"{_section}.{_long}"] = _short
@@ -42,8 +42,8 @@ class Counterpart(Protocol):
 
     @property
     def values(self) -> Mapping[str, str | Counterpart]:
-        """For each listed foreign value, in lower case: the value of `key` that corresponds to it, or a counterpart
-        with another key if slimx sets it elsewhere."""
+        """Mapping from foreign values, in lower case, to the corresponding values of `key`, or to counterparts with
+        another key where slimx sets the value elsewhere."""
         ...
 
     @property
@@ -63,8 +63,8 @@ class Counterpart(Protocol):
 
     @property
     def sets(self) -> Mapping[str, str]:
-        """Values by dotted key, if the foreign name corresponds to several keys; "VALUE" in them stands for the foreign
-        value."""
+        """Dotted keys and their values, if the foreign name corresponds to several keys; "VALUE" in a value stands for
+        the foreign value."""
         ...
 
     def translate(self, value: str) -> str | Counterpart | None:
@@ -74,7 +74,7 @@ class Counterpart(Protocol):
 
 
 class NameTable(Protocol):
-    """Interface of a module with the names of another framework, registered as an entry point of
+    """Interface of a module that maps the names of another framework to keys of slimx, registered as an entry point of
     `slimx.foreign_names`."""
 
     def of_key(self, name: str, value: str) -> Counterpart | None:
@@ -88,14 +88,14 @@ class NameTable(Protocol):
         ...
 
     def of_word(self, key: str, word: str) -> str | Counterpart | None:
-        """Returns the valid value of slimx's `key` that users of the other framework write as `word`, which is in lower
-        case; None if the table lacks the word."""
+        """Returns the value of slimx's `key` that corresponds to `word`, the lower-case word for it in the other
+        framework; None if the table lacks the word."""
         ...
 
 
 def of_key(name: str, value: str) -> Counterpart | None:
-    """Returns the counterpart of the foreign dotted key `name` with the value `value`, from the first table that has
-    one; None if no table has one."""
+    """Returns the counterpart of the foreign dotted key `name` with the value `value`. Uses the first table that
+    contains `name`; None if none does."""
     for table in _tables():
         counterpart = table.of_key(name, value)
         if counterpart is not None:
@@ -104,8 +104,8 @@ def of_key(name: str, value: str) -> Counterpart | None:
 
 
 def of_flag(name: str, value: str) -> Counterpart | None:
-    """Returns the counterpart of the command-line flag `name` (given without its dashes) with the value `value`, from
-    the first table that has one; None if no table has one."""
+    """Returns the counterpart of the command-line flag `name` (given without its dashes) with the value `value`. Uses
+    the first table that contains the flag; None if none does."""
     for table in _tables():
         counterpart = table.of_flag(name, value)
         if counterpart is not None:
@@ -114,8 +114,8 @@ def of_flag(name: str, value: str) -> Counterpart | None:
 
 
 def of_word(key: str, word: str) -> str | Counterpart | None:
-    """Returns the valid value of slimx's `key` that users of other frameworks write as `word`, which is in lower case,
-    from the first table that has one; None if no table has one."""
+    """Returns the value of slimx's `key` that corresponds to `word`, the lower-case word for it in another framework.
+    Uses the first table that contains `word`; None if none does."""
     for table in _tables():
         counterpart = table.of_word(key, word)
         if counterpart is not None:
@@ -128,9 +128,10 @@ def _tables() -> Iterable[NameTable]:
 
 
 def to_known_names(tree: object, where: str) -> None:
-    """Renames the aliased keys of `tree`, the plain values of a file or an override, in place to the schema's names.
+    """Renames the aliased keys of `tree` to the schema's names, in place.
 
-    `where` names the file or override in errors. Raises SlimxError if a key is set under both of its names."""
+    `tree`: plain values of a file or an override. `where` names the file or override in errors. Raises SlimxError if a
+    key is set under both of its names."""
     for old, name in ALIASES.items():
         *path, last = old.split(".")
         new = ".".join([*path, name])

@@ -198,8 +198,9 @@ def _listed(override: object, base: object, path: tuple[str, ...], where: str) -
 
 
 def _entries(override: Json, base: object, path: tuple[str, ...]) -> list[object] | None:
-    """Returns a copy of the list at `path` (`base`, or the default if `base` is None) if all keys of `override` are
-    list indices. Returns None if `override` is empty or has another key, or if the value at `path` is not a list."""
+    """Returns a copy of the list whose entries `override` sets by index: `base`, or the default at `path` if `base` is
+    None. Returns None if `override` is empty or has a key that is not an index, or if the value at `path` is not a
+    list."""
     if not override or not all(str(key).isdigit() for key in override):
         return None
     if isinstance(base, list):
@@ -208,7 +209,7 @@ def _entries(override: Json, base: object, path: tuple[str, ...]) -> list[object
 
 
 def _value_at(tree: object, path: Iterable[object]) -> object:
-    """Returns the value at `path`, a sequence of keys and indices; None if there is none."""
+    """Returns the value at `path`, a sequence of keys and indices; None if it does not exist."""
     for key in path:
         tree = _inner(tree, key)
     return tree
@@ -229,7 +230,8 @@ def _dotted(tree: Json) -> str:
 
 
 def _interpolations(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yields the path and the text of every value in the tree that contains an interpolation, `${...}`."""
+    """Yields the path and the text of every string in `value` that contains an interpolation, `${...}`. `path`: path of
+    `value` itself."""
     if isinstance(value, str) and "${" in value:
         yield path, value
     if isinstance(value, dict):
@@ -241,7 +243,8 @@ def _interpolations(value: object, path: tuple[str | int, ...] = ()) -> Iterator
 
 
 def _problems(item: ErrorDetails, applied: Mapping[str, str]) -> Sequence[SlimxError]:
-    """Returns the errors for one of pydantic's error records. `applied`: overrides by the dotted key that they set."""
+    """Converts `item`, a pydantic error record, to one or more errors. `applied`: overrides by the dotted key that they
+    set."""
     cause = item.get("ctx", {}).get("error")
     if isinstance(cause, Refusal):
         return cause.problems or (cause,)

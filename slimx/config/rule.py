@@ -43,7 +43,7 @@ FACTS = {
     "prompts": ("prompts",),  # prompts of all files or sources
 }
 """Names of the facts that rules can use in addition to the sections of a configuration (`slimx.config.schema.Config`),
-grouped by the input that they are computed from, the cheapest first."""
+grouped by the input from which they are computed, the cheapest input first."""
 Problems = Iterator[str | tuple[str, str]]
 """Error messages that a rule yields. Each is a sentence about the rule's key (`Rule.about`), or a pair of another key
 and a sentence about that key. A sentence that does not contain its key is prefixed with the key and its value."""
@@ -54,7 +54,7 @@ class Refusal(SlimxError, ValueError):
     may contain several problems."""
 
     problems: tuple[SlimxError, ...] = ()
-    """The individual errors that this error combines."""
+    """Individual errors that this error combines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ class Rule:
     about: str
     """Dotted key that the errors are about, unless the rule yields an error with another key."""
     ask: Callable[..., Problems]
-    """Function that receives the facts as keyword arguments and yields an error message for each fault (`Problems`). A
-    SlimxError that it raises is reported as a fault too."""
+    """Function that receives the facts as keyword arguments and yields an error message for each fault (`Problems`). If
+    it raises a SlimxError, this is also reported as a fault."""
     facts: frozenset[str]
     """Names of the facts that `ask` receives."""
 
     def problems(self, facts: Mapping[str, object]) -> Iterator[SlimxError]:
-        """Yields the rule's errors. `facts`: values of facts by name, among them every fact that the rule needs."""
+        """Yields the rule's errors. `facts`: facts by name, including every fact that the rule needs."""
         try:
             for problem in self.ask(**{name: facts[name] for name in self.facts}):
                 about, sentence = (self.about, problem) if isinstance(problem, str) else problem
@@ -96,7 +96,7 @@ def _naming(about: str, sentence: str, facts: Mapping[str, object]) -> str:
 
 def rule(code: str, about: str, *, facts: Iterable[str] = ()) -> Callable[[Callable[..., Problems]], Rule]:
     """Returns a decorator that turns a generator function into a `Rule` with the error code `code` and the key `about`.
-    `facts`: names of the facts that the function receives; empty: its parameter names."""
+    `facts`: names of the facts that the function receives; if empty, its parameter names are used."""
     return lambda ask: Rule(code, about, ask, frozenset(facts or inspect.signature(ask).parameters))
 
 
@@ -118,8 +118,8 @@ def all_rules() -> tuple[Rule, ...]:
 
 
 def broken(rules: Iterable[Rule], facts: Mapping[str, object], *, before: Collection[str] = ()) -> list[SlimxError]:
-    """Returns the errors of all rules that can be evaluated with `facts`. `before`: names of facts that an earlier
-    stage had; rules that need only these facts are skipped."""
+    """Returns the errors of all rules that can be evaluated with `facts`. `before`: names of the facts that were
+    already available at an earlier stage; rules that need only these are skipped."""
     problems: list[SlimxError] = []
     for rule in rules:
         if rule.facts <= facts.keys() and not rule.facts <= {*before}:
@@ -128,8 +128,8 @@ def broken(rules: Iterable[Rule], facts: Mapping[str, object], *, before: Collec
 
 
 def refuse(problems: Sequence[SlimxError], where: str = "", cause: Exception | None = None) -> None:
-    """Raises one Refusal, with the code and key of the first problem, whose message is `where` followed by the messages
-    of all `problems`; returns if there are none. `cause`: exception to chain; None: the first problem's cause."""
+    """Raises one Refusal for all `problems`, with the code and key of the first; its message is `where` followed by all
+    their messages. Returns if `problems` is empty. `cause`: exception to chain; None: the first problem's cause."""
     if not problems:
         return
     sentences = "; ".join(dict.fromkeys(map(str, problems)))

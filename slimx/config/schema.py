@@ -50,8 +50,8 @@ class CoreConfig(Section):
     """Value model of PPO. Required by `algorithm.advantages=gae` (preset ppo) and refused with any other estimator;
     null: no critic; `{}`: a critic with default settings."""
     policies: dict[str, Policy] = {}
-    """Further policies that are trained in the same run, by name, in addition to the policy `actor`, which the run's
-    own sections describe (docs/policies.md). Each policy has the following keys."""
+    """Additional policies, by name, that are trained in the same run as the policy `actor`, which the run's top-level
+    sections describe (docs/policies.md). Each policy has the following keys."""
     schedule: Schedule = Schedule()
     publish: Publish = Publish()
     checkpoint: Checkpoint = Checkpoint()
@@ -151,8 +151,8 @@ class CoreConfig(Section):
 
     @property
     def route_stride(self) -> int:
-        """Interval at which rollouts return the experts that each token was routed to: 1 for every rollout, n for one
-        in n, 0 for none. The expert indices of one rollout take tens of megabytes."""
+        """Interval, in rollouts, at which the experts that each token was routed to are returned: 1 for every rollout,
+        n for one in n, 0 for none. The expert indices of one rollout take tens of megabytes."""
         if not self.rollout.routed_experts:
             return 0
         replayed = any(config.trainer.moe.routing_replay == "R3" for config in self.by_policy.values())
@@ -166,8 +166,8 @@ class CoreConfig(Section):
         return self.numerics.exact
 
     def publishes_draft(self, group: Engines) -> bool:
-        """Returns True if the servers of `group` use the multi-token-prediction (MTP) layer that the run trains as the
-        draft model of speculative decoding."""
+        """Returns True if the servers of `group` use, as the draft model of speculative decoding, the
+        multi-token-prediction (MTP) layer that the run trains."""
         return group.drafts and not group.frozen and bool(self.trainer.megatron.get("mtp_num_layers"))
 
     @property
@@ -178,7 +178,7 @@ class CoreConfig(Section):
     @property
     def engine_logprobs_exact(self) -> bool:
         """True if the engines' log-probs are bitwise equal to the trainer's. This holds in exact mode without
-        staleness, because this run's engines then sample every token with the weights that the step starts from. False
+        staleness, because this run's engines then sample every token with the weights from which the step starts. False
         for replayed rollouts, which come from another run."""
         return self.exact and self.schedule.max_staleness == 0 and bool(self.rollout.policy_engines)
 
@@ -207,7 +207,7 @@ def _borrowing(config: Config) -> Config:
 
 
 def _of_policy(name: str, item: ErrorDetails) -> Refusal:
-    """Returns the error for one of pydantic's error records, raised by the configuration of policy `name`."""
+    """Converts `item`, a pydantic error record raised by the configuration of the policy `name`, to an error."""
     cause = item.get("ctx", {}).get("error")
     if isinstance(cause, Refusal):
         return Refusal(f"policies.{name}: {cause}", code=cause.code, about=f"policies.{name}.{cause.about}")

@@ -17,11 +17,11 @@ from slimx.config.rule import refuse
 from slimx.errors import SlimxError
 
 LARGEST = 2**31 - 1
-"""Largest value of int32, and so the largest index of a tensor that kernels with int32 indices can address."""
+"""Largest value of int32, and therefore the largest tensor index that kernels with int32 indices can address."""
 GPUS = 2**20
 """Maximum number of GPUs in one group of engine servers."""
 SERVER = 4096
-"""Maximum number of ranks of one engine server."""
+"""Maximum number of ranks per engine server."""
 
 Size = Annotated[int, Field(gt=0, le=65_536)]
 """A parallel size, or a number of ranks, servers, nodes, GPUs or threads."""
@@ -38,7 +38,7 @@ upper bound of this size never takes effect on ratios."""
 Positive = Annotated[float, Field(gt=0, le=MOST)]
 """A number greater than 0: a rate, a temperature, a bound, or an amount of memory in MiB or GiB."""
 Weight = Annotated[float, Field(ge=0, le=MOST)]
-"""A coefficient of a loss or reward term, which 0 disables, or another number that is at least 0."""
+"""A non-negative number, such as the coefficient of a loss or reward term, which 0 disables."""
 Real = Annotated[float, Field(ge=-MOST, le=MOST)]
 """A number that may be negative, such as a reward."""
 
@@ -52,8 +52,8 @@ Label = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 def expanded(path: str) -> str:
-    """Expands a leading `~` or `~USER` to the home directory, as a shell does. Raises ValueError if the user is
-    unknown."""
+    """Expands a leading `~` or `~USER` of a path to the home directory, as a shell does. Raises ValueError if the user
+    is unknown."""
     expansion = os.path.expanduser(path)
     if expansion.startswith("~"):
         user = expansion.partition("/")[0]
@@ -91,7 +91,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     def _faults(self) -> Faults:
-        """Yields code, key and message of each fault that this section alone determines. Subclasses override it."""
+        """Yields the code, key and message of each fault that can be found in this section alone. Subclasses override
+        this method."""
         yield from ()
 
     @model_validator(mode="after")
@@ -101,17 +102,17 @@ class Section(BaseModel):
 
 
 class Objective(Section):
-    """A kind of loss or advantage estimator of section `algorithm`. This class is used for kinds without parameters and
-    for the user's hooks; subclasses add parameters."""
+    """Kind of loss or advantage estimator, as configured in section `algorithm`. This class is used for kinds without
+    parameters and for the user's hooks; subclasses add parameters."""
 
     demonstrated: ClassVar[bool] = False
-    """True if the loss or estimator uses demonstrated answers that the prompts contain, so that it needs neither
+    """True if the loss or estimator uses demonstrated answers that the prompts contain, and therefore needs neither
     engines nor rewards."""
     scores: ClassVar[bool] = False
     """True if the trained model is a reward model, whose output is a score instead of logits."""
     whole_step: ClassVar[bool] = False
-    """True if this loss or estimator is computed from all trajectories of a step together, which `finish_advantages`
-    does before training."""
+    """True if this loss or estimator is computed from all trajectories of a step together, by `finish_advantages`,
+    before training."""
     kind: str
     """Name of a built-in kind, or the dotted path of a hook."""
 

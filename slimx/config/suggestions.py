@@ -18,10 +18,10 @@ from slimx.config.foreign_names import Counterpart, of_flag, of_key
 from slimx.config.section import ECHOED
 
 SPECIAL = frozenset(" \t{}[]()<>'\"$&;|*?!#\\`~")
-"""Characters for which an argument has to be quoted in a shell."""
+"""Characters that require an argument to be quoted in a shell."""
 OFF = ("false", "null", "none", "0", "no")
 REPEATING = ("critic", "policies")
-"""Sections that repeat keys of other sections; suggestions prefer the key in the other section."""
+"""Sections that repeat keys of other sections; suggestions name the key in the original section."""
 
 
 def for_key(model: type[BaseModel], path: Sequence[str | int], value: object, *, override: bool) -> str:
@@ -56,7 +56,7 @@ def for_key(model: type[BaseModel], path: Sequence[str | int], value: object, *,
 
 
 def _same(name: str, keys: Sequence[str]) -> list[str]:
-    """Returns the entry of `keys` that differs from `name` only in case or dashes, as a list; [] if there is none."""
+    """Returns a list with the entry of `keys` that equals `name` except for case and dashes; [] if there is none."""
     return [key for key in keys if _plain(key) == _plain(name)][-1:]
 
 
@@ -75,7 +75,7 @@ def _prefixes(name: str, keys: Sequence[str]) -> list[str]:
 def of_section(
     model: type[BaseModel], path: Sequence[str | int], value: object
 ) -> list[tuple[tuple[str | int, ...], object]]:
-    """Returns every key below the unknown section at `path`, as a path with its value, if at least one of them is a key
+    """Returns (path, value) for every key below the unknown section at `path`, if at least one of these keys is a key
     of another framework or matches the last parts of a key of slimx; otherwise []."""
     keys = list(_leaves(tuple(path), value))
     for key, _ in keys:
@@ -98,8 +98,8 @@ def for_flag(model: type[BaseModel], flag: str, value: str) -> str | None:
 
 
 def for_entry(model: type[BaseModel], path: Sequence[str], value: object) -> str:
-    """Returns a suggestion for an override that sets the key at `path` to a mapping, `value`, although the key takes a
-    list, or the reverse."""
+    """Returns a suggestion for an override that sets the key at `path` to `value`: a mapping although the key takes a
+    list, or a list although it takes a mapping."""
     key = ".".join(path)
     text = _text(value)
     for known in known_keys(model):
@@ -131,8 +131,7 @@ def field_at(model: type[BaseModel], path: Sequence[str]) -> FieldInfo | None:
 
 
 def default_list(model: type[BaseModel], path: Sequence[str]) -> list[object] | None:
-    """Returns the entries of the default value of the list at `path`, as plain values; None if the key is not a
-    list."""
+    """Returns the default entries of the list at `path`, as plain values; None if the key is not a list."""
     field = field_at(model, path)
     if field is None or not _is_list(field.annotation):
         return None
@@ -175,8 +174,8 @@ def _switches(model: type[BaseModel]) -> frozenset[str]:
 
 
 def _ending(model: type[BaseModel], path: Sequence[str | int], *, full: bool = False) -> list[str]:
-    """Returns the least nested of the keys of `model` that end with all parts of `path`. If there are none and `full`
-    is False, returns the least nested of the keys that have the same last part as `path`, preferably those at most one
+    """Returns the least nested keys of `model` among those that end with all parts of `path`. If there are none and
+    `full` is False, returns the least nested keys with the same last part as `path`, preferably those at most one
     section deeper."""
     parts = [_plain(str(part)) for part in path if not str(part).isdigit()]
     keys = [key.split(".") for key in known_keys(model)]
@@ -198,7 +197,7 @@ def _ending(model: type[BaseModel], path: Sequence[str | int], *, full: bool = F
 
 
 def _names(key: Sequence[str]) -> list[str]:
-    """Returns the parts of a split dotted key, without `*`."""
+    """Returns those parts of a dotted key that are not `*`."""
     return [part for part in key if part != "*"]
 
 
@@ -229,8 +228,8 @@ def _walk(model: type[BaseModel]) -> Iterator[tuple[str, object]]:
 
 
 def _models(annotation: object, listed: bool = False) -> Iterator[tuple[type[BaseModel], bool]]:
-    """Yields every section class in `annotation`, with True if the section is an entry of a list or mapping. `listed`:
-    True if `annotation` itself is inside one."""
+    """Yields every section class in `annotation`, each with a flag that is True if the section is an entry of a list or
+    mapping. `listed`: True if `annotation` itself is the type of such an entry."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, listed
         return
@@ -302,7 +301,8 @@ def _answer(model: type[BaseModel], counterpart: Counterpart, *, value: str, ove
 
 
 def _renamed(counterpart: Counterpart) -> str:
-    """Returns the foreign values of `counterpart` with their translations, or only the values if none is renamed."""
+    """Returns text that lists the foreign values of `counterpart` that slimx renames, each with its translation, or all
+    foreign values if none is renamed."""
     names = []
     for foreign, translated in counterpart.values.items():
         if isinstance(translated, str) and translated != foreign:
@@ -331,7 +331,7 @@ def _several(values: Mapping[str, str], *, override: bool) -> str:
 
 
 def _written(key: str, text: str, *, override: bool) -> str:
-    """Returns the instruction to write `key` with the value `text`, as an override or as a line of YAML."""
+    """Returns the instruction to set `key` to `text`, as an override or as a line of YAML."""
     if len(text) > ECHOED:
         return f"write {key.replace('.*', '.0')} with the same value"
     if not override:
@@ -341,7 +341,7 @@ def _written(key: str, text: str, *, override: bool) -> str:
 
 
 def _nested(path: list[str], text: str) -> str:
-    """Returns `text` as the value of the nested keys `path`, in one line of YAML."""
+    """Returns YAML, on one line, that sets the nested keys `path` to the value `text`."""
     if not path:
         return text
     inner = _nested(path[1:], text)

@@ -93,7 +93,7 @@ def not_yaml(error: Exception, text: str) -> tuple[int | None, str]:
 
 
 def not_applied(error: Exception) -> str:
-    """Returns the reason why OmegaConf rejects an override, from its exception."""
+    """Returns the reason why OmegaConf rejects an override, from the exception that it raised."""
     if "set_int_max_str_digits" in str(error):
         return "it contains an integer of more than 4,300 digits; write a smaller number"
     return echoed(str(error).splitlines()[0])  # the other lines name OmegaConf's internal types

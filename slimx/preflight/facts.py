@@ -22,8 +22,8 @@ def model_facts(config: Config, spec: ModelSpec) -> Json:
 
 
 def weight_facts(config: Config) -> dict[str, Path | None]:
-    """Returns the directories from which a run loads weights, by name of the fact; None for weights that the run does
-    not load."""
+    """Returns the directories from which a run loads weights, by fact name; None for weights that the run does not
+    load."""
     facts: dict[str, Path | None] = {
         "weights": Path(config.initial_weights),
         "adapters": None,
@@ -40,8 +40,8 @@ def weight_facts(config: Config) -> dict[str, Path | None]:
 
 
 def route_shape(spec: ModelSpec) -> RouteShape:
-    """Returns the shape of the model's expert routes: numbers of layers, MoE layers, experts, and experts per token. A
-    model without MoE layers has 0 MoE layers."""
+    """Returns the shape of the model's expert routes: the numbers of layers, of MoE layers, of experts, and of experts
+    per token. The number of MoE layers is 0 for a model without them."""
     fields = spec.transformer
     return RouteShape(
         layers=fields["num_layers"],

@@ -8,14 +8,15 @@ from slimx.config.sections.run import Cluster
 
 GIB = 2**30
 OVERHEAD = 3 * GIB
-"""Bytes that a process on a GPU is assumed to need in addition to tensors: CUDA context, NCCL's buffers, cuBLAS
-workspaces, fragmentation of torch's allocator. On one H100 with one rank, 1.2 GiB were measured (docs/planning.md)."""
+"""Bytes that a process on a GPU is assumed to need in addition to tensors: CUDA context, NCCL buffers, cuBLAS
+workspaces, and fragmentation of torch's allocator. On one H100 with one rank, 1.2 GiB were measured
+(docs/planning.md)."""
 DRIVER = 560 * 2**20
 """Bytes of GPU memory that the driver reserves. Measured on one H100 80GB HBM3 with driver 580.159.04 on 2026-11-27: of
-79.65 GiB, torch reports 79.1 GiB, and 78.50 GiB are free after a process has created its context. Assumed for other
-GPUs."""
+79.65 GiB, torch reports 79.1 GiB, and 78.50 GiB are free after a process has created its context. The same is assumed
+for other GPUs."""
 MARGIN = 3 * GIB
-"""Bytes that a plan should leave free on every GPU, because its activations and overheads are estimates."""
+"""Bytes that a plan should leave free on every GPU, because activations and overheads are only estimated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +31,12 @@ class GpuSpec:
     domain: int
     """Number of GPUs in an NVLink domain."""
     nvlink: float
-    """Rate of a GPU's NVLink connection, in bytes per second in each direction."""
+    """Bandwidth of a GPU's NVLink connection, in bytes per second in each direction."""
     network: float
-    """Rate of a GPU's network adapter (InfiniBand), in bytes per second in each direction; each GPU has one adapter."""
+    """Bandwidth of a GPU's network adapter (InfiniBand), in bytes per second in each direction; each GPU has one
+    adapter."""
     host: float
-    """Rate of transfers between a GPU and host memory, in bytes per second in each direction."""
+    """Bandwidth between a GPU and host memory, in bytes per second in each direction."""
     host_memory: int
     """Host memory of a node in bytes."""
     bandwidth: float
@@ -96,14 +98,15 @@ class Machine:
 
     @property
     def domain(self) -> int:
-        """Number of GPUs in an NVLink domain, which comprises one node or several."""
+        """Number of GPUs in an NVLink domain, which may span several nodes."""
         if self.gpu is None:
             return self.per_node
         return max(self.per_node, self.gpu.domain)
 
 
 def nodes_known(cluster: Cluster, device: str) -> bool:
-    """Returns True if the configuration determines how many ranks run on a node of `device`, "cpu" or "cuda"."""
+    """Returns True if the configuration determines the number of ranks per node. `device`: "cpu" or "cuda", the device
+    on which the ranks run."""
     return device == "cuda" and bool(cluster.gpu or cluster.gpus_per_node)
 
 

@@ -19,7 +19,7 @@ from slimx.preflight.hardware import machine_of, nodes_known
 
 @dataclass(frozen=True, slots=True)
 class ChosenTransport:
-    """A transport of weights, with the reason for choosing it."""
+    """Weight transport chosen for a run, with the reason for the choice."""
 
     name: Transport
     why: str
@@ -33,8 +33,8 @@ class ChosenTransport:
 
 
 def choose_transport(config: Config, device: str) -> ChosenTransport:
-    """Returns the transport of a run on `device`, "cpu" or "cuda": the configured one, or the one chosen for `auto`,
-    with the reason."""
+    """Returns the transport for a run on `device`, "cpu" or "cuda": the configured one or, if it is `auto`, the one
+    that slimx chooses, with the reason."""
     if config.publish.transport != "auto":
         return ChosenTransport(config.publish.transport, "set by publish.transport")
     groups = config.rollout.policy_engines
@@ -59,8 +59,8 @@ def choose_transport(config: Config, device: str) -> ChosenTransport:
 
 
 def _remote(config: Config, device: str) -> str | None:
-    """Returns the reason why engines may run on machines other than that of the trainer rank that publishes; None if
-    all are on one machine."""
+    """Returns the reason why engines may run on machines other than the publishing trainer rank's; None if all run on
+    the same machine."""
     cluster = config.cluster
     for group in config.rollout.policy_engines:
         if group.nodes > 1:

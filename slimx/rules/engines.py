@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slimx.models.families import ModelSpec
 
 TRANSFER_PACKAGES = {"mooncake": "mooncake", "mooncake_tcp": "mooncake", "nixl": "nixl"}
-"""Python package that transfers the KV cache, by the value of SGLang's disaggregation_transfer_backend."""
+"""Python packages that transfer the KV cache, by the value of SGLang's disaggregation_transfer_backend."""
 
 
 @rule("engines.sizes", "rollout.engines")

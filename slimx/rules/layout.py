@@ -97,7 +97,7 @@ def has_trainer_kernels(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Prob
 
 
 SPLIT = (sizes_divide, covers, trains_something, decays_known, has_trainer_kernels)
-"""Rules about the sharding of a model; a kind of decoder layer may add further rules."""
+"""Rules about how a model is sharded; a kind of decoder layer may add more rules."""
 
 
 def check_layout(trainer: Trainer, spec: ModelSpec) -> Sizes:

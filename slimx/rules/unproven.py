@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slimx.models.families import ModelSpec
 
 Sections = Mapping[str, Any]
-"""Sections of a configuration by name. They have different classes, hence Any."""
+"""Sections of a configuration by name, typed Any because their classes differ."""
 
 
 UNPROVEN: Mapping[str, Sequence[str]] = {
@@ -103,7 +103,7 @@ CONDITIONS: Mapping[str, Callable[[Sections], bool]] = {
     "publish.transport (any except memory)": lambda sections: sections["publish"].transport not in ("auto", "memory"),
 }
 SINKS: Mapping[str, Sequence[str]] = {"attention sinks": ("trainer.offload_activations",)}
-"""Keys that have never been tested together with a kind of attention, by the kind's name."""
+"""Keys that have never been tested together with attention sinks, in the form that `layer_tables` returns."""
 
 
 def layer_tables() -> dict[str, Sequence[str]]:
@@ -116,7 +116,7 @@ def layer_tables() -> dict[str, Sequence[str]]:
 
 
 def key_of(entry: str) -> str:
-    """Returns the dotted key of an entry of the tables, without its value or condition."""
+    """Returns the dotted key in `entry`, an entry of a table such as `UNPROVEN`, without the value or condition."""
     return re.split(r"[^\w.]", entry, maxsplit=1)[0]
 
 
@@ -145,7 +145,7 @@ def _values(key: str, sections: Sections) -> list[tuple[object, object]]:
 
 
 def _inner(owner: object, name: str) -> tuple[object, object]:
-    """Returns the value of the field or key `name` in `owner`, a section or a mapping, and its default."""
+    """Returns the value and the default of the field or key `name` in `owner`, a section or a mapping."""
     if isinstance(owner, BaseModel):
         return getattr(owner, name), type(owner).model_fields[name].get_default(call_default_factory=True)
     value = owner.get(name) if isinstance(owner, Mapping) else None

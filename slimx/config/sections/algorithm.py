@@ -28,7 +28,7 @@ CREDITS = ("own", "shared")
 
 class Algorithm(Section):
     name: Name = "grpo"
-    """Published algorithm whose values become the defaults of the other keys of this section (table in
+    """Published algorithm whose settings become the defaults of the other keys of this section (table in
     docs/algorithms.md)."""
     advantages: Advantages = Field(default={}, validate_default=True)
     """Advantage estimator: a kind, a mapping with `kind` and its parameters, or the dotted path of a hook
@@ -47,24 +47,25 @@ class Algorithm(Section):
     reference: bool = False
     """Compute and log the KL to a reference model with the initial weights, at the cost of one more forward pass."""
     reference_refresh: Count = 0
-    """Number of steps between refreshes of the reference. A refresh replaces it with the current weights and saves it
-    in RUN/reference-NNNNNN for resumed runs; 0: never."""
+    """Number of steps between refreshes of the reference; 0: never. A refresh replaces the reference with the current
+    weights and saves it in RUN/reference-NNNNNN for resumed runs."""
     kl_coef: Weight = 0.0
     """Weight of KL(policy || reference) in the loss; 0: no KL term. Needs `reference`."""
     kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = "k3"
-    """Estimator of the KL in the loss (`kl_coef`); low_variance: k3, clamped as in verl."""
+    """Estimator of the KL in the loss (`kl_coef`), with d = log policy - log reference. k1: d; k2: d^2 / 2; k3: d +
+    exp(-d) - 1; low_variance: k3, clamped as in verl."""
     kl_unbiased: bool = False
     """Multiply the KL in the loss by the importance ratio, which makes its gradient unbiased."""
     kl_reward_coef: Weight = 0.0
     """Weight of KL(policy || reference) subtracted from each trained token's reward; 0: none. Needs `reference`."""
     kl_reward_estimator: Literal["k1", "k2", "k3", "low_variance"] = "k1"
-    """Estimator of the KL in the reward (`kl_reward_coef`); k1: log policy - log reference."""
+    """Estimator of the KL in the reward (`kl_reward_coef`), as defined for `kl_estimator`."""
     entropy_coef: Real = 0.0
     """Weight of the entropy bonus in the loss; a positive value raises the policy's entropy, 0 turns it off."""
     teacher: PathText | None = None
-    """Hugging Face directory of a teacher with the policy's architecture, whose log-probs of the rollouts the trainers
-    compute (metric kl/teacher); null: none. It costs one more forward pass and one more copy of the weights in host
-    memory."""
+    """Hugging Face directory of a teacher with the policy's architecture; null: none. The trainers compute the
+    teacher's log-probs of the rollouts (metric kl/teacher), at the cost of one more forward pass and one more copy of
+    the weights in host memory."""
     teacher_engine: str | None = None
     """Name of a frozen group of rollout.engines that serves the teacher, instead of `teacher`; null: none. The teacher
     may have any architecture but must have the policy's vocabulary."""
@@ -77,11 +78,11 @@ class Algorithm(Section):
     teacher_coef: Weight = 0.0
     """On-policy distillation: weight of log teacher - log engine in each token's advantage; 0: none."""
     teacher_top_k: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Number of most likely tokens whose log-probs a served teacher returns at each trained position, for
-    `teacher_kl_coef`; 0: none. Each takes 8 bytes in memory and in checkpoints."""
+    """Number of most likely tokens for which a served teacher returns log-probs at each trained position, for
+    `teacher_kl_coef`; 0: none. Each token takes 8 bytes in memory and in checkpoints."""
     teacher_kl_coef: Weight = 0.0
-    """Distillation of distributions: weight in the loss of the KL between teacher and policy over the teacher's
-    `teacher_top_k` most likely tokens plus one bin for all other tokens; 0: none."""
+    """Distribution-level distillation: weight, in the loss, of the KL between teacher and policy, which is computed
+    over the teacher's `teacher_top_k` most likely tokens plus one bin for all other tokens; 0: none."""
     teacher_kl: Literal["reverse", "forward"] = "reverse"
     """Direction of the KL that `teacher_kl_coef` weights. reverse: KL(policy || teacher), which `teacher_coef`
     estimates from single tokens; forward: KL(teacher || policy)."""
@@ -92,11 +93,11 @@ class Algorithm(Section):
     rejection: Rejection = Rejection()
     opsm_delta: Positive | None = None
     """Threshold of off-policy sequence masking (slime's default: 1e-4). Tokens with a negative advantage are masked if
-    the mean of (engine's log-prob - policy's log-prob) over the trained tokens of their sequence exceeds it. null: no
-    masking."""
+    the mean of (engine's log-prob - policy's log-prob) over the trained tokens of their sequence exceeds the threshold.
+    null: no masking."""
     mask_stale_tokens: bool = False
-    """For a trajectory sampled with several weight versions, train only on the tokens of the newest version; its other
-    tokens are context."""
+    """For a trajectory sampled with several weight versions, train only on the tokens of the newest version and use its
+    other tokens only as context."""
 
     @model_validator(mode="before")
     @classmethod
@@ -126,7 +127,7 @@ class Algorithm(Section):
         yield from unknown_kind("credit", self.credit, CREDITS)
 
     def _conflicts(self) -> Iterator[tuple[str, str, str]]:
-        """Yields error code, key without the section's name, and message of each conflict between keys."""
+        """Yields the error code, the key (without the section's name) and the message of each conflict between keys."""
         for key, (used, reason) in NEEDS.items():
             if getattr(self, key) != self.default(key) and not used(self):
                 yield (
@@ -214,7 +215,7 @@ class Algorithm(Section):
 
     @property
     def group_relative(self) -> bool:
-        """True if advantages only compare rollouts of the same group."""
+        """True if advantages compare only rollouts of the same group."""
         compared = ("grpo", "rloo", "opo", "gpg", "reinforce_baseline", "gdpo", "gigpo")
         return self.advantages.kind in compared or self.advantages.demonstrated
 
@@ -250,7 +251,7 @@ class Algorithm(Section):
 
     @property
     def hooks(self) -> list[str]:
-        """Keys whose value is a hook of the user: `advantages`, `loss` or both."""
+        """Those of the keys `advantages` and `loss` whose value is a user's hook."""
         return [key for key, records in OBJECTIVES.items() if getattr(self, key).kind not in records]
 
 
@@ -297,5 +298,5 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     "rejection": (_policy_gradient, "masks sampled tokens"),
     "opsm_delta": (_policy_gradient, "masks sampled sequences"),
 }
-"""Keys that have an effect only under a condition, with the condition and the phrase that follows the key in the error
-message."""
+"""Keys that have an effect only under a condition, each mapped to the condition and to the phrase that follows the key
+in the error message."""

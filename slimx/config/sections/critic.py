@@ -22,8 +22,8 @@ class CriticOptimizer(Optimizer):
 
 
 class Critic(Section):
-    """Value model of PPO: the policy's architecture with one number per token instead of logits. All other settings
-    (attention, recompute, deadline, ...) are taken from section `trainer`."""
+    """Value model of PPO: the policy's architecture with one output per token instead of logits. Settings that are not
+    listed here (attention, recompute, deadline, ...) are taken from section `trainer`."""
 
     load: PathText | None = None
     """Hugging Face directory with the initial weights of all layers except the value head; null: the policy's initial
@@ -38,8 +38,8 @@ class Critic(Section):
     """Parallel sizes of the critic's separate ranks (`placement: own`); null: one rank."""
     optimizer: CriticOptimizer = CriticOptimizer()
     value_clip: Weight = 0.2
-    """Clip range of values: a change of a value by more than this within a step does not lower the loss; 0: no
-    clipping."""
+    """Clip range of values: once a value has changed by more than this within a step, a further change does not lower
+    the loss; 0: no clipping."""
     warmup_steps: Count = 0
     """Number of steps at the start of the run that train only the critic and leave the policy unchanged; 0: none."""
 

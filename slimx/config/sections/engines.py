@@ -56,11 +56,11 @@ class Engines(Section):
     """Addresses of external servers, each http://HOST:PORT, to use instead of starting `count` servers. slimx neither
     starts nor stops them."""
     api_key_env: str | None = None
-    """Environment variable, read by the driver, with the key that the servers of `urls` require for generation requests
-    (SGLang's --api-key); null: they require no key."""
+    """Name of the environment variable from which the driver reads the key that the servers of `urls` require for
+    generation requests (SGLang's --api-key); null: they require no key."""
     admin_api_key_env: str | None = None
-    """Environment variable, read by the driver, with the key that the servers of `urls` require for control requests
-    (SGLang's --admin-api-key); null: the key of api_key_env."""
+    """Name of the environment variable from which the driver reads the key that the servers of `urls` require for
+    control requests (SGLang's --admin-api-key); null: the key of api_key_env."""
     nodes: Size = 1
     """Number of machines that one server spans (SGLang's nnodes), each with the same number of the server's ranks."""
     max_total_tokens: Amount | None = None
@@ -81,7 +81,7 @@ class Engines(Section):
     """Compile DeepGEMM's kernels for all sizes before a server starts serving, instead of compiling each when it is
     first used. With fp8 weights the first start then takes tens of minutes longer."""
     sglang: Options = Field(default_factory=dict)
-    """Further fields of SGLang's ServerArgs, which are validated and passed to the servers."""
+    """Additional fields of SGLang's ServerArgs, which are validated and passed to the servers."""
 
     _borrowed: bool = PrivateAttr(default=False)
 
@@ -172,7 +172,7 @@ class Engines(Section):
             )
 
     def _rank_faults(self, where: str) -> Faults:
-        """Yields a fault for each limit that the number of ranks of a server or of the group violates."""
+        """Yields a fault for each constraint that the number of ranks per server or per group violates."""
         if self.ranks % self.nodes:
             yield (
                 "engines.nodes",
@@ -288,5 +288,5 @@ class Health(Section):
     """Seconds of uninterrupted service after which the earlier restarts of an engine or router no longer count towards
     `restarts`."""
     outage_deadline: Seconds = 3600
-    """Seconds for which the run waits while no engine is available; after that it stops with an error. Rollouts wait
-    too, and their deadlines are suspended."""
+    """Seconds for which the run waits while no engine is available; after that it stops with an error. During the wait,
+    the deadlines of rollouts are suspended."""

@@ -66,7 +66,7 @@ class Rejection(Section):
     The objective of a rejected token is 0. The loss is still divided by the number of all trained tokens."""
 
     level: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Tokens over which the importance weight w, which must be in [low, high], is computed. token: each token alone;
+    """Tokens over which the importance weight w is computed; w must be in [low, high]. token: each token alone;
     sequence: the product over the sequence; geometric: the geometric mean over the sequence; none: no bounds are
     applied."""
     low: Weight = 0.0
@@ -120,11 +120,11 @@ class Sapo(Objective):
 class ClipCov(Clipped):
     whole_step: ClassVar[bool] = True
     share: Share = 2e-4
-    """Fraction of an update's trained tokens to select (Clip-Cov); the objective is 0 at selected tokens."""
+    """Fraction of an update's trained tokens to select (Clip-Cov); the objective of a selected token is 0."""
     covariance_low: Real = 1.0
-    """Lower bound on the covariance of tokens that may be selected (Clip-Cov)."""
+    """Exclusive lower bound on the covariance of log-prob and advantage at tokens that may be selected (Clip-Cov)."""
     covariance_high: Real = 5.0
-    """Upper bound on the covariance of tokens that may be selected (Clip-Cov)."""
+    """Exclusive upper bound on the covariance of log-prob and advantage at tokens that may be selected (Clip-Cov)."""
 
 
 class KlCov(Objective):
@@ -139,7 +139,7 @@ class Grpo(Objective):
     normalize_std: bool = True
     """Divide advantages by the group's standard deviation."""
     eps: Positive = 1e-6
-    """Number added to the standard deviation by which advantages are divided, so that the quotient is finite."""
+    """Number added to the standard deviation by which advantages are divided, to keep the quotient finite."""
 
 
 class Gigpo(Grpo):
@@ -154,7 +154,7 @@ class Gdpo(Objective):
     """Weight of each reward part's normalized advantage, by the part's name; parts that are not listed have weight
     1."""
     eps: Positive = 1e-6
-    """Number added to the standard deviation by which advantages are divided, so that the quotient is finite."""
+    """Number added to the standard deviation by which advantages are divided, to keep the quotient finite."""
     whiten: bool = False
     """Normalize advantages to mean 0 and standard deviation 1 over the rollouts of a step."""
 
@@ -298,7 +298,7 @@ PRESETS: dict[str, dict[str, object]] = {
     "distillation": {"advantages": "none", "teacher_coef": 1.0},
     "sft": {"advantages": "none", "loss": "sft"},
 }
-"""Settings of section `algorithm` that reproduce each published algorithm, by its name. Keys that are not listed keep
+"""Settings of section `algorithm` that reproduce published algorithms, by algorithm name. Keys that are not listed keep
 the section's defaults."""
 
 for module in entry_points.load_all("slimx.objectives").values():

@@ -13,7 +13,7 @@ from slimx.config.sections.objectives import OBJECTIVES, merged_objective
 from slimx.json_types import Json
 
 ACTOR = "actor"
-"""Name of the policy that the run's own sections describe; every run has it."""
+"""Name of the policy that the run's top-level sections describe; every run has it."""
 RESERVED = frozenset({ACTOR, "critic", "slimx", "trainer"})
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
 
@@ -25,12 +25,12 @@ def prefix_of(policy: str) -> str:
 
 
 class Policy(Section):
-    """A further policy with separate weights, trainer ranks and engines. Settings that are not listed here are those of
-    the run's own sections, which describe the policy `actor`."""
+    """Additional policy with separate weights, trainer ranks and engines. Settings that are not listed here are those
+    of the run's top-level sections, which describe the policy `actor`."""
 
     shares: str | None = None
-    """Name of the policy whose weights this role uses: `actor`, or one of `policies`; null: separate weights. With it,
-    both names refer to one trained policy, and no other key of this role may be set."""
+    """Name of the policy whose weights this role uses: `actor`, or one of `policies`; null: separate weights. If it is
+    set, both names refer to one trained policy, and no other key of this role may be set."""
     model: Options = Field(default_factory=dict)
     """Keys of section `model` that differ from the run's, such as {path: DIRECTORY}. With another path, the run's
     trainer.load is not used."""
@@ -111,8 +111,8 @@ def name_faults(policies: Mapping[str, Policy]) -> Faults:
 
 
 def engine_faults(engines: Mapping[str, Sequence[Engines]]) -> Faults:
-    """Yields a fault for each engine group whose name is already used by another policy; logs and metrics identify
-    groups by name. `engines`: groups by policy name."""
+    """Yields a fault for each engine group with a name that another policy already uses, because logs and metrics
+    identify groups by name. `engines`: groups by policy name."""
     owners: dict[str, str] = {}
     for policy, groups in engines.items():
         for group in groups:
@@ -139,8 +139,8 @@ def merged(base: Mapping[str, object], changes: Mapping[str, object]) -> Json:
 
 
 def derived(run: Json, name: str, policy: Policy) -> Json:
-    """Returns the configuration of the policy `name` as plain values: the run's with the policy's changes. `run`: the
-    keys that the run's configuration sets explicitly."""
+    """Returns the configuration of the policy `name` as plain values: the run's configuration with the policy's
+    overrides applied. `run`: the keys that the run's configuration sets explicitly."""
     model = merged(run["model"], policy.model)
     trainer = dict(run.get("trainer", {}))
     if model["path"] != run["model"]["path"]:

@@ -12,7 +12,7 @@ Transport = Literal["auto", "memory", "cuda_ipc", "nixl", "disk"]
 
 
 class Delta(Section):
-    """Publication of only the elements that changed, instead of all weights."""
+    """Publication of only the elements that have changed, instead of all weights."""
 
     every_full: Annotated[int, Field(ge=2, le=LARGEST)]
     """Interval of full publications: one in every `every_full` publications sends all weights to every engine."""
@@ -33,24 +33,24 @@ class Publish(Section):
     are quantized to INT4, for engines on GPUs that load the output of `slimx convert hf-to-int4`. null: weights are not
     quantized."""
     transport: Transport = "auto"
-    """Transport of weights (docs/publication.md). auto: memory or cuda_ipc on one machine, nixl between several, disk
-    for external servers on other machines; memory: shared memory; cuda_ipc: from GPU to GPU; nixl: over the network
-    from every trainer rank to every engine; disk: files on a shared file system."""
+    """Weight transport (docs/publication.md). auto: memory or cuda_ipc on one machine, nixl between several, disk for
+    external servers on other machines; memory: shared memory; cuda_ipc: from GPU to GPU; nixl: over the network from
+    every trainer rank to every engine; disk: files on a shared file system."""
     directory: PathText | None = None
     """Shared directory for the files of the disk transport; null: run.dir/publish."""
     staging: Literal["model", "bucket"] = "model"
-    """Amount of weights that is staged before engines load it. model: engines continue to serve while all weights are
-    staged, which needs memory for a whole model; bucket: engines pause and copy each bucket when it arrives, which
-    needs memory for two buckets."""
+    """Amount of weights staged before engines load them. model: engines continue to serve while all weights are staged,
+    which needs memory for a whole model; bucket: engines pause and copy each bucket when it arrives, which needs memory
+    for two buckets."""
     delta: Delta | None = None
-    """Publication of only those elements that have changed since the last one, with a mask that marks them; supported
-    by the transports nixl and disk. null: all weights are sent. Trainers and engines keep the last published bytes in
-    host memory. Useful with slow networks and file systems (docs/publication.md)."""
+    """Publication of only those elements that have changed since the previous publication, with a mask that marks them;
+    supported by the transports nixl and disk. null: all weights are sent. Trainers and engines keep the last published
+    bytes in host memory. Useful with slow networks and file systems (docs/publication.md)."""
     deadline: Seconds = 300
     """Seconds within which a publication must finish."""
     engine_deadline: Seconds = 120
-    """Seconds within which an engine must finish one operation of a publication (receiving a bucket, the copy, ...). An
-    engine that takes longer is quarantined."""
+    """Seconds within which an engine must finish one operation of a publication, such as receiving a bucket or copying
+    the weights. An engine that takes longer is quarantined."""
 
     @property
     def in_fp8(self) -> bool:
@@ -59,8 +59,8 @@ class Publish(Section):
 
     @property
     def changes(self) -> tuple[int, int] | None:
-        """Size in bytes of the elements that deltas compare (1 for quantized codes, 2 for bf16), and the interval of
-        full publications in versions; None if every publication is full."""
+        """Size in bytes of the elements that deltas compare (1 for quantized codes, 2 for bf16), and number of versions
+        from one full publication to the next; None if every publication is full."""
         if self.delta is None:
             return None
         element_bytes = 2 if self.quantize is None else 1
@@ -68,7 +68,7 @@ class Publish(Section):
 
     @property
     def on_device(self) -> bool:
-        """True if buckets are packed in GPU memory shared within one machine."""
+        """True if buckets are packed in GPU memory that trainers and engines on one machine share."""
         return self.transport == "cuda_ipc"
 
     @property

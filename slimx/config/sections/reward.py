@@ -15,7 +15,7 @@ class RewardPart(Section):
     name: str
     """Name of the part in metrics (`reward/part/NAME/mean`) and saved rollouts."""
     function: str
-    """Reward hook: the name of a built-in one (docs/hooks.md), or the dotted path of a function."""
+    """Reward hook: the name of a built-in hook (docs/hooks.md), or the dotted path of a function."""
     weight: Real = 1.0
     """Factor by which the hook's rewards are multiplied before the sum over parts."""
     where: dict[str, str | Label | Real | bool] = Field(default_factory=dict)
@@ -26,15 +26,15 @@ class RewardPart(Section):
 
 class Reward(Section):
     function: str | None = "exact"
-    """Reward hook: the name of a built-in one (docs/hooks.md), or the dotted path of a function; null: none."""
+    """Reward hook: the name of a built-in hook (docs/hooks.md), or the dotted path of a function; null: none."""
     options: Options = Field(default_factory=dict)
     """Keyword arguments passed to `function`."""
     scope: Literal["trajectory", "group"] = "trajectory"
-    """Unit that one call of `function` scores. trajectory: one trajectory; group: all trajectories of a prompt at once,
+    """Unit that one call to `function` scores. trajectory: one trajectory; group: all trajectories of a prompt at once,
     by a hook `reward(ctx, group)` that returns a number or dict for each."""
     parts: tuple[RewardPart, ...] = ()
-    """Several hooks instead of `function`. The reward is the weighted sum over the parts whose `where` matches the
-    prompt."""
+    """Reward hooks to use instead of `function`. The reward is the weighted sum over the parts whose `where` matches
+    the prompt."""
     isolation: Literal["auto", "thread", "process"] = "auto"
     """Isolation of reward calls. thread: threads of the driver process; process: worker processes, which are killed at
     the deadline; auto: process for hooks that request it (such as math), otherwise thread."""

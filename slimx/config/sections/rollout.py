@@ -27,10 +27,10 @@ MAX_SUPPORT = 4096
 """Maximum number of candidates per token that SGLang reports with top-k or top-p (sampling_mask_max_tokens)."""
 GREEDY = 1e-6
 """Temperature below which SGLang samples greedily (`_SAMPLING_EPS`). Also the value of top_p up to which only one token
-remains, for any vocabulary of less than a million tokens."""
+remains, for any vocabulary of fewer than a million tokens."""
 
 ROUTED_PER_STEP = 4
-"""Minimum number of rollouts per step that return their tokens' experts if only metrics use them."""
+"""Minimum number of rollouts per step that return routed experts if only metrics use them."""
 
 RENDERED = {"conversation", "messages", "tools", "documents", "add_generation_prompt", "tokenize", "return_dict"}
 """Arguments that slimx passes to a chat template, which `rollout.template` therefore must not set."""
@@ -58,7 +58,7 @@ class RowFields(Section):
     images: str | None = None
     """Column with images, which are passed unchanged to hooks as metadata.images; null: no images."""
     metadata: tuple[str, ...] = ()
-    """Further columns to copy into the prompt's metadata."""
+    """Additional columns to copy into the prompt's metadata."""
 
 
 class PromptSet(Section):
@@ -67,7 +67,7 @@ class PromptSet(Section):
     path: PathText
     """File of prompts, directory of such files, or hf://OWNER/NAME."""
     name: str
-    """Name of the source in metrics, and metadata.dataset of prompts whose row does not name a data set."""
+    """Name of the source in metrics, and default value of metadata.dataset for its prompts."""
     weight: Weight | dict[Count, Weight] = 1.0
     """Weight of the source relative to the other sources: the prompts of a batch are sampled from sources by weight. A
     mapping from steps to weights changes the weight at these steps; before its first step the weight is 0."""
@@ -176,9 +176,9 @@ class Proxy(Section):
 class Rollout(Section):
     prompts: PathText | None = None
     """File of prompts (JSONL, JSON, CSV, TSV, parquet, Arrow), directory of such files, or hf://OWNER/NAME
-    (docs/data.md); null: `sources`."""
+    (docs/data.md); null: `sources` are used."""
     sources: tuple[PromptSet, ...] = ()
-    """Several sources of prompts instead of `prompts`, mixed in every batch by their weights."""
+    """Prompt sources to use instead of `prompts`; every batch mixes them by their weights."""
     fields: RowFields | None = None
     """Columns of rows that are not in slimx's format; null: all rows are in that format."""
     map: str | None = None
@@ -187,16 +187,16 @@ class Rollout(Section):
     system: str | None = None
     """Text of the system turn that is added to prompts without one; null: none is added."""
     template: Options = Field(default_factory=dict)
-    """Further arguments of the chat template, such as {enable_thinking: false}; a prompt's `template` overrides
+    """Additional arguments for the chat template, such as {enable_thinking: false}; a prompt's `template` overrides
     them."""
     source: str | None = None
-    """Dotted path of a hook source(prompts, seed) -> DataSource, which orders the prompts; null: shuffled epochs."""
+    """Dotted path of a hook `source(prompts, seed) -> DataSource`, which orders the prompts; null: shuffled epochs."""
     prompts_per_step: Amount = 32
-    """Number of prompts, and so of groups, that each step trains on."""
+    """Number of prompts, and therefore of groups, that each step trains on."""
     over_sampling: float | None = Field(default=None, ge=1, le=1_000_000)
-    """Groups in flight while a step waits for its groups, as a multiple of prompts_per_step, rounded up. null:
-    max_staleness + 1 - window, the most that training can use before they are too stale. Groups that become too stale
-    are generated again."""
+    """Number of groups in flight while a step waits for its groups, as a multiple of prompts_per_step, rounded up.
+    null: max_staleness + 1 - window, the most that training can use before they are too stale. Groups that become too
+    stale are generated again."""
     partial: bool = False
     """Pause the engines while trainers run (partial rollouts). Unfinished rollouts are interrupted, keep their tokens,
     and continue in the next step. Requires a positive schedule.max_staleness."""
@@ -207,16 +207,16 @@ class Rollout(Section):
     options: Options = Field(default_factory=dict)
     """Keyword arguments passed to the `generate` hook."""
     filter: str | None = None
-    """Dotted path of a hook keep(group) -> bool | reason, which filters groups; null: all groups are kept."""
+    """Dotted path of a hook `keep(group) -> bool | reason`, which filters groups; null: all groups are kept."""
     replay: PathText | None = None
-    """Directory of another run, whose saved rollouts (`track.rollouts`) are trained on step by step. No engine is
-    started and nothing is generated. null: generate rollouts."""
+    """Directory of another run to replay: its saved rollouts (`track.rollouts`) are trained on step by step, no engine
+    is started, and nothing is generated. null: generate rollouts."""
     engines: tuple[Engines, ...] = (Engines(),)
     """Groups of engine servers; empty for training that generates nothing (SFT)."""
     sampling: Sampling = Sampling()
     proxy: Proxy = Proxy()
     max_prompt_tokens: Amount = 1024
-    """Maximum length of a prompt in tokens. A longer prompt is an error before the run starts."""
+    """Maximum length of a prompt in tokens. A longer prompt is reported as an error before the run starts."""
     concurrency: Amount = 256
     """Maximum number of requests to the engines that are in flight at once, over all rollouts."""
     max_rollouts: Amount = 4096
@@ -236,16 +236,16 @@ class Rollout(Section):
     max_failed_share: Share = 0.1
     """Maximum fraction of a step's groups that may fail; the run stops with an error if more do."""
     routed_experts: bool = True
-    """Return the experts that each token was routed to (MoE): for every rollout if they are replayed or saved,
-    otherwise for four to seven rollouts of a step, from which metrics show how often trainer and engine differ."""
+    """Return the experts that each token was routed to (MoE): for every rollout if they are replayed or saved;
+    otherwise for four to seven rollouts per step, to measure how often trainer and engine route differently."""
     gap_probe: Count = 4
-    """Number of rollouts per step, at least one per data-parallel rank, that an engine scores again to measure its
-    log-prob gap to the trainers, if all tokens of the step were sampled by older weight versions; 0: none."""
+    """Number of rollouts, at least one per data-parallel rank, that an engine scores again to measure its log-prob gap
+    to the trainers in a step whose tokens were all sampled by older weight versions; 0: none."""
     health: Health = Health()
 
     @property
     def longest(self) -> int:
-        """Maximum number of tokens in a rollout of one turn, prompt included."""
+        """Maximum number of tokens in a single-turn rollout, including the prompt."""
         return self.max_prompt_tokens + self.sampling.max_new_tokens
 
     @property
@@ -270,7 +270,7 @@ class Rollout(Section):
 
     @property
     def external_hosts(self) -> dict[str, str]:
-        """Host of each external engine of the policy, which slimx does not start, by the engine's name."""
+        """Hosts of the policy's external engines, which slimx does not start, by engine name."""
         hosts = {}
         for group in self.policy_engines:
             for index, url in enumerate(group.urls):
@@ -330,16 +330,16 @@ class Rollout(Section):
 class Eval(Section):
     prompts: PathText | dict[str, PathText] | None = None
     """File of held-out prompts in a format of `rollout.prompts`, or a mapping from names to files; null: no evaluation.
-    The name becomes metadata.dataset of prompts that set none, so that `reward.parts` can select a reward by file."""
+    The name becomes metadata.dataset of prompts without one, so that `reward.parts` can select a reward by file."""
     fields: RowFields | None = None
     """Columns of rows that are not in slimx's format; null: all rows are in that format. `rollout.fields` and
-    `rollout.map` apply to training prompts only, `rollout.system` and `rollout.template` to held-out prompts too."""
+    `rollout.map` apply only to training prompts; `rollout.system` and `rollout.template` apply to all prompts."""
     map: str | None = None
     """Dotted path of a hook to use instead of `fields`, as for `rollout.map`; it may be the same hook. null: none."""
     every: Count | None = None
     """Number of steps between evaluations; null: evaluate only before and after the run; 0: never."""
     samples: Amount = 1
-    """Answers per prompt. eval/accuracy is their mean reward (avg@k); eval/pass@k is reported for k up to `samples`."""
+    """Number of answers per prompt. eval/accuracy is their mean reward; eval/pass@k is reported for k <= `samples`."""
     pass_at: tuple[Amount, ...] = ()
     """Values of k for which eval/pass@k is reported, at most `samples` each; empty: 2, 4, 8, ... up to `samples`."""
     temperature: Weight = 0.0
@@ -347,7 +347,7 @@ class Eval(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Probability mass for nucleus sampling, if `temperature` is above 0; 1: the whole distribution."""
     passing: Real = 1.0
-    """Minimum reward of an answer that counts as correct in pass@k and in the lengths of correct and wrong answers."""
+    """Minimum reward at which an answer counts as correct in pass@k and in the lengths of correct and wrong answers."""
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -357,7 +357,7 @@ class Eval(Section):
 
     @property
     def files(self) -> dict[str, str]:
-        """Files of held-out prompts by name; the name of a single file is "". {} without evaluation."""
+        """Files of held-out prompts by name, which is "" for a single file; empty if the run does not evaluate."""
         if self.prompts is None or self.every == 0:
             return {}
         return {"": self.prompts} if isinstance(self.prompts, str) else self.prompts

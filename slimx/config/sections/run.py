@@ -20,7 +20,7 @@ class RunSection(Section):
     dir: PathText
     """Directory to which the run writes all its files."""
     seed: int = Field(default=1, ge=0, le=2**63 - 1)
-    """Random seed of prompt order, sampling and weight initialization."""
+    """Random seed for prompt order, sampling and weight initialization."""
     resume: Literal["auto", "never", "must"] = "auto"
     """Use of an existing checkpoint. auto: continue from the newest complete checkpoint in `run.dir`, if there is one;
     never: refuse a `run.dir` that already contains a run; must: refuse to start without a complete checkpoint."""
@@ -29,12 +29,12 @@ class RunSection(Section):
     state and waiting groups; null: none. Ignored once run.dir contains a checkpoint."""
     fork_prompts: Literal["continue", "anew"] = "continue"
     """Prompts of a forked run. continue: the prompts of the other run, from its position; anew: this run's prompts from
-    the first one, without the groups that were waiting, which suits the stages of a curriculum."""
+    the beginning, without the groups that were waiting, which suits the stages of a curriculum."""
 
 
 class Model(Section):
     path: PathText
-    """Hugging Face directory of the model with config.json, tokenizer and safetensors files."""
+    """Hugging Face directory of the model, with config.json, tokenizer and safetensors files."""
     family: str | None = None
     """Dotted path of a module that builds the model, for an architecture that slimx does not support (docs/models.md);
     null: the built-in module for the architecture that config.json names."""
@@ -62,16 +62,16 @@ class Numerics(Section):
 
 class Cluster(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of trainers and engines. auto: cuda if torch finds a GPU, otherwise cpu."""
+    """Device for trainers and engines. auto: cuda if torch finds a GPU, otherwise cpu."""
     ray_address: str | None = None
     """Address of a running Ray cluster; null: slimx starts a local cluster."""
     trusted_network: bool | str | None = None
-    """Network that only this run's users can reach: its CIDR, from which servers then take their addresses, or true,
-    with which they take the addresses that Ray has for their machines. Required by engines with `dp_attention` on
-    several `nodes` (docs/engines.md); null: none."""
+    """Network that only this run's users can reach. A CIDR: servers take their addresses from this network; true: they
+    take the addresses that Ray has for their machines; null: there is none. Required by engines with `dp_attention` on
+    several `nodes` (docs/engines.md)."""
     start_deadline: Seconds | None = None
-    """Seconds within which Ray, trainers and engines must have started. null: 300 on CPUs; on GPUs 600, for
-    compilation, plus one second for every GB of weights that a node reads."""
+    """Seconds within which Ray, trainers and engines must have started. null: 300 on CPUs; on GPUs, 600 for compilation
+    plus one second per GB of weights that a node reads."""
     ray_deadline: Seconds = 45
     """Seconds within which Ray's processes must respond. After that the run ends with an error that names the silent
     process."""
@@ -79,10 +79,10 @@ class Cluster(Section):
     """Maximum number of seconds between a signal or failure and the exit of the process, which then exits even if its
     shutdown has not finished."""
     cpu_affinity: Literal["auto", "none"] = "auto"
-    """CPUs of trainer ranks. auto: each rank runs on the CPUs closest to its GPU (NVML); none: on any CPU."""
+    """CPUs on which trainer ranks run. auto: those closest to the rank's GPU (NVML); none: any CPU."""
     gpu: Literal["h100", "h200", "gb300"] | None = None
-    """Type of GPU that `slimx plan` assumes, with the published memory, links and GPUs per node of that type. null: the
-    plan does not check whether memory suffices."""
+    """GPU type for `slimx plan`, which assumes the memory, link bandwidths and number of GPUs per node published for
+    this type. null: the plan does not check whether memory suffices."""
     gpu_memory_gib: Positive | None = None
     """Memory of one GPU in GiB for `slimx plan`, without the half GiB that the driver reserves; null: the memory of the
     type `gpu`."""
@@ -96,7 +96,8 @@ class Cluster(Section):
 
     @property
     def network(self) -> str | None:
-        """CIDR from which servers take their addresses; None if each takes the address that Ray has for its machine."""
+        """CIDR of the network from which servers take their addresses; None if each takes the address that Ray has for
+        its machine."""
         if self.ray_address is None:
             return LOOPBACK
         return self.trusted_network if isinstance(self.trusted_network, str) else None
@@ -122,10 +123,10 @@ class SavedRollouts(Section):
     """Number of steps between saved files RUN/rollouts/step-NNNNNNN.groups, each with all groups of one step; 0:
     none."""
     keep: Count = 10
-    """Number of files in RUN/rollouts to keep, the newest ones; 0: all."""
+    """Number of most recent files to keep in RUN/rollouts; 0: all."""
     routes: bool = False
-    """Also save the experts that each token was routed to (MoE), several hundred bytes per token for a large model.
-    Required to replay the rollouts (`rollout.replay`) with trainer.moe.routing_replay=R3."""
+    """Together with the rollouts, save the experts that each token was routed to (MoE), several hundred bytes per token
+    for a large model. Required to replay the rollouts (`rollout.replay`) with trainer.moe.routing_replay=R3."""
 
 
 class Stall(Section):
@@ -135,12 +136,12 @@ class Stall(Section):
     """Multiple of a phase's usual duration after which the phase counts as stalled. The usual duration is the median of
     the last 20 times that this run completed the phase."""
     at_least: Seconds = 1800
-    """Minimum number of seconds after which a phase counts as stalled. It is the only limit of a phase that has not
-    been completed before."""
+    """Minimum number of seconds after which a phase counts as stalled, and the only limit for a phase that has not been
+    completed before."""
 
 
 class Prometheus(Section):
-    """HTTP endpoint of the driver that Prometheus scrapes."""
+    """HTTP endpoint on the driver from which Prometheus scrapes metrics."""
 
     port: int | None = Field(None, ge=1, le=65535)
     """Port of /metrics, which returns the newest step's metrics and the metrics of every engine; null: no endpoint."""
@@ -204,28 +205,29 @@ class Checkpoint(Section):
     """Maximum number of seconds between checkpoints: once they have passed, a checkpoint is written at the end of the
     next step, regardless of `every`. This bounds the work that a crash can cost. null: `every` alone decides."""
     keep: Amount = 2
-    """Number of checkpoints to keep, the newest ones."""
+    """Number of most recent checkpoints to keep."""
     keep_every: Count = 0
-    """Number of steps between checkpoints that are never deleted, a multiple of `every`; 0: none."""
+    """Number of steps, a multiple of `every`, between checkpoints that are never deleted; 0: none."""
     asynchronous: bool = True
     """Write checkpoint files in the background, from a copy in host memory, while the run continues."""
     deadline: Seconds = 1800
     """Seconds within which all files of a checkpoint must be written."""
     grace: Seconds | None = None
-    """Seconds for writing a checkpoint after SIGTERM or SIGHUP. The run saves and ends as after SIGUSR1; if the time
-    runs out or a second signal arrives, it ends without a checkpoint. null: it ends at once."""
+    """Seconds allowed for writing a checkpoint after SIGTERM or SIGHUP. The run saves and ends as after SIGUSR1; if the
+    time runs out or a second signal arrives, it ends without a checkpoint. null: it ends at once."""
     verify: Literal["size", "full"] = "full"
     """Check of a checkpoint's files before it is loaded. size: only their sizes; full: also their digests."""
     damaged: Literal["skip", "stop"] = "skip"
     """Action if the newest checkpoint of a resumed run is damaged. skip: log a warning, rename it to
     iter_NNNNNNN.damaged, and continue from the previous checkpoint, if there is one; stop: refuse to start."""
     load_optimizer: bool = True
-    """Resume with the state of the optimizer; false: resume only the weights and the position in the run, and start
-    with new moments."""
+    """Resume with the optimizer state; false: resume only the weights and the position in the run, and start with new
+    moments."""
     export_hf: bool = False
     """Export the final weights as a Hugging Face directory, RUN/hf."""
     export_every: Count = 0
-    """Number of steps between exports as Hugging Face directories, RUN/hf-NNNNNN, all of which are kept; 0: none."""
+    """Number of steps between exports of the weights as Hugging Face directories, RUN/hf-NNNNNN, all of which are kept;
+    0: none."""
 
     def _faults(self) -> Faults:
         if self.keep_every and (not self.every or self.keep_every % self.every):

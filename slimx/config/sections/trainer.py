@@ -34,7 +34,7 @@ class Muon(Section):
     """Use Nesterov momentum."""
     steps: Size = CYCLE
     """Number of Newton-Schulz iterations that orthogonalize a matrix. Must be a multiple of 5, because the coefficients
-    (`quintic`) differ between iterations and repeat after 5."""
+    (`quintic`) differ between iterations and repeat every 5 iterations."""
     scale: Positive = 0.2
     """Scale of an update, which is this factor times sqrt(max(rows, columns)) times the orthogonalized momentum. With
     0.2, updates are about as large as Adam's, so the same learning rate suits both (arXiv:2502.16982)."""
@@ -76,8 +76,8 @@ class Optimizer(Section):
     clip_grad: Weight = 1.0
     """Maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping."""
     max_skipped: Count = 3
-    """Number of consecutive optimizer steps, skipped because of infinite or NaN gradients, after which the run stops
-    with an error; 0: it never stops for this reason."""
+    """Number of consecutive optimizer steps after which the run stops with an error if all of them were skipped because
+    of infinite or NaN gradients; 0: it never stops for this reason."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type in which Adam's moments are stored between steps; a step always computes in fp32. bfloat16 halves their
     memory, as in DeepSeek-V3's training (arXiv:2412.19437, 3.3.3). Needs CUDA, Transformer Engine's Adam and
@@ -106,7 +106,8 @@ class Recompute(Section):
     """Layers that full recomputation covers. uniform: all layers, in units of `layers`; block: only the first `layers`
     of each pipeline stage."""
     layers: Amount = 1
-    """With full recomputation, the number of layers per recomputed unit (uniform) or of recomputed layers (block)."""
+    """Full recomputation: number of layers per recomputed unit (uniform), or of recomputed layers per pipeline stage
+    (block)."""
 
 
 class Moe(Section):
@@ -128,8 +129,8 @@ class Moe(Section):
     z_loss_coef: Weight = 0.0
     """Weight of the z-loss of each MoE layer, the mean squared logsumexp of the router's logits; 0: none."""
     bias_update_rate: Weight = 0.0
-    """Amount by which the selection bias of each expert is changed after every update, to balance the load without a
-    loss; 0: the bias is fixed."""
+    """Amount by which each expert's selection bias is changed after every update, to balance the load without an
+    auxiliary loss; 0: the bias is fixed."""
 
     def _faults(self) -> Faults:
         if self.aux_loss_type != type(self).model_fields["aux_loss_type"].default and not self.aux_loss_coef:
@@ -142,8 +143,8 @@ class Moe(Section):
 
 
 class Lora(Section):
-    """Low-rank adapters (LoRA). The base weights are not trained, and engines compute with base + alpha / rank * B A,
-    with adapters merged or separate (publish.adapters)."""
+    """Low-rank adapters (LoRA). The base weights are not trained. Engines compute with base + alpha / rank * B A and
+    receive the adapters either merged into the base weights or separately (publish.adapters)."""
 
     rank: Size
     """Rank of the adapters: number of rows of A and of columns of B."""
@@ -233,16 +234,16 @@ NOT_PASSED = {
     "moe_expert_rank_capacity_factor": _DROPPED,
     "moe_paged_stash": _DROPPED,
 }
-"""Fields of megatron-core's TransformerConfig that `trainer.megatron` must not set, with the remedy or the reason:
-fields that follow from keys of slimx, fields of routing, and fields that would silently change what is computed,
-published or saved, such as precision, names and shapes of weights."""
+"""Fields of megatron-core's TransformerConfig that `trainer.megatron` must not set, each with the remedy or the reason.
+They follow from keys of slimx, concern routing, or would silently change what is computed, published or saved, such as
+precision or the names and shapes of weights."""
 
 
 class RankLayout(Section):
     """Parallel sizes of a model that is trained on a separate set of ranks."""
 
     world_size: Size = 1
-    """Number of ranks: processes, with one GPU each on CUDA."""
+    """Number of ranks (processes); on CUDA, each has one GPU."""
     tensor: Size = 1
     """Tensor parallel size (TP). Sequence parallelism is enabled if it is above 1."""
     pipeline: Size = 1
@@ -251,8 +252,8 @@ class RankLayout(Section):
     """Number of model chunks per pipeline rank in the interleaved schedule (VPP). More chunks mean smaller bubbles and
     more messages."""
     layers_per_stage: tuple[Count, ...] | None = None
-    """Number of decoder layers in each stage: pipeline x virtual_pipeline numbers in the order of the forward pass;
-    null: equal numbers."""
+    """Number of decoder layers in each stage: pipeline x virtual_pipeline numbers, in the order of the forward pass;
+    null: layers are divided equally."""
     context: Size = 1
     """Context parallel size (CP): number of ranks that share each sequence, in zigzag order."""
     data: Size | None = None
@@ -276,22 +277,23 @@ class Trainer(RankLayout):
     """Gather updated weights over DP and CP ranks bucket by bucket, during the forward pass that reads them. This hides
     updates_per_step - 1 gathers per step; the last gather must finish before weights are published."""
     grad_reduce_in_fp32: bool = True
-    """Accumulate and reduce gradients in fp32, as slime's scripts do. false: in the model's data type, which halves
-    their memory and the communication between ranks, but rounds to 8 bits at every micro-batch and every reduction."""
+    """Accumulate and reduce gradients in fp32, as slime's scripts do. false: in the model's data type; with bf16, this
+    halves gradient memory and communication, but rounds to 8 significant bits at every micro-batch and every
+    reduction."""
     grad_bucket_elements: Amount | None = None
     """Minimum number of gradient elements per bucket; null: megatron-core's choice, the larger of 40 million and 1
     million times the number of DP x CP ranks."""
     max_tokens_per_microbatch: Amount = 8192
     """Maximum number of tokens that are packed into one micro-batch."""
     balance: Literal["tokens", "flops"] = "flops"
-    """Quantity that is balanced over DP ranks and micro-batches. tokens: number of tokens; flops: FLOPs computed from
-    the model's sizes, a n + b n^2 for a sequence of n tokens."""
+    """Quantity that is balanced over DP ranks and micro-batches. tokens: number of tokens; flops: FLOPs, estimated as a
+    n + b n^2 for a sequence of n tokens, where a and b follow from the model's sizes."""
     logprob_chunk_tokens: Amount | None = None
-    """Number of a rank's tokens whose logits are in memory at once, in the forward and backward passes; null: as many
-    as fit into 256 MiB of fp32 logits, but at least 128."""
+    """Maximum number of tokens per rank whose logits are in memory at the same time, in the forward and backward
+    passes; null: as many as fit into 256 MiB of fp32 logits, but at least 128."""
     attention: Literal["auto", "flash", "fused", "unfused"] = "auto"
     """Attention kernel. flash: flash-attn (on Hopper: FlashAttention 3 if it is installed, otherwise FlashAttention 4,
-    which is a beta); fused: cuDNN; unfused: Transformer Engine's unfused attention, or torch's without it; auto: the
+    a beta version); fused: cuDNN; unfused: Transformer Engine's unfused attention, or torch's without it; auto: the
     fastest that is available."""
     moe: Moe = Moe()
     indexer_replay: Literal["none", "R2", "R3"] = "none"
@@ -307,8 +309,8 @@ class Trainer(RankLayout):
     deadline: Seconds = 1800
     """Seconds within which one call to all trainer ranks must return."""
     watch_deadline: Seconds = 60
-    """Seconds for which a rank may be stopped, or silent between two calls. After that the run ends with an error that
-    names the rank, unless `recovery.trainers` replaces it."""
+    """Maximum time in seconds for which a rank may be stopped or, between two calls, silent. After that the run ends
+    with an error that names the rank, unless `recovery.trainers` replaces the rank."""
     offload: bool = True
     """With schedule.colocate, move weights, gradients and optimizer state to (pinned) host memory while engines
     generate."""
@@ -320,21 +322,22 @@ class Trainer(RankLayout):
     are still published and saved in checkpoints."""
     qat: Literal["int4"] | None = None
     """Quantization-aware training. int4: routed experts are rounded to INT4 in groups of 32 columns, in training and in
-    the engines (docs/numerics.md); the optimizer's fp32 weights are not rounded and receive the gradients unchanged.
-    null: none."""
+    the engines (docs/numerics.md); the optimizer's fp32 master weights are not rounded and receive the gradients
+    unchanged. null: none."""
     fp8: Literal["blockwise", "mxfp8"] | None = None
-    """Data type fp8 (e4m3) for the matrix products of linear layers. blockwise: blocks of 128 x 128 and 1 x 128, with
-    fp32 scales (Hopper); mxfp8: blocks of 1 x 32, whose scales are powers of two (Blackwell); null: the model's data
-    type."""
+    """Data type fp8 (e4m3) for the matrix products of linear layers. blockwise: weights in blocks of 128 x 128, inputs
+    and gradients in blocks of 1 x 128, with fp32 scales (Hopper); mxfp8: blocks of 1 x 32, with power-of-two scales
+    (Blackwell); null: the model's data type."""
     lora: Lora | None = None
     """Low-rank adapters (LoRA) to train instead of the weights; null: train the weights."""
     optimizer: Optimizer = Optimizer()
     megatron: Options = Field(default_factory=dict)
-    """Further fields of megatron-core's TransformerConfig, which are validated and passed through."""
+    """Additional fields of megatron-core's TransformerConfig, which are validated and passed through."""
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Globs over names of parameters of the base model that are not trained; with LoRA, all parameters."""
+        """Globs over the names of base-model parameters that are not trained; with LoRA, a glob that matches all of
+        them."""
         return ("*",) if self.lora is not None else self.freeze
 
     @property
