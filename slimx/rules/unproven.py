@@ -53,11 +53,11 @@ UNPROVEN: Mapping[str, Sequence[str]] = {
         "numerics.mode",
         "critic",
     ),
-    "policies (with further weights)": (
+    "policies (with separate weights)": (
         "run.fork",
         "numerics.mode",
         "trainer.lora (if a policy does not use the engines of actor)",
-        "rollout.engines (without a group of the policy)",
+        "rollout.engines (without a group for the policy)",
         "rollout.engines.urls",
         "rollout.replay",
         "algorithm.advantages (computed over a whole step, or remax)",
@@ -90,12 +90,12 @@ def _has_further_engines(sections: Sections) -> bool:
 
 
 CONDITIONS: Mapping[str, Callable[[Sections], bool]] = {
-    "rollout.engines.sglang.speculative_algorithm (layers of multi-token prediction)": _drafts,
-    "policies (with further weights)": _has_further_weights,
+    "rollout.engines.sglang.speculative_algorithm (with multi-token prediction layers)": _drafts,
+    "policies (with separate weights)": _has_further_weights,
     "trainer.lora (if a policy does not use the engines of actor)": lambda sections: (
         sections["trainer"].lora is not None and _has_further_engines(sections)
     ),
-    "rollout.engines (without a group of the policy)": lambda sections: not sections["rollout"].sampled,
+    "rollout.engines (without a group for the policy)": lambda sections: not sections["rollout"].sampled,
     "algorithm.advantages (computed over a whole step, or remax)": lambda sections: (
         sections["algorithm"].needs_whole_step or sections["algorithm"].advantages.kind == "remax"
     ),

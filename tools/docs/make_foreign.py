@@ -20,11 +20,12 @@ from slimx.extras.foreign.verl import VERL
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "coming-from.md"
 TITLE = "## Every name\n"
 HEAD = """
-`python -m tools.docs.make_foreign` generates these tables from `slimx/extras/foreign/`. `slimx train` and `slimx plan`
-answer each of these names with its key, on the command line and in the file. A flag with the name of its key, such as
-`--lr` or `--seed`, is answered too, and left out here. `[]` is an entry of a list. If the last column is empty, the
-value does not change. If the key is missing, the last column says why none is needed, or names the closest alternative.
-A name that ends in `*` stands for all names with this beginning, and `{}` for the rest of the name.
+`python -m tools.docs.make_foreign` generates these tables from `slimx/extras/foreign/`. If one of these names is on the
+command line or in the configuration file, `slimx train` and `slimx plan` answer with the corresponding slimx key. Flags
+with the same name as their key, such as `--lr` and `--seed`, are answered too, but not listed here. `[]` stands for an
+entry of a list. If the value column is empty, the value stays the same. If the key column is empty, the value column
+says why no key is needed, or names the closest alternative. A name that ends in `*` stands for all names that begin
+with the part before it, and `{}` in a key stands for the rest of the name.
 """
 
 

@@ -17,16 +17,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 HEAD = """\
 # Metrics
 
-This page is made from `slimx/observability/tracking/names.py` by `python -m tools.docs.make_metrics`.
+`python -m tools.docs.make_metrics` generates this page from `slimx/observability/tracking/names.py`.
 
-Every step is one line of `RUN/metrics.jsonl` and one step in each tracker that section `track` names, under the same
-names. A number that is not finite is null in the file, and `nonfinite` says which it was. A part in braces stands for
-any text. Algorithms that you write add names of their own.
+Every training step is one line of `RUN/metrics.jsonl`, and one step in each tracker that section `track` names; metrics
+have the same names in all of them. A value that is not finite is null under `metrics` in the file, and `nonfinite` in
+the same line contains it as text. A part of a name in braces stands for any text. Algorithms that you write add metrics
+with names that you choose.
 
 ## Your own
 
-A hook logs a number with `ctx.log(name, value)`, once per name, or adds to one with `ctx.add(name, value)`, in generate
-and in reward, also if the reward runs in a process:
+Generate and reward hooks can log numbers, also if the reward runs in a separate process: `ctx.log(name, value)` logs a
+number, once per name, and `ctx.add(name, value)` adds to a number that starts at 0.
 
 ```python
 async def generate(ctx, prompt):
@@ -35,17 +36,17 @@ async def generate(ctx, prompt):
     return draft.finish()
 ```
 
-The step then has `hook/search/hits/mean`, `/min`, `/max` and `/count`. They cover one value for each rollout
-(generate), trajectory (reward) or group (reward with `reward.scope: group`) that logged it and is used in training;
-values from held-out prompts appear under `eval_hook`. A value that is NaN or infinite stays out of the mean and is
-counted under `/nonfinite`.
+The step then has the metrics `hook/search/hits/mean`, `/min`, `/max` and `/count`. They are computed from one value for
+each rollout (generate hook), trajectory (reward hook) or group (reward hook with `reward.scope: group`) that logged the
+number and is used in training; values from held-out prompts appear under `eval_hook`. Values that are NaN or infinite
+are left out of the mean and counted under `/nonfinite`.
 
-A name that slimx uses, a name logged twice for one trajectory, and a value that is not numeric are refused: the rollout
-fails, and its group is counted and named in `dropped.jsonl`. Logged numbers are part of the trajectory, so checkpoints,
-saved rollouts and replays keep them.
+A name that slimx uses, a second `ctx.log` of a name for one trajectory, and a value that is not numeric are errors: the
+rollout fails, and its group is counted as dropped and listed in `dropped.jsonl`. Logged numbers are part of the
+trajectory, so checkpoints, saved rollouts and replays contain them.
 
-`slimx.extras.agents.multi_turn` and `slimx.extras.agents.agent` log `tool_calls` in this way: in an environment, the
-sum of `Step.tool_calls`.
+`slimx.extras.agents.multi_turn` and `slimx.extras.agents.agent` log the number `tool_calls` in this way; with an
+environment, it is the sum of `Step.tool_calls`.
 """
 
 

@@ -46,7 +46,7 @@ UNPROVEN = {
         "algorithm.teacher",
         "critic",
     ),
-    "publish.quantize=int4": ("rollout.engines.sglang.speculative_algorithm (layers of multi-token prediction)",),
+    "publish.quantize=int4": ("rollout.engines.sglang.speculative_algorithm (with multi-token prediction layers)",),
 }
 """Feature -> configuration keys that have not been tested with the feature, in the format of
 `slimx.rules.unproven.UNPROVEN`."""

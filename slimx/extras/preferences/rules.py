@@ -28,7 +28,7 @@ UNPROVEN = {
         "trainer.megatron.mtp_num_layers",
         "trainer.optimizer.kind",
         "numerics.mode",
-        "policies (with further weights)",
+        "policies (with separate weights)",
         "publish.quantize",
         "schedule.colocate",
     )

@@ -21,7 +21,7 @@ UNPROVEN = {
         "schedule.colocate",
         "critic",
         "checkpoint.load_optimizer",
-        "policies (with further weights)",
+        "policies (with separate weights)",
     ),
 }
 """For each feature, the settings with which it has not been verified, in the format of
