@@ -10,7 +10,7 @@ from slimx.data.records import Prompt
 from slimx.json_types import Json
 
 ENVIRONMENTS = "slimx.environments"
-"""Entry point group that registers environments under short names for `rollout.options.environment`."""
+"""Entry-point group that registers environments under short names for `rollout.options.environment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Step:
 
 
 class Environment(Protocol):
-    """Interface of the environment of one rollout. Methods are awaited one after the other; blocking work belongs in
+    """Interface of an environment for one rollout. Its methods are awaited one at a time; blocking work belongs in
     `asyncio.to_thread`."""
 
     async def reset(self, prompt: Prompt, seed: int) -> str | Begin:
@@ -64,5 +64,5 @@ class Environment(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends the episode. Called once, also after an error or a deadline."""
+        """Ends the episode. Called exactly once, even after an error or an expired deadline."""
         ...

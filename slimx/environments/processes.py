@@ -99,7 +99,7 @@ class InDriver:
 
 
 class InProcess:
-    """An environment in a separate process, which is started by the first call of the environment."""
+    """An environment in a separate process, which is started by the first call to the environment."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ Kind = Literal[
 
 
 class Events:
-    """Receiver of the events of a run. This base class ignores them."""
+    """Receiver of a run's events. This base class ignores them."""
 
     step: int | None = None
     """Number of the step in progress; None before the first step."""

@@ -50,8 +50,8 @@ def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
 
 def longest_trajectory(config: Config, spec: ModelSpec, *layouts: Sizes) -> int:
     """Returns the length in tokens of the longest trajectory that the model supports and that fits into one micro-batch
-    of the trainers, for each of the parallel sizes `layouts`. A trajectory of n tokens occupies n - 1 positions of a
-    micro-batch; for a reward model, n positions."""
+    with each of the parallel sizes in `layouts`. A trajectory of n tokens occupies n - 1 positions of a micro-batch;
+    for a reward model, n positions."""
     limit = config.trainer.max_tokens_per_microbatch
     positions = min(limit // sizes.sequence_multiple * sizes.sequence_multiple for sizes in layouts)
     # A reward model also reads the last token, so n tokens occupy n positions.
@@ -102,8 +102,8 @@ def split_groups(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]
 
 
 def batch_metrics(updates: Sequence[TrainBatch]) -> dict[str, float]:
-    """Returns the number of micro-batches of a step, the fraction of positions that are padding, and the mean relative
-    time that is lost by waiting for the slowest data-parallel rank (imbalance)."""
+    """Returns the number of micro-batches of a step, the fraction of positions that are padding, and the mean imbalance
+    of the updates: the relative time lost by waiting for the slowest data-parallel rank."""
     packed = list(chain.from_iterable(chain.from_iterable(update.shards for update in updates)))
     positions = sum(len(batch.tokens) for batch in packed)
     return {

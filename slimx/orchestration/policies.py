@@ -69,8 +69,7 @@ class TrainedPolicy:
         return make_update_rows(self.config, groups, partial(all_advantages, self.config.algorithm))
 
     def named(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Returns `metrics` of this policy with the policy's prefix in their names; the actor's metrics have no
-        prefix."""
+        """Returns `metrics` of this policy with the policy's prefix added to their names; the actor has no prefix."""
         return {prefix_of(self.name) + name: value for name, value in metrics.items()}
 
 

@@ -36,8 +36,9 @@ class Publications:
     """Publications of a policy's weights. This base class is used without engines and publishes nothing."""
 
     with_retry: WithRetry = staticmethod(_once)
-    """Function through which coroutine functions that need trainer ranks are called. The default calls each once;
-    `RankLossHandler.with_retry`, which may replace it, calls one again after lost ranks were replaced."""
+    """Function that calls a coroutine function whose work needs trainer ranks. The default calls it once;
+    `RankLossHandler.with_retry`, which may be set instead, calls it again if ranks were lost and replaced in the
+    meantime."""
 
     def renew(self) -> None:
         """Prepares to publish from new trainer ranks that have replaced lost ones."""
@@ -64,7 +65,7 @@ class Publications:
 
 
 class EnginePublications(Publications):
-    """Publications of the weights of one policy's trainers to the policy's engines."""
+    """Publications that send the weights of one policy's trainers to the policy's engines."""
 
     def __init__(
         self,
@@ -176,10 +177,10 @@ class EnginePublications(Publications):
         """Awaits `work` and returns its result. Raises SlimxError if all engines of the run are lost in the meantime
         and none can be restarted.
 
-        If no engine serves and one restarts, the weights of `step` are published to the restarted engine. There are two
-        exceptions, after which a publication follows anyway: with `training`, because the trainers' weights are between
-        two versions, and while colocated engines sleep. If the transport stores published versions, for example on
-        disk, and the engines are awake, every engine that restarts receives the current version from this store."""
+        If no engine is serving when one restarts, the weights of `step` are published to it, except in two cases in
+        which a publication follows anyway: if `training` is True, because the trainers' weights are then between two
+        versions, and while colocated engines sleep. If the transport stores published versions, for example on disk,
+        and the engines are awake, every engine that restarts receives the current version from this store."""
         if self._shared is not None and self._shared.owner != self.policy:
             return await work  # shared engines are watched by the policy that owns them
         members = self.engines.members
@@ -248,8 +249,8 @@ class EnginePublications(Publications):
 
 
 def publication_metrics(done: Publication) -> dict[str, float]:
-    """Returns the metrics of a publication under their names in metrics.jsonl: seconds of each stage, number of
-    tensors, MiB, and number of engines that verified the weights."""
+    """Returns the metrics of a publication under their names in metrics.jsonl: the seconds that each stage took, the
+    number of tensors, their size in MiB, and the number of engines that verified the weights."""
     out = {f"publish/{stage}_seconds": seconds for stage, seconds in done.seconds.items()}
     out |= {"publish/tensors_verified": float(done.tensors), "publish/mib": done.nbytes / 2**20}
     if done.wire is not None:

@@ -17,7 +17,7 @@ from slimx.orchestration.state.recording import Records
 from slimx.reshard.plan.copy_plan import Plan
 
 Replan = Callable[[Sizes], Mapping[str, Plan]]
-"""Function that returns the plans of exports and publications for trainer ranks with different parallel sizes."""
+"""Function that returns the export and publication plans for trainer ranks that restart with other parallel sizes."""
 
 
 class RankLossHandler:
@@ -56,7 +56,7 @@ class RankLossHandler:
         return set()
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics of a step about replacements of lost ranks."""
+        """Returns a step's metrics about the replacement of lost ranks."""
         return {}
 
     async def stop(self) -> None:

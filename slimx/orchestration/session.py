@@ -62,8 +62,8 @@ if TYPE_CHECKING:
 
 
 def run_training(config: Config, console: Console) -> Path:
-    """Trains as `config` describes, and returns the run's directory. Raises SlimxError; after a signal, Preempted if
-    the run has saved a checkpoint (SIGUSR1), otherwise Interrupted."""
+    """Trains as `config` describes, and returns the run's directory. Raises SlimxError if the run fails. After a
+    signal, raises Preempted if the run has saved a checkpoint (SIGUSR1), and Interrupted otherwise."""
     return run_session(config, console, train)
 
 
@@ -71,7 +71,8 @@ def run_session(config: Config, console: Console, work: Callable[[Run], Awaitabl
     """Checks `config`, starts all parts of the run, awaits `work(run)`, and stops everything. Returns the run's
     directory.
 
-    Raises SlimxError; after a signal, Preempted if the run has saved a checkpoint (SIGUSR1), otherwise Interrupted."""
+    Raises SlimxError if the run fails. After a signal, raises Preempted if the run has saved a checkpoint (SIGUSR1),
+    and Interrupted otherwise."""
     directory = Path(config.run.dir)
     options = config.checkpoint
     saves = Saves(directory / "checkpoints", keep=options.keep, keep_every=options.keep_every)

@@ -54,8 +54,8 @@ def quoted(path: Path, end: str) -> str:
 
 
 def how_ended(status: int | None) -> str:
-    """Describes how a process ended, from its exit status: negative or above 128 if a signal ended it, None if it is
-    still running but does not respond."""
+    """Describes how a process ended. `status`: its exit status, which is negative or above 128 if a signal ended it;
+    None if it is still running but does not respond."""
     if status is None:
         return "does not respond"
     number = -status if status < 0 else status - 128

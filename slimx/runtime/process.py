@@ -40,7 +40,7 @@ ORPHAN_GRACE_S = 5.0
 LOOK_S = 2.0
 """Seconds between two checks of the process tree for newly mapped shared memory and for stopped processes."""
 NOT_STARTED = 127
-"""Exit status of the guard if its command cannot be started; a shell uses the same."""
+"""Exit status of the guard if its command cannot be started, the same as a shell's."""
 KILL_WAIT_S = 10.0
 """Seconds within which a process tree must have ended after SIGKILL."""
 
@@ -253,8 +253,8 @@ def shared_memory_inodes(pid: int) -> set[int]:
     """Returns the inodes of files in /dev/shm that descendants of `pid` have mapped, mostly semaphores of
     multiprocessing.
 
-    A killed process does not remove these files, and neither does its resource tracker if it is killed too. Inodes are
-    used instead of names, because glibc maps a semaphore under a temporary name before it gets its final one.
+    A killed process does not remove these files, and neither does its resource tracker if that is killed as well.
+    Inodes identify the files, because glibc maps a semaphore while its file still has a temporary name.
     """
     inodes: set[int] = set()
     for process in psutil.Process(pid).children(recursive=True):

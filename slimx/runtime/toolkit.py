@@ -24,17 +24,18 @@ USUAL = Path("/usr/local/cuda")
 WHEEL = "nvidia/cu13"
 """Directory in site-packages into which the CUDA wheels of the lock file install their files."""
 RUNTIME = "lib64/libcudart.so"
-"""Path of the library that kernels of SGLang and flashinfer are linked with, relative to the toolkit's directory."""
+"""Path of the CUDA runtime library, with which kernels of SGLang and flashinfer are linked, relative to the toolkit's
+directory."""
 PROGRAM = "#include <cuda_runtime.h>\n__global__ void one(int* x) { *x = 1; }\nvoid run(int* x) { one<<<1, 1>>>(x); }\n"
 
 
 def cuda_home(environment: Mapping[str, str], packages: Path | None = None) -> Path | None:
     """Returns the directory of the CUDA toolkit, or None if there is none.
 
-    It is CUDA_HOME or CUDA_PATH if set, else the toolkit of the nvcc on PATH, the usual location, or the lock file's
-    wheels in `packages` (default: site-packages of this Python). An nvcc on PATH may be a script that starts another
-    nvcc, so a directory counts as a toolkit only if it also contains libraries. Linkers do not find the wheels'
-    libraries by their file names, so `wheel_home` creates a directory of links to them."""
+    The candidates are, in this order: CUDA_HOME, CUDA_PATH, the toolkit of the nvcc on PATH, the usual location, and
+    the lock file's wheels in `packages` (default: site-packages of this Python). An nvcc on PATH may be a script that
+    starts another nvcc, so a directory counts as a toolkit only if it also contains libraries. Linkers do not find the
+    wheels' libraries by their file names, so `wheel_home` creates a directory of links to them."""
     configured = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if configured:
         return Path(configured)

@@ -98,7 +98,7 @@ class FrozenEngine:
     async def chat(self, messages: Sequence[Json], **parameters: object) -> str:
         """Returns the model's reply to a conversation.
 
-        `parameters`: further parameters of /v1/chat/completions, such as temperature.
+        `parameters`: additional request parameters for /v1/chat/completions, such as temperature.
         """
         body = {"model": "default", "messages": list(messages), **parameters}
         response = await self.post("/v1/chat/completions", body)

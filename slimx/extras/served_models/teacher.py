@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PIECE = 8192
-"""Number of token ids per request that asks a server for the text of each token."""
+"""Maximum number of token ids whose texts are requested from a server at once."""
 
 
 class Teacher:
@@ -95,9 +95,9 @@ class Teachers:
         self._teachers = {name: Teacher(engines[name], concurrency, top) for name in algorithm.served_teachers}
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> None:
-        """Scores a rollout of `prompt` with the teacher of the prompt.
+        """Scores a rollout of `prompt` with the prompt's teacher.
 
-        Raises SlimxError if the prompt has no teacher, and raises the same errors as `Teacher.score`.
+        Raises SlimxError if the prompt has no teacher, and otherwise the errors of `Teacher.score`.
         """
         await self._teachers[teacher_of(self._algorithm, prompt)].score(trajectory)
 

@@ -16,7 +16,8 @@ from slimx.errors import SlimxError
 
 LOCK = "lock"
 _FLOCK = "@hhqqi4x"
-"""Format, for module struct, of the C structure flock on 64-bit Linux: type, whence, start, length, process."""
+"""Format string for the module `struct` that packs the C structure flock of 64-bit Linux: type, whence, start, length,
+process id."""
 
 
 @contextmanager

@@ -93,8 +93,8 @@ SFT_COLUMNS = (
 
 
 def with_policies(columns: Sequence[TableColumn], policies: Sequence[str]) -> tuple[TableColumn, ...]:
-    """Returns `columns` with further columns for each of `policies` (the policies other than the actor): reward, loss
-    and log-prob gap, inserted after the column of the actor's log-prob gap."""
+    """Returns `columns` with reward, loss and log-prob gap columns for each of `policies` (the policies other than the
+    actor), inserted after the actor's log-prob gap."""
     further = []
     for policy in policies:
         for column in columns:

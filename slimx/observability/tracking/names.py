@@ -245,8 +245,8 @@ _FORM = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
 @lru_cache(4096)  # cached, because hooks log the same names in every rollout
 def find(name: str) -> Metric | None:
-    """Returns the entry of the table that describes metric `name`; None if there is none. An entry without braces takes
-    precedence over entries with braces."""
+    """Returns the table entry that describes metric `name`; None if there is none. An entry without a `{part}` takes
+    precedence over entries with one."""
     return next((metric for metric in _EXACT_FIRST if metric.pattern.fullmatch(name)), None)
 
 

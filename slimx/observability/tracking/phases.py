@@ -39,7 +39,7 @@ class Phase:
 
 @dataclass(kw_only=True, slots=True)
 class Placed:
-    """A phase with its position in the nesting of the phases of its track, as a report draws it."""
+    """A phase and its nesting level within its track, as a report draws it."""
 
     phase: Phase
     lane: int
@@ -54,8 +54,8 @@ class Placed:
 
 def place(phases: Iterable[Phase]) -> list[Placed]:
     """Computes the nesting of all phases. Returns the phases track by track, in the order in which the tracks start,
-    and within a track by start time. A phase that is within the time of another phase on the same track is nested in
-    it."""
+    and within a track by start time. A phase is nested in another phase of the same track if it takes place entirely
+    during that phase."""
     by_track: dict[str, list[Phase]] = defaultdict(list)
     for phase in sorted(phases, key=lambda phase: (phase.start, -phase.seconds)):
         by_track[phase.track].append(phase)

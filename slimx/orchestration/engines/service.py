@@ -77,7 +77,7 @@ class FrozenEngines:
         return {}
 
     async def stop(self) -> None:
-        """Stops routers and the servers that slimx started; external servers continue to run."""
+        """Stops the routers and the servers that slimx started; external servers keep running."""
 
 
 class EngineService:

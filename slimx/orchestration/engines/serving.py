@@ -38,7 +38,7 @@ async def serving(
     `without_trainers` (slimx.orchestration.start.checks). Ray must be running.
 
     The directory `logs/` and the file `engines.json` are written into `directory`. `note` is called with a message
-    about each event of an engine."""
+    about each engine event."""
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     async with EngineService(config, sources, directory, note=note) as service:
         (engines,) = service.place().values()
@@ -86,8 +86,8 @@ async def _check(reader: CheckpointReader, names: Iterator[str]) -> None:
 
 
 async def admit_joining(group: EngineGroup, prepare: Callable[[EngineHandle], Awaitable[None]] | None = None) -> None:
-    """Adds to the router every engine that has started but does not serve yet, with the weights that it loaded itself.
-    `prepare` is awaited for each engine before it is added."""
+    """Adds to the router every engine that has started but is not serving yet; each serves the weights that it loaded
+    itself. Awaits `prepare` for each engine before adding it."""
     for engine in group.members.joining():
         with suppress(ReceiverLost):  # the engine was lost again, and may be restarted
             if prepare is not None:

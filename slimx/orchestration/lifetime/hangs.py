@@ -32,7 +32,8 @@ WRITE_S = 45.0
 """Maximum number of seconds that a stopping run waits for the stacks of all processes to be written."""
 
 SILENT = ("rank.silent", "engine.silent", "engine.useless")
-"""Codes of errors that report a rank or engine which did not respond in time, or responded without doing its work."""
+"""Codes of the errors which report that a rank or engine did not respond in time, or responded without doing its
+work."""
 
 PACKAGE = str(Path(__file__).parents[2])
 SAY_S = 10.0
@@ -44,7 +45,7 @@ STRIKE_S = 60.0
 """CPU seconds added to the countdown of `GilWatch` while the thread of `Pulse` writes the stacks and the message,
 because the blocked event loop may use CPU time in the meantime."""
 SIGNAL = signal.SIGRTMAX
-"""Signal on which faulthandler writes the stacks of all threads, from C code that does not need the GIL."""
+"""Signal on which faulthandler writes the stacks of all threads. Its handler is C code that does not need the GIL."""
 STACKS_S = 1.0
 """CPU seconds that the process has for writing the stacks of all threads before `GilWatch` ends it."""
 SIGEV_SIGNAL = 0

@@ -18,9 +18,9 @@ from slimx.runtime import process as guarded
 from slimx.runtime.children import child_environment, python_argv
 
 LOOK_S = 2.0
-"""Interval between two scans of the driver's descendants, in seconds."""
+"""Interval between scans of the driver's descendants, in seconds."""
 POLL_S = 0.2
-"""Interval between two checks that the driver is running, in seconds."""
+"""Interval between checks that the driver is still running, in seconds."""
 KILL_S = 10.0
 """Maximum number of seconds to wait for killed processes to disappear."""
 

@@ -44,7 +44,7 @@ abandoned."""
 
 
 class Alarm:
-    """Stops a run that cannot continue, with an error, or asks it to save and stop (SIGUSR1). May be used only in the
+    """Stops a run with an error if it cannot continue, or asks it to save and stop (SIGUSR1). May be used only in the
     event loop."""
 
     def __init__(self, ending: Callable[[BaseException | None], None] = lambda error: None) -> None:

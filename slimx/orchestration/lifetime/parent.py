@@ -32,7 +32,7 @@ forwarded to the driver, because signals from a terminal reach it directly."""
 ENDED = (1, -signal.SIGABRT)
 """Exit statuses with which Ray's library ends the driver's process."""
 LOG = "/python-core-driver-"
-"""Substring that identifies the log of Ray's library among the paths of the driver's open files."""
+"""Substring by which the log of Ray's library is recognized among the paths of the driver's open files."""
 WORDS = re.compile(r"Terminate the process|Exiting because the Raylet|Check failed")
 """Pattern of the messages that the library of Ray 2.60 writes into its log (`LOG`) before it ends the driver's
 process."""

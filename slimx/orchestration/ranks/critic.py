@@ -19,7 +19,7 @@ from slimx.orchestration.ranks.trainers import TrainerGroup
 
 
 class CriticGroup:
-    """All ranks that contain a part of the critic, which are called together. Callers pass training rows in any order;
+    """All ranks that contain a part of the critic; they are called together. Callers pass training rows in any order;
     this class packs the rows for the critic's parallel sizes, which may differ from the policy's."""
 
     def __init__(

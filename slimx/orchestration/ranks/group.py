@@ -39,7 +39,7 @@ async def _result[T](reference: Awaitable[T]) -> T:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingCall:
-    """A call to several ranks, at least one of which has not finished it."""
+    """A call to several ranks that has not finished on all of them yet."""
 
     description: str
     ranks: dict[Awaitable[object], int]
@@ -289,7 +289,7 @@ class PackedGpus:
         return {"num_gpus": 1, "scheduling_strategy": strategy}
 
     def release(self) -> None:
-        """Ends the reservation; actors that still run on the GPUs are killed."""
+        """Ends the reservation and kills the actors that are still running on the GPUs."""
         if not self._released:
             remove_placement_group(self._group)
             self._released = True

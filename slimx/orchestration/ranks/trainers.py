@@ -109,7 +109,7 @@ class TrainerGroup(RankGroup):
         return started
 
     async def places(self) -> list[Placement]:
-        """Returns the machine and GPU of each rank, on which colocated engines are placed."""
+        """Returns the machine and GPU of each rank, so that colocated engines can be placed there."""
         references = [actor.__ray_call__.remote(place_of) for actor in self.actors]
         return await self.answers(references, range(self.sizes.world), "the lookup of the trainers' machines")
 
@@ -231,8 +231,8 @@ class TrainerGroup(RankGroup):
         return describe(self.plans[name].form(bucket), paths, written)
 
     async def release(self, name: str, bucket: int | None) -> None:
-        """Allows the memory of bucket number `bucket` of plan `name` to be reused. `bucket`=None: the publication has
-        ended, and all ranks release all of their buckets."""
+        """Allows the memory of bucket number `bucket` of plan `name` to be reused. If `bucket` is None, the publication
+        has ended, and every rank releases all of its buckets."""
         ranks = None if bucket is None else self._holders_of(name)
         await self.call("weights.release", f"the release of buckets ({name})", ranks=ranks, name=name, bucket=bucket)
 
@@ -241,8 +241,8 @@ class TrainerGroup(RankGroup):
         return range(1 if name == "export" else self.holders)
 
     async def _prepare(self) -> None:
-        """Determines for each plan whether all ranks can write into each other's memory or only into the publisher's,
-        and then sends the plan to all ranks."""
+        """Determines, for each plan, whether every rank can write into the memory of every other rank or only into that
+        of the publisher, and then sends the plan to all ranks."""
         for name, buckets in self.plans.items():
             publish = None if name == "export" else self.config.publish
             if publish is not None and not transport_of(publish).gathers:

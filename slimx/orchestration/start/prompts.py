@@ -103,8 +103,8 @@ def check_order(config: Config, prompts: Mapping[str, list[Prompt]], rollouts: J
 
 
 def source_prompts(rollout: Rollout) -> dict[str, list[Prompt]]:
-    """Reads the prompts of each of `rollout.sources`, and returns the prompts by the source's name; the name of
-    `rollout.prompts` is "". Raises SlimxError if two sources have prompts with the same id."""
+    """Reads the prompts of each of `rollout.sources`, and returns them by source name; the prompts of `rollout.prompts`
+    have the name "". Raises SlimxError if two sources have prompts with the same id."""
     if rollout.prompts is not None:
         return {"": read_prompts(rollout.prompts, make_mapping(rollout.fields, rollout.map, rollout.system))}
     prompts: dict[str, list[Prompt]] = {}

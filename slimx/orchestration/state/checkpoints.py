@@ -31,8 +31,8 @@ _PORTION = 8 * 2**30
 
 
 class Checkpointer:
-    """Saves, loads and exports the state of a run in progress through its ranks; `Saves` manages the directories. At
-    most one save is in progress: the next save waits for it."""
+    """Makes the ranks of a run in progress save, load and export its state; `Saves` manages the directories. At most
+    one save is in progress at a time; the next one waits for it."""
 
     def __init__(
         self,

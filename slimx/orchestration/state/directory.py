@@ -64,8 +64,8 @@ def check_start(config: Config, directory: Path, saves: Saves) -> None:
 
 
 def check_generation(config: Config, directory: Path, saves: Saves) -> None:
-    """Raises SlimxError if `slimx generate` cannot start in `directory`, or cannot resume from the newest saved
-    position in the prompts (`saves`)."""
+    """Raises SlimxError if `slimx generate` cannot start in `directory`, or cannot resume from the newest position in
+    the prompts that is stored in `saves`."""
     if config.run.fork:
         raise SlimxError(
             "run.fork is set, but it continues training and slimx generate does not train; remove run.fork",
@@ -110,8 +110,8 @@ def finished(config: Config, directory: Path, state: RunState) -> bool:
 
 
 def unused(config: Config) -> str:
-    """Returns text to append to the message that a run is finished. It names the keys of `config` that differ from the
-    finished run's configuration, because the changed values were not used; "" if no key differs."""
+    """Returns text to append to the message that a run is finished: a warning that names the keys of `config` whose
+    values differ from the finished run's configuration and were therefore not used; "" if no key differs."""
     directory = Path(config.run.dir)
     if not (directory / "config.yaml").is_file():  # a new run that forks a run with more steps
         return ""
@@ -166,7 +166,7 @@ class _DirectoryContents:
     """The parts of a run directory's contents that must be restored if a start is refused."""
 
     missing: list[Path]
-    """Directories that did not exist before the start, among the run's directory and its parents, innermost first."""
+    """The run's directory and those of its parents that did not exist before the start, innermost first."""
     names: set[str]
     written: dict[str, bytes]
     """Previous contents of the files that every start overwrites, by file name."""

@@ -50,8 +50,8 @@ class Records:
         *,
         resume_step: int = 0,
     ):
-        """Opens the files in `config.run.dir` and removes entries of step `resume_step` and later steps from them; 0
-        keeps all entries. `events` is notified of restarts, lost engines and skipped steps."""
+        """Opens the files in `config.run.dir` and removes the entries of step `resume_step` and later steps from them;
+        if `resume_step` is 0, those of all steps. `events` is notified of restarts, lost engines and skipped steps."""
         directory = Path(config.run.dir)
         self.config = config
         self.table = table
@@ -128,9 +128,9 @@ class Records:
         self.timeline.add(Phase(name="start", step=None, track=part, start=since, seconds=seconds))
 
     def activity(self) -> Json:
-        """Returns for `slimx status`: name of the current phase, number of phases so far in this process, and Unix time
-        at which the phase started. The time is computed from the phase's duration, because the system clock may have
-        been changed since."""
+        """Returns, for `slimx status`, the name of the current phase, the number of phases so far in this process, and
+        the Unix time at which the phase started. This time is computed from the phase's duration so far, because the
+        system clock may have been changed since."""
         since = time.time() - (time.monotonic() - self._began)
         return {"phase": self._phase, "number": self._phases, "since": since}
 

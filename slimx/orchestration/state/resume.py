@@ -37,7 +37,7 @@ class ComparedPolicy:
 
 
 def trainer_state(config: Config, sizes: Sizes) -> Json:
-    """Returns the fields of run.json in a checkpoint that describe the trainers of one policy."""
+    """Returns the fields that describe one policy's trainers in the run.json of a checkpoint."""
     trainer = config.trainer
     return {
         "layout": layout_of(sizes),

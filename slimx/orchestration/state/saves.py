@@ -48,8 +48,8 @@ class RunState:
     version: int
     """Version of the engines' weights."""
     policies: dict[str, Json]
-    """Fields that describe the trainers of each policy, by the policy's name
-    (`slimx.orchestration.state.resume.trainer_state`)."""
+    """Fields that describe each policy's trainers, by policy name (see
+    `slimx.orchestration.state.resume.trainer_state`)."""
     rollouts: Json
     """Result of `RolloutManager.state()` or `Replay.state()`: the position in the prompts, and
     the groups that have not been trained on yet."""
@@ -78,7 +78,7 @@ class Saves:
 
     def __init__(self, directory: Path, *, keep: int, keep_every: int = 0):
         """Sets which checkpoints in `directory` are kept: the newest `keep` ones, and all checkpoints whose step is a
-        multiple of `keep_every` (0: no others)."""
+        multiple of `keep_every` (if it is 0, no others)."""
         self.directory = directory
         self.keep = keep
         self.keep_every = keep_every
