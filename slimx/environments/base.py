@@ -55,7 +55,7 @@ class Environment(Protocol):
     async def reset(self, prompt: Prompt, seed: int) -> str | Begin:
         """Starts the episode, and returns the user turn that follows the prompt ("" for none), or a `Begin`.
 
-        `seed`: seed of the rollout, the same in a resumed run.
+        `seed`: random seed for the rollout, which does not change when a run is resumed.
         """
         ...
 

@@ -60,8 +60,8 @@ class Publications:
         """Releases the device memory of colocated engines."""
 
     async def wake(self) -> None:
-        """Allocates the memory of colocated engines' weights again, without restoring its contents; a publication must
-        follow."""
+        """Allocates device memory for the weights of colocated engines again. The memory's contents are undefined until
+        the next publication, which must follow."""
 
 
 class EnginePublications(Publications):

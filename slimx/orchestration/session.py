@@ -274,7 +274,7 @@ def _watched(trainers: Mapping[str, TrainerGroup], critic: CriticGroup | None) -
 
 
 def _replanned(prepared: PreparedPolicy, device: str, sizes: Sizes) -> dict[str, Plan]:
-    """Returns new export and publication plans, to replace those in `prepared` when trainers are restarted with the
+    """Returns the export and publication plans that replace those in `prepared` when trainers are restarted with the
     parallel sizes `sizes`."""
     plans, encoding = make_plans(prepared.config, prepared.spec, sizes, device)
     assert encoding == prepared.encoding, "the encoding must not change, because engines received it at their start"

@@ -13,7 +13,7 @@ from types import TracebackType
 TICK_S = 0.5
 """Seconds between two readings of a RunningClock by its thread."""
 STALL_S = 3.0
-"""Seconds between two readings above which the process is assumed to have been stopped."""
+"""Time between two readings, in seconds, above which the process is assumed to have been stopped."""
 
 
 class Clock:

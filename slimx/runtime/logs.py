@@ -46,8 +46,8 @@ def log_end(path: Path, lines: int = 20, *, since: int = 0) -> str:
 
 
 def quoted(path: Path, end: str) -> str:
-    """Returns the last part of a message about a process that has ended: the path of its log, followed by the lines of
-    `end`, the log's last lines, indented."""
+    """Returns the last part of a message about a process that has ended: the path of its log, followed by `end` (the
+    last lines of the log), each line indented."""
     if not end:
         return f"nothing was printed in {path}"
     return f"its log is {path}" + "".join(f"\n  {line}" for line in end.splitlines())

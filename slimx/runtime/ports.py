@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 LOOPBACK = "127.0.0.0/8"
-"""Network of a run whose processes are all on one machine."""
+"""CIDR of the network that a run uses if all of its processes are on one machine."""
 LISTENING = range(20000, 22000)
 """Ports that `free_port` selects from, which no other part of a run uses: Ray's workers use ports up to 19999, SGLang
 22000 to 29999, and Linux 32768 and above for outgoing connections. A port that is free in one of those ranges is often

@@ -114,8 +114,8 @@ class SupervisedProcess:
         return f"{self.name} {how_ended(status)}; {quoted(self.log_path, self.tail())}"
 
     def tail(self, lines: int = 20) -> str:
-        """Returns the last `lines` lines that the command has printed since it was last started. Reads at most 64
-        KiB."""
+        """Returns the last `lines` lines that the command has printed since it was last started. Reads at most the last
+        64 KiB of the log."""
         return log_end(self.log_path, lines, since=self._log_begins)
 
     def stop(self, grace_s: float = 10.0) -> None:

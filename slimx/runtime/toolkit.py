@@ -90,8 +90,7 @@ def wheel_home(wheel: Path, environment: Mapping[str, str]) -> Path:
 
 
 def _driver(environment: Mapping[str, str]) -> Path | None:
-    """Returns the path of the driver's library, libcuda.so.1, where the dynamic loader finds it; None if there is
-    none."""
+    """Returns the path at which the dynamic loader finds libcuda.so.1, the driver's library; None if it finds none."""
     usual = (f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/local/nvidia/lib64")
     for folder in [*filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")), *usual]:
         library = Path(folder, "libcuda.so.1")
@@ -124,8 +123,8 @@ def link_error(home: Path, *, driver: bool) -> str | None:
     """Compiles and links a small kernel with the toolkit in `home`, as SGLang 0.5.23
     (`kernels/jit/utils/compile/toolchain.py`) and flashinfer 0.7.2 (`jit/cpp_ext.py`) do at run time.
 
-    Returns None if that succeeds, otherwise the error message of the program that failed. `driver`: link with the
-    driver's library too, as flashinfer does."""
+    Returns None if that succeeds, otherwise the error message of the program that failed. `driver`: True to link with
+    the driver's library as well, as flashinfer does."""
     with tempfile.TemporaryDirectory() as scratch:
         source = f"{scratch}/one.cu"
         compiled = f"{scratch}/one.o"

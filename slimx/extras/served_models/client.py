@@ -21,7 +21,7 @@ from slimx.rollout.client.sending import Answer, Resending, failed, input_logpro
 
 
 class FrozenEngine:
-    """Client of a group of `rollout.engines` with `frozen: true`; hooks get it as `ctx.engines[NAME]`.
+    """Client of a group of `rollout.engines` with `frozen: true`; hooks access it as `ctx.engines[NAME]`.
 
     It is created in the run's event loop, but its methods can be awaited in any other loop, such as that of a reward's
     thread. A copy in another process uses the same router, but does not report lost servers to the run.

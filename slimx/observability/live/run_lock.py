@@ -41,8 +41,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def _open(directory: Path) -> tuple[int, TextIO]:
-    """Opens the directory, which is created if it is missing, and the lock file in it. Raises SlimxError if that
-    fails."""
+    """Creates the directory if it is missing, and opens it and its lock file. Raises SlimxError if that fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = (directory / LOCK).open("w")

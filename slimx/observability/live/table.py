@@ -51,7 +51,7 @@ STEP = TableColumn("step", "step", ".0f")
 REWARD = TableColumn("reward", "reward/mean", ".3f")
 TOKENS_PER_SECOND = TableColumn("tokens/s", "perf/tokens_per_second", ",.0f")
 SECONDS = TableColumn("seconds", "time/step", ".1f")
-"""Columns that several of the tables below have."""
+"""Columns that several of the tables below share."""
 
 RL_COLUMNS = (
     STEP,
@@ -110,8 +110,8 @@ class LiveTable:
     """Context manager that displays a run in progress.
 
     On a terminal the display is redrawn in place. Otherwise, such as in a file or an sbatch log, each step is one
-    aligned line. `start_step`: number of steps that earlier processes of the run have completed. `clock`: returns
-    monotonic seconds."""
+    aligned line. `start_step`: number of steps that earlier processes of the run have completed. `clock`: function that
+    returns a monotonic time in seconds."""
 
     def __init__(
         self,
@@ -165,8 +165,8 @@ class LiveTable:
             self._live = None
 
     def start(self, line: str, since: float) -> None:
-        """Shows `line` until the first phase starts, with the seconds that have passed since `since`, a time of
-        `clock`."""
+        """Shows `line` until the first phase starts, with the seconds that have passed since `since`, a time on the
+        table's clock."""
         self._start = (line, since)
 
     def phase(self, name: str) -> None:

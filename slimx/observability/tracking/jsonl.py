@@ -63,8 +63,8 @@ class JsonlFile:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes, Json | None]]:
-    """Yields number (from 1), bytes and JSON object of every line that is not blank; the object is None if the line is
-    not a JSON object."""
+    """Yields the number (from 1), the bytes and the JSON object of every line that is not blank; the object is None if
+    the line does not contain one."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():

@@ -11,7 +11,7 @@ from slimx.errors import SlimxError
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric, or several metrics whose names differ only in the parts in braces."""
+    """Table entry for one metric, or for all metrics whose names differ only in a `{part}`."""
 
     name: str
     """Name of the metric, `section/name`; `{part}` stands for any text."""

@@ -21,8 +21,8 @@ TOLERANCE_SECONDS = 2e-6
 
 @dataclass(kw_only=True, slots=True)
 class Phase:
-    """A period of work on a track, a line of timeline.jsonl: `{"name": "generate", "step": 3, "track": "rollout",
-    "start": 1.7e9, "seconds": 12.5}`."""
+    """A period of work on a track, stored as one line of timeline.jsonl: `{"name": "generate", "step": 3, "track":
+    "rollout", "start": 1.7e9, "seconds": 12.5}`."""
 
     name: str
     step: int | None
@@ -34,7 +34,7 @@ class Phase:
     """Unix time at which the phase started, in seconds."""
     seconds: float
     detail: str = ""
-    """Further information about the phase, such as the reason for a restart."""
+    """Additional information about the phase, such as the reason for a restart; "" if there is none."""
 
 
 @dataclass(kw_only=True, slots=True)

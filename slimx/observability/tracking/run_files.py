@@ -32,9 +32,10 @@ class RunFiles:
     phases: list[Phase] = field(default_factory=list)
     samples: list[RecordedSample] = field(default_factory=list)
     config: str | None = None
-    """Text of config.yaml."""
+    """Text of config.yaml; None if the file is missing."""
     summary: Json | None = None
-    """Values in summary.json by their descriptions, in the order of the file."""
+    """Contents of summary.json, values by description, in the order of the file; None if the file is missing or
+    unreadable."""
     missing: list[str] = field(default_factory=list)
     """Names of those files in `FILES` that the run's directory does not contain."""
     problems: list[str] = field(default_factory=list)

@@ -112,8 +112,8 @@ def _log_of(driver: int) -> Path | None:
 
 
 def ended_by_ray(log: Path) -> str | None:
-    """Returns a message naming the lost process of Ray if `log` ends with a message that Ray's library ends the
-    driver's process; otherwise None."""
+    """Returns a message that names Ray's lost process if the end of `log` shows that Ray's library ended the driver's
+    process; otherwise None."""
     if not WORDS.search(log_end(log)):
         return None
     agents = AGENT.findall(log_end(log.with_name("raylet.out"), RAYLET_LINES))

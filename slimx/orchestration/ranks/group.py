@@ -115,8 +115,8 @@ class RankGroup:
         return self.started
 
     async def identify(self, deadline_s: float | None = None) -> None:
-        """Adds process id, machine and Ray node id of each rank to `started`. The ranks need not be started, but Ray
-        must create their processes within `deadline_s` seconds (default: the deadline for starting ranks)."""
+        """Adds the process id, machine and Ray node id of each rank to `started`. The ranks need not have been started,
+        but Ray must create their processes within `deadline_s` seconds (default: the deadline for starting ranks)."""
         references = [actor.__ray_call__.remote(identity_of) for actor in self.actors]
         description = f"the processes of the {self.name} ranks"
         limit = deadline_s or self.start_deadline_s

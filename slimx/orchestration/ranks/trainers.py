@@ -63,8 +63,8 @@ class TrainerGroup(RankGroup):
 
     def fewer(self, sizes: Sizes, plans: Mapping[str, Plan]) -> Self:
         """Returns a group with new, unstarted ranks and the smaller parallel sizes `sizes`; the new group trains on the
-        same batches. The ranks of this group must have ended. `plans`: plans of the new group's exports and
-        publications, by name."""
+        same batches. The ranks of this group must have ended. `plans`: export and publication plans for the new group,
+        by name."""
         other = copy(self)
         trainer = self.config.trainer.model_copy(update={"world_size": sizes.world, "data": sizes.data})
         other.config = self.config.model_copy(update={"trainer": trainer})
@@ -94,8 +94,8 @@ class TrainerGroup(RankGroup):
         return unfolded(super().by_shard(results), self.shards_per_rank)
 
     async def start(self) -> list[Json]:
-        """Starts all ranks and sends them the plans of exports and publications; returns information about each rank,
-        such as its process id and machine. Raises SlimxError if a rank's numerical contract (`NumericsMode.contract`)
+        """Starts all ranks and sends them the export and publication plans; returns information about each rank, such
+        as its process id and machine. Raises SlimxError if a rank's numerical contract (`NumericsMode.contract`)
         differs from that of this process."""
         started = await super().start()
         contract = mode_of(self.config).contract(self.config.numerics.dtype)

@@ -102,7 +102,7 @@ LOADED = {
     "critic_weights": "critic.load",
     "teacher_weights": "algorithm.teacher",
 }
-"""Configuration key that sets each directory from which weights are loaded, by the directory's name in the result of
+"""Configuration keys that set the directories from which weights are loaded, by the directories' names in the result of
 `weight_facts`."""
 
 

@@ -126,8 +126,8 @@ class _Checked:
 
 
 def _check_model(config: Config, device: str, policies: Mapping[str, Policy]) -> _Checked:
-    """Checks the configuration of one policy against the policy's model and weights. `policies`: section policies of
-    the run."""
+    """Checks the configuration of one policy against the policy's model and weights. `policies`: section `policies` of
+    the run's configuration."""
     transport = choose_transport(config, device)
     config = transport.applied(config)
     spec = configured_model(config)
@@ -178,8 +178,8 @@ def _tokenizer(checked: _Checked, device: str) -> PreTrainedTokenizerBase:
 
 
 def make_plans(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> tuple[dict[str, Plan], Encoding]:
-    """Returns the plans of exports and publications for trainers with the parallel sizes `sizes`, and the encoding of
-    the weights that engines receive."""
+    """Returns the export and publication plans for trainers with the parallel sizes `sizes`, and the encoding of the
+    weights that engines receive."""
     plans = {"export": export_plan(config, spec, sizes)}
     published = publication_plan(config, spec, sizes, device)
     if published is None:

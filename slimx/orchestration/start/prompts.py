@@ -37,8 +37,8 @@ def run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 
 def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> dict[str, list[Prompt]]:
-    """Reads and checks the training prompts. Returns them by the name of their source; the name of `rollout.prompts` is
-    ""."""
+    """Reads and checks the training prompts. Returns them by source name; the prompts of `rollout.prompts` have the
+    name ""."""
     rollout = config.rollout
     prompts = source_prompts(rollout)
     paths = {source.name: source.path for source in rollout.sources}

@@ -120,7 +120,7 @@ class Records:
             yield
 
     async def starting(self, part: str, work: Callable[[], Awaitable[object]]) -> None:
-        """Awaits `work`, which starts `part`, and records it in the timeline on the part's own track."""
+        """Awaits `work`, which starts `part`, and records the duration in the timeline on the part's own track."""
         since = time.time()
         clock = time.perf_counter()
         await work()
@@ -245,7 +245,7 @@ def _text(prompt: Prompt) -> str:
 
 
 def summary(directory: Path) -> Json:
-    """Computes the summary of a finished run from its metrics.jsonl: values by their descriptions."""
+    """Computes the summary of a finished run from its metrics.jsonl, as values by description."""
     rows = []
     with (directory / "metrics.jsonl").open() as file:
         for line in file:

@@ -109,9 +109,9 @@ class Saves:
         return partial
 
     def commit(self, partial: Path, driver_files: dict[str, bytes], written: dict[str, FileRecord]) -> Path:
-        """Completes a save and returns the checkpoint's final path: writes `driver_files`, contents by path, adds them
-        to `written`, the records of the files that the ranks wrote, renames the directory, and removes checkpoints that
-        need not be kept."""
+        """Completes a save and returns the checkpoint's final path. Writes `driver_files` (contents by path), records
+        them together with `written` (the records of the files that the ranks wrote), renames the directory, and removes
+        checkpoints that need not be kept."""
         for reports in list(partial.rglob(REPORTS)):
             shutil.rmtree(reports)
         records = dict(written)

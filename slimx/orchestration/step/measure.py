@@ -69,7 +69,7 @@ def trajectory_metrics(groups: Sequence[Group], passing: float) -> dict[str, flo
 
 
 def part_metrics(trajectories: Sequence[Trajectory], section: str = "reward") -> dict[str, float]:
-    """Returns mean, standard deviation and count of each named part of the rewards, over the trajectories that have
+    """Returns the mean, standard deviation and count of each named part of the rewards, over the trajectories that have
     this part. `section`: first component of the metrics' names."""
     out: dict[str, float] = {}
     for name, values in _by_name(trajectory.reward_parts for trajectory in trajectories).items():
