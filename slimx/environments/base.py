@@ -15,7 +15,7 @@ ENVIRONMENTS = "slimx.environments"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """The start of an episode, returned by `Environment.reset` of an environment that distinguishes states."""
+    """Start of an episode, which `Environment.reset` returns if the environment distinguishes states."""
 
     text: str = ""
     """User turn that follows the prompt; "" for none."""
@@ -44,7 +44,7 @@ class Step:
     """Key of the state after the turn, equal for equal states in all rollouts of a prompt; None if the environment does
     not distinguish states. GiGPO (`algorithm.advantages: gigpo`) compares turns that began in the same state."""
     info: Json = field(default_factory=dict)
-    """Information about the step, as plain JSON values; that of the last step is stored in the trajectory's
+    """Information about the step, as plain JSON values; the last step's information is stored in the trajectory's
     metadata."""
 
 
@@ -60,7 +60,7 @@ class Environment(Protocol):
         ...
 
     async def step(self, text: str) -> Step:
-        """Returns the response to `text`, a turn of the model."""
+        """Returns the environment's response to `text`, the model's turn."""
         ...
 
     async def close(self) -> None:

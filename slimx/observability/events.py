@@ -37,8 +37,8 @@ class Events:
         run or error code that the event concerns; "" for the whole run."""
 
     def look(self, activity: Json) -> None:
-        """Receives the current activity of the run every few seconds. `activity`: dict as
-        `slimx.observability.live.activity.read_activity` returns it."""
+        """Receives the current activity of the run every few seconds. `activity`: dict with the keys that
+        `slimx.observability.live.activity.read_activity` describes."""
 
     def recorded(self, metrics: Mapping[str, float]) -> None:
         """Receives the metrics of a step when the step is logged."""

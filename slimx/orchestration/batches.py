@@ -31,7 +31,7 @@ rank."""
 
 def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
     """Returns a function that packs the training rows of an update into micro-batches for the parallel sizes `sizes`.
-    Section trainer of `config` sets the token limit of a micro-batch and the cost that is balanced over data-parallel
+    Section `trainer` of `config` sets the token limit of a micro-batch and the cost that is balanced over data-parallel
     ranks. `spec`: model whose FLOPs are the cost if `trainer.balance` is "flops"."""
     cost: Callable[[int], float] = float
     if config.trainer.balance == "flops":

@@ -79,8 +79,9 @@ class EnginePublications(Publications):
         shared: SharedEngines | None = None,
     ):
         """Connects trainers and engines. `config`: configuration of the policy. `maker`: group maker that is notified
-        of each published version. `encoding`: encoding in which engines receive the weights. `note`: reports failures
-        that a publication survives. `shared`: if set, the engines also serve the adapters of other policies."""
+        of each published version. `encoding`: encoding in which engines receive the weights. `note`: function that is
+        called with a message about each failure that a publication survives. `shared`: if set, the engines also serve
+        the adapters of other policies."""
         self.policy = policy
         self.config = config
         self.engines = engines

@@ -29,7 +29,7 @@ class RankLossHandler:
         """Function that is called when new ranks have replaced lost ones, before any call to the new ranks."""
 
     async def watch(self) -> SlimxError:
-        """Watches the ranks. Returns the error with which the run must end."""
+        """Watches the ranks, and returns the error that ends the run when a loss cannot be handled."""
         return await watch_ranks(self.trainers, self.trainers.config.trainer.watch_deadline)
 
     async def open(self, checkpoints: Checkpointer, step: int, checkpoint: Path | None, *, same_layout: bool) -> None:
@@ -47,8 +47,8 @@ class RankLossHandler:
         return await work()
 
     async def after_step(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Does the handler's periodic work after `step` completed steps, such as mirroring states. `phase`: context
-        manager that marks a named phase of the step in the timeline."""
+        """Does the handler's periodic work after `step` completed steps, such as mirroring states. `phase`: returns a
+        context manager that marks a named phase of the step in the timeline."""
 
     def bases(self) -> set[int]:
         """Returns the steps whose saved states new ranks may start from. The reference models that belong to these
@@ -64,9 +64,9 @@ class RankLossHandler:
 
 
 def make_recovery(trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan) -> RankLossHandler:
-    """Creates the handler of rank losses: the first handler that an entry point of `slimx.recoveries` returns for this
-    configuration, else a handler that ends the run. `replan`: function that returns the plans for new ranks with
-    different parallel sizes."""
+    """Creates the handler for rank losses: the first handler that an entry point of `slimx.recoveries` returns for this
+    configuration, else a handler that ends the run. `replan`: function that returns the plans for new ranks with other
+    parallel sizes."""
     for maker in entry_points.load_all("slimx.recoveries").values():
         recovery = maker(trainers, records, log_dir, replan)
         if recovery is not None:

@@ -178,7 +178,7 @@ class Run:
         }
 
     def _mark(self, phase: str, step: int) -> None:
-        """Writes step and phase as a marker into the logs of all trainers and engines."""
+        """Writes the step and the phase as a marker line into the logs of all trainers and engines."""
         parts: list[RankGroup | EngineHandle] = [*self._groups()]
         for group in self._serving():
             parts += group.engines

@@ -330,7 +330,7 @@ async def start_parts(
 
 def finish(config: Config, directory: Path) -> Path | None:
     """Writes summary.json of a finished run, and report.html if `track.report` is set, unless these files are newer
-    than the run's last step. Returns the path of the report, or None."""
+    than the run's last step. Returns the path of the report; None if `track.report` is not set."""
     report = None
     files = ["summary.json"]
     if config.track.report:

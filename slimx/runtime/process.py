@@ -53,9 +53,9 @@ class SupervisedProcess:
     ) -> None:
         """Stores the settings; `start` starts the command.
 
-        `name`: used in errors. `argv`: the command line. stdout and stderr are appended to `log_path`. `env` is added
-        to the environment that this process passes on. `stdin`: input of the command, at most 64 KiB, which, unlike
-        arguments and environment, cannot be read by other processes."""
+        `name`: name of the command in error messages. `argv`: the command line. stdout and stderr are appended to
+        `log_path`. `env` is added to the environment that this process passes on. `stdin`: input of the command, at
+        most 64 KiB, which, unlike arguments and environment, cannot be read by other processes."""
         self.name = name
         self.argv = argv
         self.log_path = Path(log_path)
@@ -148,8 +148,8 @@ class SupervisedProcess:
 
 
 def guarded_argv(argv: Sequence[str], *options: str) -> list[str]:
-    """Returns the command line that runs `argv` under a guard, whose owner is this process. `options`: further options
-    of the guard."""
+    """Returns the command line that runs `argv` under a guard, whose owner is this process. `options`: additional
+    options for the guard."""
     return python_argv("slimx.runtime.process", "--owner", str(os.getpid()), *options, "--", *argv)
 
 

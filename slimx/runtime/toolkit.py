@@ -109,7 +109,7 @@ def set_build_tools(
     (default: this Python's scripts directory).
 
     DeepGEMM and DeepEP fail an assertion on import if they find no toolkit. torch and flashinfer start ninja by name,
-    which is not on PATH if the virtual environment is not activated."""
+    but ninja is not on PATH if the virtual environment is not activated."""
     home = cuda_home(environment, packages)
     if home is not None:
         environment.setdefault("CUDA_HOME", str(home))

@@ -58,7 +58,7 @@ class FrozenEngine:
         self._absence = None if outage is None else RemoteOutage(outage, lambda: failure() is not None)
 
     def __reduce__(self) -> tuple[Callable[[str, str], FrozenEngine], tuple[str, str]]:
-        """Returns the constructor and the arguments of a copy that is not connected to the run, for pickling."""
+        """Returns, for pickling, the constructor and the arguments of a copy that is not connected to the run."""
         copy = partial(FrozenEngine, deadline_s=self.deadline_s, retries=self.retries, api_key=self._key)
         return copy, (self.name, self.url)
 
@@ -71,8 +71,8 @@ class FrozenEngine:
         """Sends a request to one of SGLang's endpoints, such as /v1/chat/completions, /v1/rerank or /v1/embeddings, and
         returns the response.
 
-        `path`: path of the endpoint. Raises AnswerError for an error response, DeadlineError after `deadline_s`
-        seconds.
+        `path`: path of the endpoint. Raises AnswerError for an error response, and DeadlineError if there is no
+        response within `deadline_s` seconds.
         """
         url = self.url + path
         timeout = aiohttp.ClientTimeout(total=None)

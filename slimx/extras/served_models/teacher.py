@@ -44,8 +44,8 @@ class Teacher:
         """Sets `teacher_logprobs` of `trajectory`, and the most likely tokens if `top` is above 0.
 
         Raises SlimxError if the trajectory was sampled at a temperature other than 1 or under top-k or top-p, if no
-        engine responds, or if a trained token has a log-prob that is not finite under the teacher; DeadlineError after
-        `rollout.request_deadline`.
+        engine responds, or if a trained token has a log-prob that is not finite under the teacher. Raises DeadlineError
+        if the teacher does not respond within `rollout.request_deadline`.
         """
         temperature = float(trajectory.sampling.get("temperature") or 1.0)
         if temperature != 1.0 or trajectory.support is not None:
@@ -131,10 +131,10 @@ def teacher_of(algorithm: Algorithm, prompt: Prompt) -> str:
 
 
 def check_taught(algorithm: Algorithm, prompts: Iterable[Prompt]) -> None:
-    """Raises SlimxError for a prompt without a teacher, and for an entry of `algorithm.teacher_engines` without
-    prompts.
+    """Raises SlimxError for a prompt without a teacher, and for an entry of `algorithm.teacher_engines` that matches no
+    prompt.
 
-    If `algorithm.teacher_engine` is set, a misspelled entry would otherwise go unnoticed.
+    A misspelled entry would otherwise go unnoticed if `algorithm.teacher_engine`, the default teacher, is set.
     """
     seen: set[str] = set()
     for prompt in prompts:

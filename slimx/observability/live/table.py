@@ -21,14 +21,14 @@ SHOWN_STEPS = 12
 HEADER_EVERY = 20
 """Number of lines after which the header is repeated if the output is not a terminal."""
 ETA_WINDOW_SECONDS = 4 * 3600.0
-"""Period in seconds over which the speed is averaged to estimate the remaining time; the period is long, because a step
+"""Period in seconds over which the speed is averaged to estimate the remaining time. It is long because a single step
 may take many minutes."""
 MISSING = "-"
 
 
 @dataclass(slots=True, frozen=True)
 class TableColumn:
-    """A column of the table of steps."""
+    """Column of the live table, in which each row is a step."""
 
     title: str
     key: str

@@ -78,7 +78,7 @@ class StepRecord:
     time: float
     """Unix time at which the record was logged, in seconds."""
     metrics: dict[str, float]
-    """Value of each metric by its name `section/name`; may be NaN or infinite."""
+    """Values of the metrics by name (`section/name`); a value may be NaN or infinite."""
 
     def __post_init__(self) -> None:
         if self.step < 0:

@@ -254,8 +254,8 @@ _EXACT_FIRST = sorted(METRICS, key=lambda metric: metric.name.count("{"))
 
 
 def check_hook_name(name: str) -> None:
-    """Raises SlimxError if a hook must not log a value as `name`: the name is malformed, or a metric of slimx has the
-    same name."""
+    """Raises SlimxError if a hook must not log a value as `name`, because the name is malformed or belongs to one of
+    slimx's metrics."""
     if not isinstance(name, str) or not _FORM.fullmatch(name):
         raise SlimxError(
             f"a hook called ctx.log with the invalid name {name!r}; use letters, digits and the characters _ . - in "

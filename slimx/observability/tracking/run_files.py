@@ -85,7 +85,7 @@ def _damaged(file: Path, why: str) -> SlimxError:
 
 
 def read_run(directory: Path) -> RunFiles:
-    """Reads all files of the run in `directory`. Raises SlimxError if it contains none of `FILES`."""
+    """Reads all files of the run in `directory`. Raises SlimxError if the directory contains none of `FILES`."""
     run = RunFiles(directory=directory, missing=[name for name in FILES if not (directory / name).is_file()])
     if len(run.missing) == len(FILES):
         raise SlimxError(

@@ -48,8 +48,8 @@ class Comparison:
     """Rollouts of the same prompts at several steps."""
 
     steps: list[int]
-    """Steps compared: the first and the last recorded step, and steps between them; a single step if only one has
-    samples."""
+    """Steps that are compared: the first and the last recorded step, and steps between them; a single step if only one
+    has samples."""
     evaluation: bool
     """True if the compared rollouts are from evaluations. Training rollouts are compared only if there are no
     evaluation rollouts."""

@@ -159,8 +159,8 @@ class RankGroup:
         **arguments: object,
     ) -> list[Any]:
         """Calls an operation, named "role.method" (`slimx.trainer.operation`), on all ranks or on `ranks`, and returns
-        their results in the same order. `per_rank`: positional arguments of each rank. `arguments`: keyword arguments,
-        the same for all ranks. `description`: the call as a noun phrase, for messages."""
+        the results in the order of the ranks. `per_rank`: positional arguments of each rank. `arguments`: keyword
+        arguments, the same for all ranks. `description`: the call as a noun phrase, for messages."""
         ranks = range(self.sizes.world) if ranks is None else ranks
         positional = per_rank or [()] * len(ranks)
         references = []
@@ -175,9 +175,9 @@ class RankGroup:
         description: str,
         deadline_s: float | None = None,
     ) -> list[T]:
-        """Returns the results of calls that were sent to `ranks`, in the same order. While it waits, `description` is
-        reported as the current call. Raises DeadlineError naming the ranks that miss the deadline (default:
-        `trainer.deadline`)."""
+        """Waits for calls that were sent to `ranks`, and returns the results in the order of `ranks`. During the wait,
+        `description` is reported as the current call. Raises DeadlineError naming the ranks that miss the deadline
+        (default: `trainer.deadline`)."""
         call = PendingCall(description, dict(zip(references, ranks, strict=True)))
         self._calls.append(call)
         try:

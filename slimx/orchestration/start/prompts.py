@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SOURCES = "slimx.prompt_sources"
-"""Entry-point group of classes that implement `DataSource`; the class named "mixed" mixes the prompts of
+"""Entry-point group for classes that implement `DataSource`; the class named "mixed" mixes the prompts of
 `rollout.sources`."""
 
 

@@ -95,7 +95,7 @@ def check_generation(config: Config, directory: Path, saves: Saves) -> None:
 
 def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
     """Returns the checkpoint from which a run starts: the run's newest one if there is one and `run.resume` is not
-    never, otherwise `run.fork`; None for a new run. Raises the errors of `check_start`."""
+    "never", otherwise `run.fork`; None for a new run. Raises the errors of `check_start`."""
     check_start(config, directory, saves)
     newest = saves.newest()
     if newest is not None and config.run.resume != "never":

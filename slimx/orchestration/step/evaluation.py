@@ -26,8 +26,8 @@ every evaluation, all evaluations use the same seeds, and training never uses th
 
 
 async def evaluate(run: Run) -> dict[str, float]:
-    """Generates `eval.samples` answers to every held-out prompt, and returns metrics of the answers' rewards (`score`);
-    {} if there are no held-out prompts. If generation fails for a prompt, its answers score 0, and `eval/failed` counts
+    """Generates `eval.samples` answers to every held-out prompt, and returns metrics of their rewards (see `score`); {}
+    if there are no held-out prompts. If generation fails for a prompt, its answers score 0, and `eval/failed` counts
     the prompt. Raises SlimxError if all prompts failed."""
     if not any(run.eval_prompts.values()):
         return {}

@@ -223,7 +223,7 @@ async def _probe_gap(run: Run, groups: Sequence[Group]) -> dict[str, float]:
 
 
 def check_gap(config: Config, metrics: Mapping[str, float], step: int) -> None:
-    """Raises SlimxError if `metrics` contain a log-prob gap although `numerics.mode` is exact."""
+    """Raises SlimxError if `metrics` contains a log-prob gap although `numerics.mode` is exact."""
     if config.exact and metrics.get("gap/tokens") and metrics["gap/max"] != 0.0:
         raise SlimxError(
             f"step {step}: numerics.mode is exact, but the log-probs of trainer and engines differ by up to "
