@@ -20,8 +20,8 @@ class Begin:
     text: str = ""
     """User turn that follows the prompt; "" for none."""
     state_key: str | None = None
-    """Key of the state in which the model's first turn begins, equal for equal states in all rollouts of a prompt; None
-    if the environment does not distinguish states."""
+    """Key that identifies the state in which the model's first turn begins: equal states have equal keys in all
+    rollouts of a prompt. None if the environment does not distinguish states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Step:
     text: str = ""
     """Next turn of the conversation, which the model reads; unused if `done`."""
     role: str = "user"
-    """Role of `text` in the chat template: user or tool."""
+    """Role of `text` in the chat template: "user" or "tool"."""
     reward: float = 0.0
     """Reward of the model's turn to which this step responds."""
     done: bool = False
@@ -39,10 +39,11 @@ class Step:
     """Number of tool calls in the model's turn, for the metric `hook/tool_calls`."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """Numbers that are summed over the rollout. Each is logged as the metric `hook/NAME/mean`, averaged over the
-    rollouts that logged it, so every step should set every name, to 0 if there is nothing to count."""
+    rollouts that logged it. Every step should therefore set every name, to 0 if there is nothing to count."""
     state_key: str | None = None
-    """Key of the state after the turn, equal for equal states in all rollouts of a prompt; None if the environment does
-    not distinguish states. GiGPO (`algorithm.advantages: gigpo`) compares turns that began in the same state."""
+    """Key that identifies the state after the turn: equal states have equal keys in all rollouts of a prompt. None if
+    the environment does not distinguish states. GiGPO (`algorithm.advantages: gigpo`) compares turns that began in the
+    same state."""
     info: Json = field(default_factory=dict)
     """Information about the step, as plain JSON values; the last step's information is stored in the trajectory's
     metadata."""

@@ -40,7 +40,7 @@ CLOSE_S = 5.0
 
 
 class Environments:
-    """Factory of a run's environments, owned by the `GroupMaker`; `close` kills their processes."""
+    """Factory for a run's environments, owned by the `GroupMaker`; `close` kills their processes."""
 
     def __init__(self) -> None:
         self._pools: dict[int, ThreadPoolExecutor] = {}

@@ -46,8 +46,8 @@ class Events:
 
 def open_events(config: object, note: Callable[[str], None]) -> AbstractContextManager[Events]:
     """Returns the receiver of a run's events as a context manager that must be entered for the whole run. The entry
-    point of `slimx.event_receivers` creates the receiver from `config` and `note`. `note` shows a message to the user.
-    Raises SlimxError if there are several entry points."""
+    point of `slimx.event_receivers` creates the receiver from `config` and `note`. `note`: function that shows a
+    message to the user. Raises SlimxError if there are several entry points."""
     name, *others = entry_points.find("slimx.event_receivers")
     if others:
         raise SlimxError(

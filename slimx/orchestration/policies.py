@@ -94,8 +94,8 @@ def in_order[T](groups: Sequence[Group], by_policy: Mapping[str, Sequence[T]]) -
 async def metrics_of(
     policies: Mapping[str, TrainedPolicy], measure: Callable[[TrainedPolicy], Awaitable[Mapping[str, float]]]
 ) -> dict[str, float]:
-    """Returns the metrics that `measure` computes for each policy, with the policy's prefix in their names. The calls
-    of `measure` run concurrently; the first failure cancels the remaining calls."""
+    """Returns the metrics that `measure` computes for each policy, with the policy's prefix added to their names. The
+    calls to `measure` run concurrently; the first failure cancels the remaining calls."""
     results = await all_or_none(measure(policy) for policy in policies.values())
     metrics: dict[str, float] = {}
     for policy, measured in zip(policies.values(), results, strict=True):

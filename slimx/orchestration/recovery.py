@@ -47,8 +47,8 @@ class RankLossHandler:
         return await work()
 
     async def after_step(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Does the handler's periodic work after `step` completed steps, such as mirroring states. `phase`: returns a
-        context manager that marks a named phase of the step in the timeline."""
+        """Does the handler's periodic work after `step` completed steps, such as mirroring states. `phase`: function
+        that returns a context manager, which marks a named phase of the step in the timeline."""
 
     def bases(self) -> set[int]:
         """Returns the steps whose saved states new ranks may start from. The reference models that belong to these

@@ -278,8 +278,8 @@ class Run:
     @asynccontextmanager
     async def trainers_turn(self, *, publish: bool = True) -> AsyncIterator[None]:
         """Makes the devices available to the trainers for work between two steps, such as writing a checkpoint.
-        Colocated engines sleep during that work and then receive the current weights again. `publish=False`: engines
-        receive weights only with a later publication."""
+        Colocated engines sleep during that work and then receive the current weights again. With `publish=False`, they
+        receive weights only from a later publication."""
         if not self.config.schedule.colocate:
             yield
             return

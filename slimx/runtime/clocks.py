@@ -17,7 +17,7 @@ STALL_S = 3.0
 
 
 class Clock:
-    """Deadline of one rollout, which is paused while one of the rollout's requests is queued behind other requests.
+    """Deadline for one rollout, which is paused while any of the rollout's requests is queued behind other requests.
 
     An async context manager: the deadline counts down while the block runs, and the block is cancelled with
     TimeoutError when no time is left.

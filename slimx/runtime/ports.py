@@ -28,7 +28,7 @@ TRIES = 500
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Returns a random port of `LISTENING` that is free at `host`. It is reserved for this process as long as the
-    process runs: no other process that calls this function gets it."""
+    process runs: this function never returns it to another process in the meantime."""
     port, claim = claimed_port(host)
     claim.detach()  # stays open until the process exits
     return port

@@ -36,7 +36,7 @@ LOOKS = 3
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_S = 0.2
 ORPHAN_GRACE_S = 5.0
-"""Seconds that the command has to shut down after its owner has died, before it is killed."""
+"""Grace period, in seconds, for the command to shut down once its owner has died; after that it is killed."""
 LOOK_S = 2.0
 """Seconds between two checks of the process tree for newly mapped shared memory and for stopped processes."""
 NOT_STARTED = 127
@@ -100,14 +100,15 @@ class SupervisedProcess:
                 pipe.write(self.stdin)
 
     def poll(self) -> int | None:
-        """Returns the command's exit status, 128 + signal number if a signal ended it; None while it runs."""
+        """Returns the command's exit status, 128 + signal number if a signal ended it; None while the command is
+        running."""
         if self._guard is None:
             raise SlimxError(f"{self.name} was never started")
         return self._guard.poll()
 
     def ended(self) -> str | None:
-        """Returns a sentence that says how the command ended and quotes the last lines of its log; None while it
-        runs."""
+        """Returns a sentence that says how the command ended and quotes the last lines of its log; None while the
+        command is running."""
         status = self.poll()
         if status is None:
             return None
@@ -291,7 +292,7 @@ class StopWatch:
     (SIGSTOP).
 
     Stopped processes never respond, and nothing reports this to the processes that wait for them. Processes that are
-    busy, or attached to a debugger or profiler, have other states however long they are silent."""
+    busy, or attached to a debugger or profiler, are in other states, however long they are silent."""
 
     def __init__(self, guard: int, owner: int):
         self._guard = psutil.Process(guard)

@@ -23,7 +23,7 @@ async def cancelled(*tasks: AnyFuture | None) -> None:
 
 
 async def all_or_none[T](work: Iterable[Awaitable[T]]) -> list[T]:
-    """Runs all of `work` concurrently and returns the results in order. The first failure cancels the rest and is
+    """Runs all of `work` concurrently and returns the results in order. The first failure cancels the rest and is then
     raised."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:

@@ -42,10 +42,10 @@ class FrozenEngine:
         """Stores the settings of all requests.
 
         `name`: name of the group. `url`: URL of the group's router. `deadline_s`: time limit of one request in seconds.
-        `retries`: maximum number of retries of a request that is lost with its server. `look`: awaited before each
-        retry; it checks for lost servers. `failure`: function that returns the error if the group is permanently lost,
-        otherwise None. `outage`: while it lasts, requests wait and deadlines are suspended. `api_key`: key that the
-        router requires, if any.
+        `retries`: maximum number of retries of a request that is lost with its server. `look`: function that checks for
+        lost servers; it is awaited before each retry. `failure`: function that returns the error if the group is
+        permanently lost, otherwise None. `outage`: while it lasts, requests wait and deadlines are suspended.
+        `api_key`: key that the router requires, if any.
         """
         self.name = name
         self.url = url.rstrip("/")

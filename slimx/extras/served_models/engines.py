@@ -43,8 +43,9 @@ class ServedModels(FrozenEngines):
     ):
         """Creates the groups without starting servers.
 
-        `device`: device on which engines run. `log_dir`: directory for the servers' logs. `note`: called with a line of
-        text for every lost or restarted engine. `record`: called with every restart.
+        `device`: device on which engines run. `log_dir`: directory for the servers' logs. `note`: function that is
+        called with a line of text about every lost or restarted engine. `record`: function that is called with every
+        restart.
         """
         super().__init__(config)
         self.groups: dict[str, EngineGroup] = {}

@@ -33,8 +33,8 @@ class Teacher:
     def __init__(self, engine: FrozenEngine, concurrency: int, top: int = 0):
         """Stores the limits.
 
-        `concurrency`: maximum number of concurrent requests; the deadline of a request starts when it is sent. `top`:
-        number of most likely tokens per position whose log-probs are also requested; 0 for none.
+        `concurrency`: maximum number of concurrent requests; a request's deadline starts when the request is sent.
+        `top`: number of most likely tokens per position whose log-probs are also requested; 0 for none.
         """
         self.engine = engine
         self._top = top

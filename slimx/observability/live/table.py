@@ -170,8 +170,8 @@ class LiveTable:
         self._start = (line, since)
 
     def phase(self, name: str) -> None:
-        """Starts phase `name` and ends the previous phase. On a terminal, the seconds of the phase appear in the column
-        with key `time/NAME`, if there is one."""
+        """Starts phase `name` and ends the previous phase. On a terminal, the elapsed seconds of the phase appear in
+        the column with key `time/NAME`, if there is one."""
         self._end_phase()
         self._start = None
         self._phase = name
@@ -214,8 +214,8 @@ class LiveTable:
         return "  ".join(cell.rjust(width) for cell, width in zip(cells, [*self._widths, 8], strict=True))
 
     def _current_cells(self) -> list[str]:
-        """Returns the table cells for the step in progress, which contain only the seconds of the step's phases so
-        far."""
+        """Returns the table cells for the step in progress, which so far contain only the durations of the step's
+        phases."""
         seconds = dict(self._phase_seconds)
         if self._phase is not None:
             key = f"time/{self._phase}"

@@ -48,7 +48,7 @@ class Placed:
     depth: int
     """Number of phases in the same lane of the track that contain this phase."""
     self_seconds: float
-    """Duration in seconds without the phases nested directly in this one. The sum over all phases in one lane of a
+    """Duration in seconds, excluding the phases nested directly in this one. The sum over all phases in one lane of a
     track is the total time that these phases cover."""
 
 
@@ -101,9 +101,9 @@ def _end(phase: Phase) -> float:
 class Timeline:
     """Times phases with a monotonic clock. May be used from several threads and asyncio tasks at the same time.
 
-    A phase is written when it ends, even by an exception. `resume_step`: first step of a resumed run, which writes the
-    phases of this and later steps again (see `JsonlFile`); None for a new run. If the file cannot be written any more,
-    the run continues: the first failure is reported, `close` returns the number of failures, and `take` stays
+    A phase is written when it ends, even if an exception ends it. `resume_step`: first step of a resumed run, which
+    writes the phases of this and later steps again (see `JsonlFile`); None for a new run. If the file cannot be written
+    any more, the run continues: the first failure is reported, `close` returns the number of failures, and `take` stays
     correct."""
 
     def __init__(
@@ -135,8 +135,8 @@ class Timeline:
             self._guard.call(lambda: self._file.write(_record(phase)))
 
     def take(self, step: int) -> dict[str, float]:
-        """Returns the seconds of each phase of step `step` by name, summed over repetitions; {} for an unknown step.
-        Discards the phases of this and earlier steps."""
+        """Returns the duration in seconds of each phase of step `step`, by phase name and summed over repetitions; {}
+        for an unknown step. Discards the phases of this and earlier steps."""
         with self._lock:
             taken = dict(self._seconds.get(step, {}))
             for known in list(self._seconds):

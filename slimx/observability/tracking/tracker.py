@@ -145,7 +145,7 @@ class TrackedRun:
 
 
 class Sink(Protocol):
-    """Destination of step records and samples, such as a tracking service."""
+    """Destination for step records and samples, such as a tracking service."""
 
     name: str
 

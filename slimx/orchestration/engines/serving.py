@@ -26,8 +26,8 @@ from slimx.orchestration.start.prepare import Sources
 from slimx.reshard.parties import ReceiverLost
 
 READING = 8
-"""Number of threads that check the weight files of a directory. With a single thread, the check of hundreds of GB would
-take longer than the start of the servers."""
+"""Number of threads that check the weight files of a directory. With a single thread, checking hundreds of GB would
+take longer than starting the servers."""
 
 
 @asynccontextmanager

@@ -93,9 +93,9 @@ class Watchdog:
         self.disarm()
 
     def arm(self, seconds: float, status: int, reason: str | None) -> None:
-        """Starts a deadline of `seconds` for the process to exit. When it expires, prints a message with `reason` and
-        the call that has not returned (nothing if `reason` is None), and ends the process with exit status `status`.
-        Has no effect if a deadline is running already."""
+        """Starts a deadline of `seconds` seconds for the process to exit. When it expires, prints a message with
+        `reason` and the call that has not returned (nothing if `reason` is None), and ends the process with exit status
+        `status`. Has no effect if a deadline is running already."""
         with self._changed:
             if self._armed:
                 return
@@ -210,7 +210,7 @@ class _SigEvent(ctypes.Structure):
 
 class GilWatch:
     """While entered, writes the stacks of the process to standard error and ends the process with status 69 when the
-    process has used `seconds` of CPU time since the last call of `put_off`.
+    process has used `seconds` of CPU time since the last call to `put_off`.
 
     A single C call, such as one that matches a regular expression or computes a power of huge numbers, may not release
     the GIL until it returns. Until then no Python thread runs, including the thread of `Pulse`. Kernel timers still

@@ -235,7 +235,7 @@ class RankGroup:
 
     async def stored(self, values: Sequence[object]) -> list[ray.ObjectRef]:
         """Stores each of `values` once in Ray's object store and returns the references. Raises DeadlineError if Ray
-        has no memory for the values within `trainer.deadline`."""
+        does not find memory for the values within `trainer.deadline`."""
         deadline = self.config.trainer.deadline
         return await ask_ray(
             "memory for a batch in Ray's object store",
@@ -263,7 +263,8 @@ class RankGroup:
 
 
 class PackedGpus:
-    """Reservation of GPUs for `count` ranks on as few machines as possible. Consecutive ranks get neighboring GPUs.
+    """Reservation of GPUs for `count` ranks on as few machines as possible. Consecutive ranks are placed on neighboring
+    GPUs.
 
     By default, Ray spreads actors over machines once each machine is half full. Tensor-parallel ranks would then
     communicate over the network, and no machine would have all GPUs free for an engine."""

@@ -312,7 +312,7 @@ def folded[T](shards: Sequence[Sequence[T]], shards_per_rank: int) -> list[list[
 
 
 def unfolded[T](by_rank: Sequence[Sequence[T]], shards_per_rank: int) -> list[Sequence[T]]:
-    """Reverts `folded`: splits the merged list of each rank into one list per shard."""
+    """Undoes `folded`: splits each rank's merged list into one list per shard."""
     if shards_per_rank == 1:
         return list(by_rank)
     shards: list[Sequence[T]] = []

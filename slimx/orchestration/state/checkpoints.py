@@ -201,7 +201,7 @@ class Checkpointer:
 
     async def _reported(self, directory: Path, holder: str, world: int, end: float) -> None:
         """Waits until all `world` ranks of the group `holder` have written their reports in `directory`. Raises
-        DeadlineError if reports are missing at `end`, a time of the event loop's clock."""
+        DeadlineError if reports are missing at `end`, a time on the event loop's clock."""
         while missing := await in_thread(files.unreported, directory, range(world), holder):
             if asyncio.get_running_loop().time() > end:
                 late = ", ".join(f"{holder} rank {rank}" for rank in missing)

@@ -25,7 +25,7 @@ EVALUATIONS = "eval"
 per evaluation."""
 
 NAMED = 4
-"""Maximum number of changed configuration keys that the message about a finished run lists (`unused`)."""
+"""Maximum number of changed configuration keys that the message about a finished run lists (see `unused`)."""
 
 
 def check_start(config: Config, directory: Path, saves: Saves) -> None:
@@ -163,7 +163,7 @@ def begun(directory: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _DirectoryContents:
-    """The parts of a run directory's contents that must be restored if a start is refused."""
+    """Parts of a run directory's contents that must be restored if a start is refused."""
 
     missing: list[Path]
     """The run's directory and those of its parents that did not exist before the start, innermost first."""

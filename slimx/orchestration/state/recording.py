@@ -87,7 +87,7 @@ class Records:
         self._tell_restart("restart_failed" if restart.error else "restarted", restart)
 
     def trainers_replaced(self, restart: Restart) -> None:
-        """Reports the restart of all trainer ranks, as `restarted` does for other parts."""
+        """Reports the restart of all trainer ranks; `restarted` does so for other parts of the run."""
         self._tell_restart("restart_failed" if restart.error else "trainers_replaced", restart)
 
     def trainers_shrunk(self, reason: str) -> None:
@@ -137,9 +137,9 @@ class Records:
     def step(
         self, step: int, version: int | None, metrics: dict[str, float], groups: Sequence[Group], seconds: float
     ) -> None:
-        """Logs the metrics of a finished step and the seconds of its phases, updates the live table, and saves some of
-        the step's samples. `version`: version of the engines' weights; None without engines. `seconds`: duration of the
-        step.
+        """Logs the metrics of a finished step and the durations of its phases, updates the live table, and saves some
+        of the step's samples. `version`: version of the engines' weights; None without engines. `seconds`: duration of
+        the step.
         """
         phases = self.timeline.take(step)
         times = {}
