@@ -87,8 +87,8 @@ def make_update_rows(
 
 
 def split_groups(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]:
-    """Splits groups, in their order, into `updates` consecutive parts of nearly equal size, so that a group's length
-    and reward have no influence on which update trains on the group."""
+    """Splits the groups, without reordering them, into `updates` consecutive parts of nearly equal size, so that a
+    group's length and reward have no influence on which update trains on the group."""
     size, remainder = divmod(len(groups), updates)
     parts = []
     start = 0

@@ -43,7 +43,7 @@ class Context(Protocol):
         ...
 
     def log(self, name: str, value: float) -> None:
-        """Logs a number, at most once per name and call of the hook. The number becomes a metric of the trajectory."""
+        """Logs a number, at most once per name and hook call. The number becomes a metric of the trajectory."""
         ...
 
 

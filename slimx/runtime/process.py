@@ -169,7 +169,7 @@ def adopt_orphans() -> None:
 
 def kill_descendants(pid: int) -> None:
     """Sends SIGKILL to all descendants of the process `pid` repeatedly until none is left, because a process may fork
-    while it is being killed. Raises DeadlineError if some are left after `KILL_WAIT_S`."""
+    while others are being killed. Raises DeadlineError if some are left after `KILL_WAIT_S` seconds."""
     deadline = time.monotonic() + KILL_WAIT_S
     while time.monotonic() < deadline:
         try:

@@ -102,7 +102,7 @@ async def while_served[T](
     supply: Callable[[], Awaitable[None]] | None = None,
 ) -> T:
     """Returns the result of `work`, which needs engines, and meanwhile supplies the engines with weights when they wait
-    for them. An error of `needed` or `supply` cancels `work`.
+    for them. An error in `needed` or `supply` cancels `work`.
 
     `needed` returns whenever engines wait for weights; `supply`, which sends the weights, is awaited each time.
     `needed` raises an error when no engine is left. This error is raised even if `work` fails at the same time, because

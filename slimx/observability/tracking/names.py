@@ -11,7 +11,7 @@ from slimx.errors import SlimxError
 
 @dataclass(frozen=True)
 class Metric:
-    """Table entry for one metric, or for all metrics whose names differ only in a `{part}`."""
+    """Table entry for one metric, or for all metrics whose names differ only in a placeholder such as `{part}`."""
 
     name: str
     """Name of the metric, `section/name`; `{part}` stands for any text."""
@@ -245,8 +245,8 @@ _FORM = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
 @lru_cache(4096)  # cached, because hooks log the same names in every rollout
 def find(name: str) -> Metric | None:
-    """Returns the table entry that describes metric `name`; None if there is none. An entry without a `{part}` takes
-    precedence over entries with one."""
+    """Returns the table entry that describes metric `name`; None if there is none. An entry without a placeholder such
+    as `{part}` takes precedence over entries with one."""
     return next((metric for metric in _EXACT_FIRST if metric.pattern.fullmatch(name)), None)
 
 

@@ -34,7 +34,7 @@ class RunFiles:
     config: str | None = None
     """Text of config.yaml; None if the file is missing."""
     summary: Json | None = None
-    """Contents of summary.json, values by description, in the order of the file; None if the file is missing or
+    """Contents of summary.json (description -> value), in the order of the file; None if the file is missing or
     unreadable."""
     missing: list[str] = field(default_factory=list)
     """Names of those files in `FILES` that the run's directory does not contain."""

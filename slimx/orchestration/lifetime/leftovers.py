@@ -26,8 +26,8 @@ KILL_S = 10.0
 
 
 def watch_over_this_process() -> None:
-    """Starts a child process that waits for this process to end, and then kills the descendants that this process has
-    left."""
+    """Starts a child process that waits for this process to end, and then kills the descendants that have outlived
+    it."""
     subprocess.Popen(
         python_argv(__name__, str(os.getpid())),
         env=child_environment(os.environ),

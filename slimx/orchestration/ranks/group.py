@@ -209,7 +209,7 @@ class RankGroup:
 
     @property
     def calling(self) -> str | None:
-        """Description of the latest call that ranks are executing; None between calls."""
+        """Description of the most recent call that ranks are still executing; None between calls."""
         return self._calls[-1].description if self._calls else None
 
     def late(self) -> Json | None:

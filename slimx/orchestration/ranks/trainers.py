@@ -157,7 +157,7 @@ class TrainerGroup(RankGroup):
     async def measure_gap(self, batch: TrainBatch, *, version: int, mismatch: bool = False) -> dict[str, float]:
         """Computes the log-probs of `batch` with the current weights, without training. Returns metrics of the gap to
         the engines' log-probs, over the tokens that `version` sampled. With `mismatch`, also compares the log-probs of
-        all trained tokens, whatever version sampled them."""
+        all trained tokens, regardless of the version that sampled them."""
         per_rank = await self.sharded(self.folded(batch.shards))
         what = "the measurement of the log-prob gap"
         results = await self.call("model.measure_gap", what, per_rank=per_rank, version=version, mismatch=mismatch)

@@ -104,7 +104,7 @@ def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
 
 
 def finished(config: Config, directory: Path, state: RunState) -> bool:
-    """Returns True if the run with the saved state `state` has completed all steps and written its final export."""
+    """Returns True if the run whose saved state is `state` has completed all steps and written its final export."""
     exported = not config.checkpoint.export_hf or (directory / "hf").is_dir()
     return state.step >= config.schedule.steps and exported
 
@@ -166,7 +166,8 @@ class _DirectoryContents:
     """Parts of a run directory's contents that must be restored if a start is refused."""
 
     missing: list[Path]
-    """The run's directory and those of its parents that did not exist before the start, innermost first."""
+    """Directories that did not exist before the start: those of the run's directory and its parents, innermost
+    first."""
     names: set[str]
     written: dict[str, bytes]
     """Previous contents of the files that every start overwrites, by file name."""

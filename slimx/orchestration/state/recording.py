@@ -120,7 +120,8 @@ class Records:
             yield
 
     async def starting(self, part: str, work: Callable[[], Awaitable[object]]) -> None:
-        """Awaits `work`, which starts `part`, and records the duration in the timeline on the part's own track."""
+        """Awaits `work`, which starts `part`, and records the duration of the start in the timeline, on the part's own
+        track."""
         since = time.time()
         clock = time.perf_counter()
         await work()
@@ -130,7 +131,7 @@ class Records:
     def activity(self) -> Json:
         """Returns, for `slimx status`, the name of the current phase, the number of phases so far in this process, and
         the Unix time at which the phase started. This time is computed from the phase's duration so far, because the
-        system clock may have been changed since."""
+        system clock may have been changed in the meantime."""
         since = time.time() - (time.monotonic() - self._began)
         return {"phase": self._phase, "number": self._phases, "since": since}
 
@@ -245,7 +246,8 @@ def _text(prompt: Prompt) -> str:
 
 
 def summary(directory: Path) -> Json:
-    """Computes the summary of a finished run from its metrics.jsonl, as values by description."""
+    """Computes the summary of a finished run from its metrics.jsonl: a dict from descriptions, such as "loss, last
+    step", to values."""
     rows = []
     with (directory / "metrics.jsonl").open() as file:
         for line in file:

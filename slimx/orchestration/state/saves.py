@@ -51,8 +51,8 @@ class RunState:
     """Fields that describe each policy's trainers, by policy name (see
     `slimx.orchestration.state.resume.trainer_state`)."""
     rollouts: Json
-    """Result of `RolloutManager.state()` or `Replay.state()`: the position in the prompts, and
-    the groups that have not been trained on yet."""
+    """Result of `RolloutManager.state()` or `Replay.state()`: the position in the prompts, and the groups that have not
+    been trained on yet."""
     critic: Json | None = None
     """Parallel sizes of the ranks that wrote the critic's part of the checkpoint; None without a critic."""
 
@@ -78,7 +78,7 @@ class Saves:
 
     def __init__(self, directory: Path, *, keep: int, keep_every: int = 0):
         """Sets which checkpoints in `directory` are kept: the newest `keep` ones, and all checkpoints whose step is a
-        multiple of `keep_every` (if it is 0, no others)."""
+        multiple of `keep_every`; if `keep_every` is 0, only the newest ones."""
         self.directory = directory
         self.keep = keep
         self.keep_every = keep_every

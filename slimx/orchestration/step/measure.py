@@ -80,7 +80,7 @@ def part_metrics(trajectories: Sequence[Trajectory], section: str = "reward") ->
 
 
 def hook_metrics(trajectories: Sequence[Trajectory], section: str = "hook") -> dict[str, float]:
-    """Returns the mean, minimum, maximum and count of the values under each name that hooks logged (`ctx.log`). Values
+    """Returns the mean, minimum, maximum and count of the values that hooks logged (`ctx.log`) under each name. Values
     that are not finite are counted but otherwise ignored. `section`: first component of the metrics' names."""
     out: dict[str, float] = {}
     for name, values in _by_name(trajectory.metrics for trajectory in trajectories).items():
