@@ -65,9 +65,9 @@ async def _stamp_version_0(engine: EngineHandle) -> None:
 
 
 async def check_stored(model: str, groups: Iterable[Engines]) -> None:
-    """Checks the safetensors files that the servers of `groups` load, while these servers start. A group loads its own
-    model if it has one, else `model`. Raises SlimxError if a weight is NaN or infinite, because SGLang would serve it
-    without an error."""
+    """Checks the safetensors files that the servers of `groups` load, while these servers start. A group loads the
+    model that it names, or `model` if it names none. Raises SlimxError if a weight is NaN or infinite, because SGLang
+    would serve such a weight without an error."""
     directories = set()
     for group in groups:
         if not group.urls:

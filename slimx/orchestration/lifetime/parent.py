@@ -40,7 +40,7 @@ AGENT = re.compile(r"agent_name = (\w+)")
 """Pattern of the line in a raylet's log that names the agent whose death ended the raylet."""
 RAYLET_LINES = 1000
 """Number of lines at the end of a raylet's log that are searched for the agent's exit; more than one, because workers
-may log their own exits after it."""
+may log their exits after that of the agent."""
 
 
 def supervised() -> Callable[[], object]:

@@ -68,7 +68,7 @@ class CriticGroup:
 
 def _bare(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
     """Returns copies of `rows` without the columns that a critic does not need: a teacher's log-probs, the tokens that
-    top-k or top-p sampling kept, and the experts that the engine chose (a critic has its own routers)."""
+    top-k or top-p sampling kept, and the experts that the engine chose (a critic's routers choose other experts)."""
     emptied: dict[str, Any] = {"routed_experts": None, "support": None}  # Any: `replace` takes several types
     for name, column in COLUMNS.items():
         if column.needed is not None:

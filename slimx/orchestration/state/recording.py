@@ -83,7 +83,8 @@ class Records:
         self.events.tell("engine_lost", f"engine {name} is lost: {first_line(error)}", about=name)
 
     def restarted(self, restart: Restart) -> None:
-        """Reports the restart of a part of the run, and records it in the timeline on the part's own track."""
+        """Reports the restart of a part of the run, and records it in the timeline, on a separate track for the
+        part."""
         self._tell_restart("restart_failed" if restart.error else "restarted", restart)
 
     def trainers_replaced(self, restart: Restart) -> None:
@@ -120,8 +121,8 @@ class Records:
             yield
 
     async def starting(self, part: str, work: Callable[[], Awaitable[object]]) -> None:
-        """Awaits `work`, which starts `part`, and records the duration of the start in the timeline, on the part's own
-        track."""
+        """Awaits `work`, which starts `part`, and records the duration of the start in the timeline, on a separate
+        track for the part."""
         since = time.time()
         clock = time.perf_counter()
         await work()
