@@ -10,18 +10,18 @@ from slimx.data.records import Prompt
 from slimx.json_types import Json
 
 ENVIRONMENTS = "slimx.environments"
-"""Entry point group that registers environments under short names for `rollout.options.environment`."""
+"""Entry-point group that registers environments under short names for `rollout.options.environment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """The start of an episode, returned by `Environment.reset` of an environment that distinguishes states."""
+    """Start of an episode, which `Environment.reset` returns if the environment distinguishes states."""
 
     text: str = ""
     """User turn that follows the prompt; "" for none."""
     state_key: str | None = None
-    """Key of the state in which the model's first turn begins, equal for equal states in all rollouts of a prompt; None
-    if the environment does not distinguish states."""
+    """Key that identifies the state in which the model's first turn begins: equal states have equal keys in all
+    rollouts of a prompt. None if the environment does not distinguish states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Step:
     text: str = ""
     """Next turn of the conversation, which the model reads; unused if `done`."""
     role: str = "user"
-    """Role of `text` in the chat template: user or tool."""
+    """Role of `text` in the chat template: "user" or "tool"."""
     reward: float = 0.0
     """Reward of the model's turn to which this step responds."""
     done: bool = False
@@ -39,30 +39,31 @@ class Step:
     """Number of tool calls in the model's turn, for the metric `hook/tool_calls`."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """Numbers that are summed over the rollout. Each is logged as the metric `hook/NAME/mean`, averaged over the
-    rollouts that logged it, so every step should set every name, to 0 if there is nothing to count."""
+    rollouts that logged it. Every step should therefore set every name, to 0 if there is nothing to count."""
     state_key: str | None = None
-    """Key of the state after the turn, equal for equal states in all rollouts of a prompt; None if the environment does
-    not distinguish states. GiGPO (`algorithm.advantages: gigpo`) compares turns that began in the same state."""
+    """Key that identifies the state after the turn: equal states have equal keys in all rollouts of a prompt. None if
+    the environment does not distinguish states. GiGPO (`algorithm.advantages: gigpo`) compares turns that began in the
+    same state."""
     info: Json = field(default_factory=dict)
-    """Information about the step, as plain JSON values; that of the last step is stored in the trajectory's
+    """Information about the step, as plain JSON values; the last step's information is stored in the trajectory's
     metadata."""
 
 
 class Environment(Protocol):
-    """Interface of the environment of one rollout. Methods are awaited one after the other; blocking work belongs in
+    """Interface of an environment for one rollout. Its methods are awaited one at a time; blocking work belongs in
     `asyncio.to_thread`."""
 
     async def reset(self, prompt: Prompt, seed: int) -> str | Begin:
         """Starts the episode, and returns the user turn that follows the prompt ("" for none), or a `Begin`.
 
-        `seed`: seed of the rollout, the same in a resumed run.
+        `seed`: random seed for the rollout, which does not change when a run is resumed.
         """
         ...
 
     async def step(self, text: str) -> Step:
-        """Returns the response to `text`, a turn of the model."""
+        """Returns the environment's response to `text`, the model's turn."""
         ...
 
     async def close(self) -> None:
-        """Ends the episode. Called once, also after an error or a deadline."""
+        """Ends the episode. Called exactly once, even after an error or an expired deadline."""
         ...

@@ -40,7 +40,7 @@ CLOSE_S = 5.0
 
 
 class Environments:
-    """Factory of a run's environments, owned by the `GroupMaker`; `close` kills their processes."""
+    """Factory for a run's environments, owned by the `GroupMaker`; `close` kills their processes."""
 
     def __init__(self) -> None:
         self._pools: dict[int, ThreadPoolExecutor] = {}
@@ -49,7 +49,7 @@ class Environments:
     def make(self, path: str, options: Json, *, deadline_s: float, rollout: str, processes: int = 0) -> Environment:
         """Returns an environment of the class at `path`, created with `options`.
 
-        `rollout`: id of the rollout, for error messages. Calls of the environment raise DeadlineError after
+        `rollout`: id of the rollout, for error messages. Calls to the environment raise DeadlineError after
         `deadline_s` seconds. `processes`: maximum number of concurrent calls in separate processes; 0 to run the
         environment in the driver's event loop.
         """
@@ -63,7 +63,7 @@ class Environments:
         return environment
 
     def close(self) -> None:
-        """Kills the processes of environments that still exist."""
+        """Kills the processes of all environments that are still open."""
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
         for environment in list(self._living):
@@ -99,7 +99,7 @@ class InDriver:
 
 
 class InProcess:
-    """An environment in a separate process, which is started by the first call of the environment."""
+    """An environment in a separate process, which is started by the first call to the environment."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class InProcess:
     def _ask(self, name: str, arguments: tuple[object, ...], seconds: float) -> object:
         """Runs one call in the process and returns its result. Blocks, so it is called in a thread of the pool.
 
-        `name`: method of the environment. `seconds`: deadline of the call.
+        `name`: method of the environment. `seconds`: time limit for the call.
         """
         if self._connection is None:
             self._start()
@@ -202,7 +202,7 @@ class InProcess:
 
 
 def _serve(connection: Connection, lifeline: Connection, path: str, options: Json) -> None:
-    """Runs the calls of one environment, as the main function of its process."""
+    """Executes the calls to one environment, as the main function of that environment's process."""
     _end_with(lifeline)
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles interrupts

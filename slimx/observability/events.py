@@ -27,7 +27,7 @@ Kind = Literal[
 
 
 class Events:
-    """Receiver of the events of a run. This base class ignores them."""
+    """Receiver of a run's events. This base class ignores them."""
 
     step: int | None = None
     """Number of the step in progress; None before the first step."""
@@ -37,8 +37,8 @@ class Events:
         run or error code that the event concerns; "" for the whole run."""
 
     def look(self, activity: Json) -> None:
-        """Receives the current activity of the run every few seconds. `activity`: dict as
-        `slimx.observability.live.activity.read_activity` returns it."""
+        """Receives the current activity of the run every few seconds. `activity`: dict with the keys that
+        `slimx.observability.live.activity.read_activity` describes."""
 
     def recorded(self, metrics: Mapping[str, float]) -> None:
         """Receives the metrics of a step when the step is logged."""
@@ -46,8 +46,8 @@ class Events:
 
 def open_events(config: object, note: Callable[[str], None]) -> AbstractContextManager[Events]:
     """Returns the receiver of a run's events as a context manager that must be entered for the whole run. The entry
-    point of `slimx.event_receivers` creates the receiver from `config` and `note`. `note` shows a message to the user.
-    Raises SlimxError if there are several entry points."""
+    point of `slimx.event_receivers` creates the receiver from `config` and `note`. `note`: function that shows a
+    message to the user. Raises SlimxError if there are several entry points."""
     name, *others = entry_points.find("slimx.event_receivers")
     if others:
         raise SlimxError(

@@ -31,7 +31,7 @@ rank."""
 
 def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
     """Returns a function that packs the training rows of an update into micro-batches for the parallel sizes `sizes`.
-    Section trainer of `config` sets the token limit of a micro-batch and the cost that is balanced over data-parallel
+    Section `trainer` of `config` sets the token limit of a micro-batch and the cost that is balanced over data-parallel
     ranks. `spec`: model whose FLOPs are the cost if `trainer.balance` is "flops"."""
     cost: Callable[[int], float] = float
     if config.trainer.balance == "flops":
@@ -50,8 +50,8 @@ def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
 
 def longest_trajectory(config: Config, spec: ModelSpec, *layouts: Sizes) -> int:
     """Returns the length in tokens of the longest trajectory that the model supports and that fits into one micro-batch
-    of the trainers, for each of the parallel sizes `layouts`. A trajectory of n tokens occupies n - 1 positions of a
-    micro-batch; for a reward model, n positions."""
+    with each of the parallel sizes in `layouts`. A trajectory of n tokens occupies n - 1 positions of a micro-batch;
+    for a reward model, n positions."""
     limit = config.trainer.max_tokens_per_microbatch
     positions = min(limit // sizes.sequence_multiple * sizes.sequence_multiple for sizes in layouts)
     # A reward model also reads the last token, so n tokens occupy n positions.
@@ -87,8 +87,8 @@ def make_update_rows(
 
 
 def split_groups(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]:
-    """Splits groups, in their order, into `updates` consecutive parts of nearly equal size, so that a group's length
-    and reward have no influence on which update trains on the group."""
+    """Splits the groups, without reordering them, into `updates` consecutive parts of nearly equal size, so that a
+    group's length and reward have no influence on which update trains on the group."""
     size, remainder = divmod(len(groups), updates)
     parts = []
     start = 0
@@ -102,8 +102,8 @@ def split_groups(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]
 
 
 def batch_metrics(updates: Sequence[TrainBatch]) -> dict[str, float]:
-    """Returns the number of micro-batches of a step, the fraction of positions that are padding, and the mean relative
-    time that is lost by waiting for the slowest data-parallel rank (imbalance)."""
+    """Returns the number of micro-batches of a step, the fraction of positions that are padding, and the mean imbalance
+    of the updates: the relative time lost by waiting for the slowest data-parallel rank."""
     packed = list(chain.from_iterable(chain.from_iterable(update.shards for update in updates)))
     positions = sum(len(batch.tokens) for batch in packed)
     return {

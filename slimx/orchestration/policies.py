@@ -69,8 +69,7 @@ class TrainedPolicy:
         return make_update_rows(self.config, groups, partial(all_advantages, self.config.algorithm))
 
     def named(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Returns `metrics` of this policy with the policy's prefix in their names; the actor's metrics have no
-        prefix."""
+        """Returns `metrics` of this policy with the policy's prefix added to their names; the actor has no prefix."""
         return {prefix_of(self.name) + name: value for name, value in metrics.items()}
 
 
@@ -95,8 +94,8 @@ def in_order[T](groups: Sequence[Group], by_policy: Mapping[str, Sequence[T]]) -
 async def metrics_of(
     policies: Mapping[str, TrainedPolicy], measure: Callable[[TrainedPolicy], Awaitable[Mapping[str, float]]]
 ) -> dict[str, float]:
-    """Returns the metrics that `measure` computes for each policy, with the policy's prefix in their names. The calls
-    of `measure` run concurrently; the first failure cancels the remaining calls."""
+    """Returns the metrics that `measure` computes for each policy, with the policy's prefix added to their names. The
+    calls to `measure` run concurrently; the first failure cancels the remaining calls."""
     results = await all_or_none(measure(policy) for policy in policies.values())
     metrics: dict[str, float] = {}
     for policy, measured in zip(policies.values(), results, strict=True):

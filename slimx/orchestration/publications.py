@@ -36,8 +36,9 @@ class Publications:
     """Publications of a policy's weights. This base class is used without engines and publishes nothing."""
 
     with_retry: WithRetry = staticmethod(_once)
-    """Function through which coroutine functions that need trainer ranks are called. The default calls each once;
-    `RankLossHandler.with_retry`, which may replace it, calls one again after lost ranks were replaced."""
+    """Function that calls a coroutine function whose work needs trainer ranks. The default calls it once;
+    `RankLossHandler.with_retry`, which may be set instead, calls it again if ranks were lost and replaced in the
+    meantime."""
 
     def renew(self) -> None:
         """Prepares to publish from new trainer ranks that have replaced lost ones."""
@@ -59,12 +60,12 @@ class Publications:
         """Releases the device memory of colocated engines."""
 
     async def wake(self) -> None:
-        """Allocates the memory of colocated engines' weights again, without restoring its contents; a publication must
-        follow."""
+        """Allocates device memory for the weights of colocated engines again. The memory's contents are undefined until
+        the next publication, which must follow."""
 
 
 class EnginePublications(Publications):
-    """Publications of the weights of one policy's trainers to the policy's engines."""
+    """Publications that send the weights of one policy's trainers to the policy's engines."""
 
     def __init__(
         self,
@@ -78,8 +79,9 @@ class EnginePublications(Publications):
         shared: SharedEngines | None = None,
     ):
         """Connects trainers and engines. `config`: configuration of the policy. `maker`: group maker that is notified
-        of each published version. `encoding`: encoding in which engines receive the weights. `note`: reports failures
-        that a publication survives. `shared`: if set, the engines also serve the adapters of other policies."""
+        of each published version. `encoding`: encoding in which engines receive the weights. `note`: function that is
+        called with a message about each failure that a publication survives. `shared`: if set, the engines also serve
+        the adapters of other policies."""
         self.policy = policy
         self.config = config
         self.engines = engines
@@ -176,10 +178,10 @@ class EnginePublications(Publications):
         """Awaits `work` and returns its result. Raises SlimxError if all engines of the run are lost in the meantime
         and none can be restarted.
 
-        If no engine serves and one restarts, the weights of `step` are published to the restarted engine. There are two
-        exceptions, after which a publication follows anyway: with `training`, because the trainers' weights are between
-        two versions, and while colocated engines sleep. If the transport stores published versions, for example on
-        disk, and the engines are awake, every engine that restarts receives the current version from this store."""
+        If no engine is serving when one restarts, the weights of `step` are published to it, except in two cases in
+        which a publication follows anyway: if `training` is True, because the trainers' weights are then between two
+        versions, and while colocated engines sleep. If the transport stores published versions, for example on disk,
+        and the engines are awake, every engine that restarts receives the current version from this store."""
         if self._shared is not None and self._shared.owner != self.policy:
             return await work  # shared engines are watched by the policy that owns them
         members = self.engines.members
@@ -248,8 +250,8 @@ class EnginePublications(Publications):
 
 
 def publication_metrics(done: Publication) -> dict[str, float]:
-    """Returns the metrics of a publication under their names in metrics.jsonl: seconds of each stage, number of
-    tensors, MiB, and number of engines that verified the weights."""
+    """Returns the metrics of a publication under their names in metrics.jsonl: the seconds that each stage took, the
+    number of tensors, their size in MiB, and the number of engines that verified the weights."""
     out = {f"publish/{stage}_seconds": seconds for stage, seconds in done.seconds.items()}
     out |= {"publish/tensors_verified": float(done.tensors), "publish/mib": done.nbytes / 2**20}
     if done.wire is not None:

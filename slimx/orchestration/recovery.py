@@ -17,7 +17,7 @@ from slimx.orchestration.state.recording import Records
 from slimx.reshard.plan.copy_plan import Plan
 
 Replan = Callable[[Sizes], Mapping[str, Plan]]
-"""Function that returns the plans of exports and publications for trainer ranks with different parallel sizes."""
+"""Function that returns the export and publication plans for trainer ranks that restart with other parallel sizes."""
 
 
 class RankLossHandler:
@@ -29,7 +29,7 @@ class RankLossHandler:
         """Function that is called when new ranks have replaced lost ones, before any call to the new ranks."""
 
     async def watch(self) -> SlimxError:
-        """Watches the ranks. Returns the error with which the run must end."""
+        """Watches the ranks, and returns the error that ends the run when a loss cannot be handled."""
         return await watch_ranks(self.trainers, self.trainers.config.trainer.watch_deadline)
 
     async def open(self, checkpoints: Checkpointer, step: int, checkpoint: Path | None, *, same_layout: bool) -> None:
@@ -47,8 +47,8 @@ class RankLossHandler:
         return await work()
 
     async def after_step(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Does the handler's periodic work after `step` completed steps, such as mirroring states. `phase`: context
-        manager that marks a named phase of the step in the timeline."""
+        """Does the handler's periodic work after `step` completed steps, such as mirroring states. `phase`: function
+        that returns a context manager, which marks a named phase of the step in the timeline."""
 
     def bases(self) -> set[int]:
         """Returns the steps whose saved states new ranks may start from. The reference models that belong to these
@@ -56,7 +56,7 @@ class RankLossHandler:
         return set()
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics of a step about replacements of lost ranks."""
+        """Returns a step's metrics about the replacement of lost ranks."""
         return {}
 
     async def stop(self) -> None:
@@ -64,9 +64,9 @@ class RankLossHandler:
 
 
 def make_recovery(trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan) -> RankLossHandler:
-    """Creates the handler of rank losses: the first handler that an entry point of `slimx.recoveries` returns for this
-    configuration, else a handler that ends the run. `replan`: function that returns the plans for new ranks with
-    different parallel sizes."""
+    """Creates the handler for rank losses: the first handler that an entry point of `slimx.recoveries` returns for this
+    configuration, else a handler that ends the run. `replan`: function that returns the plans for new ranks with other
+    parallel sizes."""
     for maker in entry_points.load_all("slimx.recoveries").values():
         recovery = maker(trainers, records, log_dir, replan)
         if recovery is not None:

@@ -42,7 +42,7 @@ from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.runtime.tasks import unless
 
 StepRows = dict[str, list[list[TrainingRow]]]
-"""Training rows (one per trajectory) of a step: for each policy by name, one list per update."""
+"""Training rows (one per trajectory) of a step: policy name -> one list per update."""
 
 
 class Run:
@@ -178,7 +178,7 @@ class Run:
         }
 
     def _mark(self, phase: str, step: int) -> None:
-        """Writes step and phase as a marker into the logs of all trainers and engines."""
+        """Writes the step and the phase as a marker line into the logs of all trainers and engines."""
         parts: list[RankGroup | EngineHandle] = [*self._groups()]
         for group in self._serving():
             parts += group.engines
@@ -278,8 +278,8 @@ class Run:
     @asynccontextmanager
     async def trainers_turn(self, *, publish: bool = True) -> AsyncIterator[None]:
         """Makes the devices available to the trainers for work between two steps, such as writing a checkpoint.
-        Colocated engines sleep during that work and then receive the current weights again. `publish=False`: engines
-        receive weights only with a later publication."""
+        Colocated engines sleep during that work and then receive the current weights again. With `publish=False`, they
+        receive weights only from a later publication."""
         if not self.config.schedule.colocate:
             yield
             return
@@ -314,7 +314,7 @@ class Run:
 
     async def restore(self, path: Path, state: RunState) -> None:
         """Resumes from the checkpoint in `path`: restores the run from `state`, and loads the trainers' state from the
-        files."""
+        checkpoint's files."""
         await self.checkpoints.restore(path, state)
         self.step = state.step
         self.maker.version = state.version
@@ -344,7 +344,8 @@ class Run:
 
     async def record(self, metrics: dict[str, float], groups: Sequence[Group], rows: StepRows, began: float) -> None:
         """Logs the metrics of a finished step, updates the live table, and saves some of the step's samples. `began`:
-        time.perf_counter at the start of the step. If an asynchronous save has failed, raises its error."""
+        value of `time.perf_counter()` at the start of the step. If an asynchronous save has failed, raises its
+        error."""
         await self.records.kept()
         seconds = time.perf_counter() - began
         tokens = 0

@@ -62,8 +62,8 @@ if TYPE_CHECKING:
 
 
 def run_training(config: Config, console: Console) -> Path:
-    """Trains as `config` describes, and returns the run's directory. Raises SlimxError; after a signal, Preempted if
-    the run has saved a checkpoint (SIGUSR1), otherwise Interrupted."""
+    """Trains as `config` describes, and returns the run's directory. Raises SlimxError if the run fails. After a
+    signal, raises Preempted if the run has saved a checkpoint (SIGUSR1), and Interrupted otherwise."""
     return run_session(config, console, train)
 
 
@@ -71,7 +71,8 @@ def run_session(config: Config, console: Console, work: Callable[[Run], Awaitabl
     """Checks `config`, starts all parts of the run, awaits `work(run)`, and stops everything. Returns the run's
     directory.
 
-    Raises SlimxError; after a signal, Preempted if the run has saved a checkpoint (SIGUSR1), otherwise Interrupted."""
+    Raises SlimxError if the run fails. After a signal, raises Preempted if the run has saved a checkpoint (SIGUSR1),
+    and Interrupted otherwise."""
     directory = Path(config.run.dir)
     options = config.checkpoint
     saves = Saves(directory / "checkpoints", keep=options.keep, keep_every=options.keep_every)
@@ -273,7 +274,7 @@ def _watched(trainers: Mapping[str, TrainerGroup], critic: CriticGroup | None) -
 
 
 def _replanned(prepared: PreparedPolicy, device: str, sizes: Sizes) -> dict[str, Plan]:
-    """Returns new export and publication plans, to replace those in `prepared` when trainers are restarted with the
+    """Returns the export and publication plans that replace those in `prepared` when trainers are restarted with the
     parallel sizes `sizes`."""
     plans, encoding = make_plans(prepared.config, prepared.spec, sizes, device)
     assert encoding == prepared.encoding, "the encoding must not change, because engines received it at their start"
@@ -329,7 +330,7 @@ async def start_parts(
 
 def finish(config: Config, directory: Path) -> Path | None:
     """Writes summary.json of a finished run, and report.html if `track.report` is set, unless these files are newer
-    than the run's last step. Returns the path of the report, or None."""
+    than the run's last step. Returns the path of the report; None if `track.report` is not set."""
     report = None
     files = ["summary.json"]
     if config.track.report:

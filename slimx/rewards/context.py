@@ -18,7 +18,7 @@ type Engines = Mapping[str, Any]
 
 
 class Context(Protocol):
-    """Interface of the part of `slimx.rollout.hooks.RewardContext` that the reward hooks of slimx read."""
+    """Interface to the part of `slimx.rollout.hooks.RewardContext` that slimx's built-in reward hooks use."""
 
     @property
     def prompt(self) -> Prompt: ...
@@ -39,11 +39,11 @@ class Context(Protocol):
 
     @property
     def engines(self) -> Engines:
-        """Clients of frozen models by the name of their engine group."""
+        """Clients of the frozen models, by the name of the engine group."""
         ...
 
     def log(self, name: str, value: float) -> None:
-        """Logs a number for this call of the hook, at most once per name; it becomes a metric of the trajectory."""
+        """Logs a number, at most once per name and hook call. The number becomes a metric of the trajectory."""
         ...
 
 

@@ -27,7 +27,7 @@ class WeightedReward[C: Context]:
     """Metadata that a prompt must have for this reward to apply, by key."""
 
     def fits(self, prompt: Prompt) -> bool:
-        """Returns True if the prompt has all required metadata."""
+        """Returns True if the prompt's metadata has every value that `where` requires."""
         for key, value in self.where.items():
             if key not in prompt.metadata or prompt.metadata[key] != value:
                 return False

@@ -48,8 +48,8 @@ def checks_prompts(check: Callable[..., None]) -> Callable[[Hook], Hook]:
 
 
 def needs_answer[H: Hook](hook: H) -> H:
-    """Marks a hook that compares responses with the prompt's answer and raises SlimxError for a prompt without an
-    answer."""
+    """Marks a hook that compares responses with the prompt's answer and raises SlimxError if there is none. A run in
+    which too many prompts have no answer is refused at its start."""
     hook.needs_answer = True  # type: ignore[attr-defined]
     return hook
 

@@ -18,8 +18,8 @@ each other directly."""
 RENDEZVOUS = frozenset(
     {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
 )
-"""Environment variables in which launchers such as torchrun set a process's rank and world size. They must not be
-inherited by its children."""
+"""Environment variables in which launchers such as torchrun set a process's rank and world size. That process's
+children must not inherit them."""
 LOCAL = ("127.0.0.1", "localhost", "::1")
 """Names of this machine that HTTP clients look up in no_proxy."""
 _PACKAGES = str(Path(__file__).parents[2])

@@ -13,11 +13,11 @@ from types import TracebackType
 TICK_S = 0.5
 """Seconds between two readings of a RunningClock by its thread."""
 STALL_S = 3.0
-"""Seconds between two readings above which the process is assumed to have been stopped."""
+"""Time between two readings, in seconds, above which the process is assumed to have been stopped."""
 
 
 class Clock:
-    """Deadline of one rollout, which is paused while one of the rollout's requests is queued behind other requests.
+    """Deadline for one rollout, which is paused while any of the rollout's requests is queued behind other requests.
 
     An async context manager: the deadline counts down while the block runs, and the block is cancelled with
     TimeoutError when no time is left.

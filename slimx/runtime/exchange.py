@@ -14,9 +14,9 @@ from slimx.errors import raised
 def exchange(connection: Connection, message: object, seconds: float, kill: Callable[[], None]) -> Any:
     """Sends `message` over `connection` and returns the response. Blocks.
 
-    After `seconds` it calls `kill`, which must kill the other process: if that process is stopped, possibly in the
-    middle of a message, nothing else unblocks the wait. Raises TimeoutError in this case, and EOFError or OSError if
-    the other process ended by itself."""
+    If there is no response within `seconds` seconds, calls `kill`, which must kill the other process: if that process
+    is stopped, possibly in the middle of a message, nothing else unblocks the wait. Raises TimeoutError in this case,
+    and EOFError or OSError if the other process ended by itself."""
     settled = threading.Lock()
 
     def give_up() -> None:

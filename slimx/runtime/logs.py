@@ -46,16 +46,16 @@ def log_end(path: Path, lines: int = 20, *, since: int = 0) -> str:
 
 
 def quoted(path: Path, end: str) -> str:
-    """Returns the last part of a message about a process that has ended: the path of its log, followed by the lines of
-    `end`, the log's last lines, indented."""
+    """Returns the last part of a message about a process that has ended: the path of its log, followed by `end` (the
+    last lines of the log), each line indented."""
     if not end:
         return f"nothing was printed in {path}"
     return f"its log is {path}" + "".join(f"\n  {line}" for line in end.splitlines())
 
 
 def how_ended(status: int | None) -> str:
-    """Describes how a process ended, from its exit status: negative or above 128 if a signal ended it, None if it is
-    still running but does not respond."""
+    """Describes how a process ended. `status`: its exit status, which is negative or above 128 if a signal ended it;
+    None if it is still running but does not respond."""
     if status is None:
         return "does not respond"
     number = -status if status < 0 else status - 128

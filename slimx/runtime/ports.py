@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 LOOPBACK = "127.0.0.0/8"
-"""Network of a run whose processes are all on one machine."""
+"""CIDR of the network that a run uses if all of its processes are on one machine."""
 LISTENING = range(20000, 22000)
 """Ports that `free_port` selects from, which no other part of a run uses: Ray's workers use ports up to 19999, SGLang
 22000 to 29999, and Linux 32768 and above for outgoing connections. A port that is free in one of those ranges is often
@@ -28,7 +28,7 @@ TRIES = 500
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Returns a random port of `LISTENING` that is free at `host`. It is reserved for this process as long as the
-    process runs: no other process that calls this function gets it."""
+    process runs: this function never returns it to another process in the meantime."""
     port, claim = claimed_port(host)
     claim.detach()  # stays open until the process exits
     return port

@@ -36,11 +36,11 @@ LOOKS = 3
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_S = 0.2
 ORPHAN_GRACE_S = 5.0
-"""Seconds that the command has to shut down after its owner has died, before it is killed."""
+"""Grace period, in seconds, for the command to shut down once its owner has died; after that it is killed."""
 LOOK_S = 2.0
 """Seconds between two checks of the process tree for newly mapped shared memory and for stopped processes."""
 NOT_STARTED = 127
-"""Exit status of the guard if its command cannot be started; a shell uses the same."""
+"""Exit status of the guard if its command cannot be started, the same as a shell's."""
 KILL_WAIT_S = 10.0
 """Seconds within which a process tree must have ended after SIGKILL."""
 
@@ -53,9 +53,9 @@ class SupervisedProcess:
     ) -> None:
         """Stores the settings; `start` starts the command.
 
-        `name`: used in errors. `argv`: the command line. stdout and stderr are appended to `log_path`. `env` is added
-        to the environment that this process passes on. `stdin`: input of the command, at most 64 KiB, which, unlike
-        arguments and environment, cannot be read by other processes."""
+        `name`: name of the command in error messages. `argv`: the command line. stdout and stderr are appended to
+        `log_path`. `env` is added to the environment that this process passes on. `stdin`: input of the command, at
+        most 64 KiB, which, unlike arguments and environment, cannot be read by other processes."""
         self.name = name
         self.argv = argv
         self.log_path = Path(log_path)
@@ -100,22 +100,23 @@ class SupervisedProcess:
                 pipe.write(self.stdin)
 
     def poll(self) -> int | None:
-        """Returns the command's exit status, 128 + signal number if a signal ended it; None while it runs."""
+        """Returns the command's exit status, 128 + signal number if a signal ended it; None while the command is
+        running."""
         if self._guard is None:
             raise SlimxError(f"{self.name} was never started")
         return self._guard.poll()
 
     def ended(self) -> str | None:
-        """Returns a sentence that says how the command ended and quotes the last lines of its log; None while it
-        runs."""
+        """Returns a sentence that says how the command ended and quotes the last lines of its log; None while the
+        command is running."""
         status = self.poll()
         if status is None:
             return None
         return f"{self.name} {how_ended(status)}; {quoted(self.log_path, self.tail())}"
 
     def tail(self, lines: int = 20) -> str:
-        """Returns the last `lines` lines that the command has printed since it was last started. Reads at most 64
-        KiB."""
+        """Returns the last `lines` lines that the command has printed since it was last started. Reads at most the last
+        64 KiB of the log."""
         return log_end(self.log_path, lines, since=self._log_begins)
 
     def stop(self, grace_s: float = 10.0) -> None:
@@ -148,8 +149,8 @@ class SupervisedProcess:
 
 
 def guarded_argv(argv: Sequence[str], *options: str) -> list[str]:
-    """Returns the command line that runs `argv` under a guard, whose owner is this process. `options`: further options
-    of the guard."""
+    """Returns the command line that runs `argv` under a guard, whose owner is this process. `options`: additional
+    options for the guard."""
     return python_argv("slimx.runtime.process", "--owner", str(os.getpid()), *options, "--", *argv)
 
 
@@ -168,7 +169,7 @@ def adopt_orphans() -> None:
 
 def kill_descendants(pid: int) -> None:
     """Sends SIGKILL to all descendants of the process `pid` repeatedly until none is left, because a process may fork
-    while it is being killed. Raises DeadlineError if some are left after `KILL_WAIT_S`."""
+    while others are being killed. Raises DeadlineError if some are left after `KILL_WAIT_S` seconds."""
     deadline = time.monotonic() + KILL_WAIT_S
     while time.monotonic() < deadline:
         try:
@@ -253,8 +254,8 @@ def shared_memory_inodes(pid: int) -> set[int]:
     """Returns the inodes of files in /dev/shm that descendants of `pid` have mapped, mostly semaphores of
     multiprocessing.
 
-    A killed process does not remove these files, and neither does its resource tracker if it is killed too. Inodes are
-    used instead of names, because glibc maps a semaphore under a temporary name before it gets its final one.
+    A killed process does not remove these files, and neither does its resource tracker if that is killed as well.
+    Inodes identify the files, because glibc maps a semaphore while its file still has a temporary name.
     """
     inodes: set[int] = set()
     for process in psutil.Process(pid).children(recursive=True):
@@ -291,7 +292,7 @@ class StopWatch:
     (SIGSTOP).
 
     Stopped processes never respond, and nothing reports this to the processes that wait for them. Processes that are
-    busy, or attached to a debugger or profiler, have other states however long they are silent."""
+    busy, or attached to a debugger or profiler, are in other states, however long they are silent."""
 
     def __init__(self, guard: int, owner: int):
         self._guard = psutil.Process(guard)

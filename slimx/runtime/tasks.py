@@ -23,7 +23,7 @@ async def cancelled(*tasks: AnyFuture | None) -> None:
 
 
 async def all_or_none[T](work: Iterable[Awaitable[T]]) -> list[T]:
-    """Runs all of `work` concurrently and returns the results in order. The first failure cancels the rest and is
+    """Runs all of `work` concurrently and returns the results in order. The first failure cancels the rest and is then
     raised."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
@@ -102,11 +102,11 @@ async def while_served[T](
     supply: Callable[[], Awaitable[None]] | None = None,
 ) -> T:
     """Returns the result of `work`, which needs engines, and meanwhile supplies the engines with weights when they wait
-    for them. An error cancels `work`.
+    for them. An error in `needed` or `supply` cancels `work`.
 
-    `needed` returns whenever engines wait for weights; then `supply`, which sends the weights, is awaited. If `needed`
-    raises an error, no engine is left. That error is raised even if `work` fails at the same time, because it explains
-    why `work` failed."""
+    `needed` returns whenever engines wait for weights; `supply`, which sends the weights, is awaited each time.
+    `needed` raises an error when no engine is left. This error is raised even if `work` fails at the same time, because
+    it explains why `work` failed."""
     task: asyncio.Future[T] = asyncio.ensure_future(work)
     event: asyncio.Future[None] | None = None
     try:

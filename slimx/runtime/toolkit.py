@@ -24,17 +24,18 @@ USUAL = Path("/usr/local/cuda")
 WHEEL = "nvidia/cu13"
 """Directory in site-packages into which the CUDA wheels of the lock file install their files."""
 RUNTIME = "lib64/libcudart.so"
-"""Path of the library that kernels of SGLang and flashinfer are linked with, relative to the toolkit's directory."""
+"""Path of the CUDA runtime library, with which kernels of SGLang and flashinfer are linked, relative to the toolkit's
+directory."""
 PROGRAM = "#include <cuda_runtime.h>\n__global__ void one(int* x) { *x = 1; }\nvoid run(int* x) { one<<<1, 1>>>(x); }\n"
 
 
 def cuda_home(environment: Mapping[str, str], packages: Path | None = None) -> Path | None:
     """Returns the directory of the CUDA toolkit, or None if there is none.
 
-    It is CUDA_HOME or CUDA_PATH if set, else the toolkit of the nvcc on PATH, the usual location, or the lock file's
-    wheels in `packages` (default: site-packages of this Python). An nvcc on PATH may be a script that starts another
-    nvcc, so a directory counts as a toolkit only if it also contains libraries. Linkers do not find the wheels'
-    libraries by their file names, so `wheel_home` creates a directory of links to them."""
+    The candidates are, in this order: CUDA_HOME, CUDA_PATH, the toolkit of the nvcc on PATH, the usual location, and
+    the lock file's wheels in `packages` (default: site-packages of this Python). An nvcc on PATH may be a script that
+    starts another nvcc, so a directory counts as a toolkit only if it also contains libraries. Linkers do not find the
+    wheels' libraries by their file names, so `wheel_home` creates a directory of links to them."""
     configured = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if configured:
         return Path(configured)
@@ -89,8 +90,7 @@ def wheel_home(wheel: Path, environment: Mapping[str, str]) -> Path:
 
 
 def _driver(environment: Mapping[str, str]) -> Path | None:
-    """Returns the path of the driver's library, libcuda.so.1, where the dynamic loader finds it; None if there is
-    none."""
+    """Returns the path at which the dynamic loader finds libcuda.so.1, the driver's library; None if it finds none."""
     usual = (f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/local/nvidia/lib64")
     for folder in [*filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")), *usual]:
         library = Path(folder, "libcuda.so.1")
@@ -109,7 +109,7 @@ def set_build_tools(
     (default: this Python's scripts directory).
 
     DeepGEMM and DeepEP fail an assertion on import if they find no toolkit. torch and flashinfer start ninja by name,
-    which is not on PATH if the virtual environment is not activated."""
+    but ninja is not on PATH if the virtual environment is not activated."""
     home = cuda_home(environment, packages)
     if home is not None:
         environment.setdefault("CUDA_HOME", str(home))
@@ -123,8 +123,8 @@ def link_error(home: Path, *, driver: bool) -> str | None:
     """Compiles and links a small kernel with the toolkit in `home`, as SGLang 0.5.23
     (`kernels/jit/utils/compile/toolchain.py`) and flashinfer 0.7.2 (`jit/cpp_ext.py`) do at run time.
 
-    Returns None if that succeeds, otherwise the error message of the program that failed. `driver`: link with the
-    driver's library too, as flashinfer does."""
+    Returns None if that succeeds, otherwise the error message of the program that failed. `driver`: True to link with
+    the driver's library as well, as flashinfer does."""
     with tempfile.TemporaryDirectory() as scratch:
         source = f"{scratch}/one.cu"
         compiled = f"{scratch}/one.o"

@@ -53,8 +53,8 @@ def private_directory() -> Path:
 
 
 def private_token(file: Path) -> str:
-    """Returns the token in `file`, which only its owner can read. If the file is missing or empty, a random token is
-    written first. Raises OSError if the file cannot be read or written."""
+    """Returns the token in `file`, which only the file's owner can read. If the file is missing or empty, a random
+    token is written first. Raises OSError if the file cannot be read or written."""
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))

@@ -21,7 +21,7 @@ from slimx.rollout.client.sending import Answer, Resending, failed, input_logpro
 
 
 class FrozenEngine:
-    """Client of a group of `rollout.engines` with `frozen: true`; hooks get it as `ctx.engines[NAME]`.
+    """Client of a group of `rollout.engines` with `frozen: true`; hooks access it as `ctx.engines[NAME]`.
 
     It is created in the run's event loop, but its methods can be awaited in any other loop, such as that of a reward's
     thread. A copy in another process uses the same router, but does not report lost servers to the run.
@@ -42,10 +42,10 @@ class FrozenEngine:
         """Stores the settings of all requests.
 
         `name`: name of the group. `url`: URL of the group's router. `deadline_s`: time limit of one request in seconds.
-        `retries`: maximum number of retries of a request that is lost with its server. `look`: awaited before each
-        retry; it checks for lost servers. `failure`: function that returns the error if the group is permanently lost,
-        otherwise None. `outage`: while it lasts, requests wait and deadlines are suspended. `api_key`: key that the
-        router requires, if any.
+        `retries`: maximum number of retries of a request that is lost with its server. `look`: function that checks for
+        lost servers; it is awaited before each retry. `failure`: function that returns the error if the group is
+        permanently lost, otherwise None. `outage`: while it lasts, requests wait and deadlines are suspended.
+        `api_key`: key that the router requires, if any.
         """
         self.name = name
         self.url = url.rstrip("/")
@@ -58,7 +58,7 @@ class FrozenEngine:
         self._absence = None if outage is None else RemoteOutage(outage, lambda: failure() is not None)
 
     def __reduce__(self) -> tuple[Callable[[str, str], FrozenEngine], tuple[str, str]]:
-        """Returns the constructor and the arguments of a copy that is not connected to the run, for pickling."""
+        """Returns, for pickling, the constructor and the arguments of a copy that is not connected to the run."""
         copy = partial(FrozenEngine, deadline_s=self.deadline_s, retries=self.retries, api_key=self._key)
         return copy, (self.name, self.url)
 
@@ -71,8 +71,8 @@ class FrozenEngine:
         """Sends a request to one of SGLang's endpoints, such as /v1/chat/completions, /v1/rerank or /v1/embeddings, and
         returns the response.
 
-        `path`: path of the endpoint. Raises AnswerError for an error response, DeadlineError after `deadline_s`
-        seconds.
+        `path`: path of the endpoint. Raises AnswerError for an error response, and DeadlineError if there is no
+        response within `deadline_s` seconds.
         """
         url = self.url + path
         timeout = aiohttp.ClientTimeout(total=None)
@@ -98,7 +98,7 @@ class FrozenEngine:
     async def chat(self, messages: Sequence[Json], **parameters: object) -> str:
         """Returns the model's reply to a conversation.
 
-        `parameters`: further parameters of /v1/chat/completions, such as temperature.
+        `parameters`: additional request parameters for /v1/chat/completions, such as temperature.
         """
         body = {"model": "default", "messages": list(messages), **parameters}
         response = await self.post("/v1/chat/completions", body)

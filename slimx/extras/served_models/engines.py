@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ServedModels(FrozenEngines):
-    """The groups of frozen engines with their routers."""
+    """Groups of frozen engines, together with their routers."""
 
     def __init__(
         self,
@@ -43,8 +43,9 @@ class ServedModels(FrozenEngines):
     ):
         """Creates the groups without starting servers.
 
-        `device`: device on which engines run. `log_dir`: directory for the servers' logs. `note`: called with a line of
-        text for every lost or restarted engine. `record`: called with every restart.
+        `device`: device on which engines run. `log_dir`: directory for the servers' logs. `note`: function that is
+        called with a line of text about every lost or restarted engine. `record`: function that is called with every
+        restart.
         """
         super().__init__(config)
         self.groups: dict[str, EngineGroup] = {}
@@ -83,8 +84,8 @@ class ServedModels(FrozenEngines):
         return make_scorer(self.config, self.clients)
 
     def _client(self, name: str, url: str, keys: Keys, members: Membership | None = None) -> FrozenEngine:
-        """Returns a client for `url`: the router of the engines `members`, or a server that is not monitored if
-        `members` is None."""
+        """Returns a client for `url`, the router of the engines in `members`; if `members` is None, `url` is a server
+        that slimx does not monitor."""
         rollout = self.config.rollout
         client = partial(
             FrozenEngine,
@@ -107,6 +108,6 @@ class ServedModels(FrozenEngines):
         return metrics
 
     async def stop(self) -> None:
-        """Stops routers and servers. External servers keep running."""
+        """Stops the routers and the servers that slimx started; external servers keep running."""
         await cancelled(*self._tasks)
         await all_tried(*(group.stop() for group in self.groups.values()))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PIECE = 8192
-"""Number of token ids per request that asks a server for the text of each token."""
+"""Maximum number of token ids whose texts are requested from a server at once."""
 
 
 class Teacher:
@@ -33,8 +33,8 @@ class Teacher:
     def __init__(self, engine: FrozenEngine, concurrency: int, top: int = 0):
         """Stores the limits.
 
-        `concurrency`: maximum number of concurrent requests; the deadline of a request starts when it is sent. `top`:
-        number of most likely tokens per position whose log-probs are also requested; 0 for none.
+        `concurrency`: maximum number of concurrent requests; a request's deadline starts when the request is sent.
+        `top`: number of most likely tokens per position whose log-probs are also requested; 0 for none.
         """
         self.engine = engine
         self._top = top
@@ -44,8 +44,8 @@ class Teacher:
         """Sets `teacher_logprobs` of `trajectory`, and the most likely tokens if `top` is above 0.
 
         Raises SlimxError if the trajectory was sampled at a temperature other than 1 or under top-k or top-p, if no
-        engine responds, or if a trained token has a log-prob that is not finite under the teacher; DeadlineError after
-        `rollout.request_deadline`.
+        engine responds, or if a trained token has a log-prob that is not finite under the teacher. Raises DeadlineError
+        if the teacher does not respond within `rollout.request_deadline`.
         """
         temperature = float(trajectory.sampling.get("temperature") or 1.0)
         if temperature != 1.0 or trajectory.support is not None:
@@ -95,9 +95,9 @@ class Teachers:
         self._teachers = {name: Teacher(engines[name], concurrency, top) for name in algorithm.served_teachers}
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> None:
-        """Scores a rollout of `prompt` with the teacher of the prompt.
+        """Scores a rollout of `prompt` with the prompt's teacher.
 
-        Raises SlimxError if the prompt has no teacher, and raises the same errors as `Teacher.score`.
+        Raises SlimxError if the prompt has no teacher, and otherwise the errors of `Teacher.score`.
         """
         await self._teachers[teacher_of(self._algorithm, prompt)].score(trajectory)
 
@@ -131,10 +131,10 @@ def teacher_of(algorithm: Algorithm, prompt: Prompt) -> str:
 
 
 def check_taught(algorithm: Algorithm, prompts: Iterable[Prompt]) -> None:
-    """Raises SlimxError for a prompt without a teacher, and for an entry of `algorithm.teacher_engines` without
-    prompts.
+    """Raises SlimxError for a prompt without a teacher, and for an entry of `algorithm.teacher_engines` that matches no
+    prompt.
 
-    If `algorithm.teacher_engine` is set, a misspelled entry would otherwise go unnoticed.
+    A misspelled entry would otherwise go unnoticed if `algorithm.teacher_engine`, the default teacher, is set.
     """
     seen: set[str] = set()
     for prompt in prompts:

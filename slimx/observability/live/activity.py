@@ -36,8 +36,8 @@ PARTS: Mapping[str, tuple[str, str]] = {
     "save_wait": ("wait until the last checkpoint is written", ""),
     "export": ("export weights", ""),
 }
-"""Descriptions, for `slimx status`, of what trainers and engines do in each phase of the training loop, by the phase's
-name. "" for engines: they generate or wait, depending on the state of the rollouts."""
+"""Descriptions, for `slimx status`, of what trainers and engines do in each phase of the training loop, by phase name.
+Engines with the description "" generate or wait, depending on the state of the rollouts."""
 
 
 class Activity:
@@ -51,8 +51,8 @@ class Activity:
         *,
         watch: Callable[[Json], None] = lambda activity: None,
     ) -> None:
-        """Prepares to write the file in `directory`. `look`: function that returns the current activity. `watch` is
-        called with each activity that is written. `warn` is called once with a message if the file cannot be
+        """Prepares to write the activity file in `directory`. `look`: function that returns the current activity.
+        `watch` is called with each activity that is written. `warn` is called once with a message if the file cannot be
         written."""
         self._path = directory / FILE
         self._look = look

@@ -16,7 +16,8 @@ from slimx.errors import SlimxError
 
 LOCK = "lock"
 _FLOCK = "@hhqqi4x"
-"""Format, for module struct, of the C structure flock on 64-bit Linux: type, whence, start, length, process."""
+"""Format string for the module `struct` that packs the C structure flock of 64-bit Linux: type, whence, start, length,
+process id."""
 
 
 @contextmanager
@@ -40,8 +41,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def _open(directory: Path) -> tuple[int, TextIO]:
-    """Opens the directory, which is created if it is missing, and the lock file in it. Raises SlimxError if that
-    fails."""
+    """Creates the directory if it is missing, and opens it and its lock file. Raises SlimxError if that fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = (directory / LOCK).open("w")

@@ -40,13 +40,13 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Stacks of the threads of one process."""
+    """Stacks of all threads in one process."""
 
     member: Member
     text: str
-    """Stacks of the threads of the process, or the reason why the stacks could not be read."""
+    """Stacks of all threads in the process, or the reason why they could not be read."""
     found: bool
-    """True if the stacks could be read; False if `text` is the reason why not."""
+    """True if the stacks could be read; False if `text` contains the reason why they could not."""
 
 
 def members(directory: Path) -> list[Member]:

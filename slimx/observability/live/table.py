@@ -21,14 +21,14 @@ SHOWN_STEPS = 12
 HEADER_EVERY = 20
 """Number of lines after which the header is repeated if the output is not a terminal."""
 ETA_WINDOW_SECONDS = 4 * 3600.0
-"""Period in seconds over which the speed is averaged to estimate the remaining time; the period is long, because a step
+"""Period in seconds over which the speed is averaged to estimate the remaining time. It is long because a single step
 may take many minutes."""
 MISSING = "-"
 
 
 @dataclass(slots=True, frozen=True)
 class TableColumn:
-    """A column of the table of steps."""
+    """Column of the live table, in which each row is a step."""
 
     title: str
     key: str
@@ -51,7 +51,7 @@ STEP = TableColumn("step", "step", ".0f")
 REWARD = TableColumn("reward", "reward/mean", ".3f")
 TOKENS_PER_SECOND = TableColumn("tokens/s", "perf/tokens_per_second", ",.0f")
 SECONDS = TableColumn("seconds", "time/step", ".1f")
-"""Columns that several of the tables below have."""
+"""Columns that several of the tables below share."""
 
 RL_COLUMNS = (
     STEP,
@@ -93,8 +93,8 @@ SFT_COLUMNS = (
 
 
 def with_policies(columns: Sequence[TableColumn], policies: Sequence[str]) -> tuple[TableColumn, ...]:
-    """Returns `columns` with further columns for each of `policies` (the policies other than the actor): reward, loss
-    and log-prob gap, inserted after the column of the actor's log-prob gap."""
+    """Returns `columns` with reward, loss and log-prob gap columns for each of `policies` (the policies other than the
+    actor), inserted after the actor's log-prob gap."""
     further = []
     for policy in policies:
         for column in columns:
@@ -110,8 +110,8 @@ class LiveTable:
     """Context manager that displays a run in progress.
 
     On a terminal the display is redrawn in place. Otherwise, such as in a file or an sbatch log, each step is one
-    aligned line. `start_step`: number of steps that earlier processes of the run have completed. `clock`: returns
-    monotonic seconds."""
+    aligned line. `start_step`: number of steps that earlier processes of the run have completed. `clock`: function that
+    returns a monotonic time in seconds."""
 
     def __init__(
         self,
@@ -165,13 +165,13 @@ class LiveTable:
             self._live = None
 
     def start(self, line: str, since: float) -> None:
-        """Shows `line` until the first phase starts, with the seconds that have passed since `since`, a time of
-        `clock`."""
+        """Shows `line` until the first phase starts, with the seconds that have passed since `since`, a time on the
+        table's clock."""
         self._start = (line, since)
 
     def phase(self, name: str) -> None:
-        """Starts phase `name` and ends the previous phase. On a terminal, the seconds of the phase appear in the column
-        with key `time/NAME`, if there is one."""
+        """Starts phase `name` and ends the previous phase. On a terminal, the elapsed seconds of the phase appear in
+        the column with key `time/NAME`, if there is one."""
         self._end_phase()
         self._start = None
         self._phase = name
@@ -214,8 +214,8 @@ class LiveTable:
         return "  ".join(cell.rjust(width) for cell, width in zip(cells, [*self._widths, 8], strict=True))
 
     def _current_cells(self) -> list[str]:
-        """Returns the table cells for the step in progress, which contain only the seconds of the step's phases so
-        far."""
+        """Returns the table cells for the step in progress, which so far contain only the durations of the step's
+        phases."""
         seconds = dict(self._phase_seconds)
         if self._phase is not None:
             key = f"time/{self._phase}"

@@ -22,8 +22,8 @@ class Guard:
         self._warn = warn
 
     def call(self, work: Callable[[], None]) -> None:
-        """Calls `work`. If `work` raises an Exception, counts it instead of raising it, and reports the first one
-        together with the component's name."""
+        """Calls `work`. If `work` raises an exception, counts it instead of raising it, and reports the first such
+        exception together with the component's name."""
         try:
             work()
         except Exception as error:

@@ -21,8 +21,8 @@ class JsonlFile:
 
     When a run is resumed at step `resume_step`, lines of this and later steps are first removed, because the resumed
     run writes them again; lines without a step are kept. The shortened file replaces the old one in a single rename, so
-    the file is never incomplete. `resume_step` is None for a new run. Then an existing file with records is an error,
-    because records of two runs would be mixed."""
+    the file is never incomplete. `resume_step` is None for a new run, for which an existing file with records is an
+    error, because the records of two runs would be mixed."""
 
     def __init__(self, path: Path, *, resume_step: int | None) -> None:
         self.path = path
@@ -63,8 +63,8 @@ class JsonlFile:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes, Json | None]]:
-    """Yields number (from 1), bytes and JSON object of every line that is not blank; the object is None if the line is
-    not a JSON object."""
+    """Yields the number (from 1), the bytes and the JSON object of every line that is not blank; the object is None if
+    the line does not contain one."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():

@@ -65,7 +65,7 @@ def as_number(name: str, value: object) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class StepRecord:
-    """Metrics of one step, a line of metrics.jsonl.
+    """Metrics of one step, stored as one line of metrics.jsonl.
 
     In JSON, a value that is not finite is null in `metrics`, and its text is in `nonfinite`, which is present only in
     this case: `{"step": 3, "version": 2, "time": 1.7e9, "metrics": {"loss/policy": null}, "nonfinite": {"loss/policy":
@@ -78,7 +78,7 @@ class StepRecord:
     time: float
     """Unix time at which the record was logged, in seconds."""
     metrics: dict[str, float]
-    """Value of each metric by its name `section/name`; may be NaN or infinite."""
+    """Values of the metrics by name (`section/name`); a value may be NaN or infinite."""
 
     def __post_init__(self) -> None:
         if self.step < 0:

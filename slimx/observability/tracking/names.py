@@ -11,7 +11,7 @@ from slimx.errors import SlimxError
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric, or several metrics whose names differ only in the parts in braces."""
+    """Table entry for one metric, or for all metrics whose names differ only in a placeholder such as `{part}`."""
 
     name: str
     """Name of the metric, `section/name`; `{part}` stands for any text."""
@@ -245,8 +245,8 @@ _FORM = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
 @lru_cache(4096)  # cached, because hooks log the same names in every rollout
 def find(name: str) -> Metric | None:
-    """Returns the entry of the table that describes metric `name`; None if there is none. An entry without braces takes
-    precedence over entries with braces."""
+    """Returns the table entry that describes metric `name`; None if there is none. An entry without a placeholder such
+    as `{part}` takes precedence over entries with one."""
     return next((metric for metric in _EXACT_FIRST if metric.pattern.fullmatch(name)), None)
 
 
@@ -254,8 +254,8 @@ _EXACT_FIRST = sorted(METRICS, key=lambda metric: metric.name.count("{"))
 
 
 def check_hook_name(name: str) -> None:
-    """Raises SlimxError if a hook must not log a value as `name`: the name is malformed, or a metric of slimx has the
-    same name."""
+    """Raises SlimxError if a hook must not log a value as `name`, because the name is malformed or belongs to one of
+    slimx's metrics."""
     if not isinstance(name, str) or not _FORM.fullmatch(name):
         raise SlimxError(
             f"a hook called ctx.log with the invalid name {name!r}; use letters, digits and the characters _ . - in "

@@ -21,8 +21,8 @@ TOLERANCE_SECONDS = 2e-6
 
 @dataclass(kw_only=True, slots=True)
 class Phase:
-    """A period of work on a track, a line of timeline.jsonl: `{"name": "generate", "step": 3, "track": "rollout",
-    "start": 1.7e9, "seconds": 12.5}`."""
+    """A period of work on a track, stored as one line of timeline.jsonl: `{"name": "generate", "step": 3, "track":
+    "rollout", "start": 1.7e9, "seconds": 12.5}`."""
 
     name: str
     step: int | None
@@ -34,12 +34,12 @@ class Phase:
     """Unix time at which the phase started, in seconds."""
     seconds: float
     detail: str = ""
-    """Further information about the phase, such as the reason for a restart."""
+    """Additional information about the phase, such as the reason for a restart; "" if there is none."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Placed:
-    """A phase with its position in the nesting of the phases of its track, as a report draws it."""
+    """A phase and its nesting level within its track, as a report draws it."""
 
     phase: Phase
     lane: int
@@ -48,14 +48,14 @@ class Placed:
     depth: int
     """Number of phases in the same lane of the track that contain this phase."""
     self_seconds: float
-    """Duration in seconds without the phases nested directly in this one. The sum over all phases in one lane of a
+    """Duration in seconds, excluding the phases nested directly in this one. The sum over all phases in one lane of a
     track is the total time that these phases cover."""
 
 
 def place(phases: Iterable[Phase]) -> list[Placed]:
     """Computes the nesting of all phases. Returns the phases track by track, in the order in which the tracks start,
-    and within a track by start time. A phase that is within the time of another phase on the same track is nested in
-    it."""
+    and within a track by start time. A phase is nested in another phase of the same track if it takes place entirely
+    during that phase."""
     by_track: dict[str, list[Phase]] = defaultdict(list)
     for phase in sorted(phases, key=lambda phase: (phase.start, -phase.seconds)):
         by_track[phase.track].append(phase)
@@ -101,9 +101,9 @@ def _end(phase: Phase) -> float:
 class Timeline:
     """Times phases with a monotonic clock. May be used from several threads and asyncio tasks at the same time.
 
-    A phase is written when it ends, even by an exception. `resume_step`: first step of a resumed run, which writes the
-    phases of this and later steps again (see `JsonlFile`); None for a new run. If the file cannot be written any more,
-    the run continues: the first failure is reported, `close` returns the number of failures, and `take` stays
+    A phase is written when it ends, even if an exception ends it. `resume_step`: first step of a resumed run, which
+    writes the phases of this and later steps again (see `JsonlFile`); None for a new run. If the file cannot be written
+    any more, the run continues: the first failure is reported, `close` returns the number of failures, and `take` stays
     correct."""
 
     def __init__(
@@ -135,8 +135,8 @@ class Timeline:
             self._guard.call(lambda: self._file.write(_record(phase)))
 
     def take(self, step: int) -> dict[str, float]:
-        """Returns the seconds of each phase of step `step` by name, summed over repetitions; {} for an unknown step.
-        Discards the phases of this and earlier steps."""
+        """Returns the duration in seconds of each phase of step `step`, by phase name and summed over repetitions; {}
+        for an unknown step. Discards the phases of this and earlier steps."""
         with self._lock:
             taken = dict(self._seconds.get(step, {}))
             for known in list(self._seconds):

@@ -32,9 +32,10 @@ class RunFiles:
     phases: list[Phase] = field(default_factory=list)
     samples: list[RecordedSample] = field(default_factory=list)
     config: str | None = None
-    """Text of config.yaml."""
+    """Text of config.yaml; None if the file is missing."""
     summary: Json | None = None
-    """Values in summary.json by their descriptions, in the order of the file."""
+    """Contents of summary.json (description -> value), in the order of the file; None if the file is missing or
+    unreadable."""
     missing: list[str] = field(default_factory=list)
     """Names of those files in `FILES` that the run's directory does not contain."""
     problems: list[str] = field(default_factory=list)
@@ -84,7 +85,7 @@ def _damaged(file: Path, why: str) -> SlimxError:
 
 
 def read_run(directory: Path) -> RunFiles:
-    """Reads all files of the run in `directory`. Raises SlimxError if it contains none of `FILES`."""
+    """Reads all files of the run in `directory`. Raises SlimxError if the directory contains none of `FILES`."""
     run = RunFiles(directory=directory, missing=[name for name in FILES if not (directory / name).is_file()])
     if len(run.missing) == len(FILES):
         raise SlimxError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True, slots=True)
 class RecordedSample:
-    """A rollout as text, a line of samples.jsonl."""
+    """Text record of a rollout, stored as one line of samples.jsonl."""
 
     step: int
     """Step in which the rollout was recorded."""
@@ -35,7 +35,8 @@ class SampleRow:
 
     @property
     def answer(self) -> str:
-        """Reference answer of the prompt, from its first rollout; "" if the prompt has no reference answer."""
+        """Reference answer of the prompt, as recorded with its first rollout; "" if the prompt has no reference
+        answer."""
         for sample in self.samples:
             if sample is not None:
                 return sample.answer or ""
@@ -47,8 +48,8 @@ class Comparison:
     """Rollouts of the same prompts at several steps."""
 
     steps: list[int]
-    """Steps compared: the first and the last recorded step, and steps between them; a single step if only one has
-    samples."""
+    """Steps that are compared: the first and the last recorded step, and steps between them; a single step if only one
+    has samples."""
     evaluation: bool
     """True if the compared rollouts are from evaluations. Training rollouts are compared only if there are no
     evaluation rollouts."""

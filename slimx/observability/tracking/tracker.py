@@ -26,15 +26,15 @@ from slimx.observability.tracking.metrics import StepRecord, flatten
 from slimx.observability.tracking.samples import RecordedSample
 
 SINKS = "slimx.sinks"
-"""Entry-point group of the functions that create sinks."""
+"""Entry-point group for the functions that create tracking sinks."""
 
 
 class Tracker:
     """Sends the metrics of each step to a JSONL file and to all sinks.
 
     The file, metrics.jsonl with one StepRecord per line, is the permanent record of the run, from which the report is
-    made. So `log` raises SlimxError if the file cannot be written. Failures of a sink are counted; `warn` is called
-    with a message about the first failure, and `close` reports the number of failures."""
+    made. For this reason `log` raises SlimxError if the file cannot be written. A sink's failures do not stop the run
+    but are counted: `warn` is called with a message about the first one, and `close` reports their number."""
 
     def __init__(
         self, jsonl: JsonlFile, others: Sequence[Sink] = (), warn: Callable[[str], None] = print_warning
@@ -67,8 +67,8 @@ class Tracker:
             guard.call(partial(sink.samples, step, samples))
 
     def close(self) -> dict[str, int]:
-        """Closes all sinks, and reports and returns the number of failures of each sink by name. May be called
-        repeatedly."""
+        """Closes all sinks, warns about each sink that failed, and returns the number of failures by sink name. May be
+        called repeatedly."""
         if not self._closed:
             self._closed = True
             for sink, guard in self._others:
@@ -96,7 +96,7 @@ def make_tracker(
 
     `resume_step`: first step of a resumed run (0 if it has no checkpoint yet); None for a new run, for which a
     directory with metrics is an error. `config`: configuration of the run, which is passed to all sinks. `settings`:
-    section `track` by key."""
+    keys and values of section `track`."""
     with ExitStack() as undo:  # closes the sinks that exist if another cannot be created
         run = TrackedRun(run_dir, project, name, config, resume_step)
         others: list[Sink] = []
@@ -145,7 +145,7 @@ class TrackedRun:
 
 
 class Sink(Protocol):
-    """Destination of step records and samples, such as a tracking service."""
+    """Destination for step records and samples, such as a tracking service."""
 
     name: str
 

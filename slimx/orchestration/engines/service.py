@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FROZEN = "slimx.frozen_engines"
-"""Entry-point group of the subclasses of `FrozenEngines`. A subclass is called with the configuration, the device, the
-log directory, and the keyword arguments `note` and `record` of `EngineService`."""
+"""Entry-point group for subclasses of `FrozenEngines`. A subclass is called with the configuration, the device, the log
+directory, and the keyword arguments `note` and `record` of `EngineService`."""
 
 
 class FrozenEngines:
@@ -73,11 +73,11 @@ class FrozenEngines:
         return None
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics of each group for a step, such as `engines/GROUP/serving`."""
+        """Returns each group's metrics for a step, such as `engines/GROUP/serving`."""
         return {}
 
     async def stop(self) -> None:
-        """Stops routers and the servers that slimx started; external servers continue to run."""
+        """Stops the routers and the servers that slimx started; external servers keep running."""
 
 
 class EngineService:
@@ -103,7 +103,7 @@ class EngineService:
         lost: Callable[[str, SlimxError], None] = lambda name, error: None,
     ):
         """Prepares the service without starting anything. The directory `logs/` and the file `engines.json` are written
-        into `directory`. `note` is called with a message about each event of an engine, `record` with each restart, and
+        into `directory`. `note` is called with a message about each engine event, `record` with each restart, and
         `lost` with the name and error of each engine that is taken out of service."""
         self.config = config
         self.sources = sources

@@ -26,8 +26,8 @@ from slimx.orchestration.start.prepare import Sources
 from slimx.reshard.parties import ReceiverLost
 
 READING = 8
-"""Number of threads that check the weight files of a directory. With a single thread, the check of hundreds of GB would
-take longer than the start of the servers."""
+"""Number of threads that check the weight files of a directory. With a single thread, checking hundreds of GB would
+take longer than starting the servers."""
 
 
 @asynccontextmanager
@@ -38,7 +38,7 @@ async def serving(
     `without_trainers` (slimx.orchestration.start.checks). Ray must be running.
 
     The directory `logs/` and the file `engines.json` are written into `directory`. `note` is called with a message
-    about each event of an engine."""
+    about each engine event."""
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     async with EngineService(config, sources, directory, note=note) as service:
         (engines,) = service.place().values()
@@ -65,9 +65,9 @@ async def _stamp_version_0(engine: EngineHandle) -> None:
 
 
 async def check_stored(model: str, groups: Iterable[Engines]) -> None:
-    """Checks the safetensors files that the servers of `groups` load, while these servers start. A group loads its own
-    model if it has one, else `model`. Raises SlimxError if a weight is NaN or infinite, because SGLang would serve it
-    without an error."""
+    """Checks the safetensors files that the servers of `groups` load, while these servers start. A group loads the
+    model that it names, or `model` if it names none. Raises SlimxError if a weight is NaN or infinite, because SGLang
+    would serve such a weight without an error."""
     directories = set()
     for group in groups:
         if not group.urls:
@@ -86,8 +86,8 @@ async def _check(reader: CheckpointReader, names: Iterator[str]) -> None:
 
 
 async def admit_joining(group: EngineGroup, prepare: Callable[[EngineHandle], Awaitable[None]] | None = None) -> None:
-    """Adds to the router every engine that has started but does not serve yet, with the weights that it loaded itself.
-    `prepare` is awaited for each engine before it is added."""
+    """Adds to the router every engine that has started but is not serving yet; each serves the weights that it loaded
+    itself. Awaits `prepare` for each engine before adding it."""
     for engine in group.members.joining():
         with suppress(ReceiverLost):  # the engine was lost again, and may be restarted
             if prepare is not None:

@@ -50,8 +50,8 @@ class SharedEngines:
         return SharedMembers(self, policy)
 
     async def publish(self, policy: str, step: int) -> Publication:
-        """Publishes the weights of `policy` for `step`, and then publishes the weights of other policies for the same
-        step again if a restarted engine lacks these weights. Concurrent calls wait for each other."""
+        """Publishes the weights of `policy` for `step`. If a restarted engine then lacks the weights of other policies
+        for the same step, publishes those again. Concurrent calls wait for each other."""
         async with self._turn:
             done = await self._deliver[policy](step)
             self._newest[policy] = step

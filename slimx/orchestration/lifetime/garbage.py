@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 YOUNG, MIDDLE, OLD = 50_000, 10, 10
 """Arguments of gc.set_threshold. YOUNG: number of new objects after which the youngest generation is collected. MIDDLE
-and OLD: number of collections of the next younger generation that trigger a collection of this one."""
+and OLD: number of collections of the next younger generation after which the middle and the oldest generation are
+collected."""
 
 
 @contextmanager

@@ -32,7 +32,8 @@ WRITE_S = 45.0
 """Maximum number of seconds that a stopping run waits for the stacks of all processes to be written."""
 
 SILENT = ("rank.silent", "engine.silent", "engine.useless")
-"""Codes of errors that report a rank or engine which did not respond in time, or responded without doing its work."""
+"""Codes of the errors which report that a rank or engine did not respond in time, or responded without doing its
+work."""
 
 PACKAGE = str(Path(__file__).parents[2])
 SAY_S = 10.0
@@ -44,7 +45,7 @@ STRIKE_S = 60.0
 """CPU seconds added to the countdown of `GilWatch` while the thread of `Pulse` writes the stacks and the message,
 because the blocked event loop may use CPU time in the meantime."""
 SIGNAL = signal.SIGRTMAX
-"""Signal on which faulthandler writes the stacks of all threads, from C code that does not need the GIL."""
+"""Signal on which faulthandler writes the stacks of all threads. Its handler is C code that does not need the GIL."""
 STACKS_S = 1.0
 """CPU seconds that the process has for writing the stacks of all threads before `GilWatch` ends it."""
 SIGEV_SIGNAL = 0
@@ -92,9 +93,9 @@ class Watchdog:
         self.disarm()
 
     def arm(self, seconds: float, status: int, reason: str | None) -> None:
-        """Starts a deadline of `seconds` for the process to exit. When it expires, prints a message with `reason` and
-        the call that has not returned (nothing if `reason` is None), and ends the process with exit status `status`.
-        Has no effect if a deadline is running already."""
+        """Starts a deadline of `seconds` seconds for the process to exit. When it expires, prints a message with
+        `reason` and the call that has not returned (nothing if `reason` is None), and ends the process with exit status
+        `status`. Has no effect if a deadline is running already."""
         with self._changed:
             if self._armed:
                 return
@@ -209,7 +210,7 @@ class _SigEvent(ctypes.Structure):
 
 class GilWatch:
     """While entered, writes the stacks of the process to standard error and ends the process with status 69 when the
-    process has used `seconds` of CPU time since the last call of `put_off`.
+    process has used `seconds` of CPU time since the last call to `put_off`.
 
     A single C call, such as one that matches a regular expression or computes a power of huge numbers, may not release
     the GIL until it returns. Until then no Python thread runs, including the thread of `Pulse`. Kernel timers still

@@ -18,15 +18,16 @@ from slimx.runtime import process as guarded
 from slimx.runtime.children import child_environment, python_argv
 
 LOOK_S = 2.0
-"""Interval between two scans of the driver's descendants, in seconds."""
+"""Interval between scans of the driver's descendants, in seconds."""
 POLL_S = 0.2
-"""Interval between two checks that the driver is running, in seconds."""
+"""Interval between checks that the driver is still running, in seconds."""
 KILL_S = 10.0
 """Maximum number of seconds to wait for killed processes to disappear."""
 
 
 def watch_over_this_process() -> None:
-    """Starts a child process that kills the descendants of this process that outlive it."""
+    """Starts a child process that waits for this process to end, and then kills the descendants that have outlived
+    it."""
     subprocess.Popen(
         python_argv(__name__, str(os.getpid())),
         env=child_environment(os.environ),

@@ -36,15 +36,15 @@ SAVING = (signal.SIGTERM, signal.SIGHUP)
 """Signals that announce the loss of the machine or the terminal. After such a signal a run has `checkpoint.grace`
 seconds to save."""
 START_END_S = 5.0
-"""Seconds that the process has to exit if a signal arrives while Ray is starting. After that it is killed, because
-Ray's library may ignore signals during startup."""
+"""Time in seconds within which the process must exit if a signal arrives while Ray is starting. It is killed after that
+time, because Ray's library may ignore signals during startup."""
 LINGER_S = 10.0
 """Seconds to wait for the remaining tasks to end when the event loop is closed; tasks that need longer are
 abandoned."""
 
 
 class Alarm:
-    """Stops a run that cannot continue, with an error, or asks it to save and stop (SIGUSR1). May be used only in the
+    """Stops a run with an error if it cannot continue, or asks it to save and stop (SIGUSR1). May be used only in the
     event loop."""
 
     def __init__(self, ending: Callable[[BaseException | None], None] = lambda error: None) -> None:

@@ -32,7 +32,7 @@ forwarded to the driver, because signals from a terminal reach it directly."""
 ENDED = (1, -signal.SIGABRT)
 """Exit statuses with which Ray's library ends the driver's process."""
 LOG = "/python-core-driver-"
-"""Substring that identifies the log of Ray's library among the paths of the driver's open files."""
+"""Substring by which the log of Ray's library is recognized among the paths of the driver's open files."""
 WORDS = re.compile(r"Terminate the process|Exiting because the Raylet|Check failed")
 """Pattern of the messages that the library of Ray 2.60 writes into its log (`LOG`) before it ends the driver's
 process."""
@@ -40,7 +40,7 @@ AGENT = re.compile(r"agent_name = (\w+)")
 """Pattern of the line in a raylet's log that names the agent whose death ended the raylet."""
 RAYLET_LINES = 1000
 """Number of lines at the end of a raylet's log that are searched for the agent's exit; more than one, because workers
-may log their own exits after it."""
+may log their exits after that of the agent."""
 
 
 def supervised() -> Callable[[], object]:
@@ -112,8 +112,8 @@ def _log_of(driver: int) -> Path | None:
 
 
 def ended_by_ray(log: Path) -> str | None:
-    """Returns a message naming the lost process of Ray if `log` ends with a message that Ray's library ends the
-    driver's process; otherwise None."""
+    """Returns a message that names Ray's lost process if the end of `log` shows that Ray's library ended the driver's
+    process; otherwise None."""
     if not WORDS.search(log_end(log)):
         return None
     agents = AGENT.findall(log_end(log.with_name("raylet.out"), RAYLET_LINES))

@@ -61,7 +61,7 @@ class Signals:
         return self
 
     def install(self) -> None:
-        """Installs the handlers. Must be called again after a library has installed its own handlers."""
+        """Installs the handlers. Must be called again after a library has installed handlers."""
         for signum in self._previous:
             signal.signal(signum, _nothing)
 

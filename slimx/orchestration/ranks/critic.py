@@ -19,7 +19,7 @@ from slimx.orchestration.ranks.trainers import TrainerGroup
 
 
 class CriticGroup:
-    """All ranks that contain a part of the critic, which are called together. Callers pass training rows in any order;
+    """All ranks that contain a part of the critic; they are called together. Callers pass training rows in any order;
     this class packs the rows for the critic's parallel sizes, which may differ from the policy's."""
 
     def __init__(
@@ -68,7 +68,7 @@ class CriticGroup:
 
 def _bare(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
     """Returns copies of `rows` without the columns that a critic does not need: a teacher's log-probs, the tokens that
-    top-k or top-p sampling kept, and the experts that the engine chose (a critic has its own routers)."""
+    top-k or top-p sampling kept, and the experts that the engine chose (a critic's routers choose other experts)."""
     emptied: dict[str, Any] = {"routed_experts": None, "support": None}  # Any: `replace` takes several types
     for name, column in COLUMNS.items():
         if column.needed is not None:

@@ -39,7 +39,7 @@ async def _result[T](reference: Awaitable[T]) -> T:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingCall:
-    """A call to several ranks, at least one of which has not finished it."""
+    """A call to several ranks that has not finished on all of them yet."""
 
     description: str
     ranks: dict[Awaitable[object], int]
@@ -115,8 +115,8 @@ class RankGroup:
         return self.started
 
     async def identify(self, deadline_s: float | None = None) -> None:
-        """Adds process id, machine and Ray node id of each rank to `started`. The ranks need not be started, but Ray
-        must create their processes within `deadline_s` seconds (default: the deadline for starting ranks)."""
+        """Adds the process id, machine and Ray node id of each rank to `started`. The ranks need not have been started,
+        but Ray must create their processes within `deadline_s` seconds (default: the deadline for starting ranks)."""
         references = [actor.__ray_call__.remote(identity_of) for actor in self.actors]
         description = f"the processes of the {self.name} ranks"
         limit = deadline_s or self.start_deadline_s
@@ -159,8 +159,8 @@ class RankGroup:
         **arguments: object,
     ) -> list[Any]:
         """Calls an operation, named "role.method" (`slimx.trainer.operation`), on all ranks or on `ranks`, and returns
-        their results in the same order. `per_rank`: positional arguments of each rank. `arguments`: keyword arguments,
-        the same for all ranks. `description`: the call as a noun phrase, for messages."""
+        the results in the order of the ranks. `per_rank`: positional arguments of each rank. `arguments`: keyword
+        arguments, the same for all ranks. `description`: the call as a noun phrase, for messages."""
         ranks = range(self.sizes.world) if ranks is None else ranks
         positional = per_rank or [()] * len(ranks)
         references = []
@@ -175,9 +175,9 @@ class RankGroup:
         description: str,
         deadline_s: float | None = None,
     ) -> list[T]:
-        """Returns the results of calls that were sent to `ranks`, in the same order. While it waits, `description` is
-        reported as the current call. Raises DeadlineError naming the ranks that miss the deadline (default:
-        `trainer.deadline`)."""
+        """Waits for calls that were sent to `ranks`, and returns the results in the order of `ranks`. During the wait,
+        `description` is reported as the current call. Raises DeadlineError naming the ranks that miss the deadline
+        (default: `trainer.deadline`)."""
         call = PendingCall(description, dict(zip(references, ranks, strict=True)))
         self._calls.append(call)
         try:
@@ -209,7 +209,7 @@ class RankGroup:
 
     @property
     def calling(self) -> str | None:
-        """Description of the latest call that ranks are executing; None between calls."""
+        """Description of the most recent call that ranks are still executing; None between calls."""
         return self._calls[-1].description if self._calls else None
 
     def late(self) -> Json | None:
@@ -235,7 +235,7 @@ class RankGroup:
 
     async def stored(self, values: Sequence[object]) -> list[ray.ObjectRef]:
         """Stores each of `values` once in Ray's object store and returns the references. Raises DeadlineError if Ray
-        has no memory for the values within `trainer.deadline`."""
+        does not find memory for the values within `trainer.deadline`."""
         deadline = self.config.trainer.deadline
         return await ask_ray(
             "memory for a batch in Ray's object store",
@@ -263,7 +263,8 @@ class RankGroup:
 
 
 class PackedGpus:
-    """Reservation of GPUs for `count` ranks on as few machines as possible. Consecutive ranks get neighboring GPUs.
+    """Reservation of GPUs for `count` ranks on as few machines as possible. Consecutive ranks are placed on neighboring
+    GPUs.
 
     By default, Ray spreads actors over machines once each machine is half full. Tensor-parallel ranks would then
     communicate over the network, and no machine would have all GPUs free for an engine."""
@@ -289,7 +290,7 @@ class PackedGpus:
         return {"num_gpus": 1, "scheduling_strategy": strategy}
 
     def release(self) -> None:
-        """Ends the reservation; actors that still run on the GPUs are killed."""
+        """Ends the reservation and kills the actors that are still running on the GPUs."""
         if not self._released:
             remove_placement_group(self._group)
             self._released = True

@@ -63,8 +63,8 @@ class TrainerGroup(RankGroup):
 
     def fewer(self, sizes: Sizes, plans: Mapping[str, Plan]) -> Self:
         """Returns a group with new, unstarted ranks and the smaller parallel sizes `sizes`; the new group trains on the
-        same batches. The ranks of this group must have ended. `plans`: plans of the new group's exports and
-        publications, by name."""
+        same batches. The ranks of this group must have ended. `plans`: export and publication plans for the new group,
+        by name."""
         other = copy(self)
         trainer = self.config.trainer.model_copy(update={"world_size": sizes.world, "data": sizes.data})
         other.config = self.config.model_copy(update={"trainer": trainer})
@@ -94,8 +94,8 @@ class TrainerGroup(RankGroup):
         return unfolded(super().by_shard(results), self.shards_per_rank)
 
     async def start(self) -> list[Json]:
-        """Starts all ranks and sends them the plans of exports and publications; returns information about each rank,
-        such as its process id and machine. Raises SlimxError if a rank's numerical contract (`NumericsMode.contract`)
+        """Starts all ranks and sends them the export and publication plans; returns information about each rank, such
+        as its process id and machine. Raises SlimxError if a rank's numerical contract (`NumericsMode.contract`)
         differs from that of this process."""
         started = await super().start()
         contract = mode_of(self.config).contract(self.config.numerics.dtype)
@@ -109,7 +109,7 @@ class TrainerGroup(RankGroup):
         return started
 
     async def places(self) -> list[Placement]:
-        """Returns the machine and GPU of each rank, on which colocated engines are placed."""
+        """Returns the machine and GPU of each rank, so that colocated engines can be placed there."""
         references = [actor.__ray_call__.remote(place_of) for actor in self.actors]
         return await self.answers(references, range(self.sizes.world), "the lookup of the trainers' machines")
 
@@ -157,7 +157,7 @@ class TrainerGroup(RankGroup):
     async def measure_gap(self, batch: TrainBatch, *, version: int, mismatch: bool = False) -> dict[str, float]:
         """Computes the log-probs of `batch` with the current weights, without training. Returns metrics of the gap to
         the engines' log-probs, over the tokens that `version` sampled. With `mismatch`, also compares the log-probs of
-        all trained tokens, whatever version sampled them."""
+        all trained tokens, regardless of the version that sampled them."""
         per_rank = await self.sharded(self.folded(batch.shards))
         what = "the measurement of the log-prob gap"
         results = await self.call("model.measure_gap", what, per_rank=per_rank, version=version, mismatch=mismatch)
@@ -231,8 +231,8 @@ class TrainerGroup(RankGroup):
         return describe(self.plans[name].form(bucket), paths, written)
 
     async def release(self, name: str, bucket: int | None) -> None:
-        """Allows the memory of bucket number `bucket` of plan `name` to be reused. `bucket`=None: the publication has
-        ended, and all ranks release all of their buckets."""
+        """Allows the memory of bucket number `bucket` of plan `name` to be reused. If `bucket` is None, the publication
+        has ended, and every rank releases all of its buckets."""
         ranks = None if bucket is None else self._holders_of(name)
         await self.call("weights.release", f"the release of buckets ({name})", ranks=ranks, name=name, bucket=bucket)
 
@@ -241,8 +241,8 @@ class TrainerGroup(RankGroup):
         return range(1 if name == "export" else self.holders)
 
     async def _prepare(self) -> None:
-        """Determines for each plan whether all ranks can write into each other's memory or only into the publisher's,
-        and then sends the plan to all ranks."""
+        """Determines, for each plan, whether every rank can write into the memory of every other rank or only into that
+        of the publisher, and then sends the plan to all ranks."""
         for name, buckets in self.plans.items():
             publish = None if name == "export" else self.config.publish
             if publish is not None and not transport_of(publish).gathers:
@@ -312,7 +312,7 @@ def folded[T](shards: Sequence[Sequence[T]], shards_per_rank: int) -> list[list[
 
 
 def unfolded[T](by_rank: Sequence[Sequence[T]], shards_per_rank: int) -> list[Sequence[T]]:
-    """Reverts `folded`: splits the merged list of each rank into one list per shard."""
+    """Undoes `folded`: splits each rank's merged list into one list per shard."""
     if shards_per_rank == 1:
         return list(by_rank)
     shards: list[Sequence[T]] = []

@@ -102,7 +102,7 @@ LOADED = {
     "critic_weights": "critic.load",
     "teacher_weights": "algorithm.teacher",
 }
-"""Configuration key that sets each directory from which weights are loaded, by the directory's name in the result of
+"""Configuration keys that set the directories from which weights are loaded, by the directories' names in the result of
 `weight_facts`."""
 
 
@@ -129,8 +129,8 @@ def check_training(config: Config) -> None:
 
 
 def generation_config(config: Config, checkpoint: Path | None) -> Config:
-    """Returns the configuration of `slimx generate` with engines that load `checkpoint`. Raises SlimxError if the
-    command cannot start, or cannot resume where an earlier `slimx generate` stopped in the same directory."""
+    """Returns the configuration for `slimx generate`, whose engines load `checkpoint`. Raises SlimxError if the command
+    cannot start, or cannot resume where an earlier `slimx generate` stopped in the same directory."""
     config = without_trainers(config, checkpoint)
     directory = Path(config.run.dir)
     saves = Saves(directory / CURSOR, keep=1)
@@ -147,7 +147,7 @@ def generation_config(config: Config, checkpoint: Path | None) -> Config:
 
 
 def evaluation_config(config: Config, checkpoint: Path | None) -> Config:
-    """Returns the configuration of `slimx eval` with engines that load `checkpoint`. Raises SlimxError if the command
+    """Returns the configuration for `slimx eval`, whose engines load `checkpoint`. Raises SlimxError if the command
     cannot start."""
     options = config.eval.model_copy(update={"every": None})  # a run may have eval.prompts without eval.every
     config = without_trainers(config.model_copy(update={"eval": options}), checkpoint)
@@ -214,7 +214,7 @@ def _check_directory(key: str, directory: Path) -> None:
 
 
 def _check_package(name: str) -> None:
-    """Raises SlimxError if a module that consists of one file shadows the package `name`."""
+    """Raises SlimxError if a single-file module shadows the package `name`."""
     spec = importlib.util.find_spec(name)
     origin = None if spec is None else spec.origin
     if origin is None or Path(origin).name == "__init__.py":

@@ -126,8 +126,8 @@ class _Checked:
 
 
 def _check_model(config: Config, device: str, policies: Mapping[str, Policy]) -> _Checked:
-    """Checks the configuration of one policy against the policy's model and weights. `policies`: section policies of
-    the run."""
+    """Checks the configuration of one policy against the policy's model and weights. `policies`: section `policies` of
+    the run's configuration."""
     transport = choose_transport(config, device)
     config = transport.applied(config)
     spec = configured_model(config)
@@ -168,7 +168,7 @@ def _policy(checked: _Checked, device: str, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _tokenizer(checked: _Checked, device: str) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a policy other than the actor, and checks the arguments of its engines."""
+    """Returns the tokenizer of a policy other than the actor, and checks the server arguments of its engines."""
     config = checked.config
     facts = checked.facts
     _check_engines(config, facts["spec"], device)
@@ -178,8 +178,8 @@ def _tokenizer(checked: _Checked, device: str) -> PreTrainedTokenizerBase:
 
 
 def make_plans(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> tuple[dict[str, Plan], Encoding]:
-    """Returns the plans of exports and publications for trainers with the parallel sizes `sizes`, and the encoding of
-    the weights that engines receive."""
+    """Returns the export and publication plans for trainers with the parallel sizes `sizes`, and the encoding of the
+    weights that engines receive."""
     plans = {"export": export_plan(config, spec, sizes)}
     published = publication_plan(config, spec, sizes, device)
     if published is None:
@@ -200,8 +200,9 @@ def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
 
 
 def _sources(config: Config, spec: ModelSpec, device: str, facts: Json) -> Sources:
-    """Reads hooks, tokenizer and prompts, and checks the arguments of the engines. `facts`: facts (values derived from
-    the configuration, the model and the machine) against which the rules of the configuration have been checked."""
+    """Reads the hooks, the tokenizer and the prompts, and checks the engines' server arguments. `facts`: facts (values
+    derived from the configuration, the model and the machine) against which the rules of the configuration have been
+    checked."""
     hooks = NO_HOOKS if config.rollout.replay else load_hooks(config)
     load_credit(config.algorithm.credit)
     _check_engines(config, spec, device)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SOURCES = "slimx.prompt_sources"
-"""Entry-point group of classes that implement `DataSource`; the class named "mixed" mixes the prompts of
+"""Entry-point group for classes that implement `DataSource`; the class named "mixed" mixes the prompts of
 `rollout.sources`."""
 
 
@@ -37,8 +37,8 @@ def run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 
 def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> dict[str, list[Prompt]]:
-    """Reads and checks the training prompts. Returns them by the name of their source; the name of `rollout.prompts` is
-    ""."""
+    """Reads and checks the training prompts. Returns them by source name; the prompts of `rollout.prompts` have the
+    name ""."""
     rollout = config.rollout
     prompts = source_prompts(rollout)
     paths = {source.name: source.path for source in rollout.sources}
@@ -103,8 +103,8 @@ def check_order(config: Config, prompts: Mapping[str, list[Prompt]], rollouts: J
 
 
 def source_prompts(rollout: Rollout) -> dict[str, list[Prompt]]:
-    """Reads the prompts of each of `rollout.sources`, and returns the prompts by the source's name; the name of
-    `rollout.prompts` is "". Raises SlimxError if two sources have prompts with the same id."""
+    """Reads the prompts of each of `rollout.sources`, and returns them by source name; the prompts of `rollout.prompts`
+    have the name "". Raises SlimxError if two sources have prompts with the same id."""
     if rollout.prompts is not None:
         return {"": read_prompts(rollout.prompts, make_mapping(rollout.fields, rollout.map, rollout.system))}
     prompts: dict[str, list[Prompt]] = {}

@@ -31,8 +31,8 @@ _PORTION = 8 * 2**30
 
 
 class Checkpointer:
-    """Saves, loads and exports the state of a run in progress through its ranks; `Saves` manages the directories. At
-    most one save is in progress: the next save waits for it."""
+    """Makes the ranks of a run in progress save, load and export its state; `Saves` manages the directories. At most
+    one save is in progress at a time; the next one waits for it."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class Checkpointer:
 
     async def _reported(self, directory: Path, holder: str, world: int, end: float) -> None:
         """Waits until all `world` ranks of the group `holder` have written their reports in `directory`. Raises
-        DeadlineError if reports are missing at `end`, a time of the event loop's clock."""
+        DeadlineError if reports are missing at `end`, a time on the event loop's clock."""
         while missing := await in_thread(files.unreported, directory, range(world), holder):
             if asyncio.get_running_loop().time() > end:
                 late = ", ".join(f"{holder} rank {rank}" for rank in missing)

@@ -25,7 +25,7 @@ EVALUATIONS = "eval"
 per evaluation."""
 
 NAMED = 4
-"""Maximum number of changed configuration keys that the message about a finished run lists (`unused`)."""
+"""Maximum number of changed configuration keys that the message about a finished run lists (see `unused`)."""
 
 
 def check_start(config: Config, directory: Path, saves: Saves) -> None:
@@ -64,8 +64,8 @@ def check_start(config: Config, directory: Path, saves: Saves) -> None:
 
 
 def check_generation(config: Config, directory: Path, saves: Saves) -> None:
-    """Raises SlimxError if `slimx generate` cannot start in `directory`, or cannot resume from the newest saved
-    position in the prompts (`saves`)."""
+    """Raises SlimxError if `slimx generate` cannot start in `directory`, or cannot resume from the newest position in
+    the prompts that is stored in `saves`."""
     if config.run.fork:
         raise SlimxError(
             "run.fork is set, but it continues training and slimx generate does not train; remove run.fork",
@@ -95,7 +95,7 @@ def check_generation(config: Config, directory: Path, saves: Saves) -> None:
 
 def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
     """Returns the checkpoint from which a run starts: the run's newest one if there is one and `run.resume` is not
-    never, otherwise `run.fork`; None for a new run. Raises the errors of `check_start`."""
+    "never", otherwise `run.fork`; None for a new run. Raises the errors of `check_start`."""
     check_start(config, directory, saves)
     newest = saves.newest()
     if newest is not None and config.run.resume != "never":
@@ -104,14 +104,14 @@ def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
 
 
 def finished(config: Config, directory: Path, state: RunState) -> bool:
-    """Returns True if the run with the saved state `state` has completed all steps and written its final export."""
+    """Returns True if the run whose saved state is `state` has completed all steps and written its final export."""
     exported = not config.checkpoint.export_hf or (directory / "hf").is_dir()
     return state.step >= config.schedule.steps and exported
 
 
 def unused(config: Config) -> str:
-    """Returns text to append to the message that a run is finished. It names the keys of `config` that differ from the
-    finished run's configuration, because the changed values were not used; "" if no key differs."""
+    """Returns text to append to the message that a run is finished: a warning that names the keys of `config` whose
+    values differ from the finished run's configuration and were therefore not used; "" if no key differs."""
     directory = Path(config.run.dir)
     if not (directory / "config.yaml").is_file():  # a new run that forks a run with more steps
         return ""
@@ -163,10 +163,11 @@ def begun(directory: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _DirectoryContents:
-    """The parts of a run directory's contents that must be restored if a start is refused."""
+    """Parts of a run directory's contents that must be restored if a start is refused."""
 
     missing: list[Path]
-    """Directories that did not exist before the start, among the run's directory and its parents, innermost first."""
+    """Directories that did not exist before the start: those of the run's directory and its parents, innermost
+    first."""
     names: set[str]
     written: dict[str, bytes]
     """Previous contents of the files that every start overwrites, by file name."""

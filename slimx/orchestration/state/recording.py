@@ -50,8 +50,8 @@ class Records:
         *,
         resume_step: int = 0,
     ):
-        """Opens the files in `config.run.dir` and removes entries of step `resume_step` and later steps from them; 0
-        keeps all entries. `events` is notified of restarts, lost engines and skipped steps."""
+        """Opens the files in `config.run.dir` and removes the entries of step `resume_step` and later steps from them;
+        if `resume_step` is 0, those of all steps. `events` is notified of restarts, lost engines and skipped steps."""
         directory = Path(config.run.dir)
         self.config = config
         self.table = table
@@ -83,11 +83,12 @@ class Records:
         self.events.tell("engine_lost", f"engine {name} is lost: {first_line(error)}", about=name)
 
     def restarted(self, restart: Restart) -> None:
-        """Reports the restart of a part of the run, and records it in the timeline on the part's own track."""
+        """Reports the restart of a part of the run, and records it in the timeline, on a separate track for the
+        part."""
         self._tell_restart("restart_failed" if restart.error else "restarted", restart)
 
     def trainers_replaced(self, restart: Restart) -> None:
-        """Reports the restart of all trainer ranks, as `restarted` does for other parts."""
+        """Reports the restart of all trainer ranks; `restarted` does so for other parts of the run."""
         self._tell_restart("restart_failed" if restart.error else "trainers_replaced", restart)
 
     def trainers_shrunk(self, reason: str) -> None:
@@ -120,7 +121,8 @@ class Records:
             yield
 
     async def starting(self, part: str, work: Callable[[], Awaitable[object]]) -> None:
-        """Awaits `work`, which starts `part`, and records it in the timeline on the part's own track."""
+        """Awaits `work`, which starts `part`, and records the duration of the start in the timeline, on a separate
+        track for the part."""
         since = time.time()
         clock = time.perf_counter()
         await work()
@@ -128,18 +130,18 @@ class Records:
         self.timeline.add(Phase(name="start", step=None, track=part, start=since, seconds=seconds))
 
     def activity(self) -> Json:
-        """Returns for `slimx status`: name of the current phase, number of phases so far in this process, and Unix time
-        at which the phase started. The time is computed from the phase's duration, because the system clock may have
-        been changed since."""
+        """Returns, for `slimx status`, the name of the current phase, the number of phases so far in this process, and
+        the Unix time at which the phase started. This time is computed from the phase's duration so far, because the
+        system clock may have been changed in the meantime."""
         since = time.time() - (time.monotonic() - self._began)
         return {"phase": self._phase, "number": self._phases, "since": since}
 
     def step(
         self, step: int, version: int | None, metrics: dict[str, float], groups: Sequence[Group], seconds: float
     ) -> None:
-        """Logs the metrics of a finished step and the seconds of its phases, updates the live table, and saves some of
-        the step's samples. `version`: version of the engines' weights; None without engines. `seconds`: duration of the
-        step.
+        """Logs the metrics of a finished step and the durations of its phases, updates the live table, and saves some
+        of the step's samples. `version`: version of the engines' weights; None without engines. `seconds`: duration of
+        the step.
         """
         phases = self.timeline.take(step)
         times = {}
@@ -245,7 +247,8 @@ def _text(prompt: Prompt) -> str:
 
 
 def summary(directory: Path) -> Json:
-    """Computes the summary of a finished run from its metrics.jsonl: values by their descriptions."""
+    """Computes the summary of a finished run from its metrics.jsonl: a dict from descriptions, such as "loss, last
+    step", to values."""
     rows = []
     with (directory / "metrics.jsonl").open() as file:
         for line in file:

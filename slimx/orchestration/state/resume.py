@@ -19,7 +19,7 @@ from slimx.trainer.checkpoint import files
 
 
 class SavedPolicy(Protocol):
-    """The parts of a trained policy that `check_resume` needs: its configuration and its parallel sizes."""
+    """Parts of a trained policy that `check_resume` needs: its configuration and its parallel sizes."""
 
     @property
     def config(self) -> Config: ...
@@ -37,7 +37,7 @@ class ComparedPolicy:
 
 
 def trainer_state(config: Config, sizes: Sizes) -> Json:
-    """Returns the fields of run.json in a checkpoint that describe the trainers of one policy."""
+    """Returns the fields that describe one policy's trainers in the run.json of a checkpoint."""
     trainer = config.trainer
     return {
         "layout": layout_of(sizes),
@@ -54,7 +54,7 @@ def _adapters(config: Config) -> Json | None:
 
 
 def layout_of(sizes: Sizes) -> Json:
-    """Returns parallel sizes as a checkpoint stores them."""
+    """Returns the parallel sizes `sizes` in the form in which a checkpoint stores them."""
     return json.loads(json.dumps(asdict(sizes)))  # with lists instead of tuples, like the contents of run.json
 
 

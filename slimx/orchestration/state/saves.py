@@ -48,11 +48,11 @@ class RunState:
     version: int
     """Version of the engines' weights."""
     policies: dict[str, Json]
-    """Fields that describe the trainers of each policy, by the policy's name
-    (`slimx.orchestration.state.resume.trainer_state`)."""
+    """Fields that describe each policy's trainers, by policy name (see
+    `slimx.orchestration.state.resume.trainer_state`)."""
     rollouts: Json
-    """Result of `RolloutManager.state()` or `Replay.state()`: the position in the prompts, and
-    the groups that have not been trained on yet."""
+    """Result of `RolloutManager.state()` or `Replay.state()`: the position in the prompts, and the groups that have not
+    been trained on yet."""
     critic: Json | None = None
     """Parallel sizes of the ranks that wrote the critic's part of the checkpoint; None without a critic."""
 
@@ -78,7 +78,7 @@ class Saves:
 
     def __init__(self, directory: Path, *, keep: int, keep_every: int = 0):
         """Sets which checkpoints in `directory` are kept: the newest `keep` ones, and all checkpoints whose step is a
-        multiple of `keep_every` (0: no others)."""
+        multiple of `keep_every`; if `keep_every` is 0, only the newest ones."""
         self.directory = directory
         self.keep = keep
         self.keep_every = keep_every
@@ -109,9 +109,9 @@ class Saves:
         return partial
 
     def commit(self, partial: Path, driver_files: dict[str, bytes], written: dict[str, FileRecord]) -> Path:
-        """Completes a save and returns the checkpoint's final path: writes `driver_files`, contents by path, adds them
-        to `written`, the records of the files that the ranks wrote, renames the directory, and removes checkpoints that
-        need not be kept."""
+        """Completes a save and returns the checkpoint's final path. Writes `driver_files` (contents by path), records
+        them together with `written` (the records of the files that the ranks wrote), renames the directory, and removes
+        checkpoints that need not be kept."""
         for reports in list(partial.rglob(REPORTS)):
             shutil.rmtree(reports)
         records = dict(written)

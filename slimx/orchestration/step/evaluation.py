@@ -26,8 +26,8 @@ every evaluation, all evaluations use the same seeds, and training never uses th
 
 
 async def evaluate(run: Run) -> dict[str, float]:
-    """Generates `eval.samples` answers to every held-out prompt, and returns metrics of the answers' rewards (`score`);
-    {} if there are no held-out prompts. If generation fails for a prompt, its answers score 0, and `eval/failed` counts
+    """Generates `eval.samples` answers to every held-out prompt, and returns metrics of their rewards (see `score`); {}
+    if there are no held-out prompts. If generation fails for a prompt, its answers score 0, and `eval/failed` counts
     the prompt. Raises SlimxError if all prompts failed."""
     if not any(run.eval_prompts.values()):
         return {}
@@ -104,9 +104,9 @@ def score(rewards: Mapping[str, Sequence[Sequence[float]]], passing: float, ks: 
     """Returns `eval/accuracy`, the mean reward of all answers (avg@k), and `eval/pass@k` for each k in `ks`, over all
     prompts and for each named prompt set. A k larger than the number of answers to some prompt of a set is left out.
 
-    `rewards`: rewards of the answers by set and prompt. `passing`: minimum reward of a correct answer. pass@k is the
-    unbiased estimate of the probability that at least one of k answers is correct, 1 - C(n - c, k) / C(n, k) if c of n
-    answers are correct (arXiv 2107.03374)."""
+    `rewards`: rewards of the answers by set and prompt. `passing`: minimum reward at which an answer counts as correct.
+    pass@k is the unbiased estimate of the probability that at least one of k answers is correct, 1 - C(n - c, k) / C(n,
+    k) if c of n answers are correct (arXiv 2107.03374)."""
     all_prompts = list(chain.from_iterable(rewards.values()))
     out = _score(all_prompts, passing, ks, "eval/")
     for name, prompts in rewards.items():

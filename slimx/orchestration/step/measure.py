@@ -21,7 +21,7 @@ from slimx.rollout.flow.tickets import Batch
 
 def group_metrics(batch: Batch, passing: float) -> dict[str, float]:
     """Returns the numbers of dropped and regenerated groups of `batch`, and metrics of the batch's trajectories.
-    `passing`: minimum reward of a correct answer (`eval.passing`)."""
+    `passing`: minimum reward at which an answer counts as correct (`eval.passing`)."""
     return batch_counts(batch) | trajectory_metrics(batch.groups, passing)
 
 
@@ -49,7 +49,7 @@ def batch_counts(batch: Batch) -> dict[str, float]:
 
 def trajectory_metrics(groups: Sequence[Group], passing: float) -> dict[str, float]:
     """Returns metrics of the trajectories in `groups`: rewards, response lengths in tokens, turns, and the metrics that
-    hooks logged. `passing`: minimum reward of a correct answer (`eval.passing`)."""
+    hooks logged. `passing`: minimum reward at which an answer counts as correct (`eval.passing`)."""
     trajectories = trajectories_of(groups)
     metrics: dict[str, float] = {}
     rewards = [t.reward for t in trajectories if t.reward is not None]
@@ -69,7 +69,7 @@ def trajectory_metrics(groups: Sequence[Group], passing: float) -> dict[str, flo
 
 
 def part_metrics(trajectories: Sequence[Trajectory], section: str = "reward") -> dict[str, float]:
-    """Returns mean, standard deviation and count of each named part of the rewards, over the trajectories that have
+    """Returns the mean, standard deviation and count of each named part of the rewards, over the trajectories that have
     this part. `section`: first component of the metrics' names."""
     out: dict[str, float] = {}
     for name, values in _by_name(trajectory.reward_parts for trajectory in trajectories).items():
@@ -80,8 +80,8 @@ def part_metrics(trajectories: Sequence[Trajectory], section: str = "reward") ->
 
 
 def hook_metrics(trajectories: Sequence[Trajectory], section: str = "hook") -> dict[str, float]:
-    """Returns mean, minimum, maximum and count of each metric that hooks logged (`ctx.log`). Values that are not finite
-    are only counted. `section`: first component of the metrics' names."""
+    """Returns the mean, minimum, maximum and count of the values that hooks logged (`ctx.log`) under each name. Values
+    that are not finite are counted but otherwise ignored. `section`: first component of the metrics' names."""
     out: dict[str, float] = {}
     for name, values in _by_name(trajectory.metrics for trajectory in trajectories).items():
         prefix = f"{section}/{name}"
@@ -122,7 +122,8 @@ def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def length_metrics(trajectories: Sequence[Trajectory], lengths: Sequence[int], passing: float) -> dict[str, float]:
     """Returns the mean response lengths of three sets of trajectories: those with a correct answer, those with an
     incorrect one, and those that ended without truncation (status `completed`). Omits the metric of an empty set.
-    `lengths`: number of sampled tokens of each trajectory. `passing`: minimum reward of a correct answer."""
+    `lengths`: number of sampled tokens of each trajectory. `passing`: minimum reward at which an answer counts as
+    correct."""
     outcomes = {
         "passed": [t.reward is not None and t.reward >= passing for t in trajectories],
         "failed": [t.reward is not None and t.reward < passing for t in trajectories],
@@ -137,7 +138,8 @@ def length_metrics(trajectories: Sequence[Trajectory], lengths: Sequence[int], p
 
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns mean and maximum number of model turns of the trajectories that contain sampled tokens."""
+    """Returns the mean and maximum number of model turns per trajectory, over the trajectories that contain sampled
+    tokens."""
     turns = []
     for trajectory in trajectories:
         sampled = {span.turn for span in trajectory.spans if span.source == "sampled"}
@@ -149,7 +151,7 @@ def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _by_name(metrics: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Collects the values of each name from all of `metrics`; the names are in alphabetical order."""
+    """Collects, for each name in any of `metrics`, its values in all of them; the names are in alphabetical order."""
     out: dict[str, list[float]] = defaultdict(list)
     for values in metrics:
         for name, value in values.items():
@@ -158,9 +160,9 @@ def _by_name(metrics: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 def staleness_metrics(groups: list[Group], version: int) -> dict[str, float]:
-    """Returns mean and maximum staleness of the trajectories, and the fraction of trajectories that were sampled by
-    several versions. Staleness: `version`, the version that the trainers start from, minus the oldest version that
-    sampled a token of the trajectory."""
+    """Returns the mean and maximum staleness of the trajectories, and the fraction of them that more than one version
+    sampled. A trajectory's staleness is `version`, the version from which the trainers start, minus the oldest version
+    that sampled any of its tokens."""
     ages = []
     mixed = []
     for trajectory in trajectories_of(groups):
@@ -221,7 +223,7 @@ async def _probe_gap(run: Run, groups: Sequence[Group]) -> dict[str, float]:
 
 
 def check_gap(config: Config, metrics: Mapping[str, float], step: int) -> None:
-    """Raises SlimxError if `metrics` contain a log-prob gap although `numerics.mode` is exact."""
+    """Raises SlimxError if `metrics` contains a log-prob gap although `numerics.mode` is exact."""
     if config.exact and metrics.get("gap/tokens") and metrics["gap/max"] != 0.0:
         raise SlimxError(
             f"step {step}: numerics.mode is exact, but the log-probs of trainer and engines differ by up to "

@@ -92,6 +92,6 @@ def reference_path(directory: Path, step: int) -> Path:
 
 
 def reference_step(step: int, every: int) -> int:
-    """Returns the step after which the current reference was made, at `step` completed steps; 0 if the reference is
-    still the initial weights. `every`: value of `algorithm.reference_refresh`."""
+    """Returns the last step, up to `step`, after which the reference was replaced; 0 if it is still the initial
+    weights. `every`: value of `algorithm.reference_refresh`."""
     return step - step % every if every else 0

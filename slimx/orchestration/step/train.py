@@ -22,8 +22,8 @@ Batches = Mapping[str, list[TrainBatch]]
 
 
 async def train_step(run: Run, groups: Sequence[Group], rows: StepRows) -> dict[str, float]:
-    """Completes the advantages in `rows`, packs the rows into batches, and trains on these. Returns all metrics of the
-    step. `groups`: groups from which the rows were made."""
+    """Completes the advantages in `rows`, packs the rows into batches, and trains on the batches. Returns all metrics
+    of the step. `groups`: groups from which the rows were made."""
     algorithm = run.config.algorithm
     metrics: dict[str, float] = {}
     if algorithm.needs_whole_step:
