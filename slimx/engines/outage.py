@@ -41,7 +41,7 @@ class Outage:
         return None if self._began is None else time.time() - (_now() - self._began)
 
     def begin(self) -> None:
-        """Records the start of an outage, unless there is one already, and pauses the clocks."""
+        """Records the start of an outage and pauses the clocks, unless an outage has already started."""
         if not self.lasts:
             self._began = _now()
             self._served.clear()
@@ -98,7 +98,7 @@ class Outages:
 
     @contextmanager
     def stops(self, clock: Clock) -> Iterator[None]:
-        """Pauses the running `clock` during every outage of any group that occurs within this block."""
+        """Pauses the running `clock` inside the block, during every outage of any group."""
         with ExitStack() as stack:
             for part in self._parts:
                 stack.enter_context(part.stops(clock))
@@ -109,7 +109,8 @@ class RemoteOutage:
     """View of an `Outage` for code in an event loop other than the outage's own; polls for the end of the outage."""
 
     def __init__(self, outage: Outage, hopeless: Callable[[], bool]) -> None:
-        """Wraps `outage`. `hopeless`: returns True if no engine can serve again, in which case callers do not wait."""
+        """Wraps `outage`. `hopeless`: returns True if no engine can ever serve again, in which case callers stop
+        waiting."""
         self._outage, self._hopeless = outage, hopeless
 
     @property
@@ -129,8 +130,8 @@ AnyOutage = Outage | RemoteOutage
 class EnginePhase:
     """Phases in which engines may start on devices that they share with trainers.
 
-    SGLang sizes its KV cache by free memory, so trainers must have released their memory first. A phase lasts until
-    `end` is called; if no device is shared, `end` is never called and engines may always start."""
+    SGLang sizes its KV cache according to the free memory, so trainers must have released their memory first. A phase
+    lasts until `end` is called; if no device is shared, `end` is never called and engines may always start."""
 
     def __init__(self) -> None:
         self._active = asyncio.Event()

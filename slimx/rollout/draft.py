@@ -139,8 +139,8 @@ class Draft:
         self._spans.append(Span(start=start, stop=len(self._ids), source="inserted", turn=self.turn))
 
     def _support(self, end: int) -> Support | None:
-        """Returns the candidate sets from which the first `end` tokens were sampled; None if the sampling of no token
-        was restricted."""
+        """Returns the candidate sets from which the first `end` tokens were sampled; None if no token's sampling was
+        restricted."""
         if not any(isinstance(part, Support) and len(part.ids) for part in self._supports):
             return None
         parts = [part if isinstance(part, Support) else Support.everything(part) for part in self._supports]

@@ -34,7 +34,7 @@ from slimx.runtime.ports import free_port
 from slimx.runtime.tasks import all_tried
 
 KEPT = 5
-"""Maximum number of restarts that engines.json lists for each engine and router; the latest ones are kept."""
+"""Maximum number of restarts that engines.json lists for each engine and router; only the latest are listed."""
 
 
 def keys_of(group: Engines) -> Keys:
@@ -46,8 +46,8 @@ def keys_of(group: Engines) -> Keys:
 
 
 CALLS = 3
-"""Maximum number of consecutive calls to a server that releases or restores its memory (pause, release, resume). Each
-call has its own deadline."""
+"""Maximum number of consecutive calls to a server within an operation that releases or restores its memory (pause,
+release, resume). Each call has a separate deadline."""
 
 
 class EngineGroup:
@@ -183,8 +183,8 @@ class EngineGroup:
         await asyncio.gather(*map(tried, engines))
 
     async def stop(self) -> None:
-        """Stops the router and all servers with their process trees. An error in stopping one of them is raised after
-        the others have been stopped."""
+        """Stops the router and all servers with their process trees. If stopping one of them fails, the error is raised
+        after the others have been stopped."""
         await self.members.stop()
         await all_tried(self.router.stop(), *(engine.stop() for engine in self.engines))
 
@@ -233,7 +233,7 @@ def follow(groups: Sequence[EngineGroup], path: Path) -> None:
 
 
 def _engine_entry(engine: EngineHandle, frozen: bool, restarts: Restarts) -> Json:
-    """Returns the entry of an engine in engines.json. `frozen`: True if the engine's weights are not trained."""
+    """Returns an engine's entry for engines.json. `frozen`: True if the engine's weights are not trained."""
     return {
         "name": engine.name,
         "role": engine.spec.role,
@@ -246,7 +246,7 @@ def _engine_entry(engine: EngineHandle, frozen: bool, restarts: Restarts) -> Jso
 
 
 def _router_entry(router: Router, keeper: RouterKeeper) -> Json:
-    """Returns the entry of a router in engines.json."""
+    """Returns a router's entry for engines.json."""
     return {"name": router.process.name, "url": router.url, "up": keeper.up, **_restarts(keeper.restarts)}
 
 

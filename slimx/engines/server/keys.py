@@ -34,7 +34,8 @@ class Keys:
 
     @property
     def control(self) -> str | None:
-        """Key of control calls. SGLang accepts `api_key` for them if a server has no `admin_api_key`."""
+        """Key for control calls: `admin_api_key`, or `api_key`, which SGLang accepts for them if a server has no
+        `admin_api_key`."""
         return self.admin_api_key or self.api_key
 
     def __repr__(self) -> str:

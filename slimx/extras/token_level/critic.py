@@ -38,5 +38,5 @@ class CriticTrainer(ValueTrainer):
 
 
 def make_critic(rank: TrainerRank) -> CriticTrainer:
-    """Builds the critic of a rank; an entry point for the role "critic"."""
+    """Builds a rank's critic; this is the entry point for the role "critic"."""
     return CriticTrainer(rank.config, rank.parallel)

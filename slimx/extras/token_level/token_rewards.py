@@ -46,8 +46,8 @@ def token_rewards(
     scores: torch.Tensor, mask: torch.Tensor, *, kl: torch.Tensor | None = None, kl_coef: float = 0.0
 ) -> torch.Tensor:
     """Returns the reward of each token: the trajectory's score (`scores` [B]) at its last trained token, minus
-    `kl_coef` * `kl` [B, L] at all trained tokens (InstructGPT, 2203.02155, where kl is log policy - log reference). It
-    is 0 at other tokens, and in rows without a trained token."""
+    `kl_coef` * `kl` [B, L] at all trained tokens (InstructGPT, arXiv:2203.02155, where kl is log policy - log
+    reference). Other tokens, and rows without a trained token, have a reward of 0."""
     rewards = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)
     if kl is not None:
         rewards = torch.where(mask, -kl_coef * kl.to(scores.dtype), rewards)

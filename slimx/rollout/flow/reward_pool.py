@@ -22,7 +22,7 @@ from slimx.rollout.hook_loading import name_of, name_with_source
 from slimx.rollout.hooks import Reward, RewardContext
 
 Verdict = tuple[float, dict[str, float]]
-"""A reward, and the parts that add up to it, by name; no parts if the hook returned a single number."""
+"""A reward, with the parts that add up to it, by name; there are no parts if the hook returned a single number."""
 
 
 class _Outcome(NamedTuple):
@@ -37,7 +37,7 @@ class _Call:
     ctx: RewardContext
     judged: Trajectory | Group
     result: asyncio.Future[_Outcome]
-    """Future of the hook's return value or exception."""
+    """Future that receives the hook's return value or exception."""
     began: float = 0.0
     """Time at which a worker took the call, by the clock of the calling event loop."""
     abandoned: bool = False
@@ -193,8 +193,8 @@ def named(judged: Trajectory | Group) -> str:
 
 
 def verdicts(value: object, judged: Trajectory | Group, hook: Reward) -> Verdict | list[Verdict]:
-    """Checks the return value of `hook`. Returns the reward if `judged` is a trajectory, or the list with the reward of
-    each trajectory if it is a group."""
+    """Checks the return value of `hook`. Returns the reward if `judged` is a trajectory, or a list with each
+    trajectory's reward if it is a group."""
     if not isinstance(judged, Group):
         return checked(value, hook)
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(judged.trajectories):
