@@ -22,7 +22,7 @@ _STATUS: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort
 class Draft:
     """A trajectory under construction, for generate hooks.
 
-    `add_sampled` appends a completion of an engine; `add_inserted` appends other tokens, such as the output of a tool
+    `add_sampled` appends a completion from an engine; `add_inserted` appends other tokens, such as the output of a tool
     or the text of a chat template.
     """
 

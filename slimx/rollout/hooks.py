@@ -82,7 +82,7 @@ class Generator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RolloutEngine:
-    """The engines for one rollout, with its default sampling parameters and its seed."""
+    """The engines as one rollout uses them, with the rollout's default sampling parameters and its seed."""
 
     client: Generator | None
     sampling: Json
@@ -189,7 +189,7 @@ class RolloutContext(_Logging):
     address: str = ""
     """URL of the policy's router, or "" without a router. Tokens that are to be trained on must come from `engine`."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """HTTP headers that requests to `address` need."""
+    """HTTP headers that requests to `address` must contain."""
     proxy: AgentServer | None = None
     """The run's OpenAI-compatible server, through which agents call the policy `actor`; None if nothing is sampled, and
     for policies other than `actor`."""

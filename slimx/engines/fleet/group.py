@@ -127,8 +127,8 @@ class EngineGroup:
         return EngineHandle(spec, make, log, deadline, nodes=group.nodes)
 
     def _places(self, group: Engines) -> list[Placement]:
-        """Returns the placements of one server of `group`, one per node; taken from the GPUs that are shared with
-        trainers, if there are any."""
+        """Returns the placements of one server of `group`, one per node. They are taken from the GPUs that are shared
+        with trainers, if there are any."""
         per_node = group.ranks // group.nodes
         if self.device != "cuda" or group.urls:
             return [Placement()] * group.nodes
@@ -251,6 +251,7 @@ def _router_entry(router: Router, keeper: RouterKeeper) -> Json:
 
 
 def _restarts(restarts: Restarts) -> Json:
-    """Returns the number of restarts of an engine or router, and the last KEPT of them, for engines.json."""
+    """Returns the number of restarts of an engine or router, and the last `KEPT` of these restarts, for
+    engines.json."""
     history = [asdict(restart) for restart in restarts.history[-KEPT:]]
     return {"restarts": len(restarts.history), "history": history}

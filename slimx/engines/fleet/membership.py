@@ -115,8 +115,8 @@ class Membership:
         return {engine.spec.role for engine in engines} == {engine.spec.role for engine in self.engines}
 
     async def admit(self, engine: EngineHandle) -> None:
-        """Registers `engine`, which has a verified version, with the router. Raises ReceiverLost if the engine was lost
-        meanwhile."""
+        """Registers `engine`, which has a verified version, with the router. Raises ReceiverLost if it has since been
+        lost."""
         incarnation = engine.incarnation
         if engine.state is MemberState.JOINING:
             await self.keeper.add(engine)
@@ -226,7 +226,7 @@ class Membership:
         self.spawn(self.keeper.watch())
 
     async def look(self) -> None:
-        """Checks the router and the engines now, after requests were lost. On return the router sends nothing to
+        """Checks the router and the engines now, after requests were lost. On return, the router sends no requests to
         engines that have ended.
 
         Concurrent calls share one check. Even if all processes are running, an engine may fail every request, so each
@@ -360,7 +360,7 @@ class Membership:
             self.fail(SlimxError(f"{kind}: {error}", code="engines.mistake", about=kind))
 
     def fail(self, error: SlimxError) -> None:
-        """Records `error` as the reason why the run cannot continue, unless one is recorded, and wakes all waiters."""
+        """Ends the run with `error`, unless an earlier error has already ended it, and wakes all waiters."""
         if self._failure is None:
             self._failure = error
         self.changed()

@@ -368,8 +368,8 @@ class Engine(EngineServer):
 
     @contextlib.asynccontextmanager
     async def _ending_on_error(self) -> AsyncIterator[None]:
-        """Aborts the publication on all ranks if the block raises an error, because one rank may have failed and the
-        others not."""
+        """Aborts the publication on all ranks if the block raises an error, because the error may have occurred on only
+        some of them."""
         try:
             yield
         except ReceiverLost:

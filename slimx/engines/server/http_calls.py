@@ -142,7 +142,7 @@ class ControlClient:
         return response
 
     async def request_ranks(self, verb: str, *, deadline_s: float | None = None, **arguments: object) -> list[Json]:
-        """Returns the responses of all ranks to the request `verb` to the slimx plugin, in rank order. Raises
+        """Sends the request `verb` to the slimx plugin and returns the responses of all ranks, in rank order. Raises
         SlimxError if any rank reports an error."""
         action = f"slimx.{verb}"
         body = {"action": action, "selector": "target", "skip_tensor_list": [json.dumps(arguments)]}

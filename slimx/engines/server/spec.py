@@ -266,7 +266,8 @@ def _cores(spec: EngineSpec) -> list[str]:
 
 
 def cuda_defaults(spec: EngineSpec) -> dict[str, str]:
-    """Returns environment variables of a server on GPUs, which are used unless the user's environment sets them."""
+    """Returns environment variables for a server on GPUs; a variable that the user's environment sets takes
+    precedence."""
     variables: dict[str, str] = {}
     if not spec.precompile:
         # Before a server with fp8 weights is ready, SGLang would compile kernels for every number of tokens up to

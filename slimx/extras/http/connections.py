@@ -83,7 +83,7 @@ class Connections:
     async def _watched(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Suspends the idle timeout of a connection while a request on it is handled. An aiohttp middleware."""
+        """Handles a request as aiohttp middleware, which suspends the connection's idle timeout in the meantime."""
         transport = request.transport
         connection = self._open.get(transport)
         if connection is not None:

@@ -23,8 +23,8 @@ from slimx.data.records import Group
 
 
 class TokenAdvantages(Estimator):
-    """Estimator of PPO and REINFORCE++. The trajectory's reward, or the reward minus the group's mean, is assigned to
-    the last trained token."""
+    """Advantage estimator of PPO and REINFORCE++. The trajectory's reward, or the reward minus the group's mean, is
+    assigned to the last trained token."""
 
     def estimate(self, groups: Sequence[Group]) -> list[float]:
         above_mean = self.algorithm.advantages.kind == "reinforce_baseline"

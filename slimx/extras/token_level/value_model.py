@@ -42,7 +42,7 @@ class ValueHead(torch.nn.Module):
 
     @torch.no_grad()
     def load(self, weight: torch.Tensor) -> None:
-        """Sets the weights to the head `weight` [1, hidden] of a reward model."""
+        """Sets the head's weights to `weight` [1, hidden], the head of a reward model."""
         self.weight.copy_(weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

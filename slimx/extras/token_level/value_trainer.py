@@ -151,8 +151,8 @@ def _heads(modules: list[ValueModel]) -> set[str]:
 
 
 def read_score(directory: Path) -> torch.Tensor | None:
-    """Reads the weight [1, hidden] of the value head in the checkpoint `directory`. Returns None if the checkpoint has
-    no value head, like that of a policy."""
+    """Reads the weight [1, hidden] of the value head in the checkpoint `directory`. Returns None if the checkpoint,
+    like a policy's, has no value head."""
     reader = CheckpointReader(directory)
     if SCORE not in reader.names:
         return None

@@ -41,7 +41,7 @@ class Completion:
     """int32 [n]: sampled tokens, including the stop token if one was sampled."""
     logprobs: np.ndarray
     """float32 [n]: log-probs of the sampled tokens under softmax(logits / temperature) over the candidates in
-    `support`, or over the whole vocabulary without `support`. Under greedy sampling, temperature 1 is used here."""
+    `support`, or over the whole vocabulary without `support`. Greedy sampling uses temperature 1 here."""
     versions: list[VersionSpan]
     """Ranges of tokens with the weight version that sampled each range; together they cover [0, n)."""
     finish_reason: str

@@ -315,9 +315,9 @@ class RolloutManager:
         straggler.outcome = GroupOutcome(group, STRAGGLER, detail)
 
     def _too_old(self, taken: Sequence[Ticket]) -> bool:
-        """Drops the selected groups `taken` that exceed the staleness bound and generates them again; returns True if
-        there are any. Occurs only after a restart from a checkpoint with other settings, because the rules of admission
-        and selection otherwise prevent it."""
+        """Drops those of the selected groups `taken` that exceed the staleness bound, to be generated again; returns
+        True if there are any. This occurs only after a restart from a checkpoint with other settings, because the rules
+        of admission and selection otherwise prevent it."""
         version = self.maker.version
         bound = self.config.schedule.max_staleness
         too_old = False

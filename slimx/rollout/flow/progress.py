@@ -49,8 +49,8 @@ class SavedRollout:
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """In-memory form of a `Recorded`, which stores only tokens that no earlier entry contains, because the request of
-    each turn repeats the tokens of all earlier turns."""
+    """In-memory form of a `Recorded`. An entry stores only the tokens that no earlier entry contains, because the
+    request of each turn repeats the tokens of all earlier turns."""
 
     before: _Entry | None
     """Entry whose prompt and sampled tokens are a prefix of this entry's prompt; None if there is none."""

@@ -32,7 +32,7 @@ class _Outcome(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call of the reward hook."""
+    """One call of the reward hook, from its place in the queue to its result."""
 
     ctx: RewardContext
     judged: Trajectory | Group
@@ -79,8 +79,8 @@ class RewardPool:
         """Runs the hook on a trajectory and returns its reward, or on a group and returns a list with each trajectory's
         reward.
 
-        Raises SlimxError if the hook raises or returns an invalid value, DeadlineError if it takes longer than
-        `deadline_s`, and SlimxError after `close`.
+        Raises SlimxError if the hook raises or returns an invalid value, or if the pool has been closed, and
+        DeadlineError if the hook takes longer than `deadline_s`.
         """
         if self._closed:
             raise SlimxError(
@@ -209,7 +209,8 @@ def verdicts(value: object, judged: Trajectory | Group, hook: Reward) -> Verdict
 
 
 def checked(value: object, hook: Reward) -> Verdict:
-    """Checks a reward that `hook` returned: a finite number, or a dict of finite numbers whose sum is finite.
+    """Checks a reward that `hook` returned, which must be a finite number, or a dict of finite numbers whose sum is
+    finite.
 
     Returns the reward, which is the sum if the hook returned a dict, and its parts by name. Raises SlimxError for any
     other value.

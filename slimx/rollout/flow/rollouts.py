@@ -97,7 +97,7 @@ class PolicyClient:
 
 
 class GroupMaker:
-    """Makes groups, with up to `rollout.max_rollouts` rollouts and `rollout.concurrency` requests at a time."""
+    """Generator of groups, with up to `rollout.max_rollouts` rollouts and `rollout.concurrency` requests at a time."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class GroupMaker:
         evaluation: bool,
         greedy: bool,
     ) -> RolloutContext:
-        """Returns the context of one rollout for the policy `actor`; its `policies` contains the others' contexts."""
+        """Returns a rollout's context for the policy `actor`; its `policies` contains the other policies' contexts."""
         sampling = self._sampling(evaluation=evaluation, greedy=greedy)
         routed = False
         if self._route_stride and not (evaluation or greedy):

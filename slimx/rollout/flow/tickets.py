@@ -57,7 +57,7 @@ class Ticket:
 
     @property
     def group(self) -> Group:
-        """Group of a finished ticket."""
+        """Group of the ticket, which must be finished."""
         assert self.outcome is not None
         return self.outcome.group
 
@@ -93,7 +93,7 @@ class Dropped:
 
     @classmethod
     def of(cls, outcome: GroupOutcome) -> Dropped:
-        """Returns the record of a dropped group, whose `outcome.reason` is not None."""
+        """Returns the record of the dropped group in `outcome`, whose drop reason must not be None."""
         assert outcome.reason is not None
         return cls(
             group=outcome.group.id,
@@ -110,7 +110,7 @@ def rewards_of(group: Group) -> tuple[float, ...]:
 
 
 def older_trajectory(group: Group, bound: int) -> Trajectory | None:
-    """Returns a trajectory that contains a token of a version before `bound`, or None if there is none."""
+    """Returns a trajectory that contains a token sampled by a version older than `bound`, or None if there is none."""
     for trajectory in group.trajectories:
         if trajectory.oldest_version is not None and trajectory.oldest_version < bound:
             return trajectory
