@@ -12,7 +12,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from slimx.runtime.clocks import Clock
 
 LOOK_S = 0.5
-"""Interval in seconds at which an event loop other than the outage's own checks whether the outage has ended."""
+"""Interval in seconds at which code outside the outage's event loop checks whether the outage has ended."""
 
 
 class Outage:
@@ -106,7 +106,7 @@ class Outages:
 
 
 class RemoteOutage:
-    """View of an `Outage` for code in an event loop other than the outage's own; polls for the end of the outage."""
+    """View of an `Outage` for code outside the outage's event loop; polls for the end of the outage."""
 
     def __init__(self, outage: Outage, hopeless: Callable[[], bool]) -> None:
         """Wraps `outage`. `hopeless`: returns True if no engine can ever serve again, in which case callers stop
@@ -118,13 +118,13 @@ class RemoteOutage:
         return self._outage.lasts and not self._hopeless()
 
     async def wait_until_over(self) -> None:
-        """Waits until an engine serves, or none can serve again."""
+        """Waits until an engine serves, or until none can ever serve again."""
         while self.lasts:
             await asyncio.sleep(LOOK_S)
 
 
 AnyOutage = Outage | RemoteOutage
-"""An outage as seen by a request that waits for engines, in the outage's own event loop or in another one."""
+"""An outage as seen by a request that waits for engines, in the outage's event loop or in another one."""
 
 
 class EnginePhase:
@@ -153,7 +153,7 @@ class EnginePhase:
     async def end(self) -> None:
         """Ends the phase: prevents further starts, and waits until no engine is starting or stopping.
 
-        There is no deadline, because starts and stops have their own."""
+        This wait has no deadline, because each start and stop has one."""
         self._active.clear()
         await self._idle.wait()
 

@@ -65,7 +65,7 @@ class Form(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """The hooks of one run; optional ones are None if not configured."""
+    """The hooks of one run; an optional hook is None if it is not configured."""
 
     generate: Generate
     reward: Reward | None
@@ -169,7 +169,7 @@ def load_reward(config: RewardConfig, facts: Mapping[str, Json]) -> Reward | Non
 
 
 def in_process(config: RewardConfig, reward: Reward) -> bool:
-    """Returns True if `reward` runs in worker processes, which `reward.isolation` and the hook's requirements decide.
+    """Returns True if `reward` runs in worker processes, as decided by `reward.isolation` and the hook's requirements.
 
     Raises SlimxError if `reward.isolation` is thread and a hook cannot run in a thread.
     """

@@ -69,10 +69,10 @@ class EngineGroup:
     ):
         """Creates the engines' actors and the router without starting servers.
 
-        `moe`: True if the model has experts. `note`: receives a line of text for every lost or restarted engine.
-        `record`: receives every restart. `router`: name of the router. `groups`: groups of `rollout.engines` to create
-        engines for; None means the policy's groups. `shared`: placements of trainer ranks, one GPU each, whose GPUs the
-        engines use alternately with the trainers; empty if engines have their own GPUs."""
+        `moe`: True if the model has experts. `note`: called with a line of text for every lost or restarted engine.
+        `record`: called with every restart. `router`: name of the router. `groups`: groups of `rollout.engines` to
+        create engines for; None selects the policy's groups. `shared`: placements of trainer ranks, one GPU each, whose
+        GPUs the engines use alternately with the trainers; empty if no GPUs are shared."""
         groups = config.rollout.policy_engines if groups is None else groups
         self.config = config
         self.device = device
@@ -156,8 +156,8 @@ class EngineGroup:
     async def sleep(self) -> None:
         """Releases the memory of the engines' weights and KV cache, so that trainers can use the devices.
 
-        An engine that fails to release it is quarantined, and its processes have ended when this method returns. If an
-        engine is still starting, its start is awaited, and then it releases its memory as well."""
+        An engine that fails to do so is quarantined; its processes have ended by the time this method returns. An
+        engine that is still starting releases its memory once it has started."""
         await self.members.engine_phase.end()
         await self._perform(self.members.candidates(), "sleep")
         await self.members.engine_phase.end()

@@ -129,7 +129,8 @@ class EngineHandle:
             self.actor = None
 
     async def ended(self) -> str | None:
-        """Returns a description of how the server or the actor ended; None while they run or do not respond."""
+        """Returns a description of how the server or the actor ended; None if both are running or there is no
+        response."""
         try:
             return await self._wait("the status of its process", self._living.ended.remote(), ANSWER_S)
         except (ActorDied, ReceiverLost) as error:

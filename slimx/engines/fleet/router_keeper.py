@@ -36,7 +36,7 @@ class Fleet(Protocol):
         """Records the start or the end of an outage after the router was lost or came back."""
 
     async def quarantine(self, engine: EngineHandle, error: SlimxError) -> None:
-        """Removes and restarts an engine that could not be added although the router responds."""
+        """Removes and restarts an engine that could not be registered although the router responds."""
 
     def fail(self, error: SlimxError) -> None:
         """Ends the run with `error`, because the router has no restarts left."""
@@ -99,7 +99,7 @@ class RouterKeeper:
         """Restarts the router because of `reason` and registers the engines that serve; concurrent calls share one
         restart.
 
-        Raises SlimxError if its restarts are used up."""
+        Raises SlimxError if the router has no restarts left."""
         if self._restarting is None or self._restarting.done():
             self._restarting = self.membership.spawn(self._restart(reason))
         await asyncio.shield(self._restarting)

@@ -158,7 +158,7 @@ class ControlClient:
         return [json.loads(rank["slimx"]) for rank in ranks]
 
     def _by_rank(self, action: str, responses: list[Json]) -> list[Json]:
-        """Returns one response per rank, in rank order; with DP-attention every scheduler sends the responses of all
+        """Returns one response per rank, in rank order; with DP attention, every scheduler sends the responses of all
         ranks.
 
         `action`: the request, for messages. Raises SlimxError if ranks are missing or several processes have the same

@@ -29,7 +29,7 @@ class Keys:
 
     @staticmethod
     def random() -> Keys:
-        """Returns two random keys of 256 bits each."""
+        """Returns two random 256-bit keys."""
         return Keys(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
 
     @property

@@ -31,7 +31,7 @@ ANSWER_S = 5.0
 ENDING_S = 3.0
 """Maximum time in seconds from a server's first refused connection until its process has exited."""
 LEAVE_S = 5.0
-"""Deadline in seconds of each call to an external server when a run starts or stops using it."""
+"""Deadline in seconds for each call to an external server when a run starts or stops using it."""
 LOOK_S = 2.0
 """Interval in seconds at which the other nodes of a multi-node server are checked while it starts."""
 STOP_S = 30.0
@@ -199,8 +199,8 @@ class EngineServer:
             raise DeadlineError(awaited, deadline_s, f"log {self.log_path}") from None
 
     async def _generates(self) -> bool:
-        """Returns True if the server is ready to generate. Raises SlimxError if the server has exited, with the last
-        lines of its log, or if another program uses its port."""
+        """Returns True if the server is ready to generate. Raises SlimxError if the server has exited (the message
+        shows the last lines of its log) or if another program uses its port."""
         end = None if self.process is None else self.process.ended()
         if end is not None:
             raise SlimxError(

@@ -60,7 +60,7 @@ class EngineSpec:
     routed_experts: bool = True
     """True if the server can return the experts to which each token was routed (MoE models only)."""
     sglang: Json = field(default_factory=dict)
-    """The user's fields of SGLang's ServerArgs (`rollout.engines.sglang`): name -> value."""
+    """ServerArgs fields that the user sets (`rollout.engines.sglang`): name -> value."""
     role: Literal["regular", "prefill", "decode"] = "regular"
     bootstrap_port: int | None = None
     """Port of a prefill server from which decode servers fetch the KV cache; None for other servers."""
@@ -176,7 +176,7 @@ def server_args(spec: EngineSpec) -> Json:
 
 
 def check_keyless(args: Json) -> None:
-    """Raises SlimxError if an argument of the user would expose a key to other users of the machine, or make SGLang
+    """Raises SlimxError if one of the user's arguments would expose a key to other users of the machine, or make SGLang
     ignore keys."""
     for name in ("api_key", "admin_api_key", "ssl_keyfile_password"):
         if args.get(name) is not None:

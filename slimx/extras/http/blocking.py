@@ -25,7 +25,7 @@ PIECE = 2**16
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """An HTTP response whose content has been read completely."""
+    """An HTTP response that has been read completely."""
 
     status: int
     content: bytes

@@ -83,7 +83,8 @@ class Connections:
     async def _watched(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Handles a request as aiohttp middleware, which suspends the connection's idle timeout in the meantime."""
+        """Handles a request, as aiohttp middleware, and suspends the connection's idle timeout until the request is
+        handled."""
         transport = request.transport
         connection = self._open.get(transport)
         if connection is not None:

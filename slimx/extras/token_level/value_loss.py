@@ -17,7 +17,7 @@ class ValueInputs(LossColumns[torch.Tensor]):
     unweighted loss with respect to each score."""
 
     predicted: torch.Tensor
-    """Outputs of the value model under the current weights, with gradient."""
+    """Differentiable outputs of the value model under the current weights."""
 
 
 ValueLoss = Callable[[ValueInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]

@@ -77,6 +77,6 @@ class ValueModel(GPTModel):
         return values.transpose(0, 1).contiguous()
 
     def sharded_state_dict(self, *args: object, **kwargs: object) -> ShardedStateDict:
-        """Returns the sharded state of the modules. GPTModel's own method expects an output layer, which this model
-        lacks."""
+        """Returns the sharded state of the modules. GPTModel's method of this name expects an output layer, which this
+        model lacks."""
         return MegatronModule.sharded_state_dict(self, *args, **kwargs)

@@ -55,7 +55,7 @@ class Completion:
     seconds: float
     """Wall time of the request in seconds; for a piece of a stream, the time since the previous piece."""
     temperature: float = 1.0
-    """Sampling temperature, at which `logprobs` are computed as well; 0 means greedy sampling."""
+    """Sampling temperature, which `logprobs` take into account; 0 means greedy sampling."""
     support: Support | None = None
     """Candidates that top-k and top-p kept at each of the n positions; None if neither was used."""
     policy: str = ACTOR

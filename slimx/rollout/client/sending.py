@@ -185,8 +185,8 @@ async def send(attempt: Callable[[], Awaitable[Answer]], url: str, deadline_s: f
 
 
 class RequestSender:
-    """Sends one request, and the requests that continue it after a broken stream, through a router; counts how often
-    the request was lost."""
+    """Sender of one request, and of the requests that continue it after a broken stream, through a router; counts how
+    often the request was lost."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, key: str | None, rule: Resending, time: Callable[[], float]

@@ -32,7 +32,7 @@ from slimx.rollout.hooks import ENGINE_DEADLINE
 from slimx.runtime.clocks import Clock
 
 TOO_OLD = "too old"
-"""Drop reason of a group beyond the staleness bound; its ticket stays in the queue, to be generated again."""
+"""Drop reason for a group beyond the staleness bound; its ticket stays in the queue, to be generated again."""
 STOP_S = 10.0
 """Number of seconds that `stop` waits for cancelled rollouts to end."""
 
@@ -41,7 +41,7 @@ async def _nothing() -> None: ...
 
 
 class RolloutManager:
-    """Admits prompts, runs their rollouts, and returns batches of finished groups."""
+    """Manager of rollouts: admits prompts, generates their groups, and returns batches of finished groups."""
 
     def __init__(
         self,

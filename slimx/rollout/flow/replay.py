@@ -25,7 +25,7 @@ class Replay:
         self.done = 0
 
     def seek(self, done: int) -> None:
-        """Makes the batch after step `done` the next one."""
+        """Sets the position to the batch after step `done`."""
         self.done = done
 
     async def next_batch(self) -> Batch:

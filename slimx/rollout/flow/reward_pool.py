@@ -32,7 +32,7 @@ class _Outcome(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call of the reward hook, from its place in the queue to its result."""
+    """One call of the reward hook: its arguments, its state and the future for its result."""
 
     ctx: RewardContext
     judged: Trajectory | Group

@@ -44,9 +44,9 @@ BEGIN_S = 120.0
 """Time limit in seconds for a new process to accept a call. It is long because the process first imports the driver's
 modules, which is slow on a loaded machine."""
 TAKE_S = 10.0
-"""Seconds within which an idle process must accept a call."""
+"""Time limit in seconds for an idle process to accept a call."""
 TRIES = 3
-"""Number of processes that are tried before a call fails."""
+"""Number of worker processes that are tried for a call before the call fails."""
 
 
 class _Call(NamedTuple):
@@ -65,7 +65,7 @@ text)."""
 
 class RewardProcesses:
     """Pool of `config.workers` processes that run calls of a reward hook. Each process starts at its first call; a
-    driver thread waits for each call's result."""
+    driver thread waits for the result of each call."""
 
     def __init__(self, config: RewardConfig, reward: Reward, tokenizer_path: str, facts: Json, take_s: float = TAKE_S):
         """Creates the workers without starting processes.
@@ -233,7 +233,8 @@ class _Worker:
 
 
 def _without_tokenizer(ctx: RewardContext) -> RewardContext:
-    """Returns a copy of `ctx` without its tokenizer, which is expensive to pickle; the worker sets its own."""
+    """Returns a copy of `ctx` without its tokenizer, which is expensive to pickle; the worker process adds one that it
+    loads."""
     return replace(ctx, tokenizer=cast("PreTrainedTokenizerBase", None))
 
 

@@ -75,7 +75,7 @@ class GroupOutcome:
 
     @property
     def failed(self) -> bool:
-        """True if the group failed, and was not dropped by a filter or as a straggler."""
+        """True if the group failed, rather than being dropped by a filter or as a straggler."""
         return self.reason is not None and is_failure(self.reason)
 
 

@@ -84,11 +84,11 @@ class Dropped:
     detail: str | None = None
     """Explanation of the drop reason, such as the message of the first error; None if there is none."""
     rewards: tuple[float, ...] = ()
-    """Rewards of the group's trajectories that have a reward, in order."""
+    """Rewards of the group's trajectories, in order, without those that have none."""
 
     @property
     def failed(self) -> bool:
-        """True if the group failed, and was not dropped by a filter or as a straggler."""
+        """True if the group failed, rather than being dropped by a filter or as a straggler."""
         return is_failure(self.reason)
 
     @classmethod
@@ -105,7 +105,7 @@ class Dropped:
 
 
 def rewards_of(group: Group) -> tuple[float, ...]:
-    """Returns the rewards of the group's trajectories that have a reward, in order."""
+    """Returns the rewards of the group's trajectories, in order, without those that have none."""
     return tuple(float(trajectory.reward) for trajectory in group.trajectories if trajectory.reward is not None)
 
 
