@@ -92,8 +92,8 @@ class Outages:
         self._parts = parts
 
     def time(self) -> float:
-        """Returns the event loop's time in seconds, minus the duration of all groups' outages; overlapping ones count
-        twice."""
+        """Returns the event loop's time in seconds, minus the sum of all groups' outage durations, in which overlapping
+        outages count twice."""
         return _now() - sum(part.seconds for part in self._parts)
 
     @contextmanager

@@ -55,8 +55,8 @@ class EngineHandle:
         """Creates the engine's actor.
 
         `spec`: specification of the server. `make_actor`: factory of actors of `slimx.engines.server.engine.Engine`.
-        `log`: path of the server's log, for messages. `deadline_s`: deadline of one call in seconds. `nodes`: number of
-        nodes that the server spans."""
+        `log`: path of the server's log, for messages. `deadline_s`: deadline for one call in seconds. `nodes`: number
+        of nodes that the server spans."""
         self.make_actor = make_actor
         self.log = log
         self.deadline_s = deadline_s

@@ -101,7 +101,7 @@ class ControlClient:
         """Stores the address and the keys.
 
         `url`: "http://host:port". `server_name`: name of the server in messages. `keys`: keys that the server requires.
-        `deadline_s`: default deadline of one call in seconds."""
+        `deadline_s`: default deadline for one call in seconds."""
         self.url = url.rstrip("/")
         self.server_name = server_name
         self.keys = keys
@@ -119,8 +119,8 @@ class ControlClient:
         """Calls the endpoint `path` with `key`, or with the control key if `key` is None, and returns the JSON
         response.
 
-        `deadline_s`: None means the client's default. Raises SlimxError for an error status, or if SGLang's response
-        has `success` false."""
+        `deadline_s`: if None, the client's default applies. Raises SlimxError for an error status, or if SGLang's
+        response has `success` false."""
         status, response = await request(
             method,
             self.url + path,

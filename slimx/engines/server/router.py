@@ -19,7 +19,7 @@ from slimx.runtime.tasks import in_thread
 
 HOST = "127.0.0.1"
 CALL_S = 30.0
-"""Deadline of one call to the router, in seconds."""
+"""Deadline for one call to the router, in seconds."""
 JOIN_S = 60.0
 """Time limit in seconds for the router to start sending requests to a newly added worker."""
 LEAVE_S = 30.0
@@ -42,7 +42,7 @@ class Router:
     ) -> None:
         """Prepares the process without starting it.
 
-        `request_deadline_s`: deadline of one generation request, in seconds. `disaggregated`: True if workers are
+        `request_deadline_s`: deadline for one generation request, in seconds. `disaggregated`: True if workers are
         prefill and decode servers, so that each request goes to a pair of one prefill and one decode server. `by_key`:
         True to send all requests with the same key (`slimx.rollout.client.sending.KEY_HEADER`) to one worker, the least
         loaded one when the first of them arrives; False to route requests by shared prefix unless loads are too

@@ -93,7 +93,7 @@ class EngineServer:
     ) -> None:
         """Stores the settings that all starts share.
 
-        `spec`: specification without ports and address. `deadline_s`: deadline of one call to the server in seconds.
+        `spec`: specification without ports and address. `deadline_s`: deadline for one call to the server in seconds.
         `network`: network of the server's address (`slimx.runtime.ports.local_address`). `places`: placements of a
         multi-node server's nodes other than the first. `make_end`: factory of the transport's receiver on a node; None
         if the transport has none."""

@@ -81,7 +81,7 @@ class EngineSpec:
     keys: Keys = field(default_factory=Keys.random, compare=False)
     """API keys that requests to the server must contain."""
     gpus: tuple[str, ...] | None = None
-    """GPUs of the server, by index or UUID; None means all GPUs that are visible to the process that starts the
+    """GPUs of the server, by index or UUID; if None, all GPUs that are visible to the process that starts the
     server."""
 
     @property

@@ -70,7 +70,7 @@ class RewardProcesses:
     def __init__(self, config: RewardConfig, reward: Reward, tokenizer_path: str, facts: Json, take_s: float = TAKE_S):
         """Creates the workers without starting processes.
 
-        `reward`: the hook that `config` names; every worker loads its own. `tokenizer_path`: directory of the
+        `reward`: the hook that `config` names; every worker loads a copy. `tokenizer_path`: directory of the
         tokenizer, which is loaded when a hook first uses it. `facts`: return value of `form_facts`, the properties of
         the run that hooks of other frameworks need. `take_s`: seconds within which an idle worker must accept a call.
         """
