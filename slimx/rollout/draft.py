@@ -60,7 +60,7 @@ class Draft:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens so far: the prompt of the next request."""
+        """All tokens so far, which form the prompt of the next request."""
         return list(self._ids)
 
     def add_sampled(self, completion: Completion, *, train: bool = True) -> None:

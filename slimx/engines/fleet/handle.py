@@ -25,7 +25,7 @@ class MemberState(StrEnum):
     The state of the engine's server is separate: `slimx.engines.server.engine.State`."""
 
     OUT = "out"
-    """The engine is not started or is being restarted; it receives neither requests nor publications."""
+    """The engine has not been started or is being restarted; it receives neither requests nor publications."""
     JOINING = "joining"
     """The engine's server runs, but with weights that were not published; the engine takes part in the next
     publication, and receives requests only after that."""

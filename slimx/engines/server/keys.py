@@ -17,7 +17,7 @@ from pathlib import Path
 from slimx.errors import SlimxError
 
 STDIN = "-"
-"""Value of the option --keys with which the keys are read from standard input."""
+"""Value of the option --keys that makes a process read its keys from standard input."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,8 @@ def gae(
 
 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, *, eps: float = 1e-8) -> torch.Tensor:
-    """Scales advantages to mean 0 and standard deviation 1 over all trained tokens of the batch; other tokens get 0."""
+    """Normalizes advantages to mean 0 and standard deviation 1 over all trained tokens of the batch; other tokens get
+    0."""
     trained = advantages[mask]
     centered = trained - trained.mean()
     return torch.zeros_like(advantages).masked_scatter(mask, centered / (centered.square().mean() + eps).sqrt())

@@ -18,14 +18,14 @@ from slimx.rollout.client.sending import as_logprobs
 from slimx.runtime.tasks import in_thread
 
 Meta = Json
-"""The object `meta_info` of a response to /generate."""
+"""Object `meta_info` in a /generate response."""
 PORTION = 2**20
 """Number of base64 characters decoded at once. It is a multiple of 16, because 16 characters encode three int32 expert
 ids."""
 
 
 class Reader:
-    """Parser of the `meta_info` in responses of one model's engines."""
+    """Parser for the `meta_info` in responses from one model's engines."""
 
     def __init__(self, url: str, shape: ModelShape, adapters: str | None = None) -> None:
         """Stores the model's sizes.

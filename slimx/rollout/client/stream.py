@@ -183,7 +183,7 @@ class TokenStream:
 
 
 def _status(event: Json) -> int:
-    """Returns the status in an error event of a stream; 200 if the event has none."""
+    """Returns the HTTP status in a stream's error event; 200 if the event contains none."""
     error = event.get("error")
     status = error.get("code") if isinstance(error, dict) else None
     return status if isinstance(status, int) else 200
