@@ -12,7 +12,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from slimx.runtime.clocks import Clock
 
 LOOK_S = 0.5
-"""Interval in seconds at which an event loop other than the outage's own checks whether the outage has ended."""
+"""Interval in seconds at which code outside the outage's event loop checks whether the outage has ended."""
 
 
 class Outage:
@@ -41,7 +41,7 @@ class Outage:
         return None if self._began is None else time.time() - (_now() - self._began)
 
     def begin(self) -> None:
-        """Records the start of an outage, unless there is one already, and pauses the clocks."""
+        """Records the start of an outage and pauses the clocks, unless an outage has already started."""
         if not self.lasts:
             self._began = _now()
             self._served.clear()
@@ -92,13 +92,13 @@ class Outages:
         self._parts = parts
 
     def time(self) -> float:
-        """Returns the event loop's time in seconds, minus the duration of all groups' outages; overlapping ones count
-        twice."""
+        """Returns the event loop's time in seconds, minus the sum of all groups' outage durations, in which overlapping
+        outages count twice."""
         return _now() - sum(part.seconds for part in self._parts)
 
     @contextmanager
     def stops(self, clock: Clock) -> Iterator[None]:
-        """Pauses the running `clock` during every outage of any group that occurs within this block."""
+        """Pauses the running `clock` inside the block, during every outage of any group."""
         with ExitStack() as stack:
             for part in self._parts:
                 stack.enter_context(part.stops(clock))
@@ -106,10 +106,11 @@ class Outages:
 
 
 class RemoteOutage:
-    """View of an `Outage` for code in an event loop other than the outage's own; polls for the end of the outage."""
+    """View of an `Outage` for code outside the outage's event loop; polls for the end of the outage."""
 
     def __init__(self, outage: Outage, hopeless: Callable[[], bool]) -> None:
-        """Wraps `outage`. `hopeless`: returns True if no engine can serve again, in which case callers do not wait."""
+        """Wraps `outage`. `hopeless`: returns True if no engine can ever serve again, in which case callers stop
+        waiting."""
         self._outage, self._hopeless = outage, hopeless
 
     @property
@@ -117,20 +118,20 @@ class RemoteOutage:
         return self._outage.lasts and not self._hopeless()
 
     async def wait_until_over(self) -> None:
-        """Waits until an engine serves, or none can serve again."""
+        """Waits until an engine serves, or until none can ever serve again."""
         while self.lasts:
             await asyncio.sleep(LOOK_S)
 
 
 AnyOutage = Outage | RemoteOutage
-"""An outage as seen by a request that waits for engines, in the outage's own event loop or in another one."""
+"""An outage as seen by a request that waits for engines, in the outage's event loop or in another one."""
 
 
 class EnginePhase:
     """Phases in which engines may start on devices that they share with trainers.
 
-    SGLang sizes its KV cache by free memory, so trainers must have released their memory first. A phase lasts until
-    `end` is called; if no device is shared, `end` is never called and engines may always start."""
+    SGLang sizes its KV cache according to the free memory, so trainers must have released their memory first. A phase
+    lasts until `end` is called; if no device is shared, `end` is never called and engines may always start."""
 
     def __init__(self) -> None:
         self._active = asyncio.Event()
@@ -152,7 +153,7 @@ class EnginePhase:
     async def end(self) -> None:
         """Ends the phase: prevents further starts, and waits until no engine is starting or stopping.
 
-        There is no deadline, because starts and stops have their own."""
+        This wait has no deadline, because each start and stop has one."""
         self._active.clear()
         await self._idle.wait()
 

@@ -37,7 +37,8 @@ class Trainers(Protocol):
     actors: list[Actor]
     """Ray actors of the current trainer ranks, by rank."""
     plans: Mapping[str, PlannedBuckets]
-    """Plans of transfers by name, with the layouts of their buckets; "publish" is the plan for one engine."""
+    """Transfer plans by name, with the layouts of their buckets; "publish" is the plan for publications to one
+    engine."""
 
     async def call(
         self,
@@ -57,7 +58,7 @@ class End(Protocol):
     """A transport's receiver on one node of an engine, in the process that owns the server there."""
 
     async def prepare(self, host: str, nodes: Any = None) -> None:
-        """Prepares for a start of the server.
+        """Prepares a start of the server.
 
         `host`: address of this node. `nodes`: the server's other nodes (`slimx.engines.server.server.Machines`), or
         None."""
@@ -79,19 +80,21 @@ class Transport:
         return publish.on_device
 
     def end(self, publish: Publish) -> Callable[[], End] | None:
-        """Returns the factory of the transport's receivers at engines, or None if engines open buckets without one."""
+        """Returns the factory of the transport's receivers at engines, or None if engines open buckets without such a
+        receiver."""
         return None
 
     def connect(self, config: Config, trainers: Trainers, engines: object, source: Source) -> tuple[Source, Delivery]:
-        """Connects trainers with engines; returns the source of buckets for the publisher, and the delivery.
+        """Connects trainers with engines; returns the source from which the publisher takes buckets, and the delivery.
 
-        `engines`: an `EngineGroup`, or None in a run without engines. `source`: source that gathers buckets on trainer
-        ranks."""
+        `engines`: an `EngineGroup`, or None in a run without engines. `source`: source whose buckets are gathered on
+        trainer ranks."""
         return source, MemoryDelivery(trainers)
 
 
 def transport_of(publish: Publish) -> Transport:
-    """Returns the transport that `publish.transport` selects; "memory" if it is "auto", as in a run without engines."""
+    """Returns the transport that `publish.transport` names; the value "auto", which remains unresolved in a run without
+    engines, selects "memory"."""
     name = "memory" if publish.transport == "auto" else publish.transport
     return entry_points.load("slimx.transports", name)()
 

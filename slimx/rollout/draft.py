@@ -22,7 +22,7 @@ _STATUS: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort
 class Draft:
     """A trajectory under construction, for generate hooks.
 
-    `add_sampled` appends a completion of an engine; `add_inserted` appends other tokens, such as the output of a tool
+    `add_sampled` appends a completion from an engine; `add_inserted` appends other tokens, such as the output of a tool
     or the text of a chat template.
     """
 
@@ -60,7 +60,7 @@ class Draft:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens so far: the prompt of the next request."""
+        """All tokens so far, which form the prompt of the next request."""
         return list(self._ids)
 
     def add_sampled(self, completion: Completion, *, train: bool = True) -> None:
@@ -139,8 +139,8 @@ class Draft:
         self._spans.append(Span(start=start, stop=len(self._ids), source="inserted", turn=self.turn))
 
     def _support(self, end: int) -> Support | None:
-        """Returns the candidate sets from which the first `end` tokens were sampled; None if the sampling of no token
-        was restricted."""
+        """Returns the candidate sets from which the first `end` tokens were sampled; None if no token's sampling was
+        restricted."""
         if not any(isinstance(part, Support) and len(part.ids) for part in self._supports):
             return None
         parts = [part if isinstance(part, Support) else Support.everything(part) for part in self._supports]

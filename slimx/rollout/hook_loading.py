@@ -58,14 +58,14 @@ class Form(Protocol):
         ...
 
     def is_form_of(self, path: str) -> bool:
-        """Returns True if the hook at `path`, which has no framework prefix, was written for the framework of this
-        adapter."""
+        """Returns True if the hook at `path`, which has no framework prefix, was written for this adapter's
+        framework."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """The hooks of one run; optional ones are None if not configured."""
+    """The hooks of one run; an optional hook is None if it is not configured."""
 
     generate: Generate
     reward: Reward | None
@@ -101,20 +101,20 @@ def load_keep(config: Config) -> Keep | None:
 
 
 def form_facts(config: Config) -> dict[str, Json]:
-    """Returns the properties of the run that reward hooks of other frameworks need in worker processes, by the prefix
-    of their `Form`."""
+    """Returns the properties of the run that reward hooks of other frameworks need in worker processes, keyed by the
+    prefix of each framework's `Form`."""
     paths = (config.reward.function, *(part.function for part in config.reward.parts))
     names = {str(path).partition(":")[0] for path in paths} & entry_points.find(FORMS).keys()
     return {name: entry_points.load(FORMS, name).facts(config) for name in names}
 
 
 class _Foreign(NamedTuple):
-    """A hook written for another framework: its `Form`, prefix and path."""
+    """A hook written for another framework: the framework's `Form`, and the hook's prefix and path."""
 
     form: Form
     prefix: str
     path: str
-    """Path without the prefix."""
+    """Dotted path of the hook, without the prefix."""
 
 
 def _form_of(path: str) -> _Foreign | None:
@@ -169,8 +169,7 @@ def load_reward(config: RewardConfig, facts: Mapping[str, Json]) -> Reward | Non
 
 
 def in_process(config: RewardConfig, reward: Reward) -> bool:
-    """Returns True if `reward` is called in worker processes, depending on `reward.isolation` and the
-    hook's requirements.
+    """Returns True if `reward` runs in worker processes, as decided by `reward.isolation` and the hook's requirements.
 
     Raises SlimxError if `reward.isolation` is thread and a hook cannot run in a thread.
     """
@@ -215,14 +214,14 @@ def check_prompts(reward: Reward, prompts: Sequence[Prompt]) -> None:
 
 
 def _judged_by(reward: Reward, prompts: Sequence[Prompt]) -> list[tuple[Reward, list[Prompt]]]:
-    """Returns each reward hook, which may be a part of a mixture, with the prompts that it applies to."""
+    """Returns each reward hook, including those that are parts of a mixture, with the prompts that it applies to."""
     if not isinstance(reward, Mixture):
         return [(reward, list(prompts))]
     return [(part.hook, list(filter(part.fits, prompts))) for part in reward.parts]
 
 
 def check_generated(generate: Generate, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises SlimxError for the first prompt that the generate hook refuses, given its options."""
+    """Raises SlimxError for the first prompt that the generate hook, with its configured options, refuses."""
     check = needs.prompt_check(generate)
     if check is not None:
         options = generate.keywords if isinstance(generate, partial) else {}

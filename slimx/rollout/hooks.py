@@ -73,7 +73,7 @@ class CompletionStream(Protocol):
 
 
 class Generator(Protocol):
-    """Interface of a source of completions: the client of the engines, or a wrapper around it for one rollout."""
+    """Interface of a source of completions: the engine client, or a wrapper around it for one rollout."""
 
     async def generate(self, request: GenerationRequest) -> Completion: ...
 
@@ -82,7 +82,7 @@ class Generator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RolloutEngine:
-    """The engines for one rollout, with its default sampling parameters and its seed."""
+    """The engines as one rollout uses them, with the rollout's default sampling parameters and its seed."""
 
     client: Generator | None
     sampling: Json
@@ -131,7 +131,7 @@ class RolloutEngine:
 
 
 class _Logging:
-    """Base class of contexts, with methods by which a hook logs numbers."""
+    """Base class of hook contexts; provides the methods with which a hook logs metrics."""
 
     __slots__ = ()
     metrics: dict[str, float]
@@ -189,16 +189,16 @@ class RolloutContext(_Logging):
     address: str = ""
     """URL of the policy's router, or "" without a router. Tokens that are to be trained on must come from `engine`."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """HTTP headers that requests to `address` need."""
+    """HTTP headers that requests to `address` must contain."""
     proxy: AgentServer | None = None
     """The run's OpenAI-compatible server, through which agents call the policy `actor`; None if nothing is sampled, and
     for policies other than `actor`."""
     environments: Environments = field(default_factory=Environments)
-    """Factory of environments, which run in the driver or in processes."""
+    """Factory of environments, which run in the driver or in separate processes."""
     prompt_ids: PromptIds | None = None
     """Token ids of the group's prompt, which is encoded once for all rollouts."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers logged by the hook, which become metrics of the rollout's first trajectory."""
+    """Metrics logged by the hook, which are added to the metrics of the rollout's first trajectory."""
     policy: str = ACTOR
     """Name of the policy that `engine` samples from and whose trajectories `draft` creates."""
     policies: Mapping[str, RolloutContext] = field(default_factory=dict)
@@ -248,7 +248,8 @@ class RewardContext(_Logging):
     responses: list[Response] = field(default_factory=list)
     """Turns and final answer of each trajectory; defaults to a single turn with `text`."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers logged by the hook, which become metrics of the trajectory, or of the group's first trajectory."""
+    """Metrics logged by the hook, which are added to the metrics of the trajectory, or of the group's first
+    trajectory."""
 
     def __post_init__(self) -> None:
         if not self.responses:
@@ -261,7 +262,7 @@ class RewardContext(_Logging):
 
     @property
     def final_answer(self) -> str:
-        """Text of the last turn after the thinking block; "" if the thinking block was not closed."""
+        """Text of the last turn after the thinking block; "" if that block was not closed."""
         return self.responses[0].final_answer
 
     @property

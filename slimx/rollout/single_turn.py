@@ -5,7 +5,7 @@ from slimx.rollout.hooks import RolloutContext
 
 
 async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """Samples one completion of the prompt."""
+    """Samples one completion for the prompt."""
     draft = ctx.draft(prompt)
     draft.add_sampled(await ctx.engine.generate(draft.token_ids))
     return draft.finish()

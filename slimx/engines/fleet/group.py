@@ -34,7 +34,7 @@ from slimx.runtime.ports import free_port
 from slimx.runtime.tasks import all_tried
 
 KEPT = 5
-"""Maximum number of restarts that engines.json lists for each engine and router; the latest ones are kept."""
+"""Maximum number of restarts that engines.json lists for each engine and router; only the latest are listed."""
 
 
 def keys_of(group: Engines) -> Keys:
@@ -46,8 +46,8 @@ def keys_of(group: Engines) -> Keys:
 
 
 CALLS = 3
-"""Maximum number of consecutive calls to a server that releases or restores its memory (pause, release, resume). Each
-call has its own deadline."""
+"""Maximum number of consecutive calls to a server within an operation that releases or restores its memory (pause,
+release, resume). Each call has a separate deadline."""
 
 
 class EngineGroup:
@@ -69,10 +69,10 @@ class EngineGroup:
     ):
         """Creates the engines' actors and the router without starting servers.
 
-        `moe`: True if the model has experts. `note`: receives a line of text for every lost or restarted engine.
-        `record`: receives every restart. `router`: name of the router. `groups`: groups of `rollout.engines` to create
-        engines for; None means the policy's groups. `shared`: placements of trainer ranks, one GPU each, whose GPUs the
-        engines use alternately with the trainers; empty if engines have their own GPUs."""
+        `moe`: True if the model has experts. `note`: called with a line of text for every lost or restarted engine.
+        `record`: called with every restart. `router`: name of the router. `groups`: groups of `rollout.engines` to
+        create engines for; None selects the policy's groups. `shared`: placements of trainer ranks, one GPU each, whose
+        GPUs the engines use alternately with the trainers; empty if no GPUs are shared."""
         groups = config.rollout.policy_engines if groups is None else groups
         self.config = config
         self.device = device
@@ -127,8 +127,8 @@ class EngineGroup:
         return EngineHandle(spec, make, log, deadline, nodes=group.nodes)
 
     def _places(self, group: Engines) -> list[Placement]:
-        """Returns the placements of one server of `group`, one per node; taken from the GPUs that are shared with
-        trainers, if there are any."""
+        """Returns the placements of one server of `group`, one per node. They are taken from the GPUs that are shared
+        with trainers, if there are any."""
         per_node = group.ranks // group.nodes
         if self.device != "cuda" or group.urls:
             return [Placement()] * group.nodes
@@ -156,8 +156,8 @@ class EngineGroup:
     async def sleep(self) -> None:
         """Releases the memory of the engines' weights and KV cache, so that trainers can use the devices.
 
-        An engine that fails to release it is quarantined, and its processes have ended when this method returns. If an
-        engine is still starting, its start is awaited, and then it releases its memory as well."""
+        An engine that fails to do so is quarantined; its processes have ended by the time this method returns. An
+        engine that is still starting releases its memory once it has started."""
         await self.members.engine_phase.end()
         await self._perform(self.members.candidates(), "sleep")
         await self.members.engine_phase.end()
@@ -183,8 +183,8 @@ class EngineGroup:
         await asyncio.gather(*map(tried, engines))
 
     async def stop(self) -> None:
-        """Stops the router and all servers with their process trees. An error in stopping one of them is raised after
-        the others have been stopped."""
+        """Stops the router and all servers with their process trees. If stopping one of them fails, the error is raised
+        after the others have been stopped."""
         await self.members.stop()
         await all_tried(self.router.stop(), *(engine.stop() for engine in self.engines))
 
@@ -233,7 +233,7 @@ def follow(groups: Sequence[EngineGroup], path: Path) -> None:
 
 
 def _engine_entry(engine: EngineHandle, frozen: bool, restarts: Restarts) -> Json:
-    """Returns the entry of an engine in engines.json. `frozen`: True if the engine's weights are not trained."""
+    """Returns an engine's entry for engines.json. `frozen`: True if the engine's weights are not trained."""
     return {
         "name": engine.name,
         "role": engine.spec.role,
@@ -246,11 +246,12 @@ def _engine_entry(engine: EngineHandle, frozen: bool, restarts: Restarts) -> Jso
 
 
 def _router_entry(router: Router, keeper: RouterKeeper) -> Json:
-    """Returns the entry of a router in engines.json."""
+    """Returns a router's entry for engines.json."""
     return {"name": router.process.name, "url": router.url, "up": keeper.up, **_restarts(keeper.restarts)}
 
 
 def _restarts(restarts: Restarts) -> Json:
-    """Returns the number of restarts of an engine or router, and the last KEPT of them, for engines.json."""
+    """Returns the number of restarts of an engine or router, and the last `KEPT` of these restarts, for
+    engines.json."""
     history = [asdict(restart) for restart in restarts.history[-KEPT:]]
     return {"restarts": len(restarts.history), "history": history}

@@ -20,19 +20,19 @@ from slimx.runtime.tasks import race
 
 
 class MemberState(StrEnum):
-    """State of an engine as a member of the run, which decides whether it gets requests and publications.
+    """State of an engine as a member of the run, which decides whether it receives requests and publications.
 
     The state of the engine's server is separate: `slimx.engines.server.engine.State`."""
 
     OUT = "out"
-    """The engine is not started or is being restarted; it receives neither requests nor publications."""
+    """The engine has not been started or is being restarted; it receives neither requests nor publications."""
     JOINING = "joining"
-    """The engine's server runs, but with weights that were not published; the engine receives the next publication, and
-    only after that requests."""
+    """The engine's server runs, but with weights that were not published; the engine takes part in the next
+    publication, and receives requests only after that."""
     MEMBER = "member"
     """The engine has a verified version of the weights and is registered with the router."""
     GONE = "gone"
-    """The engine is permanently lost, because its restarts are used up."""
+    """The engine is permanently lost, because it has no restarts left."""
 
     @property
     def runs(self) -> bool:
@@ -55,8 +55,8 @@ class EngineHandle:
         """Creates the engine's actor.
 
         `spec`: specification of the server. `make_actor`: factory of actors of `slimx.engines.server.engine.Engine`.
-        `log`: path of the server's log, for messages. `deadline_s`: deadline of one call in seconds. `nodes`: number of
-        nodes that the server spans."""
+        `log`: path of the server's log, for messages. `deadline_s`: deadline for one call in seconds. `nodes`: number
+        of nodes that the server spans."""
         self.make_actor = make_actor
         self.log = log
         self.deadline_s = deadline_s
@@ -102,7 +102,7 @@ class EngineHandle:
         self.state = MemberState.JOINING
 
     def mark(self, text: str) -> None:
-        """Writes a separator line with `text` into the engine's log, without waiting for it."""
+        """Writes a separator line with `text` into the engine's log, and returns without waiting for the write."""
         if self.actor is not None:
             self.actor.mark.options(num_returns=0).remote(text)
 
@@ -129,7 +129,8 @@ class EngineHandle:
             self.actor = None
 
     async def ended(self) -> str | None:
-        """Returns a description of how the server or the actor ended; None while they run or do not respond."""
+        """Returns a description of how the server or the actor ended; None if both are running or there is no
+        response."""
         try:
             return await self._wait("the status of its process", self._living.ended.remote(), ANSWER_S)
         except (ActorDied, ReceiverLost) as error:
@@ -141,9 +142,9 @@ class EngineHandle:
         """Makes the engine perform `verb` and returns the result.
 
         `verb`: a method of a publication (`slimx.reshard.parties.Receiver`), for the publication that began in
-        membership `epoch`, or any method of `slimx.engines.server.engine.Engine` if `epoch` is None. `deadline_s`: None
-        means the deadline that was passed to the constructor. Raises ReceiverLost if the engine or its actor has died
-        or does not respond in time."""
+        membership `epoch`, or any method of `slimx.engines.server.engine.Engine` if `epoch` is None. `deadline_s`: if
+        None, the deadline passed to the constructor applies. Raises ReceiverLost if the engine or its actor has died or
+        does not respond in time."""
         deadline_s = deadline_s or self.deadline_s
         reference = self._living.perform.remote(verb, epoch, deadline_s, *arguments)
         return await self._result(verb, reference, deadline_s)

@@ -50,8 +50,8 @@ class Membership:
     ):
         """Prepares the counts of restarts and the keeper of `router`; starts nothing.
 
-        `health`: section rollout.health. `start_deadline_s`: deadline of one start of an engine or of the router, in
-        seconds. `note`: receives a line of text for every event. `record`: receives every restart. `pause_s`: seconds
+        `health`: section rollout.health. `start_deadline_s`: deadline for starting an engine or the router, in seconds.
+        `note`: called with a line of text for every event. `record`: called with every restart. `pause_s`: seconds
         before the second consecutive restart of an engine or router."""
         self.engines = engines
         self.health = health
@@ -103,7 +103,7 @@ class Membership:
         return [engine for engine in self.engines if engine.state.runs]
 
     def joining(self) -> list[EngineHandle]:
-        """Returns the engines whose server runs and that wait for a publication."""
+        """Returns the engines whose server is running and that are waiting for a publication."""
         return [engine for engine in self.engines if engine.state is MemberState.JOINING]
 
     def members(self) -> list[EngineHandle]:
@@ -115,8 +115,8 @@ class Membership:
         return {engine.spec.role for engine in engines} == {engine.spec.role for engine in self.engines}
 
     async def admit(self, engine: EngineHandle) -> None:
-        """Registers `engine`, which has a verified version, with the router. Raises ReceiverLost if the engine was lost
-        meanwhile."""
+        """Registers `engine`, which has a verified version, with the router. Raises ReceiverLost if it has since been
+        lost."""
         incarnation = engine.incarnation
         if engine.state is MemberState.JOINING:
             await self.keeper.add(engine)
@@ -131,7 +131,7 @@ class Membership:
 
     async def quarantine(self, engine: EngineHandle, error: SlimxError) -> None:
         """Removes `engine` from the router because of `error` and restarts it in the background. Does nothing if the
-        engine is lost already. When this method returns, no new request can reach the engine."""
+        engine is already lost. Once this method has returned, no new request can reach the engine."""
         if engine not in self.candidates():
             return
         self.note(f"engine {engine.name} is quarantined: {first_line(error)}")
@@ -184,7 +184,7 @@ class Membership:
 
     @property
     def run(self) -> bool:
-        """True while an engine of each role runs."""
+        """True while at least one engine of each role is running."""
         return self._every_role(self.candidates())
 
     async def available(self) -> None:
@@ -226,7 +226,7 @@ class Membership:
         self.spawn(self.keeper.watch())
 
     async def look(self) -> None:
-        """Checks the router and the engines now, after requests were lost. On return the router sends nothing to
+        """Checks the router and the engines now, after requests were lost. On return, the router sends no requests to
         engines that have ended.
 
         Concurrent calls share one check. Even if all processes are running, an engine may fail every request, so each
@@ -300,8 +300,8 @@ class Membership:
     # Bookkeeping ------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics `engines/*`: numbers of engines that serve, of engines that do not run, of losses and
-        restarts, and the duration of outages."""
+        """Returns the metrics `engines/*`: the number of engines that serve, of engines whose server is not running, of
+        losses and of restarts, and the total duration of outages."""
         router_restarts = sum(not restart.error for restart in self.keeper.restarts.history)
         restarts = sum(not restart.error for restart in self.history())
         return {
@@ -314,13 +314,13 @@ class Membership:
         }
 
     def history(self) -> list[Restart]:
-        """Returns all restarts of engines and router in this run, sorted by their start."""
+        """Returns all restarts of engines and router in this run, sorted by start time."""
         parts = [*self.restarts.values(), self.keeper.restarts]
         return sorted(chain.from_iterable(part.history for part in parts), key=lambda restart: restart.at)
 
     def awaited(self) -> Json | None:
-        """Returns the reason why rollouts wait during an outage, for `slimx status`, as {what: string, since: Unix
-        time}; None without an outage."""
+        """Returns the reason why rollouts wait during an outage, for `slimx status`, as {what: cause, since: Unix time
+        at which the outage started}; None if there is no outage."""
         if not self.outage.lasts:
             return None
         if not self.keeper.up:
@@ -360,7 +360,7 @@ class Membership:
             self.fail(SlimxError(f"{kind}: {error}", code="engines.mistake", about=kind))
 
     def fail(self, error: SlimxError) -> None:
-        """Records `error` as the reason why the run cannot continue, unless one is recorded, and wakes all waiters."""
+        """Ends the run with `error`, unless an earlier error has already ended it, and wakes all waiters."""
         if self._failure is None:
             self._failure = error
         self.changed()
@@ -387,7 +387,7 @@ class Membership:
 
 
 class Joining:
-    """Running engines without a published version. Implements `Members`, for a publication to these engines alone."""
+    """Running engines without a published version. Implements `Members` for a publication to these engines alone."""
 
     def __init__(self, members: Membership):
         self._members = members

@@ -36,14 +36,14 @@ class Fleet(Protocol):
         """Records the start or the end of an outage after the router was lost or came back."""
 
     async def quarantine(self, engine: EngineHandle, error: SlimxError) -> None:
-        """Removes and restarts an engine that could not be added although the router responds."""
+        """Removes and restarts an engine that could not be registered although the router responds."""
 
     def fail(self, error: SlimxError) -> None:
-        """Ends the run with `error`, because the router's restarts are used up."""
+        """Ends the run with `error`, because the router has no restarts left."""
 
 
 class RouterKeeper:
-    """Restarts one router when it fails, and registers engines with it."""
+    """Supervisor of one router: restarts the router when it fails, and registers engines with it."""
 
     def __init__(self, membership: Fleet, router: Router, restarts: Restarts):
         self.membership = membership
@@ -56,8 +56,8 @@ class RouterKeeper:
         restarts.serves()
 
     async def add(self, engine: EngineHandle) -> None:
-        """Registers `engine` with the router, restarting the router if it fails. Raises SlimxError if the engine, not
-        the router, is the cause of a failure."""
+        """Registers `engine` with the router; if the router fails, restarts it and tries again. Raises SlimxError if
+        the engine, not the router, caused the failure."""
         await self._try(lambda: self._add(engine))
 
     async def remove(self, url: str) -> None:
@@ -68,7 +68,8 @@ class RouterKeeper:
             await self.restart(error)  # engines that no longer serve are not registered with the new router
 
     async def look(self) -> bool:
-        """Restarts the router if it has ended, and waits until it runs again. Returns True if it was restarted."""
+        """Restarts the router if its process has ended, and waits until it responds again. Returns True if it was
+        restarted."""
         end = self.router.ended()
         if end is None and not self._restarts_now:
             return False
@@ -98,7 +99,7 @@ class RouterKeeper:
         """Restarts the router because of `reason` and registers the engines that serve; concurrent calls share one
         restart.
 
-        Raises SlimxError if its restarts are used up."""
+        Raises SlimxError if the router has no restarts left."""
         if self._restarting is None or self._restarting.done():
             self._restarting = self.membership.spawn(self._restart(reason))
         await asyncio.shield(self._restarting)

@@ -48,7 +48,7 @@ ACCEPTED: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float"
 
 @functools.cache
 def server_fields() -> dict[str, Field]:
-    """Returns name -> field for the fields of the installed SGLang's ServerArgs that have a command-line flag."""
+    """Returns those fields of the installed SGLang's ServerArgs that have a command-line flag, by name."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise SlimxError(
@@ -100,7 +100,7 @@ def check_server_args(args: Json, where: str = "rollout.engines.sglang") -> None
 
 
 def command_line(args: Json) -> list[str]:
-    """Returns command-line arguments for `args`, field name -> value, after checking them. Values None and False are
+    """Checks `args`, field name -> value, and converts them to command-line arguments. Values None and False are
     omitted, because they are SGLang's defaults."""
     check_server_args(args)
     out: list[str] = []

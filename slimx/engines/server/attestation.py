@@ -46,8 +46,8 @@ async def attested(wire: ControlClient, spec: EngineSpec, process: SupervisedPro
 async def _attest(wire: ControlClient, name: str) -> list[Json]:
     """Returns the attestation of each rank of engine `name`.
 
-    Raises SlimxError if the slimx plugin does not respond, because SGLang does not report that it failed to load a
-    plugin."""
+    Raises SlimxError if the slimx plugin does not respond; this check is needed because SGLang does not report that it
+    failed to load a plugin."""
     try:
         return await wire.request_ranks("attest")
     except SlimxError as error:
@@ -101,8 +101,8 @@ async def check_guarded(wire: ControlClient) -> None:
 
 
 async def _check_arguments(wire: ControlClient, spec: EngineSpec) -> None:
-    """Raises SlimxError if an external server runs without an argument that slimx requires, or in a role other than
-    that of `spec`."""
+    """Raises SlimxError if an external server runs without an argument that slimx requires, or in a role other than the
+    one in `spec`."""
     info = await wire.call("/server_info", method="GET", key=spec.keys.api_key)
     needed = policy_args(spec)
     for name, value in needed.items():
@@ -135,7 +135,7 @@ def check_ranks(ranks: list[Json], spec: EngineSpec) -> None:
 
 
 class Fact(NamedTuple):
-    """A property of a rank, with the attested and the expected value."""
+    """A property that a rank attests, with its attested and its expected value."""
 
     name: str
     attested: object
@@ -175,7 +175,7 @@ def check_backends(ranks: list[Json], spec: EngineSpec) -> None:
 
 
 def _check_process(ranks: list[Json], spec: EngineSpec, process: SupervisedProcess) -> None:
-    """Raises SlimxError if the server that responds is not `process`, because another server took the port before it.
+    """Raises SlimxError if the responding server is not `process`, but another server that took its port first.
 
     Only ranks on this machine are checked: ranks on other nodes joined at a rendezvous address that is private to the
     server."""
@@ -193,8 +193,8 @@ def _check_process(ranks: list[Json], spec: EngineSpec, process: SupervisedProce
 
 
 def forms_of(name: str, ranks: Sequence[Json], encoding: Encoding) -> list[dict[str, str]]:
-    """Returns every tensor that engine `name` loads, name -> "dtype:d0,d1": one dict per rank for the encoding "local",
-    else one for all ranks.
+    """Returns every tensor that engine `name` loads, each as name -> "dtype:d0,d1". The list has one dict per rank for
+    the encoding "local", and otherwise a single dict for all ranks.
 
     `ranks`: responses of the ranks to `inventory`. Raises SlimxError if a rank has parameters that cannot be published,
     or if the ranks load different tensors."""

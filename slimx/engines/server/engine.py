@@ -61,7 +61,7 @@ class Engine(EngineServer):
 
     state = State.DEAD
     epoch = -1
-    """Membership epoch of the most recent publication that has begun at this engine; -1 before the first."""
+    """Membership epoch of the publication that most recently began at this engine; -1 before the first."""
 
     def reset(self, spec: EngineSpec) -> None:
         """Clears the state that belongs to one start of the server; the next start uses `spec`."""
@@ -142,15 +142,16 @@ class Engine(EngineServer):
             raise SlimxError(end, code="engine.ended", about=self.spec.name)
 
     async def serves(self) -> bool:
-        """Returns True if the server generates, that is, if it is neither paused nor asleep nor loading weights."""
+        """Returns True if the server can generate: it is neither paused nor asleep nor loading weights."""
         return self.state is State.READY
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
     async def perform(self, verb: str, epoch: int | None, deadline_s: float, *arguments: object) -> object:
-        """Calls the engine's method `verb` within `deadline_s` seconds and returns its result. `epoch`: membership
-        epoch of the publication to which the call belongs; None for calls outside of publications. Raises SlimxError if
-        the engine is in another publication."""
+        """Calls the engine's method `verb` within `deadline_s` seconds and returns its result.
+
+        `epoch`: membership epoch of the publication to which the call belongs; None for calls outside of publications.
+        Raises SlimxError if the engine takes part in another publication."""
         if epoch is not None:
             self._enter(verb, epoch)
         try:
@@ -185,7 +186,7 @@ class Engine(EngineServer):
         self.move(State.PAUSED)
 
     async def resume(self) -> None:
-        """Resumes generation, after reallocating the memory that was released."""
+        """Reallocates the released memory, and resumes generation."""
         self.require("resume", State.PAUSED)
         if self.asleep:
             await self.wake()
@@ -237,8 +238,8 @@ class Engine(EngineServer):
     # Publication (methods of slimx.reshard.parties.Receiver) ----------------------------------------------------------
 
     async def inventory(self, encoding: Encoding = "hf") -> list[dict[str, str]]:
-        """Returns the tensors that a publication must contain, name -> "dtype:d0,d1": one dict per rank for the
-        encoding "local", else one for all ranks."""
+        """Returns the tensors that a publication must contain, each as name -> "dtype:d0,d1". The list has one dict per
+        rank for the encoding "local", and otherwise a single dict for all ranks."""
         return forms_of(self.spec.name, await self.request_ranks("inventory", encoding=encoding), encoding)
 
     async def begin(self, manifest: Manifest, staging: Staging = "model") -> None:
@@ -287,7 +288,7 @@ class Engine(EngineServer):
         await self.request_ranks("abort")
 
     async def load(self) -> None:
-        """Copies all staged tensors into the model. The engine is DIRTY from before the first copy; an error ends the
+        """Copies all staged tensors into the model. The engine becomes DIRTY before the first copy; an error ends the
         publication."""
         self.require("load", State.PAUSED, State.DIRTY)
         manifest = self._open("load")
@@ -367,8 +368,8 @@ class Engine(EngineServer):
 
     @contextlib.asynccontextmanager
     async def _ending_on_error(self) -> AsyncIterator[None]:
-        """Aborts the publication on all ranks if the block raises an error, because one rank may have failed and the
-        others not."""
+        """Aborts the publication on all ranks if the block raises an error, because the error may have occurred on only
+        some of them."""
         try:
             yield
         except ReceiverLost:

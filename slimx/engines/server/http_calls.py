@@ -20,7 +20,7 @@ from slimx.json_types import Json
 RECEIVER = "slimx.adapters.sglang.weights.receiver.load_staged"
 """Dotted path of the function that SGLang calls to load staged weights (as a custom weight loader)."""
 REFUSED = (401, 403)
-"""HTTP statuses of a call whose key is missing or wrong."""
+"""HTTP statuses with which a server refuses a call whose key is missing or wrong."""
 
 
 async def request(
@@ -64,7 +64,7 @@ def parse_body(body: str | bytes) -> Json:
 
 
 def message_of(response: Json) -> str:
-    """Returns the server's message in an error response; servers put it in different fields."""
+    """Returns the server's message from an error response, whichever of several fields contains it."""
     error = response.get("error", response.get("message", response.get("text", "")))
     if isinstance(error, dict):
         error = error.get("message", error)
@@ -76,14 +76,14 @@ def message_of(response: Json) -> str:
 
 
 def stamp(versions: Mapping[str, int]) -> str:
-    """Returns the text that SGLang attaches to tokens as their version if it serves several policies:
+    """Returns the text that SGLang attaches to tokens as their version if it serves several policies, such as
     "actor=7,judge=6"."""
     return ",".join(f"{policy}={version}" for policy, version in versions.items())
 
 
 def version_in(text: str, policy: str | None) -> str:
-    """Returns the version of `policy` in `text`, the version text of several policies (`stamp`); "" if no version of
-    the policy was published.
+    """Returns the version of `policy` in `text`, in which `stamp` has written the versions of several policies; "" if
+    no version of the policy was published.
 
     If `policy` is None, `text` is the version of a single policy and is returned unchanged."""
     if policy is None:
@@ -95,13 +95,13 @@ def version_in(text: str, policy: str | None) -> str:
 class ControlClient:
     """Client for control calls to one server or router.
 
-    Each call opens its own connection, because calls are rare and come from any event loop."""
+    Each call opens a new connection, because calls are rare and may come from any event loop."""
 
     def __init__(self, url: str, server_name: str = "engine", keys: Keys = NO_KEYS, deadline_s: float = 60.0) -> None:
         """Stores the address and the keys.
 
         `url`: "http://host:port". `server_name`: name of the server in messages. `keys`: keys that the server requires.
-        `deadline_s`: default deadline of one call in seconds."""
+        `deadline_s`: default deadline for one call in seconds."""
         self.url = url.rstrip("/")
         self.server_name = server_name
         self.keys = keys
@@ -116,11 +116,11 @@ class ControlClient:
         deadline_s: float | None = None,
         key: str | None = None,
     ) -> Json:
-        """Returns the JSON response of the endpoint `path`, called with `key`, or with the control key if `key` is
-        None.
+        """Calls the endpoint `path` with `key`, or with the control key if `key` is None, and returns the JSON
+        response.
 
-        `deadline_s`: None means the client's default. Raises SlimxError for an error status, or if SGLang's response
-        has `success` false."""
+        `deadline_s`: if None, the client's default applies. Raises SlimxError for an error status, or if SGLang's
+        response has `success` false."""
         status, response = await request(
             method,
             self.url + path,
@@ -142,7 +142,7 @@ class ControlClient:
         return response
 
     async def request_ranks(self, verb: str, *, deadline_s: float | None = None, **arguments: object) -> list[Json]:
-        """Returns the responses of all ranks to the request `verb` to the slimx plugin, in rank order. Raises
+        """Sends the request `verb` to the slimx plugin and returns the responses of all ranks, in rank order. Raises
         SlimxError if any rank reports an error."""
         action = f"slimx.{verb}"
         body = {"action": action, "selector": "target", "skip_tensor_list": [json.dumps(arguments)]}
@@ -158,7 +158,7 @@ class ControlClient:
         return [json.loads(rank["slimx"]) for rank in ranks]
 
     def _by_rank(self, action: str, responses: list[Json]) -> list[Json]:
-        """Returns one response per rank, in rank order; with DP-attention every scheduler sends the responses of all
+        """Returns one response per rank, in rank order; with DP attention, every scheduler sends the responses of all
         ranks.
 
         `action`: the request, for messages. Raises SlimxError if ranks are missing or several processes have the same

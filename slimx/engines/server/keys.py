@@ -17,7 +17,7 @@ from pathlib import Path
 from slimx.errors import SlimxError
 
 STDIN = "-"
-"""Value of the option --keys with which the keys are read from standard input."""
+"""Value of the option --keys that makes a process read its keys from standard input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,13 @@ class Keys:
 
     @staticmethod
     def random() -> Keys:
-        """Returns two random keys of 256 bits each."""
+        """Returns two random 256-bit keys."""
         return Keys(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
 
     @property
     def control(self) -> str | None:
-        """Key of control calls. SGLang accepts `api_key` for them if a server has no `admin_api_key`."""
+        """Key for control calls: `admin_api_key`, or `api_key`, which SGLang accepts for them if a server has no
+        `admin_api_key`."""
         return self.admin_api_key or self.api_key
 
     def __repr__(self) -> str:

@@ -38,8 +38,9 @@ MODELS = "slimx.adapters.sglang.models"
 
 
 def prepare(arguments: list[str]) -> None:
-    """Sets environment variables of SGLang and torch for this process and its children. `arguments`: SGLang's
-    arguments, from which the device is read."""
+    """Sets environment variables for SGLang and torch in this process and its children.
+
+    `arguments`: SGLang's arguments, from which the device is read."""
     named = [name for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
     os.environ["SGLANG_PLUGINS"] = ",".join(dict.fromkeys(["slimx", *named]))
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", MODELS)

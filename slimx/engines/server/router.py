@@ -19,7 +19,7 @@ from slimx.runtime.tasks import in_thread
 
 HOST = "127.0.0.1"
 CALL_S = 30.0
-"""Deadline of one call to the router, in seconds."""
+"""Deadline for one call to the router, in seconds."""
 JOIN_S = 60.0
 """Time limit in seconds for the router to start sending requests to a newly added worker."""
 LEAVE_S = 30.0
@@ -42,12 +42,12 @@ class Router:
     ) -> None:
         """Prepares the process without starting it.
 
-        `request_deadline_s`: deadline of one generation request, in seconds. `disaggregated`: True if workers are
+        `request_deadline_s`: deadline for one generation request, in seconds. `disaggregated`: True if workers are
         prefill and decode servers, so that each request goes to a pair of one prefill and one decode server. `by_key`:
         True to send all requests with the same key (`slimx.rollout.client.sending.KEY_HEADER`) to one worker, the least
         loaded one when the first of them arrives; False to route requests by shared prefix unless loads are too
-        unequal. `keys`: keys of the workers; requests to the router need their `api_key` as well. None means new random
-        keys."""
+        unequal. `keys`: keys of the workers, whose `api_key` requests to the router need as well; None to use new
+        random keys."""
         options = {
             "--host": HOST,
             "--port": port,
@@ -94,17 +94,17 @@ class Router:
         return self.process.ended()
 
     async def wait_ready(self, deadline_s: float) -> None:
-        """Waits until the router responds. The router has no workers at that time."""
+        """Waits until the router responds; workers are registered with it only afterwards."""
         await self._until(lambda workers: True, deadline_s, f"the router at {self.url} to respond")
 
     async def restart(self, deadline_s: float) -> None:
-        """Kills the process and starts it again at the same address, without workers."""
+        """Kills the process and starts it again at the same address; the new process has no workers."""
         await self.stop(grace_s=0)
         self.start()
         await self.wait_ready(deadline_s)
 
     async def workers(self, deadline_s: float = CALL_S) -> list[Json]:
-        """Returns the registered workers: {id, url, is_healthy, load, ...} each."""
+        """Returns the registered workers, each as {id, url, is_healthy, load, ...}."""
         return (await self.wire.call("/workers", method="GET", deadline_s=deadline_s)).get("workers", [])
 
     async def add(
@@ -119,8 +119,8 @@ class Router:
 
         The router's /health returns 200 before the worker is ready, so the list of workers is polled instead. A worker
         with the same URL is removed first, because the engine at that URL may be a new one. `bootstrap_port`: port of a
-        prefill server, which the router passes to decode servers. `keys`: the worker's keys; None means those of the
-        router."""
+        prefill server, which the router passes to decode servers. `keys`: the worker's keys; None if they are the same
+        as the router's."""
         await self.remove(url)
         optional = {
             "worker_type": None if role == "regular" else role,

@@ -31,7 +31,7 @@ ANSWER_S = 5.0
 ENDING_S = 3.0
 """Maximum time in seconds from a server's first refused connection until its process has exited."""
 LEAVE_S = 5.0
-"""Deadline in seconds of each call to an external server when a run starts or stops using it."""
+"""Deadline in seconds for each call to an external server when a run starts or stops using it."""
 LOOK_S = 2.0
 """Interval in seconds at which the other nodes of a multi-node server are checked while it starts."""
 STOP_S = 30.0
@@ -42,7 +42,7 @@ the server used it."""
 PORTS = 3
 """Maximum number of ports that are tried for one start of a server, if other programs take the ports chosen before."""
 PORT_TAKEN = "error while attempting to bind on address"
-"""Text that uvicorn writes to the server's log if the port is taken."""
+"""Text that uvicorn writes to the server's log if the port is in use."""
 
 
 MACHINES = "slimx.machines"
@@ -50,7 +50,7 @@ MACHINES = "slimx.machines"
 
 
 class Machines(Protocol):
-    """The nodes of a multi-node server other than the first. This process runs on the first node."""
+    """Nodes of a multi-node server, except the first, on which this process runs."""
 
     count: int
 
@@ -60,7 +60,7 @@ class Machines(Protocol):
         ...
 
     async def ended(self, deadline_s: float) -> str | None:
-        """Returns a description of how the first process that failed ended; None while all processes run or if nodes do
+        """Returns a description of how the first failed process ended; None if all processes are running or a node does
         not respond."""
         ...
 
@@ -91,9 +91,9 @@ class EngineServer:
         places: Sequence[Placement] = (),
         make_end: Callable[[], End] | None = None,
     ) -> None:
-        """Stores what all starts have in common.
+        """Stores the settings that all starts share.
 
-        `spec`: specification without ports and address. `deadline_s`: deadline of one call to the server in seconds.
+        `spec`: specification without ports and address. `deadline_s`: deadline for one call to the server in seconds.
         `network`: network of the server's address (`slimx.runtime.ports.local_address`). `places`: placements of a
         multi-node server's nodes other than the first. `make_end`: factory of the transport's receiver on a node; None
         if the transport has none."""
@@ -157,8 +157,8 @@ class EngineServer:
         await self.wait_ready(deadline_s)
 
     def _placed(self) -> EngineSpec:
-        """Returns the specification of the next start, with address and new ports; an external server's is
-        unchanged."""
+        """Returns the specification for the next start, with address and new ports. The specification of an external
+        server is returned unchanged."""
         if self.planned.external:
             return self.planned
         before = self._claims
@@ -199,8 +199,8 @@ class EngineServer:
             raise DeadlineError(awaited, deadline_s, f"log {self.log_path}") from None
 
     async def _generates(self) -> bool:
-        """Returns True if the server is ready to generate. Raises SlimxError if the server has exited, with the last
-        lines of its log, or if another program uses its port."""
+        """Returns True if the server is ready to generate. Raises SlimxError if the server has exited (the message
+        shows the last lines of its log) or if another program uses its port."""
         end = None if self.process is None else self.process.ended()
         if end is not None:
             raise SlimxError(
@@ -221,8 +221,8 @@ class EngineServer:
         return True
 
     async def check_generation(self, deadline_s: float) -> None:
-        """Raises SlimxError unless the server generates a token within `deadline_s` seconds; SGLang needs 1 s. A paused
-        server does not respond."""
+        """Raises SlimxError unless the server generates a token within `deadline_s` seconds; a healthy SGLang server
+        needs about 1 s. A paused server does not respond."""
         await self.wire.call("/health_generate", method="GET", deadline_s=deadline_s)
 
     async def _wait_for_lost_node(self, nodes: Machines) -> None:
@@ -271,8 +271,8 @@ class EngineServer:
         return await self._answer(self.wire.call(path, body))
 
     async def request_ranks(self, verb: str, **arguments: object) -> list[Json]:
-        """Returns the responses of all ranks to the request `verb` to the slimx plugin. Raises the same errors as
-        `call`."""
+        """Sends the request `verb` to the slimx plugin and returns the responses of all ranks. Raises the same errors
+        as `call`."""
         return await self._answer(self.wire.request_ranks(verb, deadline_s=None, **arguments))
 
     async def _answer[T](self, call: Awaitable[T]) -> T:
@@ -311,9 +311,9 @@ class EngineServer:
         await asyncio.gather(*stopping)
 
     async def release(self, *, paused: bool) -> None:
-        """Prepares an external server for its next user: aborts the publication that has begun there. Called when a run
-        starts and when it stops using the server; a server that does not respond is ignored. `paused`: True to resume
-        generation as well; only allowed if its weights are complete."""
+        """Prepares an external server for its next user by aborting the publication that has begun there. Called when a
+        run starts and when it stops using the server; a server that does not respond is ignored. `paused`: True to
+        resume generation as well, which is allowed only if the server's weights are complete."""
         if not self.spec.external or self.spec.frozen:
             return
         with contextlib.suppress(SlimxError):
@@ -324,8 +324,8 @@ class EngineServer:
 
 
 async def _takes_connections(host: str, port: int) -> bool:
-    """Returns False if a connection is refused, and True otherwise, because even a slow or suspended server accepts
-    one."""
+    """Returns False if the server refuses a connection, and True otherwise, because even a slow or suspended server
+    accepts one."""
     try:
         async with asyncio.timeout(1):
             _, writer = await asyncio.open_connection(host, port)

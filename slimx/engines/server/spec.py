@@ -53,14 +53,14 @@ class EngineSpec:
     max_total_tokens: int | None = None
     """Size of the KV cache in tokens; None lets SGLang choose it."""
     numerics: NumericsMode = NumericsMode()
-    """Numerics mode of the server, which determines its kernels; the default is the mode `fast`."""
+    """Numerics mode of the server, which determines its kernels; `fast` by default."""
     sizes: EngineSizes = EngineSizes()
     """Parallel sizes of the server."""
     seed: int = 1
     routed_experts: bool = True
     """True if the server can return the experts to which each token was routed (MoE models only)."""
     sglang: Json = field(default_factory=dict)
-    """The user's fields of SGLang's ServerArgs (`rollout.engines.sglang`): name -> value."""
+    """ServerArgs fields that the user sets (`rollout.engines.sglang`): name -> value."""
     role: Literal["regular", "prefill", "decode"] = "regular"
     bootstrap_port: int | None = None
     """Port of a prefill server from which decode servers fetch the KV cache; None for other servers."""
@@ -73,15 +73,15 @@ class EngineSpec:
     precompile: bool = False
     """True to compile DeepGEMM's kernels before serving (CUDA only)."""
     sleeps: bool = False
-    """True if the server releases its memory while trainers use the device."""
+    """True if the server releases its memory while trainers use the devices."""
     external: bool = False
     """True if the server was started outside of the run; the run then neither configures nor stops the server."""
     node: NodeShare | None = None
     """This node's part of a server that spans several nodes; None for a server on one node."""
     keys: Keys = field(default_factory=Keys.random, compare=False)
-    """API keys that the server requires in requests."""
+    """API keys that requests to the server must contain."""
     gpus: tuple[str, ...] | None = None
-    """GPUs of the server, by index or UUID; None means all GPUs that are visible to the process that starts the
+    """GPUs of the server, by index or UUID; if None, all GPUs that are visible to the process that starts the
     server."""
 
     @property
@@ -115,10 +115,10 @@ def engine_spec(config: Config, group: Engines, name: str, *, device: str, moe: 
 
 
 def server_args(spec: EngineSpec) -> Json:
-    """Returns SGLang's arguments for the server, field of ServerArgs -> value: those that slimx sets, those of the
-    user, and defaults that the user may override.
+    """Returns SGLang's arguments for the server, ServerArgs field -> value: those that slimx sets, those that the user
+    sets, and defaults that the user may override.
 
-    Raises SlimxError for an argument of the user that is invalid or that slimx sets."""
+    Raises SlimxError if a user's argument is invalid or is one that slimx sets."""
     ours: Json = {
         "model_path": spec.model_path,
         "dtype": spec.dtype,
@@ -176,7 +176,7 @@ def server_args(spec: EngineSpec) -> Json:
 
 
 def check_keyless(args: Json) -> None:
-    """Raises SlimxError if an argument of the user would expose a key to other users of the machine, or make SGLang
+    """Raises SlimxError if one of the user's arguments would expose a key to other users of the machine, or make SGLang
     ignore keys."""
     for name in ("api_key", "admin_api_key", "ssl_keyfile_password"):
         if args.get(name) is not None:
@@ -196,12 +196,12 @@ def check_keyless(args: Json) -> None:
 
 
 def policy_args(spec: EngineSpec) -> Json:
-    """Returns SGLang's arguments that publications and trainable rollouts require.
+    """Returns the SGLang arguments that publications and trainable rollouts require.
 
-    With deterministic inference SGLang samples by the request's seed and computes each token identically in any batch.
-    On the CPU SGLang accepts seeds only in this mode. On a GPU, with SGLang's own kernels, the mode would disable the
-    tuned kernels and the custom all-reduce; there the plugin (slimx.adapters.sglang.hooks) passes the seeds to the only
-    sampler that accepts them."""
+    With deterministic inference, SGLang samples according to the request's seed and computes each token identically in
+    any batch. On the CPU, SGLang accepts seeds only in this mode. On a GPU, with SGLang's original kernels, the mode
+    would disable the tuned kernels and the custom all-reduce; there, the plugin (slimx.adapters.sglang.hooks) passes
+    the seeds to the only sampler that accepts them."""
     arguments: Json = {"custom_weight_loader": [RECEIVER], "enable_return_routed_experts": spec.routed_experts}
     if spec.numerics.replaces_layers or spec.device == "cpu":
         arguments["enable_deterministic_inference"] = True
@@ -220,7 +220,7 @@ def server_argv(spec: EngineSpec) -> list[str]:
 
 
 def server_env(spec: EngineSpec) -> dict[str, str]:
-    """Returns environment variables to add to the environment of the server's process."""
+    """Returns variables to add to the environment of the server's process."""
     # A server's temporary files are deleted with it (slimx.runtime.process), but torch's compile cache is kept.
     environment = {
         "HF_HUB_OFFLINE": "1",  # models are in local directories
@@ -266,7 +266,8 @@ def _cores(spec: EngineSpec) -> list[str]:
 
 
 def cuda_defaults(spec: EngineSpec) -> dict[str, str]:
-    """Returns environment variables of a server on GPUs, which are used unless the user's environment sets them."""
+    """Returns environment variables for a server on GPUs; a variable that the user's environment sets takes
+    precedence."""
     variables: dict[str, str] = {}
     if not spec.precompile:
         # Before a server with fp8 weights is ready, SGLang would compile kernels for every number of tokens up to

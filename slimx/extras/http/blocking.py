@@ -18,14 +18,14 @@ from slimx.extras.http.responses import MAX_RESPONSE
 from slimx.json_types import Json
 
 MAX_ERROR = 2**16
-"""Maximum number of bytes that are read from an error response."""
+"""Maximum number of bytes read from an error response."""
 PIECE = 2**16
-"""Number of bytes that are read and written at a time."""
+"""Number of bytes read and written at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """An HTTP response whose content has been read completely."""
+    """An HTTP response that has been read completely."""
 
     status: int
     content: bytes
@@ -46,13 +46,13 @@ def fetch(
     proxies: bool = True,
     redirects: bool = False,
 ) -> HttpResponse:
-    """Sends an HTTP request and returns the response. Blocks.
+    """Sends an HTTP request and returns the response; blocks until then.
 
     `json` or `data`: body, or a file that is sent from its start. `connect_s`: maximum time in seconds to connect;
-    `read_s`: maximum time in seconds without progress afterwards. `most`: maximum number of bytes of content that are
-    read from a response with status 200. `to`: file to which the content of a response with status 200 is written.
-    `proxies`: True to use the proxies that the environment sets. `redirects`: True to follow redirects. Raises
-    ClientError or TimeoutError if there is no response, RuntimeError on a thread with a running event loop.
+    `read_s`: maximum time in seconds without progress afterwards. `most`: maximum number of bytes read from the body of
+    a response with status 200. `to`: file to which the body of a response with status 200 is written. `proxies`: True
+    to use the proxies that the environment sets. `redirects`: True to follow redirects. Raises ClientError or
+    TimeoutError if there is no response, and RuntimeError on a thread with a running event loop.
     """
     if isinstance(data, bytes):
         data = io.BytesIO(data)
@@ -129,7 +129,7 @@ async def _pieces(file: IO[bytes], progress: Callable[[], None]) -> AsyncIterato
 async def _read(
     response: aiohttp.ClientResponse, most: int, to: IO[bytes] | None, progress: Callable[[], None]
 ) -> bytes:
-    """Reads the content of `response` until it ends or exceeds `most` bytes. Returns at most `most` bytes; if `to` is
+    """Reads the body of `response` until it ends or exceeds `most` bytes. Returns at most `most` bytes; if `to` is
     given, writes everything that is read to `to` instead and returns b"". Calls `progress` after each piece."""
     content = bytearray()
     size = 0

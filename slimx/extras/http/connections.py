@@ -83,7 +83,8 @@ class Connections:
     async def _watched(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Suspends the idle timeout of a connection while a request on it is handled. An aiohttp middleware."""
+        """Handles a request, as aiohttp middleware, and suspends the connection's idle timeout until the request is
+        handled."""
         transport = request.transport
         connection = self._open.get(transport)
         if connection is not None:
@@ -119,7 +120,7 @@ class Connections:
         return True
 
     def leave(self, transport: asyncio.Transport | None) -> None:
-        """Removes a closed connection from the open ones."""
+        """Removes a closed connection from the set of open connections."""
         self._open.pop(transport, None)
         self._waiting.pop(transport, None)
 
@@ -171,8 +172,8 @@ def _report_once(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class _GuardedProtocol(asyncio.Protocol):
-    """Protocol of an admitted connection, around aiohttp's protocol `inner`: aborts the connection when it is idle, and
-    forwards all events to `inner`."""
+    """Wrapper around `inner`, aiohttp's protocol for an admitted connection: aborts the connection if it is idle for
+    too long, and forwards all other events to `inner`."""
 
     def __init__(self, connections: Connections, inner: asyncio.Protocol) -> None:
         self._connections = connections

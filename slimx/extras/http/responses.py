@@ -19,8 +19,8 @@ async def text_of(response: aiohttp.ClientResponse) -> str:
 
 
 async def unredirected(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-    """Handles a request as a client middleware of aiohttp: raises ClientResponseError if the response is a redirect.
-    Needed for requests without an option `allow_redirects`, such as websocket handshakes."""
+    """Passes a request on, as aiohttp client middleware, and raises ClientResponseError if the response is a redirect.
+    Needed for requests that have no `allow_redirects` option, such as websocket handshakes."""
     response = await handler(request)
     if 300 <= response.status < 400:
         response.close()

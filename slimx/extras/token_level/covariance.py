@@ -13,8 +13,8 @@ from slimx.data.batch import TrainingRow
 
 
 class Selection(Estimator):
-    """Estimator that selects, by log-probs and advantages, the tokens that the losses clip_cov and kl_cov treat
-    differently."""
+    """Estimator that selects tokens by the covariance of log-prob and advantage; the loss clip_cov excludes the
+    selected tokens, and kl_cov penalizes them."""
 
     def finish(self, step: StepData) -> dict[str, float]:
         loss = self.algorithm.loss
@@ -31,13 +31,13 @@ def select_tokens(loss: ClipCov | KlCov, rows: Sequence[TrainingRow], seed: Sequ
     """Sets the column `selected` of the rows of one update, and returns metrics.
 
     A trained token's covariance is (log p - mean log p)(A - mean A). The means are over all trained tokens of the
-    update, and log p are the log-probs of the engine that sampled the tokens. These log-probs are known before packing,
+    update, and log p is the log-prob from the engine that sampled the token. These log-probs are known before packing,
     so the selection does not depend on packing or layout (the paper's code uses the current policy's log-probs,
     micro-batch by micro-batch).
 
     With n trained tokens, max(1, `share` x n) are selected: those with the highest covariance (kl_cov), or random ones
     with a covariance between `covariance_low` and `covariance_high` (clip_cov), of which there may be fewer. `seed`:
-    seed of the random selection."""
+    seed for the random selection."""
     masks = [row.weight > 0 for row in rows]
     logprobs = _joined([row.rollout_logprobs for row in rows], masks)
     advantages = _joined([row.advantages for row in rows], masks)
@@ -64,5 +64,5 @@ def select_tokens(loss: ClipCov | KlCov, rows: Sequence[TrainingRow], seed: Sequ
 
 
 def _joined(columns: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenates those entries of `columns` for which the masks are True, as float64."""
+    """Concatenates the entries of `columns` at which the corresponding masks are True, as float64."""
     return np.concatenate([column[mask] for column, mask in zip(columns, masks, strict=True)]).astype(np.float64)

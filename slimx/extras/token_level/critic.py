@@ -16,7 +16,7 @@ class CriticTrainer(ValueTrainer):
     """Trainer of PPO's critic, a value model."""
 
     def __init__(self, config: Config, parallel: ParallelState):
-        """Builds the critic from the configuration of the run. `parallel`: this rank's coordinates among the critic's
+        """Builds the critic from the run's configuration. `parallel`: this rank's coordinates among the critic's
         ranks."""
         critic = config.critic
         assert critic is not None
@@ -38,5 +38,5 @@ class CriticTrainer(ValueTrainer):
 
 
 def make_critic(rank: TrainerRank) -> CriticTrainer:
-    """Builds the critic of a rank; an entry point for the role "critic"."""
+    """Builds a rank's critic; this is the entry point for the role "critic"."""
     return CriticTrainer(rank.config, rank.parallel)

@@ -15,7 +15,7 @@ from slimx.errors import SlimxError
 
 
 class TurnAdvantages(Estimator):
-    """Estimator of GiGPO: the advantages of GRPO, plus weighted advantages of turns."""
+    """Advantage estimator of GiGPO: the advantages of GRPO, plus weighted advantages of turns."""
 
     def estimate(self, groups: Sequence[Group]) -> list[float | np.ndarray]:
         options = self.algorithm.advantages.narrow(Gigpo)

@@ -23,8 +23,8 @@ from slimx.data.records import Group
 
 
 class TokenAdvantages(Estimator):
-    """Estimator of PPO and REINFORCE++. The trajectory's reward, or the reward minus the group's mean, is assigned to
-    the last trained token."""
+    """Advantage estimator of PPO and REINFORCE++. The trajectory's reward, or the reward minus the group's mean, is
+    assigned to the last trained token."""
 
     def estimate(self, groups: Sequence[Group]) -> list[float]:
         above_mean = self.algorithm.advantages.kind == "reinforce_baseline"
@@ -46,8 +46,8 @@ def token_rewards(
     scores: torch.Tensor, mask: torch.Tensor, *, kl: torch.Tensor | None = None, kl_coef: float = 0.0
 ) -> torch.Tensor:
     """Returns the reward of each token: the trajectory's score (`scores` [B]) at its last trained token, minus
-    `kl_coef` * `kl` [B, L] at all trained tokens (InstructGPT, 2203.02155, where kl is log policy - log reference). It
-    is 0 at other tokens, and in rows without a trained token."""
+    `kl_coef` * `kl` [B, L] at all trained tokens (InstructGPT, arXiv:2203.02155, where kl is log policy - log
+    reference). Other tokens, and rows without a trained token, have a reward of 0."""
     rewards = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)
     if kl is not None:
         rewards = torch.where(mask, -kl_coef * kl.to(scores.dtype), rewards)
@@ -81,7 +81,8 @@ def gae(
 
 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, *, eps: float = 1e-8) -> torch.Tensor:
-    """Scales advantages to mean 0 and standard deviation 1 over all trained tokens of the batch; other tokens get 0."""
+    """Normalizes advantages to mean 0 and standard deviation 1 over all trained tokens of the batch; other tokens get
+    0."""
     trained = advantages[mask]
     centered = trained - trained.mean()
     return torch.zeros_like(advantages).masked_scatter(mask, centered / (centered.square().mean() + eps).sqrt())

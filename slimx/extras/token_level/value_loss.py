@@ -17,7 +17,7 @@ class ValueInputs(LossColumns[torch.Tensor]):
     unweighted loss with respect to each score."""
 
     predicted: torch.Tensor
-    """Outputs of the value model under the current weights, with gradient."""
+    """Differentiable outputs of the value model under the current weights."""
 
 
 ValueLoss = Callable[[ValueInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -29,8 +29,8 @@ def value_loss(inputs: ValueInputs, *, clip: float) -> tuple[torch.Tensor, dict[
     """Computes half the squared error of the values against `returns`.
 
     If a value differs from its old value by more than `clip`, the error is at least that at the clip boundary, so
-    moving further in one batch gains nothing (PPO's reference code, openai/baselines; 2005.12729). `clip` 0: no
-    clipping."""
+    moving further in one batch gains nothing (PPO's reference code, openai/baselines; arXiv:2005.12729). A `clip` of 0
+    disables this bound."""
     assert inputs.values is not None
     assert inputs.returns is not None
     weight = inputs.weight

@@ -13,11 +13,11 @@ from megatron.core.transformer.module import MegatronModule
 
 
 class ValueHead(torch.nn.Module):
-    """Linear map from a hidden state to a number, in fp32 for any dtype of the trunk: `weight` [1, hidden], `bias` [1]
-    or None. It is replicated on every tensor-parallel rank."""
+    """Linear map from a hidden state to a scalar value, computed in fp32 whatever the dtype of the trunk: `weight`
+    [1, hidden], `bias` [1] or None. It is replicated on every tensor-parallel rank."""
 
     IN_FP32 = True
-    """Marker for `slimx.trainer.model.build`, which keeps the module in fp32 in a half-precision model."""
+    """Marker that makes `slimx.trainer.model.build` keep the module in fp32 in a half-precision model."""
 
     def __init__(self, config: TransformerConfig, *, bias: bool = True):
         super().__init__()
@@ -42,7 +42,7 @@ class ValueHead(torch.nn.Module):
 
     @torch.no_grad()
     def load(self, weight: torch.Tensor) -> None:
-        """Sets the weights to the head `weight` [1, hidden] of a reward model."""
+        """Sets the head's weights to `weight` [1, hidden], the head of a reward model."""
         self.weight.copy_(weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class ValueModel(GPTModel):
     """megatron-core's GPTModel with a `value_head` instead of its output layer, written for megatron-core 0.19.2."""
 
     BIAS = True
-    """True if the head has a bias."""
+    """True if the value head has a bias."""
 
     def __init__(self, config: TransformerConfig, *args: object, **kwargs: object):
         super().__init__(config, *args, **kwargs)
@@ -77,6 +77,6 @@ class ValueModel(GPTModel):
         return values.transpose(0, 1).contiguous()
 
     def sharded_state_dict(self, *args: object, **kwargs: object) -> ShardedStateDict:
-        """Returns the sharded state of the modules. GPTModel's own method expects an output layer, which this model
-        lacks."""
+        """Returns the sharded state of the modules. GPTModel's method of this name expects an output layer, which this
+        model lacks."""
         return MegatronModule.sharded_state_dict(self, *args, **kwargs)

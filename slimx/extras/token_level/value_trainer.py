@@ -126,7 +126,7 @@ class ValueTrainer(TrainedModel):
         contain the inputs of the loss.
 
         `step`: number of earlier optimizer steps, which determines the learning rate. Ranks of the last pipeline stage
-        return metrics of the complete batch, other ranks only those of the optimizer."""
+        return metrics for the complete batch; other ranks return only those of the optimizer."""
         batches = self._local(batches)
         self._zero_gradients()
         results = self.pipeline.train_values(batches, self.loss)
@@ -139,8 +139,8 @@ class ValueTrainer(TrainedModel):
 
 
 def _heads(modules: list[ValueModel]) -> set[str]:
-    """Returns the names of the value head's parameters on this rank, with the model chunk's number as a prefix if the
-    rank has several chunks."""
+    """Returns the names of the value head's parameters on this rank, prefixed with the model chunk's number if the rank
+    has several chunks."""
     names = set()
     for chunk, module in enumerate(modules):
         if module.post_process:
@@ -151,8 +151,8 @@ def _heads(modules: list[ValueModel]) -> set[str]:
 
 
 def read_score(directory: Path) -> torch.Tensor | None:
-    """Reads the weight [1, hidden] of the value head in the checkpoint `directory`. Returns None if the checkpoint has
-    no value head, like that of a policy."""
+    """Reads the weight [1, hidden] of the value head in the checkpoint `directory`. Returns None if the checkpoint,
+    like a policy's, has no value head."""
     reader = CheckpointReader(directory)
     if SCORE not in reader.names:
         return None

@@ -41,7 +41,7 @@ class Completion:
     """int32 [n]: sampled tokens, including the stop token if one was sampled."""
     logprobs: np.ndarray
     """float32 [n]: log-probs of the sampled tokens under softmax(logits / temperature) over the candidates in
-    `support`, or over the whole vocabulary without `support`. Under greedy sampling, temperature 1 is used here."""
+    `support`, or over the whole vocabulary without `support`. Greedy sampling uses temperature 1 here."""
     versions: list[VersionSpan]
     """Ranges of tokens with the weight version that sampled each range; together they cover [0, n)."""
     finish_reason: str
@@ -55,7 +55,7 @@ class Completion:
     seconds: float
     """Wall time of the request in seconds; for a piece of a stream, the time since the previous piece."""
     temperature: float = 1.0
-    """Sampling temperature, which also applies to `logprobs`; 0 is greedy."""
+    """Sampling temperature, which `logprobs` take into account; 0 means greedy sampling."""
     support: Support | None = None
     """Candidates that top-k and top-p kept at each of the n positions; None if neither was used."""
     policy: str = ACTOR

@@ -54,8 +54,7 @@ class GenerationClient:
         engine. `retries`: maximum number of retries of a request that is lost with its engine. `on_lost`: awaited
         before each of these retries; it should remove the lost engine from the router. `outage`: while it lasts,
         requests wait and deadlines are suspended. `api_key`: key that the router or server requires, if any.
-        `adapters`: name of the policy whose LoRA adapters sample, for servers with the adapters of several
-        policies.
+        `adapters`: name of the policy to sample from, if the servers have the LoRA adapters of several policies.
         """
         self.url = url.rstrip("/")
         self.shape = shape
@@ -99,9 +98,9 @@ class GenerationClient:
         return TokenStream(request, sender, self._reader, self._request_body, self.deadline_s, score)
 
     async def score(self, token_ids: Sequence[int], routed_experts: bool = False) -> Scores:
-        """Returns the log-probs of `token_ids` [L] except the first, without sampling.
+        """Returns the log-probs of `token_ids` [L], except the first, without sampling.
 
-        `routed_experts`: True to return the routed experts of the tokens too; a dense model has none.
+        `routed_experts`: True to also return the tokens' routed experts; a dense model has none.
         """
         routed = routed_experts and self.shape.experts > 0
         fields = {"return_routed_experts": True} if routed else {}
@@ -151,7 +150,7 @@ class GenerationClient:
         return body
 
     async def _post(self, body: Json, key: str | None) -> Json:
-        """Returns `meta_info` of the response to a /generate request.
+        """Returns the `meta_info` of the response to a /generate request.
 
         The request is sent again if its response is lost, which is safe because its seed makes the result repeatable.
         """

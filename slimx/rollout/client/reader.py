@@ -18,20 +18,20 @@ from slimx.rollout.client.sending import as_logprobs
 from slimx.runtime.tasks import in_thread
 
 Meta = Json
-"""The object `meta_info` of a response to /generate."""
+"""Object `meta_info` in a /generate response."""
 PORTION = 2**20
-"""Number of base64 characters decoded at once. A multiple of 16, because 16 characters encode three int32 expert
+"""Number of base64 characters decoded at once. It is a multiple of 16, because 16 characters encode three int32 expert
 ids."""
 
 
 class Reader:
-    """Parser of the `meta_info` in responses of one model's engines."""
+    """Parser for the `meta_info` in responses from one model's engines."""
 
     def __init__(self, url: str, shape: ModelShape, adapters: str | None = None) -> None:
         """Stores the model's sizes.
 
         `url`: URL of the server, for error messages. `adapters`: name of the policy whose weight version is read, for
-        servers with the adapters of several policies.
+        servers that have the adapters of several policies.
         """
         self.url = url
         self.shape = shape
@@ -164,7 +164,7 @@ class Reader:
 
 
 def _decoded(text: str, dtype: np.dtype) -> np.ndarray:
-    """Decodes base64-encoded int32 expert ids into an array [n] of the smaller type `dtype`."""
+    """Decodes base64-encoded int32 expert ids into an array [n] of `dtype`, a smaller integer type."""
     ids = np.empty(len(text) * 3 // 16, dtype)
     count = 0
     for start in range(0, len(text), PORTION):  # in portions, because each call holds the GIL

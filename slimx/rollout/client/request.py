@@ -69,7 +69,7 @@ class GenerationRequest:
 
     @property
     def temperature(self) -> float:
-        """Sampling temperature; 0 is greedy, the default is 1."""
+        """Sampling temperature; 0 means greedy sampling, and the default is 1."""
         return float(self.sampling.get("temperature", 1.0))
 
     @property
@@ -82,9 +82,10 @@ class GenerationRequest:
         return cuts and self.temperature > 0
 
     def rest(self, received: Completion, *, cut: str = "a request was interrupted") -> GenerationRequest:
-        """Returns the request for the tokens that remain to be sampled. `received`: tokens sampled so far.
+        """Returns the request for the tokens that remain to be sampled.
 
-        Raises SlimxError if the request is `whole`; the message starts with `cut`, which describes the interruption.
+        `received`: tokens sampled so far. Raises SlimxError if the request is `whole`; the message starts with `cut`, a
+        description of the interruption.
         """
         count = len(received.token_ids)
         if self.sampling.get("stop"):
@@ -125,10 +126,10 @@ def compact(token_ids: Sequence[int]) -> array[int]:
 
 
 class Pending:
-    """A request whose completion is incomplete, and the parts of the completion received so far."""
+    """An incomplete request, with the parts of its completion that have been received so far."""
 
     def __init__(self, request: GenerationRequest, received: Completion | None = None) -> None:
-        """Starts with `received`, the tokens that an earlier run received; None if there are none."""
+        """Starts with `received`, the tokens that an earlier run received for the request; None if there are none."""
         self.request = request
         self.count = 0 if received is None else len(received.token_ids)
         """Number of sampled tokens received so far."""
@@ -160,8 +161,9 @@ class Pending:
     def add(self, part: Completion) -> None:
         """Appends a part: a piece of a stream, or the tokens of an aborted request.
 
-        Discards an aborted part that no other request can continue, because it has no tokens or its request is `whole`;
-        it is then sampled again. A part that was aborted just when it reached `max_new_tokens` is complete.
+        Discards an aborted part that no other request can continue, because the part has no tokens or its request is
+        `whole`; its tokens are then sampled again. A part that was aborted exactly when it reached `max_new_tokens` is
+        complete.
         """
         if part.finish_reason == "abort":
             if len(part.token_ids) == 0 or self.request.whole:
@@ -172,7 +174,7 @@ class Pending:
         self.count += len(part.token_ids)
 
     def finish(self, reason: str, routed_experts: np.ndarray | None) -> None:
-        """Sets the finish reason and the routed experts of the completion.
+        """Sets the completion's finish reason and routed experts.
 
         `routed_experts`: routed experts of all prompt and sampled tokens, which the last event of a stream contains.
         """

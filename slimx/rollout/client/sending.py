@@ -23,7 +23,7 @@ from slimx.json_types import Json
 from slimx.runtime.clocks import Clock
 
 NO_ENGINE = 503
-"""Status that the router returns if no engine is registered."""
+"""HTTP status that the router returns if no engine is registered with it."""
 UNREACHED = -1
 """Value used in place of an HTTP status when no connection was established and the request was therefore never sent."""
 
@@ -33,10 +33,11 @@ KEY_HEADER = "X-SMG-Routing-Key"
 engine."""
 
 REQUEST = "a generation request"
-"""Description of the awaited operation in the DeadlineError that is raised if engines do not respond in time."""
+"""Name of the awaited operation, for the DeadlineError that is raised if engines do not respond in time."""
 
 Answer = tuple[int, Json]
-"""Status and JSON body of a response. Status 0 if the connection broke, UNREACHED if there was no connection."""
+"""Status and JSON body of a response. The status is 0 if the connection broke, and UNREACHED if no connection was
+established."""
 
 
 class AnswerError(SlimxError):
@@ -50,7 +51,7 @@ class AnswerError(SlimxError):
         self.message = message
 
     def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
-        """Returns the class and the constructor's arguments, from which pickle creates the error again."""
+        """Returns the class and the constructor's arguments, with which pickle recreates the error."""
         return type(self), (self.url, self.status, self.message)
 
 
@@ -107,10 +108,11 @@ def input_logprobs(meta: Json, token_ids: Sequence[int], who: str) -> list[float
 
 
 def input_top_logprobs(meta: Json, length: int, top: int, who: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the `top` most likely tokens at each of the last `length` positions that the server `who` scored.
+    """Reads from a /generate response the `top` most likely tokens at each of the last `length` positions that the
+    server `who` scored.
 
-    Returns their ids, int32 [length, top], and log-probs, float32 [length, top], from a /generate response. Raises
-    SlimxError if the response has a different number of positions or tokens.
+    Returns their ids, int32 [length, top], and log-probs, float32 [length, top]. Raises SlimxError if the response has
+    a different number of positions or tokens.
     """
     rows = (meta.get("input_top_logprobs") or [])[1:]
     if len(rows) != length or any(row is None or len(row) != top for row in rows):
@@ -139,14 +141,14 @@ class Resending:
     """Async function that is called before each retry of a lost request; it should remove the lost engine from the
     router."""
     absence: AnyOutage | None
-    """Outage that suspends requests and deadlines while it lasts; None to never suspend them."""
+    """Outage that suspends requests and deadlines while it lasts; if None, they are never suspended."""
 
 
 async def send(attempt: Callable[[], Awaitable[Answer]], url: str, deadline_s: float, rule: Resending) -> Json:
     """Returns the body of the first response with status 200.
 
     `attempt` sends the request to `url` once; it may be called several times, so the request must have no side effects.
-    Raises AnswerError for an error response that is not retried, DeadlineError after `deadline_s` seconds.
+    Raises AnswerError for an error response that is not retried, and DeadlineError after `deadline_s` seconds.
     """
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + rule.retry_s
@@ -183,8 +185,8 @@ async def send(attempt: Callable[[], Awaitable[Answer]], url: str, deadline_s: f
 
 
 class RequestSender:
-    """Sends one request, and the requests that continue it after a broken stream, through a router; counts how often
-    the request was lost."""
+    """Sender of one request, and of the requests that continue it after a broken stream, through a router; counts how
+    often the request was lost."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, key: str | None, rule: Resending, time: Callable[[], float]
@@ -239,7 +241,7 @@ class RequestSender:
     async def lost(self, event: str) -> None:
         """Records that the response broke off, and awaits `on_lost`.
 
-        `event`: description of the failure, for the SlimxError that is raised if the request was lost more than
+        `event`: description of the failure, for the SlimxError that is raised if the request has been lost more than
         `retries` times.
         """
         if self._losses >= self._rule.retries:

@@ -25,7 +25,7 @@ from slimx.rollout.client.sending import REQUEST, AnswerError, RequestSender
 
 
 class Lines:
-    """Splits a byte stream into lines, in linear time.
+    """Splitter of a byte stream into lines, in linear time.
 
     Every byte is searched and copied only once, because lines can be long: the last event of a response contains the
     experts of all tokens, tens of megabytes in one line.
@@ -50,7 +50,7 @@ class Lines:
 
 
 PAUSE_S = 0.1
-"""Pause before a broken stream is continued, in seconds."""
+"""Pause in seconds before a broken stream is continued."""
 
 
 class TokenStream:
@@ -64,7 +64,7 @@ class TokenStream:
 
     Leaving the block early stops the request at the engine: `completion` then has the finish reason "stop", and the
     routed experts of its tokens are computed by a second request. Iteration raises SlimxError if the engine refuses the
-    request or the stream breaks too often, DeadlineError after the request's deadline.
+    request or the stream breaks too often, and DeadlineError after the request's deadline.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class TokenStream:
     ) -> None:
         """Prepares the request without sending it.
 
-        `body`: function that returns the JSON body of a request that is not streamed. `deadline_s`: time limit of the
-        request in seconds. `score`: function that returns the log-probs and routed experts of given tokens.
+        `body`: function that returns the JSON body of the equivalent non-streaming request. `deadline_s`: time limit of
+        the request in seconds. `score`: function that returns the log-probs and routed experts of given tokens.
         """
         self._request = request
         self._sender = sender
@@ -143,7 +143,7 @@ class TokenStream:
         return left
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[Meta]:
-        """Yields `meta_info` of each server-sent event, including the last one."""
+        """Yields the `meta_info` of each server-sent event, including the last one."""
         lines = Lines()
         while True:
             left = self._left()
@@ -183,7 +183,7 @@ class TokenStream:
 
 
 def _status(event: Json) -> int:
-    """Returns the status in an error event of a stream; 200 if the event has none."""
+    """Returns the HTTP status in a stream's error event; 200 if the event contains none."""
     error = event.get("error")
     status = error.get("code") if isinstance(error, dict) else None
     return status if isinstance(status, int) else 200

@@ -15,11 +15,11 @@ ABORT_INTERVAL_S = 0.2
 way to an engine."""
 
 CANCEL_S = 10.0
-"""Seconds to wait for cancelled requests to end; after that, the gate no longer waits for them."""
+"""Number of seconds to wait for cancelled requests to end; after that, the gate ignores them."""
 
 
 class Gate:
-    """Passes the requests of rollouts to the engines or holds them back, and tracks those in flight."""
+    """Gate between rollouts and engines: passes requests or holds them back, and tracks those in flight."""
 
     def __init__(self) -> None:
         self._opened = asyncio.Event()
@@ -35,7 +35,7 @@ class Gate:
 
     @property
     def out(self) -> int:
-        """Number of requests in flight, which wait for a slot or are at an engine."""
+        """Number of requests in flight, whether they wait for a slot or are at an engine."""
         return len(self._out)
 
     def open(self) -> None:

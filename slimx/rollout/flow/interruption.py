@@ -36,7 +36,7 @@ def _aborted(pending: Pending) -> SlimxError:
 async def _pieces(stream: CompletionStream, out: asyncio.Future[None]) -> AsyncIterator[Completion]:
     """Yields the pieces of `stream`.
 
-    The gate abandons the stream by cancelling `out`. SlimxError is then raised, unless the stream ends within
+    The gate abandons the stream by cancelling `out`; SlimxError is then raised unless the stream ends within
     `CANCEL_S`.
     """
     pieces = aiter(stream)
@@ -98,7 +98,8 @@ class Interruptible:
         return pending.completion
 
     async def _request(self, pending: Pending) -> Completion | None:
-        """Returns the remainder of the completion, or None if the gate closed before the request was sent."""
+        """Requests the remainder of the completion and returns it, or None if the gate closed before the request was
+        sent."""
         async with self._slots.occupy(self._clock):
             if self._gate.is_open:
                 return await self._client.generate(pending.rest())
@@ -132,7 +133,7 @@ class Interruptible:
         return not self._gate.is_open
 
     def record(self, pending: Pending) -> None:
-        """Records the tokens received so far in the rollout's journal, for a resumed run."""
+        """Records the tokens received so far in the rollout's journal, so that a resumed run can continue from them."""
         completion = pending.received
         if completion is None:
             return
@@ -204,9 +205,9 @@ class InterruptibleStream:
             self._engines.record(pending)
 
     def _finish(self, reason: str) -> None:
-        """Sets the finish reason and the routed experts of the completion.
+        """Sets the completion's finish reason and routed experts.
 
-        The last segment's prompt includes all earlier tokens, so it returns their experts too.
+        The last segment's response covers the experts of all tokens, because its prompt includes all earlier ones.
         """
         routes = None
         if self._stream is not None and self._pending.request.routed_experts:

@@ -32,16 +32,16 @@ from slimx.rollout.hooks import ENGINE_DEADLINE
 from slimx.runtime.clocks import Clock
 
 TOO_OLD = "too old"
-"""Drop reason of a group beyond the staleness bound; its ticket stays in the queue, to be generated again."""
+"""Drop reason for a group beyond the staleness bound; its ticket stays in the queue, to be generated again."""
 STOP_S = 10.0
-"""Seconds that `stop` waits for cancelled rollouts to end."""
+"""Number of seconds that `stop` waits for cancelled rollouts to end."""
 
 
 async def _nothing() -> None: ...
 
 
 class RolloutManager:
-    """Admits prompts, runs their rollouts, and returns batches of finished groups."""
+    """Manager of rollouts: admits prompts, generates their groups, and returns batches of finished groups."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class RolloutManager:
         on_drop: Callable[[Dropped], None] = lambda dropped: None,
         abort: Callable[[], Awaitable[None]] = _nothing,
     ):
-        """Creates an empty queue. `maker` generates groups. `on_drop` is called for every group that is not trained on,
-        and again after `restore` for dropped groups that no batch has counted yet. `abort` makes all engines end their
-        requests, which return their tokens so far."""
+        """Creates an empty queue. `maker` generates groups. `on_drop` is called for every group that is not trained on;
+        after `restore`, it is called again for the dropped groups that no batch has counted yet. `abort` makes all
+        engines end their requests, which return their tokens so far."""
         self.config = config
         self.source = source
         self.maker = maker
@@ -77,7 +77,7 @@ class RolloutManager:
 
     @property
     def tickets(self) -> Sequence[Ticket]:
-        """Tickets of all admitted prompts that are neither in a returned batch nor dropped, ordered by number."""
+        """Tickets of all admitted prompts that have been neither returned in a batch nor dropped, ordered by number."""
         return self._tickets
 
     @property
@@ -94,7 +94,7 @@ class RolloutManager:
         """Waits for the next `prompts_per_step` groups and returns them.
 
         A group that is dropped, or that delays a batch for longer than `schedule.straggler_deadline`, is replaced by a
-        group of a new prompt. Raises SlimxError if more than `rollout.max_failed_share` of a batch failed,
+        group for a new prompt. Raises SlimxError if more than `rollout.max_failed_share` of a batch failed, and
         DeadlineError after `schedule.step_deadline`. A cancelled call takes no group out of the queue.
         """
         deadline = self.config.schedule.step_deadline
@@ -114,7 +114,7 @@ class RolloutManager:
         return self._hand_out(taken)
 
     async def rest(self) -> None:
-        """Interrupts all requests until the next call of `next_batch`, without losing tokens."""
+        """Interrupts all requests until `next_batch` is called again; the tokens sampled so far are kept."""
         await self.maker.gate.close(self.abort, self.config.rollout.interrupt_deadline)
 
     def admit(self) -> None:
@@ -142,8 +142,8 @@ class RolloutManager:
         }
 
     def counting(self, current: int, done: int) -> int:
-        """Returns the step of the next batch, whose number of dropped groups includes a group dropped now. `current`:
-        step in progress. `done`: number of completed steps."""
+        """Returns the step that counts a group dropped now among its dropped groups: the step of the next batch.
+        `current`: step in progress. `done`: number of completed steps."""
         if self.waiting_since is not None:
             return current
         return max(current, done) + 1
@@ -151,10 +151,10 @@ class RolloutManager:
     def status(self) -> Json:
         """Returns a summary for `slimx status`.
 
-        open: number of open tickets; generating: number of these whose group is being generated; done: number of these
-        whose group is finished; held: number of prompts that start only after the next publication; rests: true if
-        engines are idle while trainers train; requests: number of requests in flight; oldest: the first ticket whose
-        group is being generated, for which later tickets wait.
+        open: number of open tickets; generating: number of open tickets whose group is being generated; done: number of
+        open tickets whose group is finished; held: number of prompts that start only after the next publication; rests:
+        true if engines are idle while trainers train; requests: number of requests in flight; oldest: the first ticket
+        whose group is being generated, for which later tickets wait.
         """
         waiting = self.waiting_since is not None
         begun = next((ticket for ticket in self._tickets if ticket.running), None)
@@ -181,8 +181,8 @@ class RolloutManager:
         }
 
     def restore(self, state: Json) -> None:
-        """Continues from `state`, as returned by `state()`: keeps complete groups, and the sampled tokens of incomplete
-        groups, which are continued with the same seeds once a batch is awaited."""
+        """Continues from `state`, as returned by `state()`. Keeps complete groups and the tokens already sampled for
+        incomplete groups; these groups are continued with the same seeds once a batch is awaited."""
         self.source.restore(state["source"])
         self._next = state["next"]
         for saved in state["tickets"]:
@@ -225,7 +225,7 @@ class RolloutManager:
                 self._give_up(straggler)
 
     async def _changed_by(self, moment: float) -> bool:
-        """Waits until a group is done. Returns False if that does not happen before `Outage.time` reaches `moment`."""
+        """Waits until a group is done. Returns False if no group is done before `Outage.time` reaches `moment`."""
         outage = self.maker.outage
         clock = Clock(max(0.0, moment - outage.time()))
         try:
@@ -315,9 +315,9 @@ class RolloutManager:
         straggler.outcome = GroupOutcome(group, STRAGGLER, detail)
 
     def _too_old(self, taken: Sequence[Ticket]) -> bool:
-        """Drops the selected groups `taken` that exceed the staleness bound and generates them again; returns True if
-        there are any. Occurs only after a restart from a checkpoint with other settings, because the rules of admission
-        and selection otherwise prevent it."""
+        """Drops those of the selected groups `taken` that exceed the staleness bound, to be generated again; returns
+        True if there are any. This occurs only after a restart from a checkpoint with other settings, because the rules
+        of admission and selection otherwise prevent it."""
         version = self.maker.version
         bound = self.config.schedule.max_staleness
         too_old = False
@@ -396,5 +396,5 @@ class RolloutManager:
 
 
 def _unfinished(tickets: Sequence[Ticket]) -> list[str]:
-    """Returns the prompt ids of the tickets whose group is unfinished."""
+    """Returns the prompt ids of the tickets whose group is not finished."""
     return [ticket.prompt.id for ticket in tickets if ticket.outcome is None]

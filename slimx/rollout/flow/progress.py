@@ -33,8 +33,8 @@ class Recorded:
     completion: Completion
     """Tokens sampled so far; finish_reason is "abort" if the completion is incomplete."""
     routes_of: str | None = None
-    """Key of a later response whose routed experts start with those of this one, which are therefore not stored here;
-    None if the routed experts are stored here."""
+    """Key of a later response whose routed experts start with those of this response, which are therefore not stored
+    here; None if they are stored here."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,8 +49,8 @@ class SavedRollout:
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """In-memory form of a `Recorded`, which stores only tokens that no earlier entry contains, because the request of
-    each turn repeats the tokens of all earlier turns."""
+    """In-memory form of a `Recorded`. An entry stores only the tokens that no earlier entry contains, because the
+    request of each turn repeats the tokens of all earlier turns."""
 
     before: _Entry | None
     """Entry whose prompt and sampled tokens are a prefix of this entry's prompt; None if there is none."""
@@ -120,7 +120,7 @@ class Journal:
         self._entries[key] = _Entry(before, new, completion, routes_of)
 
     def _continued_entry(self, key: str, token_ids: np.ndarray) -> _Entry | None:
-        """Returns the newest entry whose tokens are a prefix of `token_ids`, ignoring the entry with the key `key`;
+        """Returns the newest entry whose tokens are a prefix of `token_ids`, other than the entry with the key `key`;
         None if there is no such entry."""
         for other, entry in reversed(self._entries.items()):
             if other != key and _begins(token_ids, entry):
@@ -184,7 +184,7 @@ def key_of(request: GenerationRequest) -> str:
 
 
 def _begins(token_ids: np.ndarray, entry: _Entry) -> bool:
-    """Returns True if `token_ids` start with all tokens of `entry`."""
+    """Returns True if `token_ids` starts with all tokens of `entry`."""
     tokens = entry.tokens
     return len(token_ids) >= len(tokens) and np.array_equal(token_ids[: len(tokens)], tokens)
 
@@ -197,8 +197,8 @@ def _routes_begin(later: Completion, earlier: Completion) -> bool:
 
 
 def _with_routes(entry: Recorded, by_key: Mapping[str, Recorded]) -> Completion:
-    """Returns the completion of `entry` with its routed experts, taken from a later entry in `by_key` if not stored in
-    `entry`."""
+    """Returns the completion of `entry` with its routed experts, which are taken from a later entry in `by_key` if
+    `entry` does not store them."""
     holder = entry
     while holder.routes_of is not None:
         holder = by_key[holder.routes_of]

@@ -17,7 +17,7 @@ from slimx.runtime.tasks import in_thread
 
 
 class Replay:
-    """Returns saved batches in place of the `RolloutManager`, in a run with `rollout.replay` set."""
+    """Stand-in for the `RolloutManager` that returns saved batches, for a run with `rollout.replay` set."""
 
     def __init__(self, run: Path):
         """Sets the position before the first step. `run`: directory of the run that saved the batches."""
@@ -25,11 +25,12 @@ class Replay:
         self.done = 0
 
     def seek(self, done: int) -> None:
-        """Moves to the batch after step `done`."""
+        """Sets the position to the batch after step `done`."""
         self.done = done
 
     async def next_batch(self) -> Batch:
-        """Returns the groups of the next step, in training order, with the number of its dropped groups by reason.
+        """Returns the groups of the next step, in training order, with the number of groups dropped for that step, by
+        reason.
 
         Raises SlimxError if the file of the step is missing or damaged.
         """
@@ -47,13 +48,13 @@ class Replay:
         """Does nothing, because no request is in flight."""
 
     def state(self) -> Json:
-        """Returns the state for a checkpoint. It lacks the position in the replay, which follows from the checkpoint's
-        step."""
+        """Returns the state for a checkpoint. It does not contain the position in the replay, which follows from the
+        checkpoint's step."""
         return {"replay": str(self.run), "tickets": []}
 
 
 def step_path(run: Path, step: int) -> Path:
-    """Returns the file of the saved batch of `step`. Raises SlimxError if there is none."""
+    """Returns the path of the file with the saved batch of `step`. Raises SlimxError if there is no such file."""
     files = step_files(run / DIRECTORY)
     if step not in files:
         raise SlimxError(
@@ -66,8 +67,8 @@ def step_path(run: Path, step: int) -> Path:
 
 
 def check_replay(run: Path, origin: Origin, *, first: int, last: int, routes: bool) -> None:
-    """Raises SlimxError for the first of the steps `first` to `last` that the replayed run `run` lacks or that does not
-    match `origin`, the settings of the current run on which batches depend.
+    """Raises SlimxError for the first step between `first` and `last` that is missing in the replayed run `run` or does
+    not match `origin`, the settings of the current run that determine its batches.
 
     `routes`: True if the saved trajectories must contain routed experts.
     """
@@ -111,7 +112,7 @@ async def _nothing(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
 
 
 NO_HOOKS = Hooks(generate=_nothing, reward=None, keep=None)
-"""Hooks of a replay, which are never called, because rewards and filters were applied before saving."""
+"""Hooks of a replay: never called, because rewards and filters were applied before the batches were saved."""
 
 
 def _words(steps: Sequence[int]) -> str:

@@ -22,8 +22,8 @@ from slimx.rollout.hooks import ENGINE_DEADLINE, RolloutContext, logged_twice
 from slimx.runtime.clocks import Clock
 
 MAX_LOGPROB = 1e-4
-"""Largest accepted log-prob. Above 0, because rounding can make the log-prob of a token with probability 1 slightly
-positive."""
+"""Largest accepted log-prob. It is above 0 because rounding can make the log-prob of a token with probability 1
+slightly positive."""
 ARRAYS = {np.ndarray, np.ndarray | None, Support | None}
 """Types of the trajectory fields that `_check_tokens` checks; the codec checks all other fields."""
 
@@ -48,9 +48,9 @@ class ReturnCheck:
         """Stores the limits.
 
         `hook`: name of the hook, for error messages. `index`: index of the rollout in its group. `vocabularies`:
-        vocabulary size of every trained policy's model, None if unknown. `versions`: for every policy, the newest
-        weight version that engines may have. `sampled`: True if engines sample the tokens, whose log-probs must then be
-        valid.
+        vocabulary size of every trained policy's model, None where it is unknown. `versions`: for every policy, the
+        newest weight version that engines may have. `sampled`: True if engines sample the tokens, whose log-probs must
+        then be valid.
         """
         self.hook = hook
         self.group_id = group_id
@@ -224,11 +224,12 @@ def _first(values: np.ndarray, invalid: np.ndarray) -> str:
 # Failures -----------------------------------------------------------------------------------------------------------
 
 Score = Callable[[Prompt, Trajectory], Awaitable[None]]
-"""Function that adds values of another model, such as a teacher, to a trajectory of a prompt, or raises SlimxError."""
+"""Function that adds another model's values, such as a teacher's log-probs, to a trajectory for a prompt, or raises
+SlimxError."""
 
 
 async def scored(score: Score, prompt: Prompt, trajectory: Trajectory) -> None:
-    """Calls `score` with `trajectory`; marks the trajectory as failed if that raises SlimxError."""
+    """Calls `score` with `trajectory`; marks the trajectory as failed if `score` raises SlimxError."""
     with marking(trajectory, "teacher"):
         await score(prompt, trajectory)
 
@@ -261,9 +262,9 @@ def is_cancellation(error: BaseException) -> bool:
 
 
 def add_metrics(trajectory: Trajectory, logged: Mapping[str, float]) -> None:
-    """Adds the numbers that a hook logged to the metrics of its trajectory.
+    """Adds the metrics in `logged`, which one hook logged, to those of its trajectory.
 
-    Raises SlimxError for a name that another hook has logged for the same trajectory.
+    Raises SlimxError for a name that another hook has already logged for the same trajectory.
     """
     repeated = sorted(trajectory.metrics.keys() & logged.keys())
     if repeated:
@@ -280,7 +281,7 @@ def _mark(trajectory: Trajectory, reason: str, text: str) -> None:
 def crashed_trajectory(ctx: RolloutContext, error: BaseException, clock: Clock, config: Rollout) -> Trajectory:
     """Returns a failed trajectory for a rollout whose generate hook raised `error`.
 
-    `clock`: clock of the rollout's deadline, which shows whether a TimeoutError means this deadline or a time-out
+    `clock`: clock of the rollout's deadline; it tells whether a TimeoutError came from this deadline or from a timeout
     inside the hook.
     """
     if isinstance(error, TimeoutError) and clock.expired:  # not a time-out inside the hook
@@ -292,7 +293,7 @@ def crashed_trajectory(ctx: RolloutContext, error: BaseException, clock: Clock, 
 def failed_trajectory(ctx: RolloutContext, reason: str, text: str) -> Trajectory:
     """Returns an empty trajectory that represents a failed rollout in its group.
 
-    `reason`: short reason by which failures are counted. `text`: message of the failure.
+    `reason`: short reason under which the failure is counted. `text`: message of the failure.
     """
     trajectory = Trajectory(
         id=f"{ctx.group_id}/{ctx.index}",

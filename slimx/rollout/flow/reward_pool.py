@@ -22,7 +22,7 @@ from slimx.rollout.hook_loading import name_of, name_with_source
 from slimx.rollout.hooks import Reward, RewardContext
 
 Verdict = tuple[float, dict[str, float]]
-"""A reward, and the parts that add up to it, by name; no parts if the hook returned a single number."""
+"""A reward, with the parts that add up to it, by name; there are no parts if the hook returned a single number."""
 
 
 class _Outcome(NamedTuple):
@@ -32,12 +32,12 @@ class _Outcome(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call of the reward hook."""
+    """One call of the reward hook: its arguments, its state and the future for its result."""
 
     ctx: RewardContext
     judged: Trajectory | Group
     result: asyncio.Future[_Outcome]
-    """Future of the hook's return value or exception."""
+    """Future that receives the hook's return value or exception."""
     began: float = 0.0
     """Time at which a worker took the call, by the clock of the calling event loop."""
     abandoned: bool = False
@@ -79,8 +79,8 @@ class RewardPool:
         """Runs the hook on a trajectory and returns its reward, or on a group and returns a list with each trajectory's
         reward.
 
-        Raises SlimxError if the hook raises or returns an invalid value, DeadlineError if it takes longer than
-        `deadline_s`, and SlimxError after `close`.
+        Raises SlimxError if the hook raises or returns an invalid value, or if the pool has been closed, and
+        DeadlineError if the hook takes longer than `deadline_s`.
         """
         if self._closed:
             raise SlimxError(
@@ -193,8 +193,8 @@ def named(judged: Trajectory | Group) -> str:
 
 
 def verdicts(value: object, judged: Trajectory | Group, hook: Reward) -> Verdict | list[Verdict]:
-    """Checks the return value of `hook`. Returns the reward if `judged` is a trajectory, or the list with the reward of
-    each trajectory if it is a group."""
+    """Checks the return value of `hook`. Returns the reward if `judged` is a trajectory, or a list with each
+    trajectory's reward if it is a group."""
     if not isinstance(judged, Group):
         return checked(value, hook)
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(judged.trajectories):
@@ -209,7 +209,8 @@ def verdicts(value: object, judged: Trajectory | Group, hook: Reward) -> Verdict
 
 
 def checked(value: object, hook: Reward) -> Verdict:
-    """Checks a reward that `hook` returned: a finite number, or a dict of finite numbers whose sum is finite.
+    """Checks a reward that `hook` returned, which must be a finite number, or a dict of finite numbers whose sum is
+    finite.
 
     Returns the reward, which is the sum if the hook returned a dict, and its parts by name. Raises SlimxError for any
     other value.

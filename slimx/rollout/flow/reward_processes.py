@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BEGIN_S = 120.0
-"""Seconds within which a new process must accept a call. Long, because it first imports the driver's modules, which is
-slow on a loaded machine."""
+"""Time limit in seconds for a new process to accept a call. It is long because the process first imports the driver's
+modules, which is slow on a loaded machine."""
 TAKE_S = 10.0
-"""Seconds within which an idle process must accept a call."""
+"""Time limit in seconds for an idle process to accept a call."""
 TRIES = 3
-"""Number of processes that are tried before a call fails."""
+"""Number of worker processes that are tried for a call before the call fails."""
 
 
 class _Call(NamedTuple):
@@ -64,13 +64,13 @@ text)."""
 
 
 class RewardProcesses:
-    """Pool of `config.workers` processes that run calls of a reward hook. A process starts at its first call, and a
-    thread of the driver waits for each call."""
+    """Pool of `config.workers` processes that run calls of a reward hook. Each process starts at its first call; a
+    driver thread waits for the result of each call."""
 
     def __init__(self, config: RewardConfig, reward: Reward, tokenizer_path: str, facts: Json, take_s: float = TAKE_S):
         """Creates the workers without starting processes.
 
-        `reward`: the hook that `config` names; every worker loads its own. `tokenizer_path`: directory of the
+        `reward`: the hook that `config` names; every worker loads a copy. `tokenizer_path`: directory of the
         tokenizer, which is loaded when a hook first uses it. `facts`: return value of `form_facts`, the properties of
         the run that hooks of other frameworks need. `take_s`: seconds within which an idle worker must accept a call.
         """
@@ -111,9 +111,9 @@ class RewardProcesses:
         self._threads.shutdown()
 
     def _ask(self, call: _Call, taken: list[_Worker]) -> tuple[object, dict[str, float]]:
-        """Runs one call in an idle worker and returns the hook's result and its logged metrics.
+        """Runs one call in an idle worker, and returns the hook's result and its logged metrics.
 
-        Blocks, so it is called in a thread. `taken`: list to which the worker is appended while it runs the call.
+        Blocks, so it is called in a thread. `taken`: list that contains the worker while it runs the call.
         """
         worker = self._idle.get()  # does not wait: there are as many workers as threads
         taken.append(worker)
@@ -158,7 +158,7 @@ class RewardProcesses:
 
 
 class _Worker:
-    """A process that runs one call at a time; the next call starts a new process if this one has died."""
+    """A process that runs one call at a time. If the process has died, the next call starts a new one."""
 
     def __init__(self, take_s: float) -> None:
         self._take_s = take_s
@@ -185,7 +185,7 @@ class _Worker:
     def result(self, seconds: float) -> _Outcome:
         """Returns the outcome of the accepted call.
 
-        Raises TimeoutError after `seconds`, EOFError or OSError if the process has died.
+        Raises TimeoutError after `seconds`, and EOFError or OSError if the process has died.
         """
         return self._exchange(None, seconds)
 
@@ -233,7 +233,8 @@ class _Worker:
 
 
 def _without_tokenizer(ctx: RewardContext) -> RewardContext:
-    """Returns a copy of `ctx` without its tokenizer, which is expensive to pickle; the worker sets its own."""
+    """Returns a copy of `ctx` without its tokenizer, which is expensive to pickle; the worker process adds one that it
+    loads."""
     return replace(ctx, tokenizer=cast("PreTrainedTokenizerBase", None))
 
 

@@ -59,27 +59,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 STRAGGLER = "straggler"
-"""Drop reason of an unfinished group for which a batch would have waited too long."""
+"""Drop reason for an unfinished group that would have delayed a batch for too long."""
 
 
 @dataclass(slots=True)
 class GroupOutcome:
-    """The group of a prompt, and the reason if the group was dropped."""
+    """Group generated for a prompt, and the drop reason if the group was dropped."""
 
     group: Group
     reason: str | None = None
-    """Drop reason, by which groups are counted: "generate failed", "filter: ...", "straggler", ...; None if kept."""
+    """Drop reason, under which the group is counted: "generate failed", "filter: ...", "straggler", ...; None if the
+    group was not dropped."""
     detail: str | None = None
     """Explanation of the drop reason, such as the message of the first error; None if there is none."""
 
     @property
     def failed(self) -> bool:
-        """True if the group failed, and was not dropped by a filter or as a straggler."""
+        """True if the group failed, rather than being dropped by a filter or as a straggler."""
         return self.reason is not None and is_failure(self.reason)
 
 
 def is_failure(reason: str) -> bool:
-    """Returns True if a group with this drop reason failed, and was not dropped by a filter or as a straggler."""
+    """Returns True if this drop reason stands for a failure, rather than for a filter's decision or a straggler."""
     return reason != STRAGGLER and not reason.startswith("filter")
 
 
@@ -92,11 +93,11 @@ class PolicyClient:
     tokenizer: PreTrainedTokenizerBase
     """Tokenizer of the policy's model."""
     vocabulary: int | None = None
-    """Vocabulary size of the policy's model; None if unknown."""
+    """Vocabulary size of the policy's model; None if it is unknown."""
 
 
 class GroupMaker:
-    """Makes groups, with up to `rollout.max_rollouts` rollouts and `rollout.concurrency` requests at a time."""
+    """Generator of groups, with up to `rollout.max_rollouts` rollouts and `rollout.concurrency` requests at a time."""
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class GroupMaker:
         evaluation: bool = False,
         progress: GroupProgress | None = None,
     ) -> GroupOutcome:
-        """Generates the rollouts of one prompt and computes their rewards. `number`: ticket number, which determines
+        """Generates the rollouts for one prompt and computes their rewards. `number`: ticket number, which determines
         the seeds. `progress`: earlier progress of the group, updated in place."""
         progress = GroupProgress() if progress is None else progress
         samples_of_eval = evaluation and not self.config.algorithm.scores  # preference pairs need group_size
@@ -207,7 +208,7 @@ class GroupMaker:
             self._returned(group.id, trajectories[0].index, hook).check(trajectories)
 
     def close(self) -> None:
-        """Stops the threads and processes of rewards and environments."""
+        """Stops the threads and processes that run reward hooks and environments."""
         if self._rewards:
             self._rewards.close()
         self._environments.close()
@@ -286,7 +287,7 @@ class GroupMaker:
         evaluation: bool,
         greedy: bool,
     ) -> RolloutContext:
-        """Returns the context of one rollout for the policy `actor`; its `policies` contains the others' contexts."""
+        """Returns a rollout's context for the policy `actor`; its `policies` contains the other policies' contexts."""
         sampling = self._sampling(evaluation=evaluation, greedy=greedy)
         routed = False
         if self._route_stride and not (evaluation or greedy):
@@ -369,7 +370,7 @@ class GroupMaker:
         return sampling
 
     def _returned(self, group_id: str, index: int, hook: str) -> ReturnCheck:
-        """Returns the checks for the trajectories of a rollout, with `hook` as the name in their error messages."""
+        """Returns the check for the trajectories that `hook` returned; its error messages name `hook`."""
         return ReturnCheck(
             hook,
             group_id,

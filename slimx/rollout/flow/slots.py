@@ -65,7 +65,7 @@ class Slots:
 
 
 class SlottedClient:
-    """Client of one evaluation rollout, whose requests get slots before those of training rollouts."""
+    """Client of one evaluation rollout: its requests get slots before those of training rollouts."""
 
     def __init__(self, client: Generator, slots: Slots, clock: Clock) -> None:
         self._client = client

@@ -43,7 +43,7 @@ class Ticket:
     since: float = 0.0
     """Unix time at which the group was last started."""
     progress: GroupProgress = field(default_factory=GroupProgress)
-    """Trajectories and completions that an incomplete group has so far."""
+    """Trajectories and completions collected so far for an incomplete group."""
 
     @property
     def running(self) -> bool:
@@ -52,12 +52,12 @@ class Ticket:
 
     @property
     def waits(self) -> bool:
-        """True until the generation of the ticket's group is started."""
+        """True until generation of the ticket's group starts."""
         return self.task is None and self.outcome is None
 
     @property
     def group(self) -> Group:
-        """Group of a finished ticket."""
+        """Group of the ticket, which must be finished."""
         assert self.outcome is not None
         return self.outcome.group
 
@@ -68,7 +68,7 @@ class Batch:
 
     groups: list[Group]
     dropped: Counter[str] = field(default_factory=Counter)
-    """Number of dropped groups by reason."""
+    """Number of dropped groups, by drop reason."""
     regenerated: int = 0
     """Number of started or finished groups that are generated again because they were too old for any later step."""
 
@@ -84,16 +84,16 @@ class Dropped:
     detail: str | None = None
     """Explanation of the drop reason, such as the message of the first error; None if there is none."""
     rewards: tuple[float, ...] = ()
-    """Rewards of the group's trajectories that have a reward, in order."""
+    """Rewards of the group's trajectories, in order, without those that have none."""
 
     @property
     def failed(self) -> bool:
-        """True if the group failed, and was not dropped by a filter or as a straggler."""
+        """True if the group failed, rather than being dropped by a filter or as a straggler."""
         return is_failure(self.reason)
 
     @classmethod
     def of(cls, outcome: GroupOutcome) -> Dropped:
-        """Returns the record of a dropped group, whose `outcome.reason` is not None."""
+        """Returns the record of the dropped group in `outcome`, whose drop reason must not be None."""
         assert outcome.reason is not None
         return cls(
             group=outcome.group.id,
@@ -105,12 +105,12 @@ class Dropped:
 
 
 def rewards_of(group: Group) -> tuple[float, ...]:
-    """Returns the rewards of the group's trajectories that have a reward, in order."""
+    """Returns the rewards of the group's trajectories, in order, without those that have none."""
     return tuple(float(trajectory.reward) for trajectory in group.trajectories if trajectory.reward is not None)
 
 
 def older_trajectory(group: Group, bound: int) -> Trajectory | None:
-    """Returns a trajectory that contains a token of a version before `bound`, or None if there is none."""
+    """Returns a trajectory that contains a token sampled by a version older than `bound`, or None if there is none."""
     for trajectory in group.trajectories:
         if trajectory.oldest_version is not None and trajectory.oldest_version < bound:
             return trajectory
@@ -119,7 +119,7 @@ def older_trajectory(group: Group, bound: int) -> Trajectory | None:
 
 @dataclass(kw_only=True, slots=True)
 class SavedTicket:
-    """A ticket as stored in a checkpoint: with its group if the group is complete, otherwise with the group's
+    """A ticket as stored in a checkpoint, with its group if the group is complete, and otherwise with the group's
     progress."""
 
     number: int
@@ -132,7 +132,7 @@ class SavedTicket:
 
     @classmethod
     def of(cls, ticket: Ticket) -> SavedTicket:
-        """Returns the checkpoint's record of `ticket`."""
+        """Converts `ticket` to the form in which a checkpoint stores it."""
         group = None
         if ticket.outcome is not None and ticket.outcome.reason is None:
             group = ticket.group
@@ -145,7 +145,7 @@ class SavedTicket:
         )
 
     def restore(self) -> Ticket:
-        """Returns the ticket, whose progress continues from the saved rollouts."""
+        """Restores the ticket with the progress of its saved rollouts, from which generation continues."""
         ticket = Ticket(self.number, self.prompt, self.oldest_version, progress=GroupProgress.restore(self.rollouts))
         if self.group is not None:
             ticket.outcome = GroupOutcome(self.group)
@@ -154,7 +154,7 @@ class SavedTicket:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Rules for the number of open tickets and the selection of a batch."""
+    """Rules that limit the number of open tickets and select the tickets of a batch."""
 
     size: int
     """Number of groups in a batch."""
@@ -195,7 +195,7 @@ class Rules:
         return None
 
     def straggler(self, queue: Sequence[Ticket]) -> Ticket | None:
-        """Returns the oldest unfinished ticket if enough groups of `queue` are done for a batch, otherwise None."""
+        """Returns the oldest unfinished ticket if enough groups of `queue` for a batch are finished; otherwise None."""
         unfinished = [ticket for ticket in queue if ticket.outcome is None]
         if unfinished and len(queue) - len(unfinished) >= self.size:
             return unfinished[0]
