@@ -63,8 +63,8 @@ class PackedBucket:
     They lead to the regions of further ranks, or to copies of the bucket on the other machines of a multi-node engine.
     Empty if every rank opens `path`."""
     chain: tuple[Any, ...] = ()
-    """Descriptions of the files from which the transport's receiver on an engine assembles the bucket, as objects of a
-    class that the transport defines. Empty if `path` contains the bucket."""
+    """Descriptions of the files from which the transport's receiver on an engine assembles the bucket; their class is
+    defined by the transport. Empty if `path` contains the bucket."""
 
     @property
     def on_device(self) -> bool:
@@ -74,7 +74,7 @@ class PackedBucket:
 
     @property
     def tensors(self) -> tuple[PackedTensor, ...]:
-        """Tensors of all targets, in order."""
+        """Tensors of all targets, in the order of the targets."""
         return tuple(chain.from_iterable(self.targets))
 
     @property

@@ -58,8 +58,8 @@ class Source(Protocol):
         ...
 
     async def release(self, bucket: int | None = None) -> None:
-        """Releases the memory of one bucket. None means that the publication has ended; memory may then be kept for the
-        next one."""
+        """Releases the memory of `bucket`. If `bucket` is None, the publication has ended, and the source may keep its
+        memory for the next one."""
         ...
 
 
@@ -108,7 +108,7 @@ class Receiver(Protocol):
         ...
 
     async def commit(self, version: int) -> None:
-        """Ends the publication on the engine, whose weights then have version `version`."""
+        """Ends the publication on the engine, and sets the version of its weights to `version`."""
         ...
 
     async def resume(self) -> None:
@@ -128,12 +128,12 @@ class Recipient(Protocol):
 
     name: str
     incarnation: int
-    """Number that increases with every restart. Results of `Receiver` methods that were performed before a restart no
-    longer apply."""
+    """Number that increases with every restart. Results of `Receiver` methods performed before a restart are no longer
+    valid after it."""
 
     async def perform(self, verb: str, epoch: int, *arguments: object) -> Any:
-        """Makes the engine perform `verb`, a method of `Receiver`, with `arguments`, in the publication that began in
-        membership `epoch`, and returns the result.
+        """Makes the engine perform `verb`, a method of `Receiver`, with `arguments`, and returns the result. `epoch`:
+        membership epoch in which the publication began.
 
         Raises ReceiverLost if the engine died or does not respond in time."""
         ...
@@ -168,7 +168,8 @@ class Delivery:
         return packed
 
     async def connect(self, recipient: Recipient, epoch: int) -> None:
-        """Ensures that `recipient` can receive buckets in the publication that began in membership `epoch`."""
+        """Ensures that `recipient` can receive buckets in the publication that began in the membership epoch
+        `epoch`."""
 
     async def bring(self, recipient: Recipient, epoch: int, packed: PackedBucket, bucket: int) -> None:
         """Delivers a bucket to `recipient` and waits until it is staged. A bucket that consists of several files
@@ -179,7 +180,8 @@ class Delivery:
         """Ends the current publication, after success or failure."""
 
     def renew(self) -> None:
-        """Discards connections to the source's processes (trainer ranks), which were replaced by new ones."""
+        """Discards the connections to the source's previous processes (trainer ranks) after new ones have replaced
+        them."""
 
     def kept(self, version: int) -> Source | None:
         """Returns a source of the weights of `version` if this delivery has kept them, else None."""

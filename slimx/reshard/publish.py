@@ -355,7 +355,7 @@ class _Attempt:
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
-        """Adds the block's duration to that of `stage`. Overlapping blocks, for several engines, count once."""
+        """Adds the block's duration to the total for `stage`. Overlapping blocks, of several engines, count once."""
         calls, start = self._running.get(stage, (0, time.perf_counter()))
         self._running[stage] = calls + 1, start
         try:

@@ -11,7 +11,7 @@ Residency = Literal["weights", "training"]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Conditions under which an operation runs."""
+    """Declaration of a trainer operation: the conditions under which it runs."""
 
     phase: str | None
     """Phase in which the operation's peak memory is counted; None for the phase in which it is called."""

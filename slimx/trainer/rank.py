@@ -118,8 +118,8 @@ class TrainerRank:
             return function(*arguments, **named)
 
     def _role(self, name: str) -> Role:
-        """Returns the role `name`. If this rank was not built with that role, creates the role from the entry point of
-        `slimx.roles` with this name."""
+        """Returns the role `name`. A role with which this rank was not built is created from the entry point of that
+        name in the group `slimx.roles`."""
         if name not in self.roles:
             if name not in entry_points.find("slimx.roles"):
                 raise SlimxError(

@@ -144,9 +144,10 @@ class PolicyTrainer(TrainedModel):
         """Runs forward and backward passes and one optimizer step, and returns their metrics.
 
         `batches`: micro-batches with this rank's tokens. `others`: results of earlier forward passes on these
-        micro-batches. `replay`: experts to use; None if each router chooses. `packings`: see `Pipeline.train`.
-        `totals`: denominators of the auxiliary losses of routers. `step`: number of optimizer steps before this one.
-        `version`: version of the engines' weights if the update starts from the same weights; None otherwise."""
+        micro-batches. `replay`: experts that the routers must use; None if each router chooses. `packings`: see
+        `Pipeline.train`. `totals`: denominators of the routers' auxiliary losses. `step`: number of optimizer steps
+        before this one. `version`: version of the engines' weights if the update starts from the same weights; None
+        otherwise."""
         self._zero_gradients()
         with self.routing.training(batches, totals=totals, replay=replay):
             results = self.pipeline.train(batches, self.loss, others, packings)
@@ -183,7 +184,7 @@ class PolicyTrainer(TrainedModel):
     @operation("logprobs", needs="weights")
     def logprobs(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[np.ndarray]:
         """Returns the log-prob of every label, one array [T] per micro-batch; [] except on the last pipeline stage.
-        `under`: weights to use: those of the policy, the reference or the teacher."""
+        `under`: whose weights to use: "policy", "reference" or "teacher"."""
         return [scores["logprobs"] for scores in self.scores(batches, under=under)]
 
     @operation("probe", needs="weights")
@@ -232,10 +233,10 @@ class PolicyTrainer(TrainedModel):
         *,
         mismatch: bool = True,
     ) -> dict[str, float]:
-        """Computes the metrics of a pass from its `results` by micro-batch, reduced over ranks. `version`: the log-prob
-        gap is measured on tokens that this version of the weights sampled; None to measure no gap. `differs`: result of
-        `_differing`. `mismatch`: False if the tokens are not those of a training step, so that only the gap is
-        measured."""
+        """Computes the metrics of a pass from `results`, one result per micro-batch, and reduces them over ranks.
+        `version`: version of the weights that sampled the tokens on which the log-prob gap is measured; None to measure
+        no gap. `differs`: result of `_differing`. `mismatch`: False if the tokens are not those of a training step;
+        then only the gap is measured."""
         if not self.parallel.last_stage:
             return {}
         values = summed([metrics for metrics, _ in results])

@@ -46,7 +46,8 @@ class WeightExport:
             gatherer.packer.refresh_addresses()
 
     def reload(self, *, training: bool = True) -> None:
-        """Moves the model's weights to the device, and with `training` also gradients and optimizer state."""
+        """Moves the model's weights to the device and, if `training` is true, its gradients and optimizer state as
+        well."""
         self.model.reload(training=training)
 
     def offload(self, *, weights: bool = True) -> None:

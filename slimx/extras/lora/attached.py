@@ -46,8 +46,8 @@ class MergingBuffer(DerivedTensors):
         return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
 
     def places(self, bucket: int) -> dict[str, torch.Tensor]:
-        """Returns, by parameter name, the buffers into which `make` writes for `bucket`; the same memory in every
-        call."""
+        """Returns, by parameter name, the buffers into which `make` writes for `bucket`. Every call returns the same
+        memory."""
         if bucket not in self._places:
             places = {}
             start = 0
@@ -61,8 +61,8 @@ class MergingBuffer(DerivedTensors):
 
     @torch.no_grad()
     def make(self, bucket: int, moves: np.ndarray) -> None:
-        """Computes the merged weights that `moves` read, and overwrites those of the previous bucket. `moves`: some of
-        the copies into `bucket` that the plan contains."""
+        """Computes the merged weights that `moves` read, and overwrites the previous bucket's. `moves`: copies into
+        `bucket`, all of them in the plan."""
         places = self.places(bucket)
         for name in self._names(moves):
             places[name].copy_(self._merging[name]())
@@ -100,8 +100,8 @@ class AttachedAdapters(AttachedForm):
         return parameters
 
     def leaving(self, name: str, plan: Plan, rank: int, weights: Tensors) -> tuple[Tensors, DerivedTensors]:
-        """Returns the tensors that `rank` packs as specified by `plan`: weights, of which adapted ones are merged
-        first, or the unmerged weights together with A and B under the names of
+        """Returns the tensors that `rank` packs as specified by `plan`: either the weights, where adapters are first
+        merged into the weights that they adapt, or the unmerged weights together with A and B, under the names of
         `slimx.extras.lora.targets.adapter_parts`.
 
         `name`: purpose of the plan; exports always merge."""

@@ -34,9 +34,9 @@ TENSORS = "adapter_model.safetensors"
 STACKED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 """Projection of an expert -> the stacked parameter of transformers that contains it."""
 PARAMETERS = (".gate", ".gate_proj", ".up_proj", ".down_proj")
-"""Endings of the names of modules whose weights PEFT adapts only as parameters (`target_parameters`) in a model with
-experts: a router is not a linear module, and PEFT interprets the other names in `target_modules` as experts (peft
-0.21.2, utils/transformers_weight_conversion.py)."""
+"""Endings of the names of modules that PEFT can adapt only through `target_parameters` if the model has experts: the
+router, because it is not a linear module, and the projections, because PEFT takes their names in `target_modules` for
+experts (peft 0.21.2, utils/transformers_weight_conversion.py)."""
 WRAPPED = {"gate_up_proj": ".base_layer", "down_proj": ""}
 """Stacked parameter -> ending of the name of PEFT's module that contains its adapter."""
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -163,8 +163,8 @@ class PeftAdapters:
         return out
 
     def _pair(self, part: Part, source: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns A and B of the module, or of one expert's projection, whose weight is the checkpoint tensor
-        `part.sources[source]`."""
+        """Returns A and B for the checkpoint tensor `part.sources[source]`, which is the weight of a module or of one
+        expert's projection."""
         name, expert = self._module(part.sources[source])
         a = self._tensor(name, "A")
         b = self._tensor(name, "B")
@@ -259,8 +259,8 @@ def fill(adapters: Mapping[str, tuple[torch.Tensor, torch.Tensor]], parts: Itera
     """Copies adapters from the directory `path` into A and B of this rank.
 
     `adapters`: weight name -> (A, B). `parts`: the rank's weights; only their rows and columns are read. If A has more
-    rows than in the directory, the additional rows keep their initial values, and the corresponding columns of B are
-    zero."""
+    rows than the stored matrix, its remaining rows keep their initial values, and the corresponding columns of B are
+    set to zero."""
     stored = PeftAdapters(Path(path))
     for part in parts:
         if part.name in adapters:

@@ -119,7 +119,7 @@ def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> N
 
 @functools.cache
 def triton_scales(path: Path) -> np.ndarray:
-    """Returns the table of fp8 scales for the quantization rule triton (`TRITON_SCALES`), read from `path`. Raises
+    """Returns the table of fp8 scales for the quantization rule `triton` (`TRITON_SCALES`), read from `path`. Raises
     SlimxError if the file is missing or does not contain that table."""
     remedy = (
         "put the triton_scales.npy that `make gpu` writes on a machine with a GPU at this path, or use the rule ieee"

@@ -25,8 +25,7 @@ ABI = 401
 LONGEST = 2**31 - 1
 """Maximum number of rows in a piece, and maximum number of bytes in a row: the kernel counts both in 32 bits."""
 BF16_AMAX = 0x7F80
-"""Number of bf16 values that are finite and not negative; the table of scales for the rule triton has one row for
-each."""
+"""Number of finite, non-negative bf16 values. The table of scales for the rule `triton` has one row per value."""
 
 
 class DevicePlan:
@@ -88,7 +87,7 @@ class DevicePlan:
 
     @property
     def blocks(self) -> int:
-        """Number of thread blocks in the grid with which the kernel is launched."""
+        """Number of thread blocks in the kernel's launch grid."""
         return self._launch.blocks
 
     def launch(self, bucket: int, sums: torch.Tensor, flags: int, stream: torch.cuda.Stream | None) -> None:
@@ -124,7 +123,7 @@ class DevicePlan:
 
 class _Launch(ctypes.Structure):
     """Python counterpart of the C struct SlimxCudaLaunch in csrc/interface.cuh: the kernel that executes a plan, and
-    the size of its launch."""
+    its launch dimensions."""
 
     _fields_ = [
         ("tiles", ctypes.c_int64),
@@ -223,9 +222,9 @@ def results(plan: DevicePlan, sums: torch.Tensor, flags: torch.Tensor | None = N
 
 
 def triton_scales(device: torch.device | int) -> np.ndarray:
-    """Returns the table of fp8 scales for the quantization rule triton, [32640, 2] fp32: scale s = amax / 448 and 1 / s
-    for every finite bf16 amax, computed on `device` with a GPU's approximate division. The CPU kernels use a saved copy
-    (`TRITON_SCALES` in cpu.py)."""
+    """Returns the table of fp8 scales for the quantization rule `triton`, [32640, 2] fp32: scale s = amax / 448 and 1 /
+    s for every finite bf16 amax, computed on `device` with a GPU's approximate division. The CPU kernels use a saved
+    copy (`TRITON_SCALES` in cpu.py)."""
     library = load(LIBRARY)
     cuda_device = device_of(device)
     with torch.cuda.device(cuda_device):

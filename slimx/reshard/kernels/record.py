@@ -35,8 +35,8 @@ class OP(IntEnum):
     """Converts e4m3 codes and E8M0 scales of 1 x 32 blocks to bf16 or fp32; sets NONFINITE for infinite and NaN
     results."""
     QUANTIZE_INT4 = 8
-    """Quantizes bf16 or fp32 to INT4 codes, two per byte, and bf16 scales of complete 1 x 32 blocks; sets NONFINITE for
-    infinite and NaN values."""
+    """Quantizes bf16 or fp32 to INT4 codes, two per byte, with one bf16 scale per 1 x 32 block; all blocks must be
+    complete. Sets NONFINITE for infinite and NaN values."""
 
 
 class RULE(IntEnum):
@@ -111,8 +111,8 @@ _RULES = {
 def element_bytes(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> int:
     """Returns the number of bytes per element of `tensor`, which must have one of the `dtypes` that an op supports.
 
-    The check is needed because a record contains only the element size: the kernels would read fp16 as bf16. `name`:
-    name of the tensor in the SlimxError that any other dtype raises."""
+    The check is needed because a record contains only the element size: the kernels would read fp16 as bf16. Raises
+    SlimxError for any other dtype; `name` identifies the tensor in the message."""
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise SlimxError(

@@ -31,7 +31,7 @@ def local_parts(bucket: int, packer: Packer, holders: int) -> list[int]:
 
 
 class Gatherer:
-    """Gathers buckets in host memory. All trainer ranks call `fill` together, in the same order of buckets."""
+    """Gathers buckets in host memory. All trainer ranks call `fill` for the same buckets in the same order."""
 
     def __init__(self, packer: Packer, *, remote: Collection[int], group: dist.ProcessGroup | None, holders: int = 1):
         """Creates the gatherer of the packer's rank.

@@ -25,8 +25,8 @@ class Contribution:
     """Checksums and flags of the bytes that one rank contributed to a bucket."""
 
     sums: np.ndarray
-    """Sum over this rank's bytes of each tensor, [tensors] uint64, in the order of `BucketForm.tensors`. The sums of
-    all ranks and the seed add up to the tensor's checksum."""
+    """This rank's part of each tensor's checksum: the sum over the bytes that it contributed, [tensors] uint64, in the
+    order of `BucketForm.tensors`. The parts of all ranks and the seed add up to the checksum."""
     flags: np.ndarray
     """Flags of each tensor, [tensors] uint32: NONFINITE if this rank contributed an infinite or NaN value."""
 
@@ -178,10 +178,10 @@ class Packer:
 
     def _pack_portions(self, bucket: int, part: int, run: torch.Tensor) -> Contribution:
         """Writes this rank's contribution to one part of `bucket`, its pieces one after the other, into the host memory
-        `run`, and waits until it is written.
+        `run`, and waits until the writes have finished.
 
-        The contribution is packed in portions, one after the other in the same GPU memory; each is copied to its
-        position in `run`."""
+        The contribution is packed in portions, one after the other in the same GPU memory, and each portion is copied
+        to its position in `run`."""
         if (bucket, part) not in self._portions:
             steps = []
             for portion in portions(self._records(bucket, part), self.portion):
@@ -218,8 +218,8 @@ class Packer:
 
 
 def total(contributions: Sequence[Contribution]) -> Contribution:
-    """Returns the sum of one or more contributions to a bucket: checksums are added, flags are combined by bitwise
-    or."""
+    """Returns the sum of one or more contributions to a bucket: checksums are added, and flags are combined by bitwise
+    OR."""
     sums = np.stack([contribution.sums for contribution in contributions]).sum(axis=0, dtype=np.uint64)
     flags = np.stack([contribution.flags for contribution in contributions])
     return Contribution(sums, np.bitwise_or.reduce(flags))

@@ -61,7 +61,7 @@ class PlannedBuckets:
         self._forms: dict[int, BucketForm] = {}
 
     def form(self, bucket: int) -> BucketForm:
-        """Returns the memory layout of the bucket with this index."""
+        """Returns the memory layout of the bucket with index `bucket`."""
         if bucket not in self._forms:
             self._forms[bucket] = BucketForm([target[bucket] for target in self.plan.buckets], apart=self.apart)
         return self._forms[bucket]
@@ -138,10 +138,10 @@ def _quantize(
     chosen: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Sets op, rule, block and the scales' location in those records of `out` that quantize.
+    """Sets the op, the rule, the block size and the location of the scales in the records in `out` that quantize.
 
-    `tensor`: index in `form.tensors` of each move's target tensor, [moves]. `chosen`: True for moves that write codes,
-    bool [moves]."""
+    `tensor`: index in `form.tensors` of each move's target tensor, [moves]. `chosen`: True for moves that write
+    quantized values (codes), bool [moves]."""
     high, wide = quantization.block
     scales = tensor[chosen] + 1  # the tensor of scales follows that of the codes
     width = form.width[scales]

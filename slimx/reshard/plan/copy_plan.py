@@ -106,9 +106,10 @@ class Plan:
     ):
         """Stores a compiled plan.
 
-        `buckets[target][bucket]`: every target has the same number of buckets; its last ones may be empty. `moved`:
-        moves sorted by bucket, then by source rank, [moves] of `MOVE`. `unread`: checkpoint tensors of the source that
-        no target loads. `holders`: ranks that could send each move; None in a plan that was read from bytes."""
+        `buckets[target][bucket]`: every target has the same number of buckets, of which the last ones may be empty.
+        `moved`: moves sorted by bucket, then by source rank, [moves] of `MOVE`. `unread`: checkpoint tensors of the
+        source that no target loads. `holders`: ranks that could send each move; None in a plan that was read from
+        bytes."""
         self.precision = precision
         self.parameters = parameters
         self.buckets = buckets

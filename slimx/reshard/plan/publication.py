@@ -37,11 +37,11 @@ class PublicationPlan:
 
 
 def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> PublicationPlan | None:
-    """Returns the plan for copying weights from trainers of `sizes` to the configured engines on `device`, "cpu" or
-    "cuda"; None if the run has no engines.
+    """Returns the plan for copying weights from trainers with the parallel sizes `sizes` to the configured engines on
+    `device`, "cpu" or "cuda"; None if the run has no engines.
 
     Raises SlimxError if the weights cannot be published. If the sizes split quantization blocks, the message names the
-    nearest sizes that do not split blocks."""
+    nearest sizes that do not split any."""
     if not config.rollout.policy_engines:
         return None
     try:

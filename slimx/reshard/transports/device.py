@@ -32,8 +32,8 @@ from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.packed import ON_DEVICE
 
 UNIT = 2 * 2**20
-"""Granularity of allocations in bytes. The driver may place smaller allocations in one block, and a handle opens the
-whole block."""
+"""Allocation granularity in bytes. The driver may place smaller allocations in one block, and a handle opens the whole
+block."""
 HANDLE = 64
 """Size of a CUDA IPC handle in bytes."""
 
@@ -140,7 +140,7 @@ def opened(path: str, size: int, device: torch.device | int = 0) -> Iterator[int
 
 
 def fetch(path: str, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """Returns a copy, in memory of `device`, of the bytes `start` to `stop` of the memory at `path`, uint8 [stop -
+    """Copies the bytes `start` to `stop` of the memory at `path` to `device`, and returns the copy, uint8 [stop -
     start].
 
     The copy is complete on return, so the owner may overwrite the memory. Raises SlimxError as `opened` does, or if the

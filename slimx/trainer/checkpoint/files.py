@@ -139,7 +139,7 @@ def encode_records(files: dict[str, FileRecord]) -> bytes:
 
 
 def decode_records(text: bytes) -> dict[str, FileRecord]:
-    """Decodes a result of `encode_records`. Raises msgspec.DecodeError if the data is malformed."""
+    """Decodes the output of `encode_records`. Raises msgspec.DecodeError if the data is malformed."""
     return msgspec.json.decode(text, type=dict[str, FileRecord])
 
 

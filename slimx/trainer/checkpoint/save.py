@@ -191,7 +191,7 @@ class HostCopies:
         self._stream: torch.cuda.Stream | None = None
 
     def copy(self, contents: Mapping[MetadataIndex, Content]) -> dict[MetadataIndex, Content]:
-        """Returns a copy of each tensor in `contents` under its index. Objects are not copied, because they are already
+        """Returns `contents` with a copy of each tensor. Objects are not copied, because they are already
         serialized."""
         out: dict[MetadataIndex, Content] = {}
         on_device: dict[MetadataIndex, torch.Tensor] = {}

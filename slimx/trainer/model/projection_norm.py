@@ -28,8 +28,8 @@ class ProjectionNorm(torch.nn.Module):
     weight."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, heads: int):
-        """Creates the norm with weight 1. `hidden_size`: size of one head. `heads`: number of heads of the whole
-        model."""
+        """Creates the norm with all weights set to 1. `hidden_size`: size of one head. `heads`: number of heads in the
+        whole model."""
         super().__init__()
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.eps = eps

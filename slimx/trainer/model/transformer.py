@@ -192,8 +192,8 @@ def _recompute_fields(trainer: Trainer) -> dict[str, object]:
 
 
 def check_megatron_fields(fields: Iterable[str], kind: type[TransformerConfig]) -> None:
-    """Raises SlimxError for a key in `fields`, the fields set by `trainer.megatron`, that the configuration class
-    `kind` does not have. The message suggests the most similar field."""
+    """Checks that the configuration class `kind` has every field in `fields`, which `trainer.megatron` sets. If a field
+    is unknown, raises SlimxError, and suggests the most similar one."""
     known = [field.name for field in dataclasses.fields(kind)]
     for key in fields:
         if key not in known:

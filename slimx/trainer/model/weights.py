@@ -82,8 +82,8 @@ class Weights:
                 )
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Returns the trainable parameters in the order of the forward pass, by the names of their tensors in a Hugging
-        Face directory; names of several tensors that form one parameter are joined by " + "."""
+        """Returns the trainable parameters in the order of the forward pass, keyed by the names of their tensors in a
+        Hugging Face directory. The names of several tensors that form one parameter are joined by " + "."""
         trained = {}
         for part in self.parts:
             parameter = self.parameters[part.name]
@@ -176,8 +176,8 @@ class Weights:
             values.copy_(reader.read(name, rect))
 
     def _windows(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[Rect, str, torch.Tensor]]:
-        """Yields each part of a checkpoint tensor that this rank has: the part's rectangle, the tensor's name, and the
-        corresponding view into `tensors`, local tensors by name."""
+        """Yields, for each part of a checkpoint tensor that this rank stores, the part's rectangle, the tensor's name,
+        and the corresponding view into `tensors`, a mapping of local tensors by name."""
         for part in self.parts:
             local = tensors[part.name].detach().view(matrix(part.shape))
             for rect in part.rects:

@@ -152,8 +152,8 @@ class PolicyRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the probabilities and the map of the chosen experts, both [t, experts], for `logits` [t, 1,
-        experts]."""
+        """Returns the routing probabilities and the routing map (True for chosen experts), both [t, experts], for
+        `logits` [t, 1, experts]."""
         if self.watch is None:
             return super().routing(logits)
         choice = self.watch.arrive()

@@ -47,8 +47,9 @@ class Routing:
 
     The context managers `forward` and `training` wrap a pass, in which the pipeline runs; `microbatch` wraps each
     forward pass of a chunk. Outside of these context managers, for example when the reference's log-probs are computed,
-    routers choose by themselves and nothing is recorded. Routers of multi-token prediction have the same auxiliary
-    losses and are counted, but do not replay, because engines report no routes for them."""
+    routers choose by themselves and nothing is recorded. For the routers of multi-token prediction, auxiliary losses
+    and token counts are computed as well, but these routers do not replay, because engines report no routes for
+    them."""
 
     def __init__(self, chunks: Sequence[GPTModel], parallel: ParallelState, settings: Moe):
         """Finds the routers in `chunks`, this rank's GPT models (without wrappers) in the order of the forward pass."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 Sums = dict[str, tuple[str, torch.Tensor]]
-"""For each metric by name, its reduction over ranks ("sum" or "max") and its value on this rank."""
+"""Metric name -> reduction over ranks ("sum" or "max"), and the metric's value on this rank."""
 
 GAP_LIMIT = 1e-5
 """Log-prob gap in fp32 above which trainer and engine have probably used different experts for a token."""
@@ -118,11 +118,11 @@ COUNTS = frozenset({"optim/skipped", "optim/zero_gradient", "critic/skipped", "c
 
 
 def combine(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Combines the metrics of the updates of a step.
+    """Combines the metrics of a step's updates.
 
-    Counts (`COUNTS`) are summed, maxima (`.../max`, `..._max`) are reduced to the largest, and learning rates (`LAST`)
-    are those of the last update. All other metrics are averaged over the updates that have them, without weights,
-    because each update normalizes its loss separately and changes the weights once."""
+    Counts (`COUNTS`) are summed; of maxima (`.../max`, `..._max`), the largest is kept; learning rates (`LAST`) are
+    those of the last update. Any other metric is the unweighted mean over the updates that report it, because each
+    update normalizes its loss separately and changes the weights once."""
     values: dict[str, list[float]] = {}
     for metrics in updates:
         for name, value in metrics.items():

@@ -41,11 +41,11 @@ such as "host"."""
 
 
 class ExternalState:
-    """Wrapper of a torch optimizer that stores the optimizer's state elsewhere, such as on the host."""
+    """Wrapper around a torch optimizer that stores the optimizer's state elsewhere, such as on the host."""
 
     def make_state(self) -> None:
-        """Creates the initial optimizer state (zeros for Adam) of those parameters whose state is to be stored
-        elsewhere and does not exist yet."""
+        """Creates the initial optimizer state (zeros for Adam) for those parameters that have none yet and whose state
+        is to be stored elsewhere."""
         raise NotImplementedError
 
 

@@ -78,8 +78,8 @@ class Adapter:
         axis: int | None,
         expert: bool = False,
     ):
-        """Initializes A with random values that depend only on `sources` and `seed`, so they are the same in every
-        layout, and B with zeros.
+        """Initializes B with zeros, and A with random values that depend only on `sources` and `seed` and are therefore
+        the same in every layout.
 
         `sources`: names of the checkpoint tensors in the weight. `axis`: axis along which ranks split the weight; None
         if it is replicated. `expert`: True if the weight belongs to a routed expert."""

@@ -49,7 +49,7 @@ class AdaptedLayer(NamedTuple):
 
 
 class AdapterSlot:
-    """The slot of one policy, into which publications write the policy's adapters."""
+    """Slot for one policy's adapters in SGLang's buffers, into which publications write them."""
 
     def __init__(self, manager: Any, slot: int):
         """Wraps the slot with index `slot`. `manager`: SGLang's LoRAManager, whose buffers never move in memory."""
@@ -60,7 +60,7 @@ class AdapterSlot:
         slot should contain; None before the first publication."""
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Returns the matrices A and B of every layer, by the names that `place` records."""
+        """Returns the matrices A and B of every layer, keyed by the buffer names that `place` uses."""
         buffers: dict[str, torch.Tensor] = {}
         for layer in self._layers():
             buffers |= {_buffer(layer, "A"): layer.a, _buffer(layer, "B"): layer.b}
