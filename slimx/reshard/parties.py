@@ -68,7 +68,7 @@ class Receiver(Protocol):
     server. If a method raises SlimxError, the engine is dropped from the publication."""
 
     async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
-        """Returns every tensor that the engine loads in this encoding, in the format of `Source.forms`."""
+        """Returns every tensor that the engine loads in the encoding `encoding`, in the format of `Source.forms`."""
         ...
 
     async def transport(self, method: str, *arguments: object) -> object:
@@ -77,7 +77,8 @@ class Receiver(Protocol):
         ...
 
     async def begin(self, manifest: Manifest, staging: Staging) -> None:
-        """Prepares the engine for one publication. From now on the engine refuses calls of earlier publications."""
+        """Prepares the engine for one publication. From now on the engine refuses calls that belong to earlier
+        publications."""
         ...
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
@@ -94,7 +95,7 @@ class Receiver(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Pauses generation unless it is paused already."""
+        """Pauses generation unless it is already paused."""
         ...
 
     async def load(self) -> None:
@@ -120,7 +121,7 @@ PROTOCOL = 9
 """Version of the JSON messages with which an engine forwards verbs (methods of `Receiver`) to its server's ranks
 (`slimx/adapters/sglang/plugin.py`). Both sides must agree on it."""
 BEFORE_BEGIN = ("inventory", "transport", "begin")
-"""Verbs (methods of `Receiver`) that may be called before the publication has begun on the engine."""
+"""Verbs (methods of `Receiver`) that may be called before the engine has begun the publication."""
 
 
 class Recipient(Protocol):

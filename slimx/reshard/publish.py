@@ -193,7 +193,7 @@ class _Attempt:
             await cancelled(gathering)
 
     async def _gather(self, bucket: int) -> tuple[PackedBucket, bool]:
-        """Returns a bucket as engines will receive it, and True if it is still in the source's memory."""
+        """Returns a bucket as engines will receive it, and True if the source's memory still contains it."""
         with self._timed("gather"):
             gathered = await self._by_deadline("gather", self.source.gather(bucket))
             taken = await self._by_deadline("gather", self.delivery.take(gathered, bucket))
@@ -311,7 +311,7 @@ class _Attempt:
         raise _EngineDropped
 
     async def _by_deadline[T](self, stage: str, work: Awaitable[T]) -> T:
-        """Awaits `work` of the trainers or the transport. Raises DeadlineError if the publication's deadline passes."""
+        """Awaits `work` by the trainers or the transport. Raises DeadlineError if the publication's deadline passes."""
         try:
             async with asyncio.timeout(self._left()):
                 return await work

@@ -49,7 +49,7 @@ class TrainerRank:
 
     def __init__(self, config: Config, number: int, device: str):
         """Sets up the device. On CUDA, raises SlimxError for a defective GPU, restricts the process to the CPUs near
-        the GPU, and creates the MemoryGuard that checks its free memory. `number`: global rank."""
+        the GPU, and creates the MemoryGuard that checks the GPU's free memory. `number`: global rank."""
         torch.set_num_threads(config.trainer.threads)
         self.config = config
         self.number = number

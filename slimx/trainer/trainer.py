@@ -127,7 +127,7 @@ class PolicyTrainer(TrainedModel):
         return out
 
     def train_step(self, batches: list[MicroBatch], *, step: int, version: int) -> dict[str, float]:
-        """Performs a training step with a single update; otherwise like `train_updates`."""
+        """Performs a training step that has a single update, like `train_updates` with one list of micro-batches."""
         return self.train_updates([batches], step=step, version=version)
 
     def _update(
@@ -209,8 +209,8 @@ class PolicyTrainer(TrainedModel):
             self.passes.load_reference(path)
 
     def _before(self, differs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        """Extends the mask `differs`, which marks some of this rank's tokens of one micro-batch, to all later tokens of
-        the marked tokens' sequences."""
+        """Extends the mask `differs`, which marks some of this rank's tokens in one micro-batch, to all later tokens of
+        the same sequences."""
         full = self.context.gather(differs.to(torch.uint8), lengths)
         return self.context.local(within_sequence(full, lengths), lengths)
 

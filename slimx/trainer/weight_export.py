@@ -102,8 +102,7 @@ class WeightExport:
 
     @operation()
     def open(self, *, name: str, bucket: int) -> dict[int, str]:
-        """Allocates this rank's memory for a bucket, and returns the path of each part of the bucket by the part's
-        number."""
+        """Allocates this rank's memory for a bucket, and returns {part: path} for the bucket's parts in that memory."""
         return self._gatherers[name].open(bucket)
 
     @operation()

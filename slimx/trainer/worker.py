@@ -30,8 +30,9 @@ class TrainerWorker:
     """One trainer rank as a Ray actor."""
 
     def __init__(self, number: int, config: Json, log_path: str, device: str, roles: Sequence[str]):
-        """Redirects all output of the process to `log_path`; `start` does the rest. `number`: number of the rank.
-        `config`: a `Config` dumped to JSON values. `roles`: names of the roles to build, see `TrainerRank.build`."""
+        """Redirects all output of the process to `log_path`; `start` performs the rest of the setup. `number`: number
+        of the rank. `config`: a `Config` dumped to JSON values. `roles`: names of the roles to build, see
+        `TrainerRank.build`."""
         redirect_output(log_path)
         self.number = number
         self.device = device

@@ -90,9 +90,10 @@ class ServedLora(ServedForm):
 
 
 class LoraForm(WeightForm):
-    """Weight form of a run with frozen weights and low-rank adapters, published merged or alone (`publish.adapters`).
+    """Weight form of a run with frozen weights and low-rank adapters. Publications contain merged weights or only the
+    adapters (`publish.adapters`).
 
-    The server's option names the policies whose adapters it serves: POLICY=ALPHA,..."""
+    The option of the engine's server names the policies whose adapters it serves: POLICY=ALPHA,..."""
 
     OPTION: ClassVar[str | None] = OPTION
 

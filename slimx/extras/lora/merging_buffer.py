@@ -15,8 +15,8 @@ ALIGN = 64
 
 
 def merging_buffer_bytes(plan: Plan, merges: Callable[[str], bool]) -> dict[int, int]:
-    """Returns trainer rank -> size in bytes of its merging buffer, which must have room for the weights of one bucket
-    at a time; ranks that merge nothing are omitted.
+    """Returns {trainer rank: size in bytes of its merging buffer}. The buffer must have room for the weights of one
+    bucket at a time; ranks that merge nothing are omitted.
 
     `merges`: returns True for the name of a parameter that is merged before it is packed."""
     padded = []

@@ -63,7 +63,7 @@ module's weight."""
 
 
 class PeftAdapters:
-    """Adapters in one directory in PEFT's format. Tensors are read when they are used."""
+    """LoRA adapters stored in one directory in PEFT's format; each tensor is read when it is used."""
 
     def __init__(self, path: Path):
         """Opens the files in directory `path`. Raises SlimxError if they are missing or damaged."""

@@ -34,8 +34,8 @@ def adapts(targets: Collection[str] | None, name: str) -> bool:
 
 
 def target_of(name: str) -> str | None:
-    """Returns the target of `trainer.lora.targets` to which the weight with the Megatron name `name` belongs; None if
-    it cannot have an adapter."""
+    """Returns the target (a value in `trainer.lora.targets`) to which the weight with the Megatron name `name` belongs;
+    None if the weight cannot have an adapter."""
     return next((target for target, pattern in _TARGETS.items() if pattern.fullmatch(name)), None)
 
 

@@ -35,7 +35,7 @@ TRITON_SCALES = Path(__file__).with_name("triton_scales.npy")
 
 _ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3}
 _BF16_AMAX = 0x7F80
-"""Number of bf16 values that are finite and not negative; the table of scales has one row for each."""
+"""Number of finite, non-negative bf16 values. The table of scales has one row per value."""
 _NO_MEMORY = 1
 _NO_SUCH_ISA = 2
 

@@ -23,7 +23,7 @@ LIBRARY = Path(__file__).parents[2] / "_lib" / "libslimx_cuda.so"
 ABI = 401
 """Version of the CUDA library's interface that this module calls; must equal SLIMX_CUDA_ABI in csrc/interface.cuh."""
 LONGEST = 2**31 - 1
-"""Maximum number of rows in a piece, and maximum number of bytes in a row: the kernel counts both in 32 bits."""
+"""Maximum number of rows in a piece and of bytes in a row, both of which the kernel counts in 32-bit integers."""
 BF16_AMAX = 0x7F80
 """Number of finite, non-negative bf16 values. The table of scales for the rule `triton` has one row per value."""
 

@@ -21,7 +21,8 @@ class OP(IntEnum):
     COPY_CHECKED = 1
     """Copies bf16 or fp32 elements unchanged; sets NONFINITE for infinite and NaN values."""
     FP32_TO_BF16 = 2
-    """Rounds fp32 to the nearest bf16, ties to even; sets NONFINITE, also for values that are too large for bf16."""
+    """Rounds fp32 to the nearest bf16, ties to even; sets NONFINITE for infinite and NaN values and for values too
+    large for bf16."""
     BF16_TO_FP32 = 3
     """Converts bf16 to fp32 exactly; sets NONFINITE for infinite and NaN values."""
     QUANTIZE_FP8 = 4
@@ -204,7 +205,7 @@ def check_sources(pieces: np.ndarray, sums: np.ndarray) -> None:
 
 
 def check_sums(pieces: np.ndarray) -> None:
-    """Raises SlimxError if a row of a piece's source bytes is longer than a row of its tensor (`pos_ld`)."""
+    """Raises SlimxError if a row that a piece reads is longer than a row of the piece's tensor (`pos_ld`)."""
     _refuse(pieces, _too_long(pieces, pieces["cols"], pieces["item"]))
 
 

@@ -49,7 +49,7 @@ class Gatherer:
         """Path of another rank's shared memory -> its inode, and its mapping in this process."""
 
     def open(self, bucket: int) -> dict[int, str]:
-        """Returns part -> path for each part of `bucket` in this rank's memory, which is allocated if necessary. The
+        """Returns {part: path} for the parts of `bucket` in this rank's memory, which is allocated if necessary. The
         paths are valid until `release(bucket)`."""
         if bucket not in self._files:
             size = self.packer.form(bucket).size

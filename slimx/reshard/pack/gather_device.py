@@ -83,7 +83,7 @@ class DeviceGatherer:
         """Makes the memory of `bucket`, or of all buckets if it is None, available to other buckets.
 
         The caller guarantees that no engine of the publication still reads the bucket. An engine that was dropped from
-        the publication may still read it; the bytes that it gets then fail verification."""
+        the publication may still read it; the bytes that it reads then fail verification."""
         released = list(self._memories) if bucket is None else [bucket]
         for index in released:
             if index in self._memories:

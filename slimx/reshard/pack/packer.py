@@ -107,7 +107,7 @@ class Packer:
         memory, uint8 [bytes]. Receivers copy the pieces to their positions in the tensors with
         `slimx.reshard.pack.pieces.spread`.
 
-        `memory`: uint8 host memory, at least as large as the run, at whose start the run is written; None allocates
+        `memory`: uint8 host memory of at least the run's size; the run is written at its start. None allocates
         memory."""
         pieces, size = compact(self._records(bucket, part))
         on_gpu = self._device is not None
@@ -122,8 +122,8 @@ class Packer:
         return self._launch(bucket, part, self._records(bucket, part), self.form(bucket).size, address, compacted=False)
 
     def pack_device_run(self, bucket: int, part: int = 0) -> tuple[torch.Tensor, Contribution]:
-        """Returns this rank's contribution to one part of `bucket` as `pack_run` does, its pieces one after the other,
-        but in newly allocated memory of the rank's GPU. Waits until it is written."""
+        """Packs this rank's contribution to one part of `bucket` as `pack_run` does, its pieces one after the other,
+        but into newly allocated memory of the rank's GPU. Returns after the data has been written."""
         pieces, size = compact(self._records(bucket, part))
         run = torch.empty(size, dtype=torch.uint8, device=self.device)
         return run, self._launch(bucket, part, pieces, size, run.data_ptr(), compacted=True)

@@ -27,7 +27,8 @@ class BucketForm:
     def __init__(self, buckets: list[Bucket], *, apart: bool = False):
         """Lays out the bucket whose contents for each target are in `buckets`.
 
-        `apart`: True if each region is a separate allocation; otherwise all are consecutive in one allocation."""
+        `apart`: True if each region is a separate allocation; otherwise the regions are consecutive in one
+        allocation."""
         self.first = np.cumsum([0] + [len(bucket.tensors) for bucket in buckets])
         """Index in `tensors` of each target's first tensor, and at the end the number of tensors, [targets + 1]."""
         self.bases: list[int] = []
@@ -250,8 +251,8 @@ def _compact_bytes(pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def spread(pieces: np.ndarray, run: torch.Tensor) -> np.ndarray:
-    """Returns records that copy every piece from `run`, uint8 [bytes], to its destination in `pieces`. The records that
-    `compact(pieces)` returns must have written `run`."""
+    """Returns records that copy every piece from `run`, uint8 [bytes], to its destination in `pieces`. `run` must have
+    been written with the records that `compact(pieces)` returns."""
     packed, _ = compact(pieces)
     out = []
     for dst, ld, rows, row_bytes in (

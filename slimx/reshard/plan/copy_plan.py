@@ -58,7 +58,8 @@ class BucketTensor(msgspec.Struct, frozen=True):
     """Offset of the tensor's first byte from the start of the bucket."""
     nbytes: int
     scale_of: int = -1
-    """Index in the bucket of the codes to which these block scales belong; -1 if the tensor contains no scales."""
+    """Index, within the bucket, of the tensor of codes to which these block scales belong; -1 if the tensor contains no
+    scales."""
     column: bool = False
     """True if moves address the tensor as a matrix with a single column, regardless of its shape (`Part.column`)."""
 
@@ -76,7 +77,7 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """A tensor of trainer ranks from which moves read, identified by its parameter name."""
+    """Tensor on trainer ranks from which moves read, identified by its parameter name."""
 
     name: str
     dtype: str
@@ -302,7 +303,8 @@ class _Compiler:
                 self.rows.append((sender, parameter, rank, bucket, tensor, *source, *target, m.rows, m.cols))
 
     def _least_busy(self, ranks: tuple[int, ...]) -> int:
-        """Returns the rank among `ranks` that has the least to send so far; the first one if several have."""
+        """Returns the rank in `ranks` that has been assigned the least data to send so far, and the first such rank if
+        there are several."""
         if len(ranks) == 1:
             return ranks[0]
         if id(ranks) not in self.indices:  # parts share their tuple of ranks, which `holders` keeps alive
@@ -322,8 +324,8 @@ class _Compiler:
             self.checked.add(key)
 
     def _meet(self, name: str, rect: Rect, quantized: bool) -> tuple[Move, ...]:
-        """Returns the moves that fill `rect`, with target rows and columns relative to its first element. Cached,
-        because experts in a stack have the same moves at different positions."""
+        """Returns the moves that fill `rect`; their target rows and columns are relative to the first element of
+        `rect`. Cached, because experts in a stack have the same moves at different positions."""
         quantization = self.precision.quantization if quantized else None
         high, wide = (1, 1) if quantization is None else quantization.block
         position = rect.row, rect.col, rect.rows, rect.cols, rect.step, rect.local_row % high, rect.local_col % wide

@@ -32,7 +32,7 @@ class PublicationPlan:
     note: str
     """Phrase that describes the encoding and the reason for choosing it, for messages and `slimx plan`."""
     adapters: Plan | None = None
-    """Plan of publications that send only LoRA adapters, to engines that already have the base weights
+    """Plan for publications that send only LoRA adapters to engines that already have the base weights
     (`publish.adapters`); None if every publication sends all weights."""
 
 

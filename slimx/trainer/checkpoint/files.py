@@ -134,7 +134,7 @@ def _reserved(directory: Path, rank: int) -> Path:
 
 
 def encode_records(files: dict[str, FileRecord]) -> bytes:
-    """Encodes size and digest of files, by path, as JSON."""
+    """Encodes the sizes and digests of files, keyed by path, as JSON."""
     return msgspec.json.format(msgspec.json.encode(files), indent=1)
 
 

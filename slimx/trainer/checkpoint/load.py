@@ -138,7 +138,7 @@ def _take_rates(saved: StateDict, current: StateDict) -> None:
 
 
 def unusable(path: Path, error: BaseException) -> SlimxError:
-    """Returns the SlimxError for checkpoint `path`, whose loading failed with `error`."""
+    """Returns the SlimxError to raise if loading the checkpoint `path` failed with `error`."""
     if isinstance(error, SlimxError):
         return error
     return SlimxError(

@@ -120,8 +120,8 @@ def _sharded_part(part: DistributedOptimizer, by_parameter: dict[torch.nn.Parame
 
 
 def _local_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
-    """Yields each parameter for which this rank has optimizer state, with the first and the last (exclusive) element
-    that the state covers."""
+    """Yields each parameter for which this rank has optimizer state, with the start and end (exclusive) of the range of
+    elements that the state covers."""
     for by_dtype in part.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:

@@ -109,8 +109,8 @@ class Saver:
                 )
 
     def _planned(self, sharded: ShardedStateDict) -> tuple[SavePlan, dict[MetadataIndex, Content]]:
-        """Returns this rank's plan of a save, and the content to write for each index in the plan. The plans of all
-        ranks are gathered again if any rank's plan has changed."""
+        """Returns this rank's plan for a save, and the content to write for each index in the plan. If any rank's plan
+        has changed since the last save, the plans of all ranks are gathered again."""
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         planner.set_up_planner(mcore_to_pyt_state_dict(flat), is_coordinator=self.rank == 0)

@@ -46,7 +46,8 @@ def chunk_keys(chunks: Sequence[torch.nn.Module]) -> list[str]:
 
 
 def model_state(chunks: Sequence[torch.nn.Module], **flags: bool) -> ShardedStateDict:
-    """Returns the sharded state of each model chunk by its key. `flags`: entries added to `metadata`."""
+    """Returns {key: sharded state} for the model chunks, with the keys of `chunk_keys`. `flags`: entries added to
+    `metadata`."""
     options = metadata(**flags)
     return {
         key: unwrap(chunk).sharded_state_dict(metadata=options)
@@ -84,8 +85,8 @@ def optimizer_state(
 def full_state(
     chunks: Sequence[torch.nn.Module], optimizer: ChainedOptimizer, *, step: int, data_size: int, frozen: bool
 ) -> ShardedStateDict:
-    """Returns the complete content of a checkpoint after `step` steps. `data_size`: data-parallel size. `frozen`: True
-    if any rank has parameters without optimizer state."""
+    """Returns this rank's complete state for a checkpoint after `step` steps. `data_size`: data-parallel size.
+    `frozen`: True if any rank has parameters without optimizer state."""
     state = local_state(chunks, optimizer, loading=False, frozen=frozen)
     for key in chunk_keys(chunks):
         state[key] = _with_centered(state[key])

@@ -104,7 +104,7 @@ def label_logprobs(
 
 
 class _Context(Protocol):
-    """Attributes of the autograd context of `_LabelLogprobs`."""
+    """Protocol for type checking: attributes of the autograd context that `_LabelLogprobs` uses."""
 
     targets: Targets
     group: dist.ProcessGroup | None
@@ -283,8 +283,8 @@ class _OutputLayer:
         return logits.gather(1, self._columns[part, None])[:, 0]
 
     def top_indices(self, top: torch.Tensor | None, part: slice) -> _TopIndices:
-        """Returns the indices of those tokens of `top` at positions `part` that are in this rank's part of the
-        vocabulary."""
+        """Returns index tensors that select, at the positions `part`, those tokens of `top` that are in this rank's
+        part of the vocabulary."""
         assert top is not None
         ids = top[part] - self.vocabulary.start
         rows, slots = ((ids >= 0) & (ids < len(self.vocabulary))).nonzero(as_tuple=True)

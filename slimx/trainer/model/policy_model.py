@@ -133,8 +133,8 @@ class PolicyModel(PolicyOutput, GPTModel):
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
-    """megatron-core's MTP layer with full recomputation. megatron-core 0.19.2 refuses full recomputation of MTP layers
-    if several decoder layers are recomputed together."""
+    """megatron-core's MTP layer with support for full recomputation even if several decoder layers are recomputed
+    together, which megatron-core 0.19.2 does not allow for MTP layers."""
 
     def _checkpointed_forward(self, **inputs: object) -> torch.Tensor:
         if self.config.recompute_method == "block":

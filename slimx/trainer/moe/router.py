@@ -170,7 +170,7 @@ class PolicyRouter(TopKRouter):
         return probs, routing_map
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Does nothing, because `LayerTally` counts the tokens of each expert."""
+        """Does nothing: megatron-core counts the tokens of each expert here, but in slimx `LayerTally` counts them."""
 
 
 def install(decoder: TransformerBlockSubmodules, kind: type[PolicyRouter] = PolicyRouter) -> None:

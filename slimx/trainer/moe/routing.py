@@ -37,9 +37,9 @@ class _LocalRouter:
     layer: int
     """Global index of the router's layer, from 0; layers of multi-token prediction follow the decoder's."""
     row: int | None
-    """Index among the routers that can replay; None if this router cannot."""
+    """Index of this router among the routers that can replay; None if it cannot."""
     name: str
-    """Name of the router in messages."""
+    """Name of the router, for use in messages."""
 
 
 class Routing:
@@ -186,7 +186,7 @@ class Routing:
         return torch.stack([tokens.chosen[row] for row in range(len(self.layers))])
 
     def differing(self, batches: list[MicroBatch]) -> torch.Tensor:
-        """Returns a mask of the tokens of all `batches`, bool [sum of T], for which, in the last pass, a layer of this
+        """Returns a mask of the tokens of all `batches`, bool [sum of T]: True where, in the last pass, a layer on this
         rank used different experts from the engine's. Collective over tensor-parallel ranks."""
         out = []
         for batch, tokens in zip(batches, self._tokens, strict=True):
@@ -208,16 +208,16 @@ class Routing:
         return torch.cat(parts).bool()
 
     def comparable(self, batch: MicroBatch) -> torch.Tensor:
-        """Returns a mask of this rank's tokens of a micro-batch, bool [T], whose routes can be compared with the
-        engine's. In a dense model these are all tokens."""
+        """Returns a mask of a micro-batch's tokens on this rank, bool [T]: True where the engine's routes are known, so
+        that routes can be compared. In a dense model, all tokens are marked."""
         known = known_routes(batch) if self.experts else np.ones(len(batch.tokens), bool)
         return to_device(known, self._parallel.device)
 
     # Auxiliary losses ------------------------------------------------------------------------------------------------
 
     def totals(self, batches: list[MicroBatch]) -> Totals | None:
-        """Returns the denominators of the auxiliary losses of an update: numbers of tokens and sequences in the
-        complete micro-batches of all data-parallel ranks. None if no such loss is configured. Collective."""
+        """Returns the denominators of an update's auxiliary losses: the numbers of tokens and sequences in the complete
+        micro-batches of all data-parallel ranks. None if no such loss is configured. Collective."""
         if not (self._settings.aux_loss_coef or self._settings.z_loss_coef):
             return None
         tokens = 0

@@ -30,7 +30,7 @@ class TokenScores(NamedTuple):
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
-    """Entropy of the distribution from which the label's log-prob was computed, in nats."""
+    """Entropy, in nats, of the distribution from which the label's log-prob was computed."""
 
 
 Output = tuple[torch.Tensor, ...]
@@ -189,7 +189,8 @@ class Pipeline:
         return output, partial(loss, batch)
 
     def _columns(self, batch: MicroBatch) -> dict[str, Any]:
-        """Returns the fields of `LossColumns` that the micro-batch has, on the device."""
+        """Returns the micro-batch's `LossColumns` fields as tensors on the device; None for a field that it does not
+        have."""
         return {name: self._optional(getattr(batch, name)) for name in LOSS_COLUMNS}
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

@@ -96,8 +96,8 @@ def quotient(value: float, count: float) -> float:
 
 
 def reduce(values: Sums, group: dist.ProcessGroup) -> dict[str, float]:
-    """Reduces each value over the ranks of `group`, as a sum or a maximum. Uses two collectives for all values
-    together."""
+    """Reduces each value over the ranks of `group`, to a sum or a maximum. Needs at most two collectives in total: one
+    for all sums and one for all maxima."""
     out: dict[str, float] = {}
     for kind, op in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
         local = {}
@@ -114,7 +114,7 @@ def reduce(values: Sums, group: dist.ProcessGroup) -> dict[str, float]:
 LAST = frozenset({"optim/lr", "critic/lr"})
 """Metrics whose value for a step is the value in the step's last update."""
 COUNTS = frozenset({"optim/skipped", "optim/zero_gradient", "critic/skipped", "critic/zero_gradient"})
-"""Metrics that are counts, which are summed over the updates of a step."""
+"""Names of the metrics that count events; they are summed over a step's updates."""
 
 
 def combine(updates: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -36,8 +36,8 @@ from slimx.errors import SlimxError
 from slimx.trainer.model.transformer import DTYPES
 
 STATES = "slimx.optimizer_states"
-"""Entry-point group of the subclasses of `ExternalState`. The name of each entry point is the location of the state,
-such as "host"."""
+"""Entry-point group for subclasses of `ExternalState`. The name of each entry point is the location of the state, such
+as "host"."""
 
 
 class ExternalState:

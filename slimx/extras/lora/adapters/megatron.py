@@ -233,7 +233,7 @@ def _join(owner: torch.nn.Module, adapters: list[Adapter], *, gated: bool, mergi
     """Makes the layer `owner` compute with the adapters of its weights and include these adapters in its checkpoint
     state.
 
-    `owner`: a layer of slimx or of Transformer Engine. `adapters`: one, or several for a layer of experts."""
+    `owner`: a layer of slimx or of Transformer Engine. `adapters`: one adapter, or several if the layer has experts."""
     experts = adapters[0].expert
     if merging or isinstance(owner, TopKRouter):
         for adapter in adapters:

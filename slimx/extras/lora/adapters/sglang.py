@@ -25,7 +25,7 @@ PREPARE = "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch"
 
 
 class Unpinned(TorchFunctionMode):
-    """Torch mode for the `with` statement in which torch ignores requests to pin memory for copies to a GPU."""
+    """Torch function mode in which torch ignores requests to pin memory for copies to a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
@@ -78,7 +78,7 @@ def with_slots(
 
 def as_the_policy(original: Callable[..., None], manager: Any, batch: Any) -> None:
     """Runs SGLang's `LoRAManager.prepare_lora_batch` after assigning the first policy's adapters to requests that name
-    none."""
+    no adapters."""
     first = next(iter(manager.loras))
     batch.lora_ids = [first if name is None else name for name in batch.lora_ids]
     with unpinned():
