@@ -55,8 +55,8 @@ class PackedBucket:
     targets: tuple[tuple[PackedTensor, ...], ...]
     """Tensors by target.
 
-    There is one target for Hugging Face names, because all ranks of all engines load the same tensors, and one per
-    engine rank for rank-local buckets."""
+    Buckets with Hugging Face names have a single target, because all ranks of all engines load the same tensors;
+    rank-local buckets have one target per engine rank."""
     others: tuple[str, ...] = ()
     """Paths of the bucket's memory after the first path, in the order of the engine ranks that open them.
 
@@ -83,8 +83,8 @@ class PackedBucket:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def parts(self, encoding: Encoding, ranks: int) -> Json:
-        """Returns JSON that describes for each rank of an engine, by its index, the path that the rank opens on
-        its machine, and the tensors that it loads; a single key "all" if these are the same for all ranks.
+        """Returns JSON that maps the index of each rank of an engine to the path that the rank opens on its machine and
+        the tensors that it loads. If these are the same for all ranks, the only key is "all".
 
         `ranks`: number of ranks of the engine."""
         paths = (self.path, *self.others)

@@ -141,8 +141,8 @@ class Recipient(Protocol):
 
 
 class LocalRecipient:
-    """Recipient that performs verbs (methods of `Receiver`) in the publisher's process: subclasses define a method for
-    each verb, with the verb's name."""
+    """Recipient that performs verbs (methods of `Receiver`) in the publisher's process. A subclass implements each verb
+    as a method with the verb's name."""
 
     incarnation = 1
 
@@ -151,8 +151,8 @@ class LocalRecipient:
 
 
 class Delivery:
-    """Delivery of gathered buckets to the engines; base class of the deliveries that transports implement. The base
-    class moves nothing: engines open the buckets in the memory of the trainer ranks."""
+    """Base class for deliveries, with which transports bring gathered buckets to the engines. The base class itself
+    moves nothing: engines open the buckets in the memory of the trainer ranks."""
 
     keeps = False
     """True if this delivery keeps published weights, so that they can be published again without the trainers
@@ -205,5 +205,5 @@ class Members(Protocol):
         ...
 
     async def admit(self, recipient: Recipient) -> None:
-        """Adds the engine, which has a verified version, to the router."""
+        """Adds an engine that has a verified version to the router."""
         ...

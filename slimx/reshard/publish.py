@@ -113,7 +113,7 @@ class _EngineDropped(Exception):
 
 
 class _Attempt:
-    """State of one publication while it runs."""
+    """State of a running publication."""
 
     def __init__(self, publisher: Publisher, manifest: Manifest):
         self.publisher = publisher
@@ -275,8 +275,8 @@ class _Attempt:
         return await self._timely(recipient, verb, partial(recipient.perform, verb, self.epoch, *arguments))
 
     async def _timely[T](self, recipient: Recipient, step: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Awaits `work()`, one step of one engine, for at most `step_deadline_s` seconds; drops the engine if it fails
-        or is late."""
+        """Awaits `work()`, one step on one engine, for at most `step_deadline_s` seconds. Drops the engine if the step
+        fails or exceeds that time."""
         self.out.engines[recipient.name].step = step
         if recipient.incarnation != self.incarnations[recipient.name]:
             problem = f"engine {recipient.name} was restarted during the publication of {self.manifest}"

@@ -34,13 +34,14 @@ from slimx.trainer.weight_export import WeightExport
 
 
 class Role(Protocol):
-    """An object on a rank whose operations the driver calls."""
+    """Part of a trainer rank, such as the trainer of a policy, with operations that the driver calls."""
 
     def reload(self, *, training: bool = True) -> None:
-        """Moves the role's weights to the device, and with `training` also gradients and optimizer state."""
+        """Moves the role's weights to the device and, if `training` is true, the gradients and optimizer state as
+        well."""
 
     def offload(self, *, weights: bool = True) -> None:
-        """Releases the role's device memory; the memory of its weights only if `weights` is True."""
+        """Releases the role's device memory, including that of its weights only if `weights` is true."""
 
 
 class TrainerRank:
@@ -150,7 +151,7 @@ class TrainerRank:
 
     @operation()
     def memory(self) -> dict[str, float]:
-        """Returns this rank's peak memory in each phase since the last call as `memory/PHASE_peak_mib`, in MiB."""
+        """Returns {`memory/PHASE_peak_mib`: this rank's peak memory in MiB} for each phase since the last call."""
         return self._memory.take()
 
     def leave(self) -> None:

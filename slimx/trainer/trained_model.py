@@ -38,8 +38,8 @@ class TrainedModel:
         optimizer: ChainedOptimizer,
         holder: str,
     ):
-        """Combines the parts of the model. `config`: configuration whose `trainer` section describes this model.
-        `holder`: name of the model's rank group in messages."""
+        """Creates the model of one rank from its parts. `config`: configuration whose `trainer` section describes this
+        model. `holder`: name of the rank group with this model, for messages."""
         self.config = config
         self.parallel = parallel
         self.chunks = chunks

@@ -60,7 +60,7 @@ class WeightExport:
     @operation()
     def probe(self, *, on_device: bool) -> tuple[str, bytes]:
         """Allocates memory on this rank's GPU or on the host, and writes random bytes into it. Returns the path under
-        which other ranks can open the memory, and the bytes; `reaches` uses both for a test."""
+        which other ranks can open the memory, and the bytes, which other ranks pass to `reaches`."""
         self._probe = DeviceMemory(PROBE_BYTES, self.device) if on_device else MemoryFile(PROBE_BYTES)
         # Random bytes, because on another host the same path may belong to the memory of another rank.
         content = secrets.token_bytes(PROBE_BYTES)

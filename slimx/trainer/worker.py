@@ -95,7 +95,8 @@ class TrainerWorker:
         }
 
     def call(self, name: str, /, *arguments: object, **named: object) -> object:
-        """Runs the operation `name` ("role.method") on the started rank, and returns its result."""
+        """Runs the operation `name` ("role.method") on this rank, which must have been started, and returns the
+        operation's result."""
         assert self.rank is not None
         return self.rank.perform(name, *arguments, **named)
 

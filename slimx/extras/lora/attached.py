@@ -79,8 +79,8 @@ class MergingBuffer(DerivedTensors):
 
 
 class AttachedAdapters(AttachedForm):
-    """Weight form of a trainer rank with frozen weights and adapters: determines which tensors the rank publishes and
-    exports, merged weights or the matrices A and B."""
+    """Weight form of a trainer rank with frozen weights and adapters; determines whether the rank publishes and exports
+    merged weights or the matrices A and B."""
 
     keeps_base: ClassVar[bool] = True
 

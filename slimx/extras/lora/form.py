@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 OPTION = "--publish-adapters"
 """Option of `slimx.engines.server.launch` that names the policies whose adapters a server serves: POLICY=ALPHA,..."""
 HEALTH_CHECK = "HEALTH_CHECK"
-"""Prefix of the ids that SGLang gives to the requests of health checks."""
+"""Prefix of the ids that SGLang assigns to health-check requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from slimx.layout.number_formats import ITEMSIZE
 from slimx.reshard.plan.copy_plan import Plan
 
 ALIGN = 64
-"""Alignment in bytes of each weight in the buffer."""
+"""Alignment in bytes of each weight in the merging buffer."""
 
 
 def merging_buffer_bytes(plan: Plan, merges: Callable[[str], bool]) -> dict[int, int]:

@@ -32,13 +32,13 @@ from slimx.models.files.reader import check_finite
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 STACKED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
-"""Projection of an expert -> the stacked parameter of transformers that contains it."""
+"""Projection of an expert -> transformers' stacked parameter that contains the projection."""
 PARAMETERS = (".gate", ".gate_proj", ".up_proj", ".down_proj")
 """Endings of the names of modules that PEFT can adapt only through `target_parameters` if the model has experts: the
 router, because it is not a linear module, and the projections, because PEFT takes their names in `target_modules` for
 experts (peft 0.21.2, utils/transformers_weight_conversion.py)."""
 WRAPPED = {"gate_up_proj": ".base_layer", "down_proj": ""}
-"""Stacked parameter -> ending of the name of PEFT's module that contains its adapter."""
+"""Stacked parameter -> suffix in the name of the PEFT module that contains the parameter's adapter."""
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "use_qalora": (False, None),

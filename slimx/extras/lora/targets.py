@@ -54,7 +54,7 @@ def served_modules(targets: Collection[str] | None) -> tuple[str, ...]:
 
 
 def peft_name(source: str, letter: Literal["A", "B"]) -> str:
-    """Returns PEFT's name of matrix A or B of the module whose weight is the checkpoint tensor `source`."""
+    """Returns PEFT's name for matrix A or B of the module whose weight is the checkpoint tensor `source`."""
     return f"{ADAPTER_PREFIX}{source.removesuffix('.weight')}.lora_{letter}.weight"
 
 

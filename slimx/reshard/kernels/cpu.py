@@ -30,7 +30,7 @@ ABI = 4
 
 
 TRITON_SCALES = Path(__file__).with_name("triton_scales.npy")
-"""Table of fp8 scales for the quantization rule triton, [32640, 2] fp32, written by a GPU: for every finite bf16 amax
+"""Table of fp8 scales for the quantization rule `triton`, [32640, 2] fp32, written by a GPU: for every finite bf16 amax
 (largest magnitude of a block) the scale s = amax / 448 and 1 / s."""
 
 _ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3}
@@ -104,8 +104,8 @@ def pack(
 
 
 def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> None:
-    """Raises SlimxError if a tensor's bit NONFINITE is set in `flags`, [tensors] uint32, naming the first such tensor
-    by `names`, or by its index if `names` is None."""
+    """Raises SlimxError if the NONFINITE bit of a tensor is set in `flags`, [tensors] uint32. The message names the
+    first such tensor by `names`, or by its index if `names` is None."""
     bad = np.flatnonzero(flags & NONFINITE)
     if len(bad):
         first = names[bad[0]] if names is not None else f"tensor {bad[0]}"
@@ -209,7 +209,8 @@ def _isa(name: str) -> int:
 
 
 def threads_of(threads: int | None) -> int:
-    """Returns `threads`, or torch's number of threads if it is None. Raises SlimxError if it is less than 1."""
+    """Returns `threads`, or torch's number of threads if `threads` is None. Raises SlimxError if `threads` is less than
+    1."""
     if threads is not None and threads < 1:
         raise SlimxError(
             f"threads is {threads}, but must be at least 1; pass a larger number, or None for torch's number",

@@ -183,7 +183,8 @@ def pack_at(
 
 def checksum_rects(plan: DevicePlan, sums: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
     """Queues one kernel launch that adds the checksums of the plan's pieces to `sums`, [tensors] int64, as
-    `slimx.reshard.kernels.cpu.checksum_rects` does on the CPU. `stream`: None means the current stream."""
+    `slimx.reshard.kernels.cpu.checksum_rects` does on the CPU. `stream`: stream for the launch; None for the current
+    one."""
     if not plan.checksum:
         raise SlimxError(
             f"the plan of bucket {plan.bucket} only packs; create it with checksum=True to compute checksums",

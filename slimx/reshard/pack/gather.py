@@ -84,8 +84,8 @@ class Gatherer:
     def release(self, bucket: int | None = None) -> None:
         """Releases the memory of `bucket`; processes that have mapped it keep their mapping.
 
-        None means that a publication has ended. Memory that is still allocated is then kept for the next publication,
-        because the page faults of newly allocated memory would take several times as long as packing."""
+        If `bucket` is None, a publication has ended. Memory that is still allocated is then kept for the next
+        publication, because the page faults of newly allocated memory would take several times as long as packing."""
         if bucket is not None and bucket in self._files:
             for file in self._files.pop(bucket).values():
                 file.close()

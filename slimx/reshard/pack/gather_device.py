@@ -25,7 +25,7 @@ SLOTS = 2
 
 class DeviceGatherer:
     """Gathers buckets in GPU memory; has the interface of `slimx.reshard.pack.gather.Gatherer`, which uses host memory.
-    All trainer ranks call `fill` together, in the same order of buckets."""
+    All trainer ranks call `fill` for the same buckets in the same order."""
 
     def __init__(self, packer: Packer, *, remote: Collection[int], group: dist.ProcessGroup | None, holders: int = 1):
         """Creates the gatherer of the packer's rank.
@@ -42,7 +42,7 @@ class DeviceGatherer:
         """Bucket -> index of a part -> memory of this rank's GPU that contains the part."""
 
     def open(self, bucket: int) -> dict[int, str]:
-        """Returns part -> path for each part of `bucket` in the memory of this rank's GPU, which is allocated if
+        """Returns {part: path} for the parts of `bucket` in the memory of this rank's GPU, which is allocated if
         necessary.
 
         The paths are valid until `release(bucket)`. Raises SlimxError if two other buckets are open."""

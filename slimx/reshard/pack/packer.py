@@ -226,11 +226,11 @@ def total(contributions: Sequence[Contribution]) -> Contribution:
 
 
 def describe(form: BucketForm, paths: Sequence[str], contributions: Sequence[Contribution]) -> PackedBucket:
-    """Returns the description of a complete bucket for the engines: its tensors with offsets and checksums, and the
-    paths of its memory.
+    """Returns the description that engines receive of a complete bucket: its tensors with offsets and checksums, and
+    the paths of its memory.
 
-    `paths`: one path per part of the bucket. `contributions`: contributions of all ranks. Raises SlimxError naming a
-    tensor that contains an infinite or NaN value."""
+    `paths`: one path per part of the bucket. `contributions`: one contribution per rank, from all ranks. Raises
+    SlimxError naming a tensor that contains an infinite or NaN value."""
     bucket = total(contributions)
     sums = kernel.seeds(form.nbytes) + bucket.sums
     kernel.refuse_nonfinite(bucket.flags, [tensor.name for tensor in form.tensors])

@@ -68,7 +68,7 @@ class PlannedBuckets:
         return self._forms[bucket]
 
     def forms(self) -> list[dict[str, str]]:
-        """Returns for each target the tensors that it receives: name -> "dtype:d0,d1"."""
+        """Returns for each target the tensors that it receives, as {name: "dtype:d0,d1"}."""
         forms = []
         for target in self.plan.buckets:
             tensors = {}

@@ -171,7 +171,8 @@ class Plan:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:
-        """Returns the plan that `to_bytes` encoded. Raises SlimxError for any other bytes or another format version."""
+        """Returns the plan that `to_bytes` encoded. Raises SlimxError if the bytes do not encode a plan or have another
+        format version."""
         try:
             version, head, moved = msgspec.msgpack.decode(data)
             if version != FORMAT:
@@ -190,9 +191,9 @@ def compile_plan(
 ) -> Plan:
     """Returns the plan that fills every tensor of `target`, on `ranks` target ranks, from the tensors of `source`.
 
-    `bucket_bytes`: maximum size of a bucket per target; a tensor larger than that is alone in its bucket. If several
-    source ranks have the same bytes, the one with the least to send sends them. Raises SlimxError naming a tensor that
-    the source lacks, one that occurs twice for a rank, or a shard that splits a quantization block."""
+    `bucket_bytes`: maximum size of a bucket per target; a larger tensor is alone in its bucket. If several source ranks
+    have the same bytes, the rank with the least data to send sends them. Raises SlimxError naming a tensor that the
+    source lacks, one that occurs twice for a rank, or a shard that splits a quantization block."""
     return _Compiler(source, precision, bucket_bytes, ranks).compile(target)
 
 
@@ -339,7 +340,8 @@ class _Compiler:
         return self.met[key]
 
     def _place(self, part: Part, rank: int) -> tuple[int, int]:
-        """Adds `part`, and its scales if quantized, to a bucket of `rank`; returns the indices of bucket and tensor."""
+        """Adds `part`, and its scales if quantized, to a bucket of `rank`; returns the bucket's index and the tensor's
+        index in it."""
         quantization = self.precision.quantization if part.quantized else None
         if quantization:
             codes, scales = quantization.shapes(part.shape)

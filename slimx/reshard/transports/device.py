@@ -82,14 +82,14 @@ class DeviceMemory:
         return tensor_at(self.address, self.size, self.device)
 
     def clear(self) -> None:
-        """Sets all bytes to zero and waits until that is done, because other processes do not synchronize with this
+        """Sets all bytes to zero and waits until they are set, because other processes do not synchronize with this
         process's streams."""
         with torch.cuda.device(self.device):
             self.bytes.zero_()
             torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
-        """Frees the memory. No process may have it open."""
+        """Frees the memory, which no process may have open at that time."""
         self._free()
 
 
@@ -169,7 +169,7 @@ def tensor_at(address: int, size: int, device: torch.device) -> torch.Tensor:
 
 
 class _Array:
-    """Memory that torch accepts through CUDA's array interface."""
+    """GPU memory in a form that torch accepts as a tensor: an object with CUDA's array interface."""
 
     def __init__(self, address: int, size: int):
         interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}

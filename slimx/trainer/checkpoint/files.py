@@ -69,7 +69,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def write(path: Path, data: bytes) -> FileRecord:
-    """Writes `data` to the file `path` and syncs the file to disk. Returns size and digest of the file."""
+    """Writes `data` to the file `path` and syncs the file to disk. Returns the file's size and digest."""
     write_synced(path, data)
     return record_bytes(data)
 
@@ -110,7 +110,7 @@ def unreported(directory: Path, ranks: Iterable[int], holder: str = "trainer") -
 
 
 def write_error(directory: Path, holder: str, reason: str) -> SlimxError:
-    """Returns the error that ends a run because a process could not write its files of a checkpoint. `holder`: name of
+    """Returns the error that ends a run because a process could not write its files for a checkpoint. `holder`: name of
     the process, a rank or the driver."""
     return SlimxError(
         f"{directory}: {holder} could not write its files of the checkpoint ({reason}); free disk space or repair "
@@ -150,8 +150,8 @@ def write_manifest(directory: Path, files: dict[str, FileRecord]) -> None:
 
 
 def read_manifest(directory: Path) -> dict[str, FileRecord]:
-    """Returns size and digest of each file of a checkpoint from its manifest. Raises Damaged if the manifest cannot be
-    read."""
+    """Returns the size and digest of each file of a checkpoint, as recorded in the manifest. Raises Damaged if the
+    manifest cannot be read."""
     path = directory / MANIFEST
     try:
         return decode_records(path.read_bytes())

@@ -150,8 +150,8 @@ def unusable(path: Path, error: BaseException) -> SlimxError:
 
 
 def fill(chunks: Sequence[torch.nn.Module], loaded: StateDict) -> None:
-    """Loads the model's weights from `loaded` into `chunks`. Raises SlimxError for a tensor that only the model or only
-    the checkpoint has."""
+    """Loads the model's weights from `loaded` into `chunks`. Raises SlimxError for a tensor that exists only in the
+    model or only in the checkpoint."""
     for key, chunk in zip(states.chunk_keys(chunks), chunks, strict=True):
         # A stage without layers (trainer.layers_per_stage) may have no tensors, and then `loaded` has no key for it.
         odd = unwrap(chunk).load_state_dict(loaded.get(key, {}), strict=False)

@@ -220,7 +220,7 @@ class HostCopies:
 
 
 class _Contents:
-    """A stand-in for torch's save planner, with only the method that torch's writer calls."""
+    """Stand-in for torch's save planner that has only the method that torch's writer calls."""
 
     def __init__(self, contents: dict[MetadataIndex, Content]):
         self._contents = contents

@@ -60,8 +60,8 @@ class PhasePeaks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures the memory peak of the `with` block as phase `name`. A block within another phase counts as a part
-        of the outer phase."""
+        """Measures the memory peak of the `with` block as phase `name`. A block within another phase counts as part of
+        the outer phase."""
         if self._inside:
             yield
             return

@@ -67,7 +67,7 @@ class Offload:
 
     @property
     def away(self) -> tuple[str, ...]:
-        """Names of the parts that are offloaded now."""
+        """Names of the parts that are currently offloaded."""
         parts = []
         if self._weights.away:
             parts.append("weights")

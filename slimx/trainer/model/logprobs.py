@@ -74,7 +74,7 @@ class KeptTokens:
 
 
 def chunk_tokens(configured: int | None, vocabulary: int) -> int:
-    """Returns the number of tokens in a chunk: `configured` if it is set, else the number of tokens whose logits take
+    """Returns the number of tokens in a chunk: `configured` if it is set, else the number of tokens whose logits occupy
     `CHUNK_BYTES`, but at least `SMALLEST_CHUNK`. `vocabulary`: number of token ids on this rank."""
     return configured or max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * vocabulary))
 

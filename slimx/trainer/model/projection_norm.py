@@ -65,8 +65,8 @@ class ProjectionNorm(torch.nn.Module):
 
 
 class ProjectionNormAttention(SelfAttention):
-    """SelfAttention with norms of queries and keys over all heads, which megatron-core 0.19.2 does not accept in a
-    layer's spec unless the model's config has qk_layernorm."""
+    """SelfAttention whose norms of queries and keys span all heads. In a layer's spec, megatron-core 0.19.2 accepts
+    such norms only if the model's config has qk_layernorm."""
 
     def __init__(self, config: TransformerConfig, *args: object, **kwargs: object):
         super().__init__(config, *args, **kwargs)

@@ -49,8 +49,8 @@ def _kind(spec: ModelSpec) -> type[TransformerConfig]:
 
 
 def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, cpu: bool) -> TransformerConfig:
-    """Returns megatron-core's configuration of the model `spec` under the parallel sizes in `config`;
-    `trainer.megatron` overrides individual fields. Raises SlimxError for settings that megatron-core refuses."""
+    """Returns megatron-core's configuration of the model `spec` with the parallel sizes in `config`; `trainer.megatron`
+    overrides individual fields. Raises SlimxError for settings that megatron-core rejects."""
     trainer = config.trainer
     kind = _kind(spec)
     check_megatron_fields(trainer.megatron, kind)

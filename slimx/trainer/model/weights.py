@@ -19,8 +19,8 @@ from slimx.models.families import ModelSpec
 from slimx.models.files.reader import CheckpointReader, check_finite
 
 HostCopy = dict[str, torch.Tensor]
-"""Copies on the host of every parameter of a rank, and of every buffer in the weight table, by their local names in the
-rank's modules."""
+"""Host copies of a rank's parameters and of its buffers in the weight table, keyed by their local names in the rank's
+modules."""
 
 
 class Weights:
@@ -109,8 +109,8 @@ class Weights:
         self.changed()
 
     def changed(self) -> None:
-        """Recomputes values derived from the parameters (`derived`). Must be called after parameters were changed in
-        place."""
+        """Recomputes values derived from the parameters (`derived`). Must be called after parameters have been changed
+        in place."""
         for refresh in self.derived:
             refresh()
 

@@ -170,8 +170,8 @@ class Routing:
     # Routes -----------------------------------------------------------------------------------------------------------
 
     def from_engine(self, batches: list[MicroBatch]) -> Routes:
-        """Returns the engine's routes for this rank's tokens and layers, which training replays with
-        `trainer.moe.routing_replay` R3."""
+        """Returns the engine's routes for this rank's tokens and layers, which training replays if
+        `trainer.moe.routing_replay` is R3."""
         return [self._engine_routes(batch) for batch in batches]
 
     def _engine_routes(self, batch: MicroBatch) -> torch.Tensor:

@@ -34,8 +34,8 @@ class TokenScores(NamedTuple):
 
 
 Output = tuple[torch.Tensor, ...]
-"""Output tensors of the model, the results of `label_logprobs`: log-probs, entropies, and optionally log-probs of
-further tokens."""
+"""Output tensors of the model, as returned by `label_logprobs`: log-probs, entropies, and optionally the log-probs of
+additional tokens (`Targets.top`)."""
 Trained = tuple[dict[str, torch.Tensor], torch.Tensor]
 """Metrics that the loss computed for a micro-batch, and the policy's log-probs, [T]."""
 

@@ -65,7 +65,7 @@ class _NormLinear(Protocol):
 
 
 class Adapter:
-    """The low-rank matrices A and B of one weight of this rank."""
+    """Low-rank matrices A and B for one weight on this rank."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ def unpinned() -> AbstractContextManager[Any]:
 
 
 def register(registry: Any, kinds: Any, policies: Mapping[str, float]) -> None:
-    """Registers the hooks of a server with adapters in SGLang's HookRegistry `registry`.
+    """Registers in SGLang's HookRegistry `registry` the hooks of a server that serves adapters.
 
     `kinds`: SGLang's HookType. `policies`: name -> alpha."""
     registry.register(START, partial(with_slots, policies), kinds.AROUND)
@@ -86,7 +86,7 @@ def as_the_policy(original: Callable[..., None], manager: Any, batch: Any) -> No
 
 
 def attest(manager: Any) -> dict[str, Any] | None:
-    """Returns the description of this server rank's adapters that clients check, {rank: LoRA rank, scales: {policy:
+    """Returns the properties of this server rank's adapters that clients check, {rank: LoRA rank, scales: {policy:
     alpha / rank}}; None for a server without published adapters."""
     policies = {} if manager is None else receiver_of(manager.base_model).adapters
     if not policies:

@@ -40,7 +40,7 @@ class AdaptedLayer(NamedTuple):
     """A layer with an adapter, and the part of SGLang's buffers that contains the slot's adapter for this layer."""
 
     name: str
-    """Name of the module in the model."""
+    """Name of the layer's module in the model."""
     base: nn.Module
     a: torch.Tensor
     """Matrix A of this rank, [rank x fused modules, in]."""
