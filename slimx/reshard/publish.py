@@ -327,7 +327,7 @@ class _Attempt:
         await self.delivery.end()
 
     async def _give_up(self) -> None:
-        """Makes engines and trainers drop the publication's data, within ABORT_S seconds and ignoring their errors."""
+        """Makes engines and trainers drop the publication's data; waits at most ABORT_S seconds and ignores errors."""
         drops = [*(recipient.perform("abort", self.epoch) for recipient in self.active), self._end()]
         with contextlib.suppress(TimeoutError):
             limit = min(self.publisher.deadline_s, ABORT_S)

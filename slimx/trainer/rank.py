@@ -138,8 +138,8 @@ class TrainerRank:
 
     @operation()
     def offload(self, *, weights: bool = True) -> None:
-        """Releases the device memory of all roles for colocated engines; the memory of weights only if `weights` is
-        True."""
+        """Releases the device memory of all roles, so that colocated engines can use it. The memory of the weights is
+        released only if `weights` is true."""
         for role in self.roles.values():
             role.offload(weights=weights)
 

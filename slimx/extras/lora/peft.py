@@ -128,7 +128,8 @@ class PeftAdapters:
     def matrices(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns A [n r, columns] and B [rows, n r] for the rows and columns of a weight that `part` contains.
 
-        n: number of different matrices A of the modules that share the weight; r: rank in the directory."""
+        n: number of distinct matrices A among the modules that share the weight; r: rank of the adapters in the
+        directory."""
         rows, cols = matrix(part.shape)
         rank = self.config["r"]
         col = part.rects[0].col
@@ -223,7 +224,7 @@ class PeftAdapters:
                 )
 
     def _shapes(self, part: Part, experts: int) -> dict[str, tuple[int, ...]]:
-        """Returns name -> shape of the tensors that the directory must contain for the adapter of `part`, an unsplit
+        """Returns {name: shape} for the tensors that the directory must contain for the adapter of `part`, an unsplit
         weight."""
         rank = self.config["r"]
         rows, cols = matrix(part.shape)

@@ -172,8 +172,8 @@ def checksum_tensor(t: torch.Tensor, *, isa: str = "best", threads: int | None =
 
 
 def isas() -> list[str]:
-    """Returns the names of the instruction sets that this processor supports, for the parameter `isa`; always includes
-    "best", the fastest of them."""
+    """Returns the names of the instruction sets that this processor supports, which can be passed as `isa`; always
+    includes "best", which stands for the fastest of them."""
     return [name for name, code in _ISAS.items() if library().slimx_has_isa(code)]
 
 

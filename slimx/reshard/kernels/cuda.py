@@ -91,7 +91,7 @@ class DevicePlan:
         return self._launch.blocks
 
     def launch(self, bucket: int, sums: torch.Tensor, flags: int, stream: torch.cuda.Stream | None) -> None:
-        """Launches the kernel on `stream`, or on the current stream if it is None. Called by `pack_at` and
+        """Launches the kernel on `stream`, or on the current stream if `stream` is None. Called by `pack_at` and
         `checksum_rects`, which check the arguments. `bucket`, `flags`: device addresses; 0 if the plan only computes
         checksums."""
         with torch.cuda.device(self.device):

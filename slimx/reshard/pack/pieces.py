@@ -179,7 +179,7 @@ class Portion:
     portion into smaller, temporary memory, from which it is copied to the buffer."""
 
     pieces: np.ndarray
-    """Records that write the portion, from byte 0 of the temporary memory, [pieces] of `PIECE`."""
+    """Records that write the portion into the temporary memory, starting at byte 0, [pieces] of `PIECE`."""
     size: int
     """Size in bytes of the temporary memory that the portion needs."""
     copies: tuple[tuple[int, int, int], ...]

@@ -228,8 +228,8 @@ def _not_local(config: Config, spec: ModelSpec) -> str | None:
 def _padded_on_cpu(config: Config, spec: ModelSpec) -> str | None:
     """Returns the reason why SGLang's CPU path would pad the weights, or None if it would not.
 
-    It pads numbers of heads and inner sizes that are not divisible by the number of ranks; on GPUs SGLang instead
-    repeats such heads or refuses the sizes."""
+    The CPU path pads numbers of heads and inner sizes that are not divisible by the number of ranks. On GPUs, SGLang
+    repeats such heads or rejects the sizes instead."""
     engine = engine_sizes(config.rollout.policy_engines[0])
     model = spec.transformer
     if model["num_query_groups"] % engine.attention_tensor:

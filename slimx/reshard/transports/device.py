@@ -78,7 +78,7 @@ class DeviceMemory:
 
     @property
     def bytes(self) -> torch.Tensor:
-        """The memory as a tensor, uint8 [size], which must not be used after `close`."""
+        """Memory as a tensor, uint8 [size], which must not be used after `close`."""
         return tensor_at(self.address, self.size, self.device)
 
     def clear(self) -> None:

@@ -60,8 +60,8 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Report of a rank that has written all of its files of a checkpoint. Lists the files, and the shards and objects
-    in them."""
+    """Report that a rank has written all of its files for a checkpoint, with a list of the files, and of the shards and
+    objects in them."""
 
     files: dict[str, FileRecord]
     """Size and digest of each file, by path relative to the checkpoint."""

@@ -53,8 +53,8 @@ from slimx.trainer.checkpoint.pieces import in_pieces, load_groups
 from slimx.trainer.model.build import unwrap
 
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""Keys in an optimizer's parameter groups that only megatron-core's scheduler uses. slimx sets learning rate and weight
-decay itself before every step."""
+"""Keys in an optimizer's parameter groups that only megatron-core's scheduler uses; slimx sets the learning rate and
+weight decay itself before every step."""
 _EXTRA = "_extra_state"
 """Substring of the keys under which the fp8 scales of Transformer Engine's layers are stored. Checkpoints of models
 without such layers have no such keys."""
@@ -229,8 +229,8 @@ def _read(sharded: ShardedStateDict, path: Path, metadata: Metadata, *, tensors_
 
 
 class _Reader(torch_checkpoint.FileSystemReader):
-    """torch's reader of checkpoint files, with `metadata` that was parsed safely, because torch itself would unpickle
-    the file `.metadata`."""
+    """torch's reader for checkpoint files, with `metadata` that has been parsed safely; torch itself would unpickle the
+    file `.metadata`."""
 
     def __init__(self, path: str | Path, metadata: Metadata):
         super().__init__(path)

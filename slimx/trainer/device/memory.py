@@ -74,7 +74,7 @@ class PhasePeaks:
             self._inside = False
 
     def take(self) -> dict[str, float]:
-        """Returns the peaks since the last call as `memory/PHASE_peak_mib`, in MiB."""
+        """Returns {`memory/PHASE_peak_mib`: peak in MiB} for each phase since the last call."""
         self._note(self.idle)
         peaks = self._peaks
         self._peaks = {}

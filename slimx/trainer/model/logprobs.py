@@ -24,8 +24,8 @@ from slimx.trainer.context import to_device
 CHUNK_BYTES = 256 * 2**20
 """Default size of the fp32 logits of one chunk on one rank, in bytes."""
 SMALLEST_CHUNK = 128
-"""Minimum number of tokens in a chunk by default: with fewer tokens, the matrix product with the output layer's weight
-would be limited by reading this weight from memory."""
+"""Default minimum number of tokens in a chunk. With fewer tokens, the matrix product with the output layer's weight
+would be limited by the time to read this weight from memory."""
 OUTSIDE = -1e30
 """Logit of a token outside the support. Its probability is exactly 0, and so is the product of logit and probability,
 which would be NaN for an infinite logit."""

@@ -33,7 +33,7 @@ class RoutedTokens:
     replayed: torch.Tensor | None
     """Experts that the routers must use, [routers, t, k]; None if each router chooses."""
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Experts that each router used, [t, k], by the router's index among the routers that can replay."""
+    """Experts that each router used, [t, k], keyed by the router's index among the routers that can replay."""
 
 
 class Cursor:
@@ -95,8 +95,8 @@ class RouterWatch:
 
 @dataclass(slots=True)
 class RouterChoice:
-    """Chooses the experts for one call of a router: the replayed experts if there are any, else the experts that the
-    router's own rule selects."""
+    """Chooses the experts for one call of a router: the replayed experts if there are any, otherwise those that the
+    router itself selects."""
 
     tokens: RoutedTokens
     row: int | None

@@ -162,8 +162,8 @@ class Routing:
         )
 
     def _shard(self, values: np.ndarray, axis: int = 0) -> torch.Tensor:
-        """Returns the part of `values` for this tensor-parallel rank's tokens (sequence parallelism), on the device.
-        `axis`: dimension of the tokens."""
+        """Returns, on the device, the part of `values` that belongs to this tensor-parallel rank's tokens (sequence
+        parallelism). `axis`: token dimension."""
         part = np.split(values, self._parallel.sizes.tensor, axis)[self._parallel.coordinates.tensor]
         return to_device(np.ascontiguousarray(part), self._parallel.device)
 
@@ -178,8 +178,8 @@ class Routing:
         return self._shard(engine_routes(batch, self.layers, experts=self.experts, topk=self.topk), 1)
 
     def chosen(self) -> Routes:
-        """Returns the routes that this rank's routers used in the last pass, which training replays with
-        `trainer.moe.routing_replay` R2."""
+        """Returns the routes that this rank's routers used in the last pass, which training replays if
+        `trainer.moe.routing_replay` is R2."""
         return [self._chosen(tokens) for tokens in self._tokens]
 
     def _chosen(self, tokens: RoutedTokens) -> torch.Tensor:

@@ -41,8 +41,8 @@ Trained = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 def sum_gradients(model: list[DistributedDataParallel], num_tokens: object = None, **kwargs: object) -> None:
-    """Reduces gradients over ranks as sums. megatron-core would also divide the sums by the number of tokens, but the
-    token weights in the loss already include this division."""
+    """Sums gradients over ranks. megatron-core would also divide the sums by the number of tokens, but the token
+    weights in the loss already include this division."""
     finalize_model_grads(model, None, **kwargs)
 
 

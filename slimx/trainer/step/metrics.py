@@ -112,7 +112,7 @@ def reduce(values: Sums, group: dist.ProcessGroup) -> dict[str, float]:
 
 
 LAST = frozenset({"optim/lr", "critic/lr"})
-"""Metrics whose value for a step is the value in the step's last update."""
+"""Metrics whose value for a step is that of the step's last update."""
 COUNTS = frozenset({"optim/skipped", "optim/zero_gradient", "critic/skipped", "critic/zero_gradient"})
 """Names of the metrics that count events; they are summed over a step's updates."""
 

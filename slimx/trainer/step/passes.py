@@ -34,8 +34,8 @@ class PriorResults(NamedTuple):
 
 
 class ForwardPasses:
-    """Computes log-probs with different weights, which are copied into the memory of the policy's parameters for a
-    pass."""
+    """Computes log-probs with different weights by copying them, for the duration of a pass, into the memory of the
+    policy's parameters."""
 
     def __init__(
         self,

@@ -186,10 +186,10 @@ class Adapter:
 def attach(
     module: torch.nn.Module, parts: Iterable[Part], table: Table, lora: Lora, *, seed: int, merging: bool = False
 ) -> dict[str, Adapter]:
-    """Attaches adapters to those weights of `module` that `lora` targets; returns weight name -> adapter.
+    """Attaches adapters to those weights of `module` that `lora` targets. Returns {weight name: adapter}.
 
-    `module`: the only model chunk of a rank, not yet wrapped for data parallelism. `parts`: description of each of the
-    rank's weights by the checkpoint elements that it contains. `merging`: True if all layers multiply by merged weights
+    `module`: the only model chunk of a rank, not yet wrapped for data parallelism. `parts`: the rank's weights, each
+    described by the checkpoint elements that it contains. `merging`: True if all layers multiply by merged weights
     instead of adding the adapter's output."""
     shapes = table.checkpoint_shapes()
     adapters: dict[str, Adapter] = {}
@@ -263,7 +263,7 @@ def _add(adapter: Adapter, layer: torch.nn.Module, args: tuple[torch.Tensor, ...
 
 
 def _add_to_experts(adapters: list[Adapter], layer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Adds the adapters' outputs to the output of a layer of experts; a forward hook.
+    """Adds the adapters' outputs to the output of a layer of experts, as a forward hook.
 
     `args`: tokens sorted by expert, and the number of tokens of each expert."""
     if not adapters[0].enabled:
@@ -296,8 +296,8 @@ def _sharded_experts(
 ) -> dict[str, Any]:
     """Returns the checkpoint state of a layer of experts, with its adapters.
 
-    The adapters' keys are like the layer's: one tensor with an expert axis, or one tensor per expert if the metadata
-    sets `singleton_local_shards`."""
+    The adapters are stored in the same way as the layer: as one tensor with an expert axis, or as one tensor per expert
+    if the metadata sets `singleton_local_shards`."""
     state = layer_state(prefix, sharded_offsets, metadata)
     group = parallel_state.get_expert_model_parallel_group()
     for index, adapter in enumerate(adapters):
