@@ -24,7 +24,7 @@ class PackedTensor:
     name: str
     """Hugging Face name; in rank-local buckets, name of the engine's parameter."""
     dtype: str
-    """One of "float32", "bfloat16", "float8_e4m3fn" and "uint8"."""
+    """Dtype of the tensor: "float32", "bfloat16", "float8_e4m3fn" or "uint8"."""
     shape: tuple[int, ...]
     offset: int
     """Offset of the tensor's first byte from the start of the bucket."""
@@ -40,7 +40,7 @@ class PackedTensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedBucket:
-    """A packed bucket: its tensors, and the paths of the memory that contains them.
+    """Packed bucket: its tensors, and the paths of the memory that contains them.
 
     The bucket has one region per target. The regions are consecutive in a single allocation, or each is a separate
     allocation with its own path."""

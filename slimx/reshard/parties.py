@@ -68,7 +68,7 @@ class Receiver(Protocol):
     server. If a method raises SlimxError, the engine is dropped from the publication."""
 
     async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
-        """Returns every tensor that the engine loads in the encoding `encoding`, in the format of `Source.forms`."""
+        """Returns every tensor that the engine loads in the given encoding, in the format of `Source.forms`."""
         ...
 
     async def transport(self, method: str, *arguments: object) -> object:
@@ -125,7 +125,7 @@ BEFORE_BEGIN = ("inventory", "transport", "begin")
 
 
 class Recipient(Protocol):
-    """An engine as the publisher sees it; the object stays the same when the engine is restarted."""
+    """Engine as the publisher sees it; the object stays the same when the engine is restarted."""
 
     name: str
     incarnation: int
@@ -185,12 +185,12 @@ class Delivery:
         them."""
 
     def kept(self, version: int) -> Source | None:
-        """Returns a source of the weights of `version` if this delivery has kept them, else None."""
+        """Returns a source for the weights of `version` if this delivery has kept them, else None."""
         return None
 
 
 class Members(Protocol):
-    """The engines of a run. Their membership epoch is a number that increases whenever an engine is lost, restarted or
+    """Engines of a run. Their membership epoch is a number that increases whenever an engine is lost, restarted or
     admitted."""
 
     @property

@@ -250,7 +250,7 @@ class _Attempt:
     # Calls ------------------------------------------------------------------------------------------------------------
 
     async def _on_engines(self, step: str, work: Callable[[Recipient], Awaitable[None]] | None = None) -> None:
-        """Runs one step on every remaining engine: the method `step` of `Receiver`, or `work(engine)` if given."""
+        """Runs a step on every remaining engine: `work(engine)` if given, otherwise `Receiver`'s method `step`."""
         if work is None:
             await self._together(self._call(recipient, step) for recipient in self.active)
         else:

@@ -190,7 +190,7 @@ class PolicyTrainer(TrainedModel):
     @operation("probe", needs="weights")
     def measure_gap(self, batches: list[MicroBatch], *, version: int, mismatch: bool = False) -> dict[str, float]:
         """Returns metrics of the log-prob gap over the tokens of `batches` that `version` sampled, with the current
-        weights and without training. With `mismatch`, also compares the log-probs of all trained tokens, whatever
+        weights and without training. If `mismatch` is true, also compares the log-probs of all trained tokens, whatever
         version sampled them (`mismatch_metrics`)."""
         batches = self._local(batches)
         replay = self.routing.from_engine(batches) if self.config.trainer.moe.routing_replay == "R3" else None
@@ -215,8 +215,8 @@ class PolicyTrainer(TrainedModel):
         return self.context.local(within_sequence(full, lengths), lengths)
 
     def _differing(self, batches: list[MicroBatch]) -> torch.Tensor:
-        """Returns a mask of this rank's tokens, bool [sum of T], for which a layer on any pipeline stage used different
-        experts from the engine's. Collective over tensor-parallel ranks and pipeline stages."""
+        """Returns a mask of this rank's tokens, bool [sum of T]: True where a layer on any pipeline stage used
+        different experts from the engine's. Collective over tensor-parallel ranks and pipeline stages."""
         differs = self.routing.differing(batches)
         if self.parallel.sizes.pipeline > 1:
             marks = differs.to(torch.uint8)

@@ -114,8 +114,8 @@ class WeightExport:
 
     @operation()
     def release(self, *, name: str, bucket: int | None) -> None:
-        """Allows this rank's memory of a bucket to be reused. `bucket`=None ends the publication, and must be passed on
-        all ranks."""
+        """Allows this rank's memory for a bucket to be reused. `bucket`=None ends the publication, and must be passed
+        on all ranks."""
         self._gatherers[name].release(bucket)
 
     @operation()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class TrainerWorker:
-    """One trainer rank as a Ray actor."""
+    """Ray actor for one trainer rank."""
 
     def __init__(self, number: int, config: Json, log_path: str, device: str, roles: Sequence[str]):
         """Redirects all output of the process to `log_path`; `start` performs the rest of the setup. `number`: number

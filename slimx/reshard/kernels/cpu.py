@@ -1,4 +1,4 @@
-"""Python interface of the CPU kernels in `csrc/` that pack pieces into a bucket and compute checksums.
+"""Python interface to the CPU kernels in `csrc/` that pack pieces into a bucket and compute checksums.
 
 `csrc/reshard.h` defines the ops and the checksum, and `record.py` the record of a piece: one rectangle to copy or
 convert. The functions take raw addresses: **the caller keeps every tensor that a piece points into alive and unmodified

@@ -1,4 +1,4 @@
-"""Python interface of the CUDA kernels in `csrc/` that pack buckets: the same records, bytes, checksums and flags as
+"""Python interface to the CUDA kernels in `csrc/` that pack buckets: the same records, bytes, checksums and flags as
 `cpu.py`, bit for bit.
 
 One kernel launch on a stream packs a bucket. Only creating a `DevicePlan` (done once) and `results` wait for the

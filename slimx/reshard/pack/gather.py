@@ -58,8 +58,8 @@ class Gatherer:
         return {part: file.path for part, file in self._files[bucket].items()}
 
     def fill(self, bucket: int, paths: Sequence[str]) -> Contribution:
-        """Writes this rank's contribution to `bucket` into the parts at `paths`, one path per part, and returns its
-        checksums and flags.
+        """Writes this rank's contribution to `bucket` into the parts at `paths`, one path per part, and returns the
+        contribution's checksums and flags.
 
         A remote rank sends its contribution to the publisher, which writes it into the bucket."""
         rank = self.packer.rank

@@ -63,7 +63,8 @@ class DeviceGatherer:
 
     def fill(self, bucket: int, paths: Sequence[str]) -> Contribution:
         """Writes this rank's contribution to `bucket` into the parts at `paths`, one path per part, waits until it is
-        written, and returns its checksums and flags. A remote rank sends its contribution to the publisher instead."""
+        written, and returns the contribution's checksums and flags. A remote rank sends its contribution to the
+        publisher instead."""
         rank = self.packer.rank
         if rank in self.remote:
             run, contribution = self.packer.pack_device_run(bucket)

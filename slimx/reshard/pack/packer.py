@@ -57,7 +57,8 @@ class Packer:
         self.portion = portion
         self._derived = DerivedTensors() if derived is None else derived
         self.parts = plan.targets if apart else 1
-        """Number of parts of a bucket, each a separate allocation: one per target with `apart`, else one."""
+        """Number of parts of a bucket, each a separate allocation: one per target if `apart`, otherwise a single
+        one."""
         self.form = PlannedBuckets(plan, apart=apart).form
         self._device = next((p.device for p in parameters.values() if p.is_cuda), None)
         self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
@@ -86,7 +87,8 @@ class Packer:
             self._portions.clear()
 
     def pack(self, bucket: int, *memories: torch.Tensor) -> Contribution:
-        """Writes this rank's contribution to `bucket` into host memory and returns its checksums and flags.
+        """Writes this rank's contribution to `bucket` into host memory and returns the contribution's checksums and
+        flags.
 
         `memories`: one tensor per part, `parts` in total, each uint8 [form(bucket).size]. Bytes that no rank writes
         must be zero already."""

@@ -30,10 +30,10 @@ class BucketForm:
         `apart`: True if each region is a separate allocation; otherwise the regions are consecutive in one
         allocation."""
         self.first = np.cumsum([0] + [len(bucket.tensors) for bucket in buckets])
-        """Index in `tensors` of each target's first tensor, and at the end the number of tensors, [targets + 1]."""
+        """Index in `tensors` of each target's first tensor, followed by the total number of tensors, [targets + 1]."""
         self.bases: list[int] = []
         self.size = 0
-        """Size in bytes of the bucket's memory; with `apart`, size of each region's allocation, which is that of the
+        """Size in bytes of the bucket's memory; if `apart`, size of each region's allocation, which is that of the
         largest region."""
         self.tensors: list[BucketTensor] = []
         offsets: list[int] = []

@@ -94,7 +94,7 @@ class Holders(NamedTuple):
 
 
 class Plan:
-    """A compiled plan: the moves from trainer ranks to buckets, and the buckets' tensors (`compile_plan`)."""
+    """Compiled plan: the moves from trainer ranks to buckets, and the buckets' tensors (`compile_plan`)."""
 
     def __init__(
         self,
@@ -304,7 +304,7 @@ class _Compiler:
                 self.rows.append((sender, parameter, rank, bucket, tensor, *source, *target, m.rows, m.cols))
 
     def _least_busy(self, ranks: tuple[int, ...]) -> int:
-        """Returns the rank in `ranks` that has been assigned the least data to send so far, and the first such rank if
+        """Returns the rank in `ranks` that has been assigned the least data to send so far; the first such rank if
         there are several."""
         if len(ranks) == 1:
             return ranks[0]

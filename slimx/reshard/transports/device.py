@@ -44,8 +44,8 @@ class DeviceMemory:
     Its initial contents are undefined. `path` identifies it to other processes (`opened`)."""
 
     def __init__(self, size: int, device: torch.device | int = 0):
-        """Allocates `size` bytes on `device`. Raises SlimxError if not enough memory is free, or if it cannot be
-        shared."""
+        """Allocates `size` bytes on `device`. Raises SlimxError if not enough memory is free, or if the memory cannot
+        be shared."""
         self.size = size
         self.device = kernel_cuda.device_of(device)
         library = _library()

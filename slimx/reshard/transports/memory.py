@@ -34,7 +34,7 @@ class MemoryFile:
         self.size = size
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self.bytes = _map(self._file, size)
-        """The memory as a tensor, uint8 [size]."""
+        """Memory as a tensor, uint8 [size]."""
 
     def close(self) -> None:
         self._close()

@@ -195,7 +195,8 @@ def _in_place(value: object) -> object:
 
 
 def _read(sharded: ShardedStateDict, path: Path, metadata: Metadata, *, tensors_only: bool) -> StateDict:
-    """Reads the tensors and objects that `sharded` describes, except fp8 scales that the checkpoint does not have."""
+    """Reads the tensors and objects that `sharded` describes, except fp8 scales that the checkpoint does not have. If
+    `tensors_only` is true, reads no objects."""
 
     def readable(value: object) -> bool:
         if not isinstance(value, ShardedObject):

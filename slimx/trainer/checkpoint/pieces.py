@@ -30,7 +30,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""A sub-array of a tensor: its offsets and its sizes, by dimension."""
+"""Sub-array of a tensor: its offsets and its sizes, by dimension."""
 
 type Sharded = ShardedTensor | ShardedTensorFactory
 
@@ -199,5 +199,5 @@ def _piece(sharded: ShardedTensor, kind: str, data: torch.Tensor, local: Sequenc
 
 
 def _identity(group: dict[str, object]) -> tuple[object, ...]:
-    """Returns the values by which megatron-core distinguishes the parameter group `group` from others."""
+    """Returns the values by which megatron-core distinguishes the parameter group `group` from other groups."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)

@@ -129,8 +129,8 @@ class Saver:
 
     def _write(self, directory: Path, plan: SavePlan, contents: dict[MetadataIndex, Content], common: bytes) -> None:
         """Writes this rank's part of a checkpoint, in the background thread. Failures are reported in the checkpoint
-        directory instead of raised, because no caller waits for the thread. `common`: serialized state that all ranks
-        have in common."""
+        directory instead of raised, because no caller waits for the thread. `common`: serialized state shared by all
+        ranks."""
         try:
             files.reserve_failure(directory, self.rank)
             report = self._write_shards(directory, plan, contents)
@@ -159,8 +159,8 @@ class Saver:
 
     def _complete(self, directory: Path, report: files.Report, common: bytes) -> files.Report:
         """Waits for the reports of all other ranks and writes the files that only rank 0 writes: `.metadata` with the
-        locations of all shards, the state that ranks have in common, and the name of the format. Returns `report`
-        extended with the files that rank 0 wrote."""
+        locations of all shards, the state shared by all ranks, and the name of the format. Returns `report` extended
+        with the files that rank 0 wrote."""
         others = range(1, self.world)
         self._await(directory, others)
         assert self._metadata is not None

@@ -1,4 +1,4 @@
-"""Content of a checkpoint: model, optimizer and random state as sharded tensors, with the keys of Megatron-LM since
+"""Contents of a checkpoint: model, optimizer and random state as sharded tensors, with the keys of Megatron-LM since
 0.16."""
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _with_centered(model: ShardedStateDict) -> ShardedStateDict:
 def local_state(
     chunks: Sequence[torch.nn.Module], optimizer: ChainedOptimizer, *, loading: bool, frozen: bool
 ) -> ShardedStateDict:
-    """Returns this rank's state of model, optimizer and random generators, without the state that ranks have in common.
+    """Returns this rank's state of model, optimizer and random generators, without the state shared by all ranks.
     `loading`: True if a checkpoint will be read into the result. `frozen`: True if any rank has parameters without
     optimizer state."""
     state = model_state(chunks)

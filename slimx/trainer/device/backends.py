@@ -120,7 +120,7 @@ def choose_backends(
 
 
 def has_engine(device: str, packages: Collection[str]) -> bool:
-    """Returns True if Transformer Engine computes the layers: on CUDA, if it is installed."""
+    """Returns True if Transformer Engine computes the layers, which it does on CUDA if it is installed."""
     return device == "cuda" and "transformer_engine" in packages
 
 

@@ -26,7 +26,7 @@ class _NvmlProcess(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process that uses memory of the GPU."""
+    """Process that uses memory of the GPU."""
 
     pid: int
     nbytes: int | None
@@ -36,7 +36,7 @@ class Process:
 
 
 class NvmlGpu:
-    """A GPU or MIG slice, queried through NVML. Raises SlimxError on construction if the library or the GPU is not
+    """GPU or MIG slice, queried through NVML. Raises SlimxError on construction if the library or the GPU is not
     available."""
 
     def __init__(self, uuid: str):

@@ -34,7 +34,7 @@ class StorageGroup:
     sizes: list[int] = field(default_factory=list)
     """Size of each storage in bytes while the group is offloaded; empty otherwise."""
     host: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Copy of each storage in host memory (pinned on CUDA), by the storage's index. Later offloads reuse this
+    """Copy of each storage in host memory (pinned on CUDA), keyed by the storage's index. Later offloads reuse this
     memory."""
 
     @property

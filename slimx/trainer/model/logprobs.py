@@ -48,7 +48,7 @@ class Targets:
 
 
 class KeptTokens:
-    """A `Support` (the tokens that sampling kept at each position) on the device; masks the logits of one chunk of
+    """`Support` (the tokens that sampling kept at each position) on the device; masks the logits of one chunk of
     positions at a time."""
 
     def __init__(self, support: Support, device: torch.device):

@@ -133,7 +133,8 @@ class Weights:
     @contextmanager
     def switching(self) -> Iterator[Callable[[HostCopy], None]]:
         """Yields a function that replaces the parameters' values with the values of a copy (`copy_of`, `snapshot`).
-        After the block, the previous values are restored, bit for bit. The optimizer's fp32 weights are not changed.
+        After the block, the previous values are restored, bit for bit. The optimizer's fp32 main weights are not
+        changed.
 
         The first replacement copies the current values to host memory, which is allocated once and reused. Several
         copies used in one block therefore cost one transfer to the device each, and two transfers for the current

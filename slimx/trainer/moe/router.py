@@ -37,7 +37,7 @@ class RoutedTokens:
 
 
 class Cursor:
-    """The micro-batch that a chunk of the model is processing; None outside of a forward pass."""
+    """Micro-batch that a chunk of the model is processing; None outside of a forward pass."""
 
     def __init__(self) -> None:
         self.tokens: RoutedTokens | None = None
@@ -81,8 +81,8 @@ class RouterWatch:
 
     def finish(self, *, trainable: bool) -> None:
         """Checks at the end of a pass that every checkpointed call was recomputed. If a call was not recomputed and the
-        router is `trainable`, raises SlimxError: a checkpointed layer gets no gradient if nothing before it requires
-        one."""
+        router is `trainable`, raises SlimxError, because a checkpointed layer gets no gradient if nothing before it
+        requires one."""
         if self._again and trainable:
             raise SlimxError(
                 f"{self.name} is trained, but the backward pass did not recompute its layer for {len(self._again)} "

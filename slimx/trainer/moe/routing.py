@@ -29,7 +29,7 @@ Routes = list[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _LocalRouter:
-    """A router of this rank, with its location in the model."""
+    """Router on this rank, with its location in the model."""
 
     router: PolicyRouter
     cursor: Cursor

@@ -62,8 +62,8 @@ class ForwardPasses:
         self._recompute = algorithm.old_logprobs == "recompute" and not engine_logprobs_exact
         self._copies: dict[str, HostCopy] = {}
         self._base = algorithm.reference and weights.attached.keeps_base
-        """True if the reference is the base weights without the attached adapters, because no update changes the base
-        weights."""
+        """True if the reference consists of the base weights without the attached adapters, because no update changes
+        the base weights."""
         if algorithm.reference and not self._base:
             self._copies["reference"] = weights.snapshot()
         if algorithm.teacher:

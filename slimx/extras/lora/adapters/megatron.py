@@ -115,7 +115,8 @@ class Adapter:
         return merged(self.weight, *self.parameters, self.scale)
 
     def served(self) -> torch.Tensor:
-        """Returns the merged weight with gradients for A and B, or the weight alone if the adapter is disabled."""
+        """Returns the merged weight, differentiable with respect to A and B, or the weight alone if the adapter is
+        disabled."""
         if not self.enabled:
             return self.weight
         return Merged.apply(self.weight, self._reduced(0), self._reduced(1), self.scale)
@@ -175,7 +176,7 @@ class Adapter:
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=1 - index, stride=1)
 
     def _reduced(self, index: int) -> torch.Tensor:
-        """Returns A (`index` 0) or B (1), with its gradient summed over the ranks that share an expert if each rank
+        """Returns A (`index` 0) or B (1), with its gradient summed over the ranks that share an expert if each of them
         computes only a part of the gradient."""
         parameter = self.parameters[index]
         if self.expert and self.axis == index:

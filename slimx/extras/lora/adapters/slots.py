@@ -1,4 +1,4 @@
-"""Storage of a policy's adapters on one engine rank: a slot in the buffers of SGLang's memory pool for LoRA.
+"""Storage of a policy's adapters on one engine rank: a slot in the buffers of SGLang's LoRA memory pool.
 
 Written for sglang 0.5.23 (`srt/lora/mem_pool.py`). If SGLang fuses modules (query, key and value; gate and up), their
 matrices A are concatenated, and the rows of B are those of the fused weight. Ranks split B like the weight's rows, and
@@ -37,7 +37,7 @@ A."""
 
 
 class AdaptedLayer(NamedTuple):
-    """A layer with an adapter, and the part of SGLang's buffers that contains the slot's adapter for this layer."""
+    """Layer with an adapter, and the part of SGLang's buffers that contains the slot's adapter for this layer."""
 
     name: str
     """Name of the layer's module in the model."""
