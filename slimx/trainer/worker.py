@@ -47,7 +47,7 @@ class TrainerWorker:
             self.rank.check_saves()
 
     def mark(self, text: str) -> None:
-        """Writes a marker line into the log. `text`: the step and phase to which the following lines belong."""
+        """Writes a marker line to the log. `text`: the step and phase to which the following lines belong."""
         print(marked(f"rank {self.number}, {text}"), flush=True)
 
     def rendezvous(self) -> str:

@@ -28,7 +28,7 @@ class MergingBuffer(DerivedTensors):
         parameters: Tensors,
         merging: Mapping[str, Callable[[], torch.Tensor]],
     ):
-        """Prepares to merge weights of trainer rank `rank` before it packs its `parameters` as `plan` specifies.
+        """Prepares to merge weights of trainer rank `rank` before the rank packs its `parameters` as `plan` specifies.
 
         `merging`: name of an adapted parameter -> function that returns the merged weight, which is packed instead of
         the parameter."""
@@ -61,8 +61,8 @@ class MergingBuffer(DerivedTensors):
 
     @torch.no_grad()
     def make(self, bucket: int, moves: np.ndarray) -> None:
-        """Computes the merged weights that `moves` read, and overwrites the previous bucket's. `moves`: copies into
-        `bucket`, all of them in the plan."""
+        """Computes the merged weights that `moves` read, and overwrites the previous bucket's. `moves`: some of the
+        plan's copies into `bucket`."""
         places = self.places(bucket)
         for name in self._names(moves):
             places[name].copy_(self._merging[name]())
@@ -100,8 +100,8 @@ class AttachedAdapters(AttachedForm):
         return parameters
 
     def leaving(self, name: str, plan: Plan, rank: int, weights: Tensors) -> tuple[Tensors, DerivedTensors]:
-        """Returns the tensors that `rank` packs as specified by `plan`: either the weights, where adapters are first
-        merged into the weights that they adapt, or the unmerged weights together with A and B, under the names of
+        """Returns the tensors that `rank` packs as specified by `plan`: either the weights, into which adapters are
+        merged before packing, or the unmerged weights together with A and B, named as in
         `slimx.extras.lora.targets.adapter_parts`.
 
         `name`: purpose of the plan; exports always merge."""

@@ -66,7 +66,7 @@ class PeftAdapters:
     """LoRA adapters stored in one directory in PEFT's format; each tensor is read when it is used."""
 
     def __init__(self, path: Path):
-        """Opens the files in directory `path`. Raises SlimxError if they are missing or damaged."""
+        """Opens the adapters' files in the directory `path`. Raises SlimxError if they are missing or damaged."""
         self.path = path
         for name in (CONFIG, TENSORS):
             if not (path / name).is_file():

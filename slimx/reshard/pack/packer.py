@@ -125,7 +125,7 @@ class Packer:
 
     def pack_device_run(self, bucket: int, part: int = 0) -> tuple[torch.Tensor, Contribution]:
         """Packs this rank's contribution to one part of `bucket` as `pack_run` does, its pieces one after the other,
-        but into newly allocated memory of the rank's GPU. Returns after the data has been written."""
+        but into newly allocated memory on the rank's GPU. Returns after the data has been written."""
         pieces, size = compact(self._records(bucket, part))
         run = torch.empty(size, dtype=torch.uint8, device=self.device)
         return run, self._launch(bucket, part, pieces, size, run.data_ptr(), compacted=True)
@@ -231,8 +231,8 @@ def describe(form: BucketForm, paths: Sequence[str], contributions: Sequence[Con
     """Returns the description that engines receive of a complete bucket: its tensors with offsets and checksums, and
     the paths of its memory.
 
-    `paths`: one path per part of the bucket. `contributions`: one contribution per rank, from all ranks. Raises
-    SlimxError naming a tensor that contains an infinite or NaN value."""
+    `paths`: one path per part of the bucket. `contributions`: those of all ranks. Raises SlimxError naming a tensor
+    that contains an infinite or NaN value."""
     bucket = total(contributions)
     sums = kernel.seeds(form.nbytes) + bucket.sums
     kernel.refuse_nonfinite(bucket.flags, [tensor.name for tensor in form.tensors])

@@ -131,7 +131,7 @@ def _local_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Paramet
 
 def _regions(sharded: Sharded, parameter: torch.Tensor) -> Iterator[tuple[ShardedTensor, Box]]:
     """Yields the tensors in which a checkpoint stores a parameter, each with the box (sub-array) of the parameter that
-    it contains. A parameter usually has one such tensor, but joined gate and up projections have two."""
+    the tensor contains. A parameter usually has one such tensor, but joined gate and up projections have two."""
     if isinstance(sharded, ShardedTensor):
         yield sharded, ((0,) * parameter.dim(), tuple(parameter.shape))
         return

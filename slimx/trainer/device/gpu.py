@@ -94,7 +94,7 @@ class NvmlGpu:
         return bool(rows[2]), bool(rows[3])
 
     def throttled(self) -> set[str]:
-        """Returns the reasons that indicate a problem among those for which the GPU currently lowers its clocks."""
+        """Returns the reasons for which the GPU currently lowers its clocks, but only those that indicate a problem."""
         active = self._query(self._nvml.nvmlDeviceGetCurrentClocksEventReasons, default=0)
         names = {
             self._nvml.nvmlClocksEventReasonHwSlowdown: "hardware slowdown",

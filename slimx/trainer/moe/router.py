@@ -63,8 +63,8 @@ class RouterWatch:
         self._again: deque[RoutedTokens] = deque()
 
     def arrive(self) -> RouterChoice:
-        """Returns a `RouterChoice` for the current call of the router, which chooses the call's experts and contains
-        the micro-batch to which the call belongs."""
+        """Returns a `RouterChoice` for the current call of the router. It chooses the call's experts and refers to the
+        micro-batch to which the call belongs."""
         tokens = self._cursor.tokens
         if tokens is None:
             if not self._again:
