@@ -78,7 +78,7 @@ class Manifest:
 
 @dataclass(slots=True)
 class EngineOutcome:
-    """Outcome of one publication on one engine."""
+    """Progress and result of one publication on one engine."""
 
     step: str = "begin"
     """Last step that was started on the engine, such as "begin", "stage" or "commit"."""

@@ -24,7 +24,7 @@ class PackedTensor:
     name: str
     """Hugging Face name; in rank-local buckets, name of the engine's parameter."""
     dtype: str
-    """One of "float32", "bfloat16", "float8_e4m3fn" and "uint8"."""
+    """Dtype of the tensor: "float32", "bfloat16", "float8_e4m3fn" or "uint8"."""
     shape: tuple[int, ...]
     offset: int
     """Offset of the tensor's first byte from the start of the bucket."""
@@ -40,7 +40,7 @@ class PackedTensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedBucket:
-    """A packed bucket: its tensors, and the paths of the memory that contains them.
+    """Packed bucket: its tensors, and the paths of the memory that contains them.
 
     The bucket has one region per target. The regions are consecutive in a single allocation, or each is a separate
     allocation with its own path."""
@@ -55,16 +55,16 @@ class PackedBucket:
     targets: tuple[tuple[PackedTensor, ...], ...]
     """Tensors by target.
 
-    There is one target for Hugging Face names, because all ranks of all engines load the same tensors, and one per
-    engine rank for rank-local buckets."""
+    Buckets with Hugging Face names have a single target, because all ranks of all engines load the same tensors;
+    rank-local buckets have one target per engine rank."""
     others: tuple[str, ...] = ()
     """Paths of the bucket's memory after the first path, in the order of the engine ranks that open them.
 
     They lead to the regions of further ranks, or to copies of the bucket on the other machines of a multi-node engine.
     Empty if every rank opens `path`."""
     chain: tuple[Any, ...] = ()
-    """Descriptions of the files from which the transport's receiver on an engine assembles the bucket, as objects of a
-    class that the transport defines. Empty if `path` contains the bucket."""
+    """Descriptions of the files from which the transport's receiver on an engine assembles the bucket; their class is
+    defined by the transport. Empty if `path` contains the bucket."""
 
     @property
     def on_device(self) -> bool:
@@ -74,7 +74,7 @@ class PackedBucket:
 
     @property
     def tensors(self) -> tuple[PackedTensor, ...]:
-        """Tensors of all targets, in order."""
+        """Tensors of all targets, in the order of the targets."""
         return tuple(chain.from_iterable(self.targets))
 
     @property
@@ -83,8 +83,8 @@ class PackedBucket:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def parts(self, encoding: Encoding, ranks: int) -> Json:
-        """Returns JSON that describes for each rank of an engine, by its index, the path that the rank opens on
-        its machine, and the tensors that it loads; a single key "all" if these are the same for all ranks.
+        """Returns JSON that maps the index of each rank of an engine to the path that the rank opens on its machine and
+        the tensors that it loads. If these are the same for all ranks, the only key is "all".
 
         `ranks`: number of ranks of the engine."""
         paths = (self.path, *self.others)

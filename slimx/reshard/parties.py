@@ -58,8 +58,8 @@ class Source(Protocol):
         ...
 
     async def release(self, bucket: int | None = None) -> None:
-        """Releases the memory of one bucket. None means that the publication has ended; memory may then be kept for the
-        next one."""
+        """Releases the memory of `bucket`. If `bucket` is None, the publication has ended, and the source may keep its
+        memory for the next one."""
         ...
 
 
@@ -68,7 +68,7 @@ class Receiver(Protocol):
     server. If a method raises SlimxError, the engine is dropped from the publication."""
 
     async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
-        """Returns every tensor that the engine loads in this encoding, in the format of `Source.forms`."""
+        """Returns every tensor that the engine loads in the given encoding, in the format of `Source.forms`."""
         ...
 
     async def transport(self, method: str, *arguments: object) -> object:
@@ -77,7 +77,8 @@ class Receiver(Protocol):
         ...
 
     async def begin(self, manifest: Manifest, staging: Staging) -> None:
-        """Prepares the engine for one publication. From now on the engine refuses calls of earlier publications."""
+        """Prepares the engine for one publication. From now on the engine refuses calls that belong to earlier
+        publications."""
         ...
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
@@ -94,7 +95,7 @@ class Receiver(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Pauses generation unless it is paused already."""
+        """Pauses generation unless it is already paused."""
         ...
 
     async def load(self) -> None:
@@ -108,7 +109,7 @@ class Receiver(Protocol):
         ...
 
     async def commit(self, version: int) -> None:
-        """Ends the publication on the engine, whose weights then have version `version`."""
+        """Ends the publication on the engine, and sets the version of its weights to `version`."""
         ...
 
     async def resume(self) -> None:
@@ -120,28 +121,28 @@ PROTOCOL = 9
 """Version of the JSON messages with which an engine forwards verbs (methods of `Receiver`) to its server's ranks
 (`slimx/adapters/sglang/plugin.py`). Both sides must agree on it."""
 BEFORE_BEGIN = ("inventory", "transport", "begin")
-"""Verbs (methods of `Receiver`) that may be called before the publication has begun on the engine."""
+"""Verbs (methods of `Receiver`) that may be called before the engine has begun the publication."""
 
 
 class Recipient(Protocol):
-    """An engine as the publisher sees it; the object stays the same when the engine is restarted."""
+    """Engine as the publisher sees it; the object stays the same when the engine is restarted."""
 
     name: str
     incarnation: int
-    """Number that increases with every restart. Results of `Receiver` methods that were performed before a restart no
-    longer apply."""
+    """Number that increases with every restart. Results of `Receiver` methods performed before a restart are no longer
+    valid after it."""
 
     async def perform(self, verb: str, epoch: int, *arguments: object) -> Any:
-        """Makes the engine perform `verb`, a method of `Receiver`, with `arguments`, in the publication that began in
-        membership `epoch`, and returns the result.
+        """Makes the engine perform `verb`, a method of `Receiver`, with `arguments`, and returns the result. `epoch`:
+        membership epoch in which the publication began.
 
         Raises ReceiverLost if the engine died or does not respond in time."""
         ...
 
 
 class LocalRecipient:
-    """Recipient that performs verbs (methods of `Receiver`) in the publisher's process: subclasses define a method for
-    each verb, with the verb's name."""
+    """Recipient that performs verbs (methods of `Receiver`) in the publisher's process. A subclass implements each verb
+    as a method with the verb's name."""
 
     incarnation = 1
 
@@ -150,8 +151,8 @@ class LocalRecipient:
 
 
 class Delivery:
-    """Delivery of gathered buckets to the engines; base class of the deliveries that transports implement. The base
-    class moves nothing: engines open the buckets in the memory of the trainer ranks."""
+    """Base class for deliveries, with which transports bring gathered buckets to the engines. The base class itself
+    moves nothing: engines open the buckets in the memory of the trainer ranks."""
 
     keeps = False
     """True if this delivery keeps published weights, so that they can be published again without the trainers
@@ -168,7 +169,8 @@ class Delivery:
         return packed
 
     async def connect(self, recipient: Recipient, epoch: int) -> None:
-        """Ensures that `recipient` can receive buckets in the publication that began in membership `epoch`."""
+        """Ensures that `recipient` can receive buckets in the publication that began in the membership epoch
+        `epoch`."""
 
     async def bring(self, recipient: Recipient, epoch: int, packed: PackedBucket, bucket: int) -> None:
         """Delivers a bucket to `recipient` and waits until it is staged. A bucket that consists of several files
@@ -179,15 +181,16 @@ class Delivery:
         """Ends the current publication, after success or failure."""
 
     def renew(self) -> None:
-        """Discards connections to the source's processes (trainer ranks), which were replaced by new ones."""
+        """Discards the connections to the source's previous processes (trainer ranks) after new ones have replaced
+        them."""
 
     def kept(self, version: int) -> Source | None:
-        """Returns a source of the weights of `version` if this delivery has kept them, else None."""
+        """Returns a source for the weights of `version` if this delivery has kept them, else None."""
         return None
 
 
 class Members(Protocol):
-    """The engines of a run. Their membership epoch is a number that increases whenever an engine is lost, restarted or
+    """Engines of a run. Their membership epoch is a number that increases whenever an engine is lost, restarted or
     admitted."""
 
     @property
@@ -202,5 +205,5 @@ class Members(Protocol):
         ...
 
     async def admit(self, recipient: Recipient) -> None:
-        """Adds the engine, which has a verified version, to the router."""
+        """Adds an engine that has a verified version to the router."""
         ...

@@ -113,7 +113,7 @@ class _EngineDropped(Exception):
 
 
 class _Attempt:
-    """State of one publication while it runs."""
+    """State of a running publication."""
 
     def __init__(self, publisher: Publisher, manifest: Manifest):
         self.publisher = publisher
@@ -193,7 +193,7 @@ class _Attempt:
             await cancelled(gathering)
 
     async def _gather(self, bucket: int) -> tuple[PackedBucket, bool]:
-        """Returns a bucket as engines will receive it, and True if it is still in the source's memory."""
+        """Returns a bucket as engines will receive it, and True if the source's memory still contains it."""
         with self._timed("gather"):
             gathered = await self._by_deadline("gather", self.source.gather(bucket))
             taken = await self._by_deadline("gather", self.delivery.take(gathered, bucket))
@@ -250,7 +250,7 @@ class _Attempt:
     # Calls ------------------------------------------------------------------------------------------------------------
 
     async def _on_engines(self, step: str, work: Callable[[Recipient], Awaitable[None]] | None = None) -> None:
-        """Runs one step on every remaining engine: the method `step` of `Receiver`, or `work(engine)` if given."""
+        """Runs a step on every remaining engine: `work(engine)` if given, otherwise `Receiver`'s method `step`."""
         if work is None:
             await self._together(self._call(recipient, step) for recipient in self.active)
         else:
@@ -275,8 +275,8 @@ class _Attempt:
         return await self._timely(recipient, verb, partial(recipient.perform, verb, self.epoch, *arguments))
 
     async def _timely[T](self, recipient: Recipient, step: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Awaits `work()`, one step of one engine, for at most `step_deadline_s` seconds; drops the engine if it fails
-        or is late."""
+        """Awaits `work()`, one step on one engine, for at most `step_deadline_s` seconds. Drops the engine if the step
+        fails or exceeds that time."""
         self.out.engines[recipient.name].step = step
         if recipient.incarnation != self.incarnations[recipient.name]:
             problem = f"engine {recipient.name} was restarted during the publication of {self.manifest}"
@@ -311,7 +311,7 @@ class _Attempt:
         raise _EngineDropped
 
     async def _by_deadline[T](self, stage: str, work: Awaitable[T]) -> T:
-        """Awaits `work` of the trainers or the transport. Raises DeadlineError if the publication's deadline passes."""
+        """Awaits `work` by the trainers or the transport. Raises DeadlineError if the publication's deadline passes."""
         try:
             async with asyncio.timeout(self._left()):
                 return await work
@@ -327,7 +327,7 @@ class _Attempt:
         await self.delivery.end()
 
     async def _give_up(self) -> None:
-        """Makes engines and trainers drop the publication's data, within ABORT_S seconds and ignoring their errors."""
+        """Makes engines and trainers drop the publication's data; waits at most ABORT_S seconds and ignores errors."""
         drops = [*(recipient.perform("abort", self.epoch) for recipient in self.active), self._end()]
         with contextlib.suppress(TimeoutError):
             limit = min(self.publisher.deadline_s, ABORT_S)
@@ -355,7 +355,7 @@ class _Attempt:
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
-        """Adds the block's duration to that of `stage`. Overlapping blocks, for several engines, count once."""
+        """Adds the block's duration to the total for `stage`. Overlapping blocks, of several engines, count once."""
         calls, start = self._running.get(stage, (0, time.perf_counter()))
         self._running[stage] = calls + 1, start
         try:

@@ -50,8 +50,8 @@ class ContextShard:
 
     def sequence_sum(self, values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Returns, for each of this rank's tokens, the sum of `values` over the token's whole sequence: [T / size] ->
-        [T / size]. Collective; not differentiable. Sums are computed in fp64, so that they do not depend on how tokens
-        are split."""
+        [T / size]. Collective; not differentiable. Sums are computed in fp64, so the split of tokens over ranks has a
+        negligible effect."""
         sequence = np.repeat(np.arange(len(lengths)), lengths)
         if self.size > 1:
             sequence = sequence[zigzag(lengths, self.size, self.rank)]

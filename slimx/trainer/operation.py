@@ -11,10 +11,11 @@ Residency = Literal["weights", "training"]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Conditions under which an operation runs."""
+    """Declaration of a trainer operation: the conditions under which it runs."""
 
     phase: str | None
-    """Phase in which the operation's peak memory is counted; None for the phase in which it is called."""
+    """Phase in which the operation's peak memory is counted; None to count it in the phase in which the operation is
+    called."""
     needs: Residency | None
     """Parts of the model that must be on the device: "weights", or "training" to include gradients and optimizer state;
     None for no part."""
@@ -23,7 +24,7 @@ class Operation:
 def operation[F: Callable[..., object]](
     phase: str | None = None, *, needs: Residency | None = None
 ) -> Callable[[F], F]:
-    """Returns a decorator that marks a method as an operation with the given conditions, which `Operation` explains."""
+    """Returns a decorator that marks a method as an operation with the given conditions (see `Operation`)."""
 
     def mark(method: F) -> F:
         method.__dict__["operation"] = Operation(phase, needs)

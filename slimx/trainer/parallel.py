@@ -80,7 +80,7 @@ class ParallelState:
 
     @property
     def token_group(self) -> dist.ProcessGroup:
-        """Ranks among which the tokens of a step are divided: data parallel times context parallel."""
+        """Ranks among which a step's tokens are divided: all data- and context-parallel ranks."""
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     def destroy(self) -> None:

@@ -34,13 +34,14 @@ from slimx.trainer.weight_export import WeightExport
 
 
 class Role(Protocol):
-    """An object on a rank whose operations the driver calls."""
+    """Part of a trainer rank, such as the trainer of a policy, with operations that the driver calls."""
 
     def reload(self, *, training: bool = True) -> None:
-        """Moves the role's weights to the device, and with `training` also gradients and optimizer state."""
+        """Moves the role's weights to the device and, if `training` is true, the gradients and optimizer state as
+        well."""
 
     def offload(self, *, weights: bool = True) -> None:
-        """Releases the role's device memory; the memory of its weights only if `weights` is True."""
+        """Releases the role's device memory, including that of its weights only if `weights` is true."""
 
 
 class TrainerRank:
@@ -49,7 +50,7 @@ class TrainerRank:
 
     def __init__(self, config: Config, number: int, device: str):
         """Sets up the device. On CUDA, raises SlimxError for a defective GPU, restricts the process to the CPUs near
-        the GPU, and creates the MemoryGuard that checks its free memory. `number`: global rank."""
+        the GPU, and creates the MemoryGuard that checks the GPU's free memory. `number`: global rank."""
         torch.set_num_threads(config.trainer.threads)
         self.config = config
         self.number = number
@@ -118,8 +119,8 @@ class TrainerRank:
             return function(*arguments, **named)
 
     def _role(self, name: str) -> Role:
-        """Returns the role `name`. If this rank was not built with that role, creates the role from the entry point of
-        `slimx.roles` with this name."""
+        """Returns the role `name`. A role with which this rank was not built is created from the entry point of that
+        name in the group `slimx.roles`."""
         if name not in self.roles:
             if name not in entry_points.find("slimx.roles"):
                 raise SlimxError(
@@ -137,8 +138,8 @@ class TrainerRank:
 
     @operation()
     def offload(self, *, weights: bool = True) -> None:
-        """Releases the device memory of all roles for colocated engines; the memory of weights only if `weights` is
-        True."""
+        """Releases the device memory of all roles, so that colocated engines can use it. The memory of the weights is
+        released only if `weights` is true."""
         for role in self.roles.values():
             role.offload(weights=weights)
 
@@ -150,7 +151,7 @@ class TrainerRank:
 
     @operation()
     def memory(self) -> dict[str, float]:
-        """Returns this rank's peak memory in each phase since the last call as `memory/PHASE_peak_mib`, in MiB."""
+        """Returns {`memory/PHASE_peak_mib`: this rank's peak memory in MiB} for each phase since the last call."""
         return self._memory.take()
 
     def leave(self) -> None:

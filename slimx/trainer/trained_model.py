@@ -38,8 +38,8 @@ class TrainedModel:
         optimizer: ChainedOptimizer,
         holder: str,
     ):
-        """Combines the parts of the model. `config`: configuration whose `trainer` section describes this model.
-        `holder`: name of the model's rank group in messages."""
+        """Creates the model of one rank from its parts. `config`: configuration whose `trainer` section describes this
+        model. `holder`: name of the rank group with this model, for messages."""
         self.config = config
         self.parallel = parallel
         self.chunks = chunks
@@ -103,15 +103,16 @@ class TrainedModel:
             )
 
     def reload(self, *, training: bool = True) -> None:
-        """Moves the weights back to the device, and with `training` also gradients and optimizer state."""
+        """Moves the weights back to the device and, if `training` is true, the gradients and optimizer state as
+        well."""
         if self.offloading.away:
             self.offloading.reload(training=training)
             for notify in self.on_moved:
                 notify()
 
     def device_bytes(self) -> dict[str, int]:
-        """Returns the size in bytes, on the device, of weights, gradients and optimizer state, and of the largest
-        parameters by name."""
+        """Returns the number of bytes on the device that weights, gradients and optimizer state occupy, and the sizes
+        of the largest parameters by name."""
         named = {name: parameter.nbytes for name, parameter in self.weights.parameters.items()}
         return self.offloading.sizes() | largest(named)
 

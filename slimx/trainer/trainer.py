@@ -127,7 +127,7 @@ class PolicyTrainer(TrainedModel):
         return out
 
     def train_step(self, batches: list[MicroBatch], *, step: int, version: int) -> dict[str, float]:
-        """Performs a training step with a single update; otherwise like `train_updates`."""
+        """Performs a training step that has a single update, like `train_updates` with one list of micro-batches."""
         return self.train_updates([batches], step=step, version=version)
 
     def _update(
@@ -144,9 +144,10 @@ class PolicyTrainer(TrainedModel):
         """Runs forward and backward passes and one optimizer step, and returns their metrics.
 
         `batches`: micro-batches with this rank's tokens. `others`: results of earlier forward passes on these
-        micro-batches. `replay`: experts to use; None if each router chooses. `packings`: see `Pipeline.train`.
-        `totals`: denominators of the auxiliary losses of routers. `step`: number of optimizer steps before this one.
-        `version`: version of the engines' weights if the update starts from the same weights; None otherwise."""
+        micro-batches. `replay`: experts that the routers must use; None if each router chooses. `packings`: see
+        `Pipeline.train`. `totals`: denominators of the routers' auxiliary losses. `step`: number of optimizer steps
+        before this one. `version`: version of the engines' weights if the update starts from the same weights; None
+        otherwise."""
         self._zero_gradients()
         with self.routing.training(batches, totals=totals, replay=replay):
             results = self.pipeline.train(batches, self.loss, others, packings)
@@ -183,13 +184,13 @@ class PolicyTrainer(TrainedModel):
     @operation("logprobs", needs="weights")
     def logprobs(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[np.ndarray]:
         """Returns the log-prob of every label, one array [T] per micro-batch; [] except on the last pipeline stage.
-        `under`: weights to use: those of the policy, the reference or the teacher."""
+        `under`: whose weights to use: "policy", "reference" or "teacher"."""
         return [scores["logprobs"] for scores in self.scores(batches, under=under)]
 
     @operation("probe", needs="weights")
     def measure_gap(self, batches: list[MicroBatch], *, version: int, mismatch: bool = False) -> dict[str, float]:
         """Returns metrics of the log-prob gap over the tokens of `batches` that `version` sampled, with the current
-        weights and without training. With `mismatch`, also compares the log-probs of all trained tokens, whatever
+        weights and without training. If `mismatch` is true, also compares the log-probs of all trained tokens, whatever
         version sampled them (`mismatch_metrics`)."""
         batches = self._local(batches)
         replay = self.routing.from_engine(batches) if self.config.trainer.moe.routing_replay == "R3" else None
@@ -208,14 +209,14 @@ class PolicyTrainer(TrainedModel):
             self.passes.load_reference(path)
 
     def _before(self, differs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        """Extends the mask `differs`, which marks some of this rank's tokens of one micro-batch, to all later tokens of
-        the marked tokens' sequences."""
+        """Extends the mask `differs`, which marks some of this rank's tokens in one micro-batch, to all later tokens of
+        the same sequences."""
         full = self.context.gather(differs.to(torch.uint8), lengths)
         return self.context.local(within_sequence(full, lengths), lengths)
 
     def _differing(self, batches: list[MicroBatch]) -> torch.Tensor:
-        """Returns a mask of this rank's tokens, bool [sum of T], for which a layer on any pipeline stage used different
-        experts from the engine's. Collective over tensor-parallel ranks and pipeline stages."""
+        """Returns a mask of this rank's tokens, bool [sum of T]: True where a layer on any pipeline stage used
+        different experts from the engine's. Collective over tensor-parallel ranks and pipeline stages."""
         differs = self.routing.differing(batches)
         if self.parallel.sizes.pipeline > 1:
             marks = differs.to(torch.uint8)
@@ -232,10 +233,10 @@ class PolicyTrainer(TrainedModel):
         *,
         mismatch: bool = True,
     ) -> dict[str, float]:
-        """Computes the metrics of a pass from its `results` by micro-batch, reduced over ranks. `version`: the log-prob
-        gap is measured on tokens that this version of the weights sampled; None to measure no gap. `differs`: result of
-        `_differing`. `mismatch`: False if the tokens are not those of a training step, so that only the gap is
-        measured."""
+        """Computes the metrics of a pass from `results`, one result per micro-batch, and reduces them over ranks.
+        `version`: version of the weights that sampled the tokens on which the log-prob gap is measured; None to measure
+        no gap. `differs`: result of `_differing`. `mismatch`: False if the tokens are not those of a training step;
+        then only the gap is measured."""
         if not self.parallel.last_stage:
             return {}
         values = summed([metrics for metrics, _ in results])

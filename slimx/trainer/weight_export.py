@@ -46,7 +46,8 @@ class WeightExport:
             gatherer.packer.refresh_addresses()
 
     def reload(self, *, training: bool = True) -> None:
-        """Moves the model's weights to the device, and with `training` also gradients and optimizer state."""
+        """Moves the model's weights to the device and, if `training` is true, its gradients and optimizer state as
+        well."""
         self.model.reload(training=training)
 
     def offload(self, *, weights: bool = True) -> None:
@@ -59,7 +60,7 @@ class WeightExport:
     @operation()
     def probe(self, *, on_device: bool) -> tuple[str, bytes]:
         """Allocates memory on this rank's GPU or on the host, and writes random bytes into it. Returns the path under
-        which other ranks can open the memory, and the bytes; `reaches` uses both for a test."""
+        which other ranks can open the memory, and the bytes, which other ranks pass to `reaches`."""
         self._probe = DeviceMemory(PROBE_BYTES, self.device) if on_device else MemoryFile(PROBE_BYTES)
         # Random bytes, because on another host the same path may belong to the memory of another rank.
         content = secrets.token_bytes(PROBE_BYTES)
@@ -101,8 +102,7 @@ class WeightExport:
 
     @operation()
     def open(self, *, name: str, bucket: int) -> dict[int, str]:
-        """Allocates this rank's memory for a bucket, and returns the path of each part of the bucket by the part's
-        number."""
+        """Allocates this rank's memory for a bucket, and returns {part: path} for the bucket's parts in that memory."""
         return self._gatherers[name].open(bucket)
 
     @operation()
@@ -114,8 +114,8 @@ class WeightExport:
 
     @operation()
     def release(self, *, name: str, bucket: int | None) -> None:
-        """Allows this rank's memory of a bucket to be reused. `bucket`=None ends the publication, and must be passed on
-        all ranks."""
+        """Allows this rank's memory for a bucket to be reused. `bucket`=None ends the publication, and must be passed
+        on all ranks."""
         self._gatherers[name].release(bucket)
 
     @operation()

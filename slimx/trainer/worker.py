@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 
 
 class TrainerWorker:
-    """One trainer rank as a Ray actor."""
+    """Ray actor for one trainer rank."""
 
     def __init__(self, number: int, config: Json, log_path: str, device: str, roles: Sequence[str]):
-        """Redirects all output of the process to `log_path`; `start` does the rest. `number`: number of the rank.
-        `config`: a `Config` dumped to JSON values. `roles`: names of the roles to build, see `TrainerRank.build`."""
+        """Redirects all output of the process to `log_path`; `start` performs the rest of the setup. `number`: number
+        of the rank. `config`: a `Config` dumped to JSON values. `roles`: names of the roles to build, see
+        `TrainerRank.build`."""
         redirect_output(log_path)
         self.number = number
         self.device = device
@@ -46,7 +47,7 @@ class TrainerWorker:
             self.rank.check_saves()
 
     def mark(self, text: str) -> None:
-        """Writes a marker line into the log. `text`: the step and phase to which the following lines belong."""
+        """Writes a marker line to the log. `text`: the step and phase to which the following lines belong."""
         print(marked(f"rank {self.number}, {text}"), flush=True)
 
     def rendezvous(self) -> str:
@@ -94,7 +95,8 @@ class TrainerWorker:
         }
 
     def call(self, name: str, /, *arguments: object, **named: object) -> object:
-        """Runs the operation `name` ("role.method") on the started rank, and returns its result."""
+        """Runs the operation `name` ("role.method") on this rank, which must have been started, and returns the
+        operation's result."""
         assert self.rank is not None
         return self.rank.perform(name, *arguments, **named)
 

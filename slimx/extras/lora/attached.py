@@ -28,7 +28,7 @@ class MergingBuffer(DerivedTensors):
         parameters: Tensors,
         merging: Mapping[str, Callable[[], torch.Tensor]],
     ):
-        """Prepares to merge weights of trainer rank `rank` before it packs its `parameters` as `plan` specifies.
+        """Prepares to merge weights of trainer rank `rank` before the rank packs its `parameters` as `plan` specifies.
 
         `merging`: name of an adapted parameter -> function that returns the merged weight, which is packed instead of
         the parameter."""
@@ -46,8 +46,8 @@ class MergingBuffer(DerivedTensors):
         return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
 
     def places(self, bucket: int) -> dict[str, torch.Tensor]:
-        """Returns, by parameter name, the buffers into which `make` writes for `bucket`; the same memory in every
-        call."""
+        """Returns, by parameter name, the buffers into which `make` writes for `bucket`. Every call returns the same
+        memory."""
         if bucket not in self._places:
             places = {}
             start = 0
@@ -61,8 +61,8 @@ class MergingBuffer(DerivedTensors):
 
     @torch.no_grad()
     def make(self, bucket: int, moves: np.ndarray) -> None:
-        """Computes the merged weights that `moves` read, and overwrites those of the previous bucket. `moves`: some of
-        the copies into `bucket` that the plan contains."""
+        """Computes the merged weights that `moves` read, and overwrites the previous bucket's. `moves`: some of the
+        plan's copies into `bucket`."""
         places = self.places(bucket)
         for name in self._names(moves):
             places[name].copy_(self._merging[name]())
@@ -79,8 +79,8 @@ class MergingBuffer(DerivedTensors):
 
 
 class AttachedAdapters(AttachedForm):
-    """Weight form of a trainer rank with frozen weights and adapters: determines which tensors the rank publishes and
-    exports, merged weights or the matrices A and B."""
+    """Weight form of a trainer rank with frozen weights and adapters; determines whether the rank publishes and exports
+    merged weights or the matrices A and B."""
 
     keeps_base: ClassVar[bool] = True
 
@@ -100,8 +100,8 @@ class AttachedAdapters(AttachedForm):
         return parameters
 
     def leaving(self, name: str, plan: Plan, rank: int, weights: Tensors) -> tuple[Tensors, DerivedTensors]:
-        """Returns the tensors that `rank` packs as specified by `plan`: weights, of which adapted ones are merged
-        first, or the unmerged weights together with A and B under the names of
+        """Returns the tensors that `rank` packs as specified by `plan`: either the weights, into which adapters are
+        merged before packing, or the unmerged weights together with A and B, named as in
         `slimx.extras.lora.targets.adapter_parts`.
 
         `name`: purpose of the plan; exports always merge."""

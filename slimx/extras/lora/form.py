@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 OPTION = "--publish-adapters"
 """Option of `slimx.engines.server.launch` that names the policies whose adapters a server serves: POLICY=ALPHA,..."""
 HEALTH_CHECK = "HEALTH_CHECK"
-"""Prefix of the ids that SGLang gives to the requests of health checks."""
+"""Prefix of the ids that SGLang assigns to health-check requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,10 @@ class ServedLora(ServedForm):
 
 
 class LoraForm(WeightForm):
-    """Weight form of a run with frozen weights and low-rank adapters, published merged or alone (`publish.adapters`).
+    """Weight form of a run with frozen weights and low-rank adapters. Publications contain merged weights or only the
+    adapters (`publish.adapters`).
 
-    The server's option names the policies whose adapters it serves: POLICY=ALPHA,..."""
+    The option of the engine's server names the policies whose adapters it serves: POLICY=ALPHA,..."""
 
     OPTION: ClassVar[str | None] = OPTION
 

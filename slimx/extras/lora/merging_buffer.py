@@ -11,12 +11,12 @@ from slimx.layout.number_formats import ITEMSIZE
 from slimx.reshard.plan.copy_plan import Plan
 
 ALIGN = 64
-"""Alignment in bytes of each weight in the buffer."""
+"""Alignment in bytes of each weight in the merging buffer."""
 
 
 def merging_buffer_bytes(plan: Plan, merges: Callable[[str], bool]) -> dict[int, int]:
-    """Returns trainer rank -> size in bytes of its merging buffer, which must have room for the weights of one bucket
-    at a time; ranks that merge nothing are omitted.
+    """Returns {trainer rank: size in bytes of its merging buffer}. The buffer must have room for the weights of one
+    bucket at a time; ranks that merge nothing are omitted.
 
     `merges`: returns True for the name of a parameter that is merged before it is packed."""
     padded = []

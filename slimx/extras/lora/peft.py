@@ -32,13 +32,13 @@ from slimx.models.files.reader import check_finite
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 STACKED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
-"""Projection of an expert -> the stacked parameter of transformers that contains it."""
+"""Projection of an expert -> transformers' stacked parameter that contains the projection."""
 PARAMETERS = (".gate", ".gate_proj", ".up_proj", ".down_proj")
-"""Endings of the names of modules whose weights PEFT adapts only as parameters (`target_parameters`) in a model with
-experts: a router is not a linear module, and PEFT interprets the other names in `target_modules` as experts (peft
-0.21.2, utils/transformers_weight_conversion.py)."""
+"""Endings of the names of modules that PEFT can adapt only through `target_parameters` if the model has experts: the
+router, because it is not a linear module, and the projections, because PEFT takes their names in `target_modules` for
+experts (peft 0.21.2, utils/transformers_weight_conversion.py)."""
 WRAPPED = {"gate_up_proj": ".base_layer", "down_proj": ""}
-"""Stacked parameter -> ending of the name of PEFT's module that contains its adapter."""
+"""Stacked parameter -> suffix in the name of the PEFT module that contains the parameter's adapter."""
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "use_qalora": (False, None),
@@ -63,10 +63,10 @@ module's weight."""
 
 
 class PeftAdapters:
-    """Adapters in one directory in PEFT's format. Tensors are read when they are used."""
+    """LoRA adapters stored in one directory in PEFT's format; each tensor is read when it is used."""
 
     def __init__(self, path: Path):
-        """Opens the files in directory `path`. Raises SlimxError if they are missing or damaged."""
+        """Opens the adapters' files in the directory `path`. Raises SlimxError if they are missing or damaged."""
         self.path = path
         for name in (CONFIG, TENSORS):
             if not (path / name).is_file():
@@ -128,7 +128,8 @@ class PeftAdapters:
     def matrices(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns A [n r, columns] and B [rows, n r] for the rows and columns of a weight that `part` contains.
 
-        n: number of different matrices A of the modules that share the weight; r: rank in the directory."""
+        n: number of distinct matrices A among the modules that share the weight; r: rank of the adapters in the
+        directory."""
         rows, cols = matrix(part.shape)
         rank = self.config["r"]
         col = part.rects[0].col
@@ -163,8 +164,8 @@ class PeftAdapters:
         return out
 
     def _pair(self, part: Part, source: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns A and B of the module, or of one expert's projection, whose weight is the checkpoint tensor
-        `part.sources[source]`."""
+        """Returns A and B for the checkpoint tensor `part.sources[source]`, which is the weight of a module or of one
+        expert's projection."""
         name, expert = self._module(part.sources[source])
         a = self._tensor(name, "A")
         b = self._tensor(name, "B")
@@ -223,7 +224,7 @@ class PeftAdapters:
                 )
 
     def _shapes(self, part: Part, experts: int) -> dict[str, tuple[int, ...]]:
-        """Returns name -> shape of the tensors that the directory must contain for the adapter of `part`, an unsplit
+        """Returns {name: shape} for the tensors that the directory must contain for the adapter of `part`, an unsplit
         weight."""
         rank = self.config["r"]
         rows, cols = matrix(part.shape)
@@ -259,8 +260,8 @@ def fill(adapters: Mapping[str, tuple[torch.Tensor, torch.Tensor]], parts: Itera
     """Copies adapters from the directory `path` into A and B of this rank.
 
     `adapters`: weight name -> (A, B). `parts`: the rank's weights; only their rows and columns are read. If A has more
-    rows than in the directory, the additional rows keep their initial values, and the corresponding columns of B are
-    zero."""
+    rows than the stored matrix, its remaining rows keep their initial values, and the corresponding columns of B are
+    set to zero."""
     stored = PeftAdapters(Path(path))
     for part in parts:
         if part.name in adapters:

@@ -100,8 +100,8 @@ def shares_a_base(configs: Mapping[str, Config]) -> Problems:
 
 
 def _serving(groups: Iterable[Engines]) -> Iterator[tuple[str, str]]:
-    """Yields (configuration key, name of the engine group) for each key that makes SGLang serve LoRA adapters itself,
-    which slimx does not publish."""
+    """Yields (configuration key, name of the engine group) for each key that makes SGLang serve LoRA adapters that
+    slimx does not publish."""
     for group in groups:
         for name in ("enable_lora", "lora_paths"):
             if group.sglang.get(name):
@@ -185,7 +185,7 @@ def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Prob
 
 @rule("lora.alone_transport", "publish.transport")
 def brings_adapters(publish: Publish, device: str) -> Problems:
-    """Checks that the transport of weights, including one that slimx chose for `device`, can publish adapters alone."""
+    """Checks that the weight transport, which slimx may have chosen for `device`, can publish adapters alone."""
     if publish.adapters == "alone" and publish.transport != "memory":
         yield (
             "publish.adapters=alone requires publish.transport=memory, on one machine; set publish.transport "

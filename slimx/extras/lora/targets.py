@@ -13,8 +13,8 @@ from slimx.layout.table import Table
 from slimx.reshard.manifest import ADAPTER_PREFIX
 
 SERVED = {"attention": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
-"""Target (a value in `trainer.lora.targets`) whose adapters can be published alone -> names of its modules in
-engines."""
+"""Target (a value in `trainer.lora.targets`) for which adapters can be published alone -> names of the target's modules
+in engines."""
 
 _LAYER = r"decoder\.layers\.[^.]+\."
 _TARGETS = {
@@ -34,8 +34,8 @@ def adapts(targets: Collection[str] | None, name: str) -> bool:
 
 
 def target_of(name: str) -> str | None:
-    """Returns the target of `trainer.lora.targets` to which the weight with the Megatron name `name` belongs; None if
-    it cannot have an adapter."""
+    """Returns the target (a value in `trainer.lora.targets`) to which the weight with the Megatron name `name` belongs;
+    None if the weight cannot have an adapter."""
     return next((target for target, pattern in _TARGETS.items() if pattern.fullmatch(name)), None)
 
 
@@ -45,8 +45,8 @@ def absent(targets: Collection[str], table: Table) -> list[str]:
 
 
 def served_modules(targets: Collection[str] | None) -> tuple[str, ...]:
-    """Returns the names of the modules that have adapters in engines for `targets`, which must be keys of `SERVED`;
-    None means all keys."""
+    """Returns the names of the modules to which engines attach adapters if `targets`, keys of `SERVED`, are adapted;
+    None stands for all keys."""
     modules: list[str] = []
     for target in SERVED if targets is None else targets:
         modules.extend(SERVED[target])
@@ -54,7 +54,7 @@ def served_modules(targets: Collection[str] | None) -> tuple[str, ...]:
 
 
 def peft_name(source: str, letter: Literal["A", "B"]) -> str:
-    """Returns PEFT's name of matrix A or B of the module whose weight is the checkpoint tensor `source`."""
+    """Returns PEFT's name for matrix A or B of the module whose weight is the checkpoint tensor `source`."""
     return f"{ADAPTER_PREFIX}{source.removesuffix('.weight')}.lora_{letter}.weight"
 
 
@@ -87,8 +87,8 @@ def adapter_parts(weights: Iterable[Part], targets: Collection[str] | None, rank
 
 
 def adapter_targets(table: Table, targets: Collection[str] | None, rank: int) -> Iterator[Part]:
-    """Yields a `Part` for each unsplit matrix A and B, with PEFT's name, of every module that belongs to one of
-    `targets`. If several modules share a matrix A, each gets a copy of it."""
+    """Yields a `Part`, named as in PEFT, for each unsplit matrix A and B of every module that belongs to one of
+    `targets`. Modules that share a matrix A each get a copy of it."""
     for entry in table.entries():
         if not adapts(targets, entry.row.name):
             continue

@@ -1,1 +1,1 @@
-"""Python interfaces of the packing kernels of csrc/, for CPU and GPU, and the record format that both read."""
+"""Python interfaces to the packing kernels in csrc/, for CPU and GPU, and the record format that both read."""

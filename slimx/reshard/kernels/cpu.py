@@ -1,4 +1,4 @@
-"""Python interface of the CPU kernels in `csrc/` that pack pieces into a bucket and compute checksums.
+"""Python interface to the CPU kernels in `csrc/` that pack pieces into a bucket and compute checksums.
 
 `csrc/reshard.h` defines the ops and the checksum, and `record.py` the record of a piece: one rectangle to copy or
 convert. The functions take raw addresses: **the caller keeps every tensor that a piece points into alive and unmodified
@@ -30,12 +30,12 @@ ABI = 4
 
 
 TRITON_SCALES = Path(__file__).with_name("triton_scales.npy")
-"""Table of fp8 scales for the quantization rule triton, [32640, 2] fp32, written by a GPU: for every finite bf16 amax
+"""Table of fp8 scales for the quantization rule `triton`, [32640, 2] fp32, written by a GPU: for every finite bf16 amax
 (largest magnitude of a block) the scale s = amax / 448 and 1 / s."""
 
 _ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3}
 _BF16_AMAX = 0x7F80
-"""Number of bf16 values that are finite and not negative; the table of scales has one row for each."""
+"""Number of finite, non-negative bf16 values. The table of scales has one row per value."""
 _NO_MEMORY = 1
 _NO_SUCH_ISA = 2
 
@@ -104,8 +104,8 @@ def pack(
 
 
 def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> None:
-    """Raises SlimxError if a tensor's bit NONFINITE is set in `flags`, [tensors] uint32, naming the first such tensor
-    by `names`, or by its index if `names` is None."""
+    """Raises SlimxError if the NONFINITE bit of a tensor is set in `flags`, [tensors] uint32. The message names the
+    first such tensor by `names`, or by its index if `names` is None."""
     bad = np.flatnonzero(flags & NONFINITE)
     if len(bad):
         first = names[bad[0]] if names is not None else f"tensor {bad[0]}"
@@ -119,7 +119,7 @@ def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> N
 
 @functools.cache
 def triton_scales(path: Path) -> np.ndarray:
-    """Returns the table of fp8 scales for the quantization rule triton (`TRITON_SCALES`), read from `path`. Raises
+    """Returns the table of fp8 scales for the quantization rule `triton` (`TRITON_SCALES`), read from `path`. Raises
     SlimxError if the file is missing or does not contain that table."""
     remedy = (
         "put the triton_scales.npy that `make gpu` writes on a machine with a GPU at this path, or use the rule ieee"
@@ -172,8 +172,8 @@ def checksum_tensor(t: torch.Tensor, *, isa: str = "best", threads: int | None =
 
 
 def isas() -> list[str]:
-    """Returns the names of the instruction sets that this processor supports, for the parameter `isa`; always includes
-    "best", the fastest of them."""
+    """Returns the names of the instruction sets that this processor supports, which can be passed as `isa`; always
+    includes "best", which stands for the fastest of them."""
     return [name for name, code in _ISAS.items() if library().slimx_has_isa(code)]
 
 
@@ -209,7 +209,8 @@ def _isa(name: str) -> int:
 
 
 def threads_of(threads: int | None) -> int:
-    """Returns `threads`, or torch's number of threads if it is None. Raises SlimxError if it is less than 1."""
+    """Returns `threads`, or torch's number of threads if `threads` is None. Raises SlimxError if `threads` is less than
+    1."""
     if threads is not None and threads < 1:
         raise SlimxError(
             f"threads is {threads}, but must be at least 1; pass a larger number, or None for torch's number",

@@ -1,4 +1,4 @@
-"""Python interface of the CUDA kernels in `csrc/` that pack buckets: the same records, bytes, checksums and flags as
+"""Python interface to the CUDA kernels in `csrc/` that pack buckets: the same records, bytes, checksums and flags as
 `cpu.py`, bit for bit.
 
 One kernel launch on a stream packs a bucket. Only creating a `DevicePlan` (done once) and `results` wait for the
@@ -23,10 +23,9 @@ LIBRARY = Path(__file__).parents[2] / "_lib" / "libslimx_cuda.so"
 ABI = 401
 """Version of the CUDA library's interface that this module calls; must equal SLIMX_CUDA_ABI in csrc/interface.cuh."""
 LONGEST = 2**31 - 1
-"""Maximum number of rows in a piece, and maximum number of bytes in a row: the kernel counts both in 32 bits."""
+"""Maximum number of rows in a piece and of bytes in a row, both of which the kernel counts in 32-bit integers."""
 BF16_AMAX = 0x7F80
-"""Number of bf16 values that are finite and not negative; the table of scales for the rule triton has one row for
-each."""
+"""Number of finite, non-negative bf16 values. The table of scales for the rule `triton` has one row per value."""
 
 
 class DevicePlan:
@@ -88,11 +87,11 @@ class DevicePlan:
 
     @property
     def blocks(self) -> int:
-        """Number of thread blocks in the grid with which the kernel is launched."""
+        """Number of thread blocks in the kernel's launch grid."""
         return self._launch.blocks
 
     def launch(self, bucket: int, sums: torch.Tensor, flags: int, stream: torch.cuda.Stream | None) -> None:
-        """Launches the kernel on `stream`, or on the current stream if it is None. Called by `pack_at` and
+        """Launches the kernel on `stream`, or on the current stream if `stream` is None. Called by `pack_at` and
         `checksum_rects`, which check the arguments. `bucket`, `flags`: device addresses; 0 if the plan only computes
         checksums."""
         with torch.cuda.device(self.device):
@@ -124,7 +123,7 @@ class DevicePlan:
 
 class _Launch(ctypes.Structure):
     """Python counterpart of the C struct SlimxCudaLaunch in csrc/interface.cuh: the kernel that executes a plan, and
-    the size of its launch."""
+    its launch dimensions."""
 
     _fields_ = [
         ("tiles", ctypes.c_int64),
@@ -184,7 +183,8 @@ def pack_at(
 
 def checksum_rects(plan: DevicePlan, sums: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
     """Queues one kernel launch that adds the checksums of the plan's pieces to `sums`, [tensors] int64, as
-    `slimx.reshard.kernels.cpu.checksum_rects` does on the CPU. `stream`: None means the current stream."""
+    `slimx.reshard.kernels.cpu.checksum_rects` does on the CPU. `stream`: stream for the launch; None for the current
+    one."""
     if not plan.checksum:
         raise SlimxError(
             f"the plan of bucket {plan.bucket} only packs; create it with checksum=True to compute checksums",
@@ -223,9 +223,9 @@ def results(plan: DevicePlan, sums: torch.Tensor, flags: torch.Tensor | None = N
 
 
 def triton_scales(device: torch.device | int) -> np.ndarray:
-    """Returns the table of fp8 scales for the quantization rule triton, [32640, 2] fp32: scale s = amax / 448 and 1 / s
-    for every finite bf16 amax, computed on `device` with a GPU's approximate division. The CPU kernels use a saved copy
-    (`TRITON_SCALES` in cpu.py)."""
+    """Returns the table of fp8 scales for the quantization rule `triton`, [32640, 2] fp32: scale s = amax / 448 and 1 /
+    s for every finite bf16 amax, computed on `device` with a GPU's approximate division. The CPU kernels use a saved
+    copy (`TRITON_SCALES` in cpu.py)."""
     library = load(LIBRARY)
     cuda_device = device_of(device)
     with torch.cuda.device(cuda_device):

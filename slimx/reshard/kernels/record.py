@@ -21,7 +21,8 @@ class OP(IntEnum):
     COPY_CHECKED = 1
     """Copies bf16 or fp32 elements unchanged; sets NONFINITE for infinite and NaN values."""
     FP32_TO_BF16 = 2
-    """Rounds fp32 to the nearest bf16, ties to even; sets NONFINITE, also for values that are too large for bf16."""
+    """Rounds fp32 to the nearest bf16, ties to even; sets NONFINITE for infinite and NaN values and for values too
+    large for bf16."""
     BF16_TO_FP32 = 3
     """Converts bf16 to fp32 exactly; sets NONFINITE for infinite and NaN values."""
     QUANTIZE_FP8 = 4
@@ -35,8 +36,8 @@ class OP(IntEnum):
     """Converts e4m3 codes and E8M0 scales of 1 x 32 blocks to bf16 or fp32; sets NONFINITE for infinite and NaN
     results."""
     QUANTIZE_INT4 = 8
-    """Quantizes bf16 or fp32 to INT4 codes, two per byte, and bf16 scales of complete 1 x 32 blocks; sets NONFINITE for
-    infinite and NaN values."""
+    """Quantizes bf16 or fp32 to INT4 codes, two per byte, with one bf16 scale per 1 x 32 block; all blocks must be
+    complete. Sets NONFINITE for infinite and NaN values."""
 
 
 class RULE(IntEnum):
@@ -111,8 +112,8 @@ _RULES = {
 def element_bytes(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> int:
     """Returns the number of bytes per element of `tensor`, which must have one of the `dtypes` that an op supports.
 
-    The check is needed because a record contains only the element size: the kernels would read fp16 as bf16. `name`:
-    name of the tensor in the SlimxError that any other dtype raises."""
+    The check is needed because a record contains only the element size: the kernels would read fp16 as bf16. Raises
+    SlimxError for any other dtype; `name` identifies the tensor in the message."""
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise SlimxError(
@@ -204,7 +205,7 @@ def check_sources(pieces: np.ndarray, sums: np.ndarray) -> None:
 
 
 def check_sums(pieces: np.ndarray) -> None:
-    """Raises SlimxError if a row of a piece's source bytes is longer than a row of its tensor (`pos_ld`)."""
+    """Raises SlimxError if a row that a piece reads is longer than a row of the piece's tensor (`pos_ld`)."""
     _refuse(pieces, _too_long(pieces, pieces["cols"], pieces["item"]))
 
 

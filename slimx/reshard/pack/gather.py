@@ -31,7 +31,7 @@ def local_parts(bucket: int, packer: Packer, holders: int) -> list[int]:
 
 
 class Gatherer:
-    """Gathers buckets in host memory. All trainer ranks call `fill` together, in the same order of buckets."""
+    """Gathers buckets in host memory. All trainer ranks call `fill` for the same buckets in the same order."""
 
     def __init__(self, packer: Packer, *, remote: Collection[int], group: dist.ProcessGroup | None, holders: int = 1):
         """Creates the gatherer of the packer's rank.
@@ -49,7 +49,7 @@ class Gatherer:
         """Path of another rank's shared memory -> its inode, and its mapping in this process."""
 
     def open(self, bucket: int) -> dict[int, str]:
-        """Returns part -> path for each part of `bucket` in this rank's memory, which is allocated if necessary. The
+        """Returns {part: path} for the parts of `bucket` in this rank's memory, which is allocated if necessary. The
         paths are valid until `release(bucket)`."""
         if bucket not in self._files:
             size = self.packer.form(bucket).size
@@ -58,8 +58,8 @@ class Gatherer:
         return {part: file.path for part, file in self._files[bucket].items()}
 
     def fill(self, bucket: int, paths: Sequence[str]) -> Contribution:
-        """Writes this rank's contribution to `bucket` into the parts at `paths`, one path per part, and returns its
-        checksums and flags.
+        """Writes this rank's contribution to `bucket` into the parts at `paths`, one path per part, and returns the
+        contribution's checksums and flags.
 
         A remote rank sends its contribution to the publisher, which writes it into the bucket."""
         rank = self.packer.rank
@@ -84,8 +84,8 @@ class Gatherer:
     def release(self, bucket: int | None = None) -> None:
         """Releases the memory of `bucket`; processes that have mapped it keep their mapping.
 
-        None means that a publication has ended. Memory that is still allocated is then kept for the next publication,
-        because the page faults of newly allocated memory would take several times as long as packing."""
+        If `bucket` is None, a publication has ended. Memory that is still allocated is then kept for the next
+        publication, because the page faults of newly allocated memory would take several times as long as packing."""
         if bucket is not None and bucket in self._files:
             for file in self._files.pop(bucket).values():
                 file.close()

@@ -25,7 +25,7 @@ SLOTS = 2
 
 class DeviceGatherer:
     """Gathers buckets in GPU memory; has the interface of `slimx.reshard.pack.gather.Gatherer`, which uses host memory.
-    All trainer ranks call `fill` together, in the same order of buckets."""
+    All trainer ranks call `fill` for the same buckets in the same order."""
 
     def __init__(self, packer: Packer, *, remote: Collection[int], group: dist.ProcessGroup | None, holders: int = 1):
         """Creates the gatherer of the packer's rank.
@@ -42,7 +42,7 @@ class DeviceGatherer:
         """Bucket -> index of a part -> memory of this rank's GPU that contains the part."""
 
     def open(self, bucket: int) -> dict[int, str]:
-        """Returns part -> path for each part of `bucket` in the memory of this rank's GPU, which is allocated if
+        """Returns {part: path} for the parts of `bucket` in the memory of this rank's GPU, which is allocated if
         necessary.
 
         The paths are valid until `release(bucket)`. Raises SlimxError if two other buckets are open."""
@@ -63,7 +63,8 @@ class DeviceGatherer:
 
     def fill(self, bucket: int, paths: Sequence[str]) -> Contribution:
         """Writes this rank's contribution to `bucket` into the parts at `paths`, one path per part, waits until it is
-        written, and returns its checksums and flags. A remote rank sends its contribution to the publisher instead."""
+        written, and returns the contribution's checksums and flags. A remote rank sends its contribution to the
+        publisher instead."""
         rank = self.packer.rank
         if rank in self.remote:
             run, contribution = self.packer.pack_device_run(bucket)
@@ -83,7 +84,7 @@ class DeviceGatherer:
         """Makes the memory of `bucket`, or of all buckets if it is None, available to other buckets.
 
         The caller guarantees that no engine of the publication still reads the bucket. An engine that was dropped from
-        the publication may still read it; the bytes that it gets then fail verification."""
+        the publication may still read it; the bytes that it reads then fail verification."""
         released = list(self._memories) if bucket is None else [bucket]
         for index in released:
             if index in self._memories:

@@ -25,8 +25,8 @@ class Contribution:
     """Checksums and flags of the bytes that one rank contributed to a bucket."""
 
     sums: np.ndarray
-    """Sum over this rank's bytes of each tensor, [tensors] uint64, in the order of `BucketForm.tensors`. The sums of
-    all ranks and the seed add up to the tensor's checksum."""
+    """This rank's part of each tensor's checksum: the sum over the bytes that it contributed, [tensors] uint64, in the
+    order of `BucketForm.tensors`. The parts of all ranks and the seed add up to the checksum."""
     flags: np.ndarray
     """Flags of each tensor, [tensors] uint32: NONFINITE if this rank contributed an infinite or NaN value."""
 
@@ -57,7 +57,8 @@ class Packer:
         self.portion = portion
         self._derived = DerivedTensors() if derived is None else derived
         self.parts = plan.targets if apart else 1
-        """Number of parts of a bucket, each a separate allocation: one per target with `apart`, else one."""
+        """Number of parts of a bucket, each a separate allocation: one per target if `apart`, otherwise a single
+        one."""
         self.form = PlannedBuckets(plan, apart=apart).form
         self._device = next((p.device for p in parameters.values() if p.is_cuda), None)
         self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
@@ -86,7 +87,8 @@ class Packer:
             self._portions.clear()
 
     def pack(self, bucket: int, *memories: torch.Tensor) -> Contribution:
-        """Writes this rank's contribution to `bucket` into host memory and returns its checksums and flags.
+        """Writes this rank's contribution to `bucket` into host memory and returns the contribution's checksums and
+        flags.
 
         `memories`: one tensor per part, `parts` in total, each uint8 [form(bucket).size]. Bytes that no rank writes
         must be zero already."""
@@ -107,7 +109,7 @@ class Packer:
         memory, uint8 [bytes]. Receivers copy the pieces to their positions in the tensors with
         `slimx.reshard.pack.pieces.spread`.
 
-        `memory`: uint8 host memory, at least as large as the run, at whose start the run is written; None allocates
+        `memory`: uint8 host memory of at least the run's size; the run is written at its start. None allocates
         memory."""
         pieces, size = compact(self._records(bucket, part))
         on_gpu = self._device is not None
@@ -122,8 +124,8 @@ class Packer:
         return self._launch(bucket, part, self._records(bucket, part), self.form(bucket).size, address, compacted=False)
 
     def pack_device_run(self, bucket: int, part: int = 0) -> tuple[torch.Tensor, Contribution]:
-        """Returns this rank's contribution to one part of `bucket` as `pack_run` does, its pieces one after the other,
-        but in newly allocated memory of the rank's GPU. Waits until it is written."""
+        """Packs this rank's contribution to one part of `bucket` as `pack_run` does, its pieces one after the other,
+        but into newly allocated memory on the rank's GPU. Returns after the data has been written."""
         pieces, size = compact(self._records(bucket, part))
         run = torch.empty(size, dtype=torch.uint8, device=self.device)
         return run, self._launch(bucket, part, pieces, size, run.data_ptr(), compacted=True)
@@ -178,10 +180,10 @@ class Packer:
 
     def _pack_portions(self, bucket: int, part: int, run: torch.Tensor) -> Contribution:
         """Writes this rank's contribution to one part of `bucket`, its pieces one after the other, into the host memory
-        `run`, and waits until it is written.
+        `run`, and waits until the writes have finished.
 
-        The contribution is packed in portions, one after the other in the same GPU memory; each is copied to its
-        position in `run`."""
+        The contribution is packed in portions, one after the other in the same GPU memory, and each portion is copied
+        to its position in `run`."""
         if (bucket, part) not in self._portions:
             steps = []
             for portion in portions(self._records(bucket, part), self.portion):
@@ -218,19 +220,19 @@ class Packer:
 
 
 def total(contributions: Sequence[Contribution]) -> Contribution:
-    """Returns the sum of one or more contributions to a bucket: checksums are added, flags are combined by bitwise
-    or."""
+    """Returns the sum of one or more contributions to a bucket: checksums are added, and flags are combined by bitwise
+    OR."""
     sums = np.stack([contribution.sums for contribution in contributions]).sum(axis=0, dtype=np.uint64)
     flags = np.stack([contribution.flags for contribution in contributions])
     return Contribution(sums, np.bitwise_or.reduce(flags))
 
 
 def describe(form: BucketForm, paths: Sequence[str], contributions: Sequence[Contribution]) -> PackedBucket:
-    """Returns the description of a complete bucket for the engines: its tensors with offsets and checksums, and the
-    paths of its memory.
+    """Returns the description that engines receive of a complete bucket: its tensors with offsets and checksums, and
+    the paths of its memory.
 
-    `paths`: one path per part of the bucket. `contributions`: contributions of all ranks. Raises SlimxError naming a
-    tensor that contains an infinite or NaN value."""
+    `paths`: one path per part of the bucket. `contributions`: those of all ranks. Raises SlimxError naming a tensor
+    that contains an infinite or NaN value."""
     bucket = total(contributions)
     sums = kernel.seeds(form.nbytes) + bucket.sums
     kernel.refuse_nonfinite(bucket.flags, [tensor.name for tensor in form.tensors])

@@ -27,12 +27,13 @@ class BucketForm:
     def __init__(self, buckets: list[Bucket], *, apart: bool = False):
         """Lays out the bucket whose contents for each target are in `buckets`.
 
-        `apart`: True if each region is a separate allocation; otherwise all are consecutive in one allocation."""
+        `apart`: True if each region is a separate allocation; otherwise the regions are consecutive in one
+        allocation."""
         self.first = np.cumsum([0] + [len(bucket.tensors) for bucket in buckets])
-        """Index in `tensors` of each target's first tensor, and at the end the number of tensors, [targets + 1]."""
+        """Index in `tensors` of each target's first tensor, followed by the total number of tensors, [targets + 1]."""
         self.bases: list[int] = []
         self.size = 0
-        """Size in bytes of the bucket's memory; with `apart`, size of each region's allocation, which is that of the
+        """Size in bytes of the bucket's memory; if `apart`, size of each region's allocation, which is that of the
         largest region."""
         self.tensors: list[BucketTensor] = []
         offsets: list[int] = []
@@ -61,13 +62,13 @@ class PlannedBuckets:
         self._forms: dict[int, BucketForm] = {}
 
     def form(self, bucket: int) -> BucketForm:
-        """Returns the memory layout of the bucket with this index."""
+        """Returns the memory layout of the bucket with index `bucket`."""
         if bucket not in self._forms:
             self._forms[bucket] = BucketForm([target[bucket] for target in self.plan.buckets], apart=self.apart)
         return self._forms[bucket]
 
     def forms(self) -> list[dict[str, str]]:
-        """Returns for each target the tensors that it receives: name -> "dtype:d0,d1"."""
+        """Returns for each target the tensors that it receives, as {name: "dtype:d0,d1"}."""
         forms = []
         for target in self.plan.buckets:
             tensors = {}
@@ -138,10 +139,10 @@ def _quantize(
     chosen: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Sets op, rule, block and the scales' location in those records of `out` that quantize.
+    """Sets the op, the rule, the block size and the location of the scales in the records in `out` that quantize.
 
-    `tensor`: index in `form.tensors` of each move's target tensor, [moves]. `chosen`: True for moves that write codes,
-    bool [moves]."""
+    `tensor`: index in `form.tensors` of each move's target tensor, [moves]. `chosen`: True for moves that write
+    quantized values (codes), bool [moves]."""
     high, wide = quantization.block
     scales = tensor[chosen] + 1  # the tensor of scales follows that of the codes
     width = form.width[scales]
@@ -178,7 +179,7 @@ class Portion:
     portion into smaller, temporary memory, from which it is copied to the buffer."""
 
     pieces: np.ndarray
-    """Records that write the portion, from byte 0 of the temporary memory, [pieces] of `PIECE`."""
+    """Records that write the portion into the temporary memory, starting at byte 0, [pieces] of `PIECE`."""
     size: int
     """Size in bytes of the temporary memory that the portion needs."""
     copies: tuple[tuple[int, int, int], ...]
@@ -250,8 +251,8 @@ def _compact_bytes(pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def spread(pieces: np.ndarray, run: torch.Tensor) -> np.ndarray:
-    """Returns records that copy every piece from `run`, uint8 [bytes], to its destination in `pieces`. The records that
-    `compact(pieces)` returns must have written `run`."""
+    """Returns records that copy every piece from `run`, uint8 [bytes], to its destination in `pieces`. `run` must have
+    been written with the records that `compact(pieces)` returns."""
     packed, _ = compact(pieces)
     out = []
     for dst, ld, rows, row_bytes in (

@@ -58,7 +58,8 @@ class BucketTensor(msgspec.Struct, frozen=True):
     """Offset of the tensor's first byte from the start of the bucket."""
     nbytes: int
     scale_of: int = -1
-    """Index in the bucket of the codes to which these block scales belong; -1 if the tensor contains no scales."""
+    """Index, within the bucket, of the tensor of codes to which these block scales belong; -1 if the tensor contains no
+    scales."""
     column: bool = False
     """True if moves address the tensor as a matrix with a single column, regardless of its shape (`Part.column`)."""
 
@@ -76,7 +77,7 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """A tensor of trainer ranks from which moves read, identified by its parameter name."""
+    """Tensor on trainer ranks from which moves read, identified by its parameter name."""
 
     name: str
     dtype: str
@@ -93,7 +94,7 @@ class Holders(NamedTuple):
 
 
 class Plan:
-    """A compiled plan: the moves from trainer ranks to buckets, and the buckets' tensors (`compile_plan`)."""
+    """Compiled plan: the moves from trainer ranks to buckets, and the buckets' tensors (`compile_plan`)."""
 
     def __init__(
         self,
@@ -106,9 +107,10 @@ class Plan:
     ):
         """Stores a compiled plan.
 
-        `buckets[target][bucket]`: every target has the same number of buckets; its last ones may be empty. `moved`:
-        moves sorted by bucket, then by source rank, [moves] of `MOVE`. `unread`: checkpoint tensors of the source that
-        no target loads. `holders`: ranks that could send each move; None in a plan that was read from bytes."""
+        `buckets[target][bucket]`: every target has the same number of buckets, of which the last ones may be empty.
+        `moved`: moves sorted by bucket, then by source rank, [moves] of `MOVE`. `unread`: checkpoint tensors of the
+        source that no target loads. `holders`: ranks that could send each move; None in a plan that was read from
+        bytes."""
         self.precision = precision
         self.parameters = parameters
         self.buckets = buckets
@@ -169,7 +171,8 @@ class Plan:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:
-        """Returns the plan that `to_bytes` encoded. Raises SlimxError for any other bytes or another format version."""
+        """Returns the plan that `to_bytes` encoded. Raises SlimxError if the bytes do not encode a plan or have another
+        format version."""
         try:
             version, head, moved = msgspec.msgpack.decode(data)
             if version != FORMAT:
@@ -188,9 +191,9 @@ def compile_plan(
 ) -> Plan:
     """Returns the plan that fills every tensor of `target`, on `ranks` target ranks, from the tensors of `source`.
 
-    `bucket_bytes`: maximum size of a bucket per target; a tensor larger than that is alone in its bucket. If several
-    source ranks have the same bytes, the one with the least to send sends them. Raises SlimxError naming a tensor that
-    the source lacks, one that occurs twice for a rank, or a shard that splits a quantization block."""
+    `bucket_bytes`: maximum size of a bucket per target; a larger tensor is alone in its bucket. If several source ranks
+    have the same bytes, the rank with the least data to send sends them. Raises SlimxError naming a tensor that the
+    source lacks, one that occurs twice for a rank, or a shard that splits a quantization block."""
     return _Compiler(source, precision, bucket_bytes, ranks).compile(target)
 
 
@@ -301,7 +304,8 @@ class _Compiler:
                 self.rows.append((sender, parameter, rank, bucket, tensor, *source, *target, m.rows, m.cols))
 
     def _least_busy(self, ranks: tuple[int, ...]) -> int:
-        """Returns the rank among `ranks` that has the least to send so far; the first one if several have."""
+        """Returns the rank in `ranks` that has been assigned the least data to send so far; the first such rank if
+        there are several."""
         if len(ranks) == 1:
             return ranks[0]
         if id(ranks) not in self.indices:  # parts share their tuple of ranks, which `holders` keeps alive
@@ -321,8 +325,8 @@ class _Compiler:
             self.checked.add(key)
 
     def _meet(self, name: str, rect: Rect, quantized: bool) -> tuple[Move, ...]:
-        """Returns the moves that fill `rect`, with target rows and columns relative to its first element. Cached,
-        because experts in a stack have the same moves at different positions."""
+        """Returns the moves that fill `rect`; their target rows and columns are relative to the first element of
+        `rect`. Cached, because experts in a stack have the same moves at different positions."""
         quantization = self.precision.quantization if quantized else None
         high, wide = (1, 1) if quantization is None else quantization.block
         position = rect.row, rect.col, rect.rows, rect.cols, rect.step, rect.local_row % high, rect.local_col % wide
@@ -336,7 +340,8 @@ class _Compiler:
         return self.met[key]
 
     def _place(self, part: Part, rank: int) -> tuple[int, int]:
-        """Adds `part`, and its scales if quantized, to a bucket of `rank`; returns the indices of bucket and tensor."""
+        """Adds `part`, and its scales if quantized, to a bucket of `rank`; returns the bucket's index and the tensor's
+        index in it."""
         quantization = self.precision.quantization if part.quantized else None
         if quantization:
             codes, scales = quantization.shapes(part.shape)

@@ -13,8 +13,8 @@ from slimx.layout.parts import check_boxes
 
 
 class Move(NamedTuple):
-    """Copy of a rectangle. For i < rows and j < cols, target element (row + i * row_step, col + j) is source element
-    (source_row + i * source_step, source_col + j)."""
+    """Copy of a rectangle from a source tensor into a target tensor. For i < rows and j < cols, target element (row + i
+    * row_step, col + j) is source element (source_row + i * source_step, source_col + j)."""
 
     source: int
     """Index of the rectangle in `sources` from which the move reads."""

@@ -32,16 +32,16 @@ class PublicationPlan:
     note: str
     """Phrase that describes the encoding and the reason for choosing it, for messages and `slimx plan`."""
     adapters: Plan | None = None
-    """Plan of publications that send only LoRA adapters, to engines that already have the base weights
+    """Plan for publications that send only LoRA adapters to engines that already have the base weights
     (`publish.adapters`); None if every publication sends all weights."""
 
 
 def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> PublicationPlan | None:
-    """Returns the plan for copying weights from trainers of `sizes` to the configured engines on `device`, "cpu" or
-    "cuda"; None if the run has no engines.
+    """Returns the plan for copying weights from trainers with the parallel sizes `sizes` to the configured engines on
+    `device`, "cpu" or "cuda"; None if the run has no engines.
 
     Raises SlimxError if the weights cannot be published. If the sizes split quantization blocks, the message names the
-    nearest sizes that do not split blocks."""
+    nearest sizes that do not split any."""
     if not config.rollout.policy_engines:
         return None
     try:
@@ -228,8 +228,8 @@ def _not_local(config: Config, spec: ModelSpec) -> str | None:
 def _padded_on_cpu(config: Config, spec: ModelSpec) -> str | None:
     """Returns the reason why SGLang's CPU path would pad the weights, or None if it would not.
 
-    It pads numbers of heads and inner sizes that are not divisible by the number of ranks; on GPUs SGLang instead
-    repeats such heads or refuses the sizes."""
+    The CPU path pads numbers of heads and inner sizes that are not divisible by the number of ranks. On GPUs, SGLang
+    repeats such heads or rejects the sizes instead."""
     engine = engine_sizes(config.rollout.policy_engines[0])
     model = spec.transformer
     if model["num_query_groups"] % engine.attention_tensor:

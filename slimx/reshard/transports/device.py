@@ -32,8 +32,8 @@ from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.packed import ON_DEVICE
 
 UNIT = 2 * 2**20
-"""Granularity of allocations in bytes. The driver may place smaller allocations in one block, and a handle opens the
-whole block."""
+"""Allocation granularity in bytes. The driver may place smaller allocations in one block, and a handle opens the whole
+block."""
 HANDLE = 64
 """Size of a CUDA IPC handle in bytes."""
 
@@ -44,8 +44,8 @@ class DeviceMemory:
     Its initial contents are undefined. `path` identifies it to other processes (`opened`)."""
 
     def __init__(self, size: int, device: torch.device | int = 0):
-        """Allocates `size` bytes on `device`. Raises SlimxError if not enough memory is free, or if it cannot be
-        shared."""
+        """Allocates `size` bytes on `device`. Raises SlimxError if not enough memory is free, or if the memory cannot
+        be shared."""
         self.size = size
         self.device = kernel_cuda.device_of(device)
         library = _library()
@@ -78,18 +78,18 @@ class DeviceMemory:
 
     @property
     def bytes(self) -> torch.Tensor:
-        """The memory as a tensor, uint8 [size], which must not be used after `close`."""
+        """Memory as a tensor, uint8 [size], which must not be used after `close`."""
         return tensor_at(self.address, self.size, self.device)
 
     def clear(self) -> None:
-        """Sets all bytes to zero and waits until that is done, because other processes do not synchronize with this
+        """Sets all bytes to zero and waits until they are set, because other processes do not synchronize with this
         process's streams."""
         with torch.cuda.device(self.device):
             self.bytes.zero_()
             torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
-        """Frees the memory. No process may have it open."""
+        """Frees the memory, which no process may have open at that time."""
         self._free()
 
 
@@ -140,7 +140,7 @@ def opened(path: str, size: int, device: torch.device | int = 0) -> Iterator[int
 
 
 def fetch(path: str, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """Returns a copy, in memory of `device`, of the bytes `start` to `stop` of the memory at `path`, uint8 [stop -
+    """Copies the bytes `start` to `stop` of the memory at `path` to `device`, and returns the copy, uint8 [stop -
     start].
 
     The copy is complete on return, so the owner may overwrite the memory. Raises SlimxError as `opened` does, or if the
@@ -169,7 +169,7 @@ def tensor_at(address: int, size: int, device: torch.device) -> torch.Tensor:
 
 
 class _Array:
-    """Memory that torch accepts through CUDA's array interface."""
+    """GPU memory in a form that torch accepts as a tensor: an object with CUDA's array interface."""
 
     def __init__(self, address: int, size: int):
         interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}

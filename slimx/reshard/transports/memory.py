@@ -18,7 +18,7 @@ NAME = "slimx-bucket"
 """Name of every memory file; its link in /proc is recognized by this name."""
 DESCRIPTOR = re.compile(r"/proc/(\d+|self)/fd/\d+")
 BUCKET_FILE = re.compile(r"/.*/version-\d+(\.epoch-\d+\.partial)?/bucket-\d+\.(safetensors|delta)")
-"""Pattern of the path of a file that contains a bucket of a version on disk, or the changes to a bucket
+"""Pattern for the paths of files that store, for a version on disk, a bucket or the changes to a bucket
 (`slimx.extras.disk.versions`)."""
 
 
@@ -34,7 +34,7 @@ class MemoryFile:
         self.size = size
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self.bytes = _map(self._file, size)
-        """The memory as a tensor, uint8 [size]."""
+        """Memory as a tensor, uint8 [size]."""
 
     def close(self) -> None:
         self._close()

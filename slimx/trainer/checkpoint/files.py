@@ -60,8 +60,8 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Report of a rank that has written all of its files of a checkpoint. Lists the files, and the shards and objects
-    in them."""
+    """Report that a rank has written all of its files for a checkpoint, with a list of the files, and of the shards and
+    objects in them."""
 
     files: dict[str, FileRecord]
     """Size and digest of each file, by path relative to the checkpoint."""
@@ -69,7 +69,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def write(path: Path, data: bytes) -> FileRecord:
-    """Writes `data` to the file `path` and syncs the file to disk. Returns size and digest of the file."""
+    """Writes `data` to the file `path` and syncs the file to disk. Returns the file's size and digest."""
     write_synced(path, data)
     return record_bytes(data)
 
@@ -110,7 +110,7 @@ def unreported(directory: Path, ranks: Iterable[int], holder: str = "trainer") -
 
 
 def write_error(directory: Path, holder: str, reason: str) -> SlimxError:
-    """Returns the error that ends a run because a process could not write its files of a checkpoint. `holder`: name of
+    """Returns the error that ends a run because a process could not write its files for a checkpoint. `holder`: name of
     the process, a rank or the driver."""
     return SlimxError(
         f"{directory}: {holder} could not write its files of the checkpoint ({reason}); free disk space or repair "
@@ -134,12 +134,12 @@ def _reserved(directory: Path, rank: int) -> Path:
 
 
 def encode_records(files: dict[str, FileRecord]) -> bytes:
-    """Encodes size and digest of files, by path, as JSON."""
+    """Encodes the sizes and digests of files, keyed by path, as JSON."""
     return msgspec.json.format(msgspec.json.encode(files), indent=1)
 
 
 def decode_records(text: bytes) -> dict[str, FileRecord]:
-    """Decodes a result of `encode_records`. Raises msgspec.DecodeError if the data is malformed."""
+    """Decodes the output of `encode_records`. Raises msgspec.DecodeError if the data is malformed."""
     return msgspec.json.decode(text, type=dict[str, FileRecord])
 
 
@@ -150,8 +150,8 @@ def write_manifest(directory: Path, files: dict[str, FileRecord]) -> None:
 
 
 def read_manifest(directory: Path) -> dict[str, FileRecord]:
-    """Returns size and digest of each file of a checkpoint from its manifest. Raises Damaged if the manifest cannot be
-    read."""
+    """Returns the size and digest of each file of a checkpoint, as recorded in the manifest. Raises Damaged if the
+    manifest cannot be read."""
     path = directory / MANIFEST
     try:
         return decode_records(path.read_bytes())

@@ -53,8 +53,8 @@ from slimx.trainer.checkpoint.pieces import in_pieces, load_groups
 from slimx.trainer.model.build import unwrap
 
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""Keys in an optimizer's parameter groups that only megatron-core's scheduler uses. slimx sets learning rate and weight
-decay itself before every step."""
+"""Keys in an optimizer's parameter groups that only megatron-core's scheduler uses; slimx sets the learning rate and
+weight decay itself before every step."""
 _EXTRA = "_extra_state"
 """Substring of the keys under which the fp8 scales of Transformer Engine's layers are stored. Checkpoints of models
 without such layers have no such keys."""
@@ -138,7 +138,7 @@ def _take_rates(saved: StateDict, current: StateDict) -> None:
 
 
 def unusable(path: Path, error: BaseException) -> SlimxError:
-    """Returns the SlimxError for checkpoint `path`, whose loading failed with `error`."""
+    """Returns the SlimxError to raise if loading the checkpoint `path` failed with `error`."""
     if isinstance(error, SlimxError):
         return error
     return SlimxError(
@@ -150,8 +150,8 @@ def unusable(path: Path, error: BaseException) -> SlimxError:
 
 
 def fill(chunks: Sequence[torch.nn.Module], loaded: StateDict) -> None:
-    """Loads the model's weights from `loaded` into `chunks`. Raises SlimxError for a tensor that only the model or only
-    the checkpoint has."""
+    """Loads the model's weights from `loaded` into `chunks`. Raises SlimxError for a tensor that exists only in the
+    model or only in the checkpoint."""
     for key, chunk in zip(states.chunk_keys(chunks), chunks, strict=True):
         # A stage without layers (trainer.layers_per_stage) may have no tensors, and then `loaded` has no key for it.
         odd = unwrap(chunk).load_state_dict(loaded.get(key, {}), strict=False)
@@ -195,7 +195,8 @@ def _in_place(value: object) -> object:
 
 
 def _read(sharded: ShardedStateDict, path: Path, metadata: Metadata, *, tensors_only: bool) -> StateDict:
-    """Reads the tensors and objects that `sharded` describes, except fp8 scales that the checkpoint does not have."""
+    """Reads the tensors and objects that `sharded` describes, except fp8 scales that the checkpoint does not have. If
+    `tensors_only` is true, reads no objects."""
 
     def readable(value: object) -> bool:
         if not isinstance(value, ShardedObject):
@@ -229,8 +230,8 @@ def _read(sharded: ShardedStateDict, path: Path, metadata: Metadata, *, tensors_
 
 
 class _Reader(torch_checkpoint.FileSystemReader):
-    """torch's reader of checkpoint files, with `metadata` that was parsed safely, because torch itself would unpickle
-    the file `.metadata`."""
+    """torch's reader for checkpoint files, with `metadata` that has been parsed safely; torch itself would unpickle the
+    file `.metadata`."""
 
     def __init__(self, path: str | Path, metadata: Metadata):
         super().__init__(path)

@@ -30,7 +30,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""A sub-array of a tensor: its offsets and its sizes, by dimension."""
+"""Sub-array of a tensor: its offsets and its sizes, by dimension."""
 
 type Sharded = ShardedTensor | ShardedTensorFactory
 
@@ -120,8 +120,8 @@ def _sharded_part(part: DistributedOptimizer, by_parameter: dict[torch.nn.Parame
 
 
 def _local_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
-    """Yields each parameter for which this rank has optimizer state, with the first and the last (exclusive) element
-    that the state covers."""
+    """Yields each parameter for which this rank has optimizer state, with the start and end (exclusive) of the range of
+    elements that the state covers."""
     for by_dtype in part.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
@@ -130,8 +130,8 @@ def _local_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Paramet
 
 
 def _regions(sharded: Sharded, parameter: torch.Tensor) -> Iterator[tuple[ShardedTensor, Box]]:
-    """Yields the tensors that a checkpoint stores for a parameter, each together with the box (sub-array) of the
-    parameter that the tensor contains: usually one tensor, but two for joined gate and up projections."""
+    """Yields the tensors in which a checkpoint stores a parameter, each with the box (sub-array) of the parameter that
+    the tensor contains. A parameter usually has one such tensor, but joined gate and up projections have two."""
     if isinstance(sharded, ShardedTensor):
         yield sharded, ((0,) * parameter.dim(), tuple(parameter.shape))
         return
@@ -199,5 +199,5 @@ def _piece(sharded: ShardedTensor, kind: str, data: torch.Tensor, local: Sequenc
 
 
 def _identity(group: dict[str, object]) -> tuple[object, ...]:
-    """Returns the values by which megatron-core distinguishes the parameter group `group` from others."""
+    """Returns the values by which megatron-core distinguishes the parameter group `group` from other groups."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)

@@ -109,8 +109,8 @@ class Saver:
                 )
 
     def _planned(self, sharded: ShardedStateDict) -> tuple[SavePlan, dict[MetadataIndex, Content]]:
-        """Returns this rank's plan of a save, and the content to write for each index in the plan. The plans of all
-        ranks are gathered again if any rank's plan has changed."""
+        """Returns this rank's plan for a save, and the content to write for each index in the plan. If any rank's plan
+        has changed since the last save, the plans of all ranks are gathered again."""
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         planner.set_up_planner(mcore_to_pyt_state_dict(flat), is_coordinator=self.rank == 0)
@@ -129,8 +129,8 @@ class Saver:
 
     def _write(self, directory: Path, plan: SavePlan, contents: dict[MetadataIndex, Content], common: bytes) -> None:
         """Writes this rank's part of a checkpoint, in the background thread. Failures are reported in the checkpoint
-        directory instead of raised, because no caller waits for the thread. `common`: serialized state that all ranks
-        have in common."""
+        directory instead of raised, because no caller waits for the thread. `common`: serialized state shared by all
+        ranks."""
         try:
             files.reserve_failure(directory, self.rank)
             report = self._write_shards(directory, plan, contents)
@@ -159,8 +159,8 @@ class Saver:
 
     def _complete(self, directory: Path, report: files.Report, common: bytes) -> files.Report:
         """Waits for the reports of all other ranks and writes the files that only rank 0 writes: `.metadata` with the
-        locations of all shards, the state that ranks have in common, and the name of the format. Returns `report`
-        extended with the files that rank 0 wrote."""
+        locations of all shards, the state shared by all ranks, and the name of the format. Returns `report` extended
+        with the files that rank 0 wrote."""
         others = range(1, self.world)
         self._await(directory, others)
         assert self._metadata is not None
@@ -191,7 +191,7 @@ class HostCopies:
         self._stream: torch.cuda.Stream | None = None
 
     def copy(self, contents: Mapping[MetadataIndex, Content]) -> dict[MetadataIndex, Content]:
-        """Returns a copy of each tensor in `contents` under its index. Objects are not copied, because they are already
+        """Returns `contents` with a copy of each tensor. Objects are not copied, because they are already
         serialized."""
         out: dict[MetadataIndex, Content] = {}
         on_device: dict[MetadataIndex, torch.Tensor] = {}
@@ -220,7 +220,7 @@ class HostCopies:
 
 
 class _Contents:
-    """A stand-in for torch's save planner, with only the method that torch's writer calls."""
+    """Stand-in for torch's save planner that has only the method that torch's writer calls."""
 
     def __init__(self, contents: dict[MetadataIndex, Content]):
         self._contents = contents

@@ -1,4 +1,4 @@
-"""Content of a checkpoint: model, optimizer and random state as sharded tensors, with the keys of Megatron-LM since
+"""Contents of a checkpoint: model, optimizer and random state as sharded tensors, with the keys of Megatron-LM since
 0.16."""
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def chunk_keys(chunks: Sequence[torch.nn.Module]) -> list[str]:
 
 
 def model_state(chunks: Sequence[torch.nn.Module], **flags: bool) -> ShardedStateDict:
-    """Returns the sharded state of each model chunk by its key. `flags`: entries added to `metadata`."""
+    """Returns {key: sharded state} for the model chunks, with the keys of `chunk_keys`. `flags`: entries added to
+    `metadata`."""
     options = metadata(**flags)
     return {
         key: unwrap(chunk).sharded_state_dict(metadata=options)
@@ -84,8 +85,8 @@ def optimizer_state(
 def full_state(
     chunks: Sequence[torch.nn.Module], optimizer: ChainedOptimizer, *, step: int, data_size: int, frozen: bool
 ) -> ShardedStateDict:
-    """Returns the complete content of a checkpoint after `step` steps. `data_size`: data-parallel size. `frozen`: True
-    if any rank has parameters without optimizer state."""
+    """Returns this rank's complete state for a checkpoint after `step` steps. `data_size`: data-parallel size.
+    `frozen`: True if any rank has parameters without optimizer state."""
     state = local_state(chunks, optimizer, loading=False, frozen=frozen)
     for key in chunk_keys(chunks):
         state[key] = _with_centered(state[key])
@@ -107,7 +108,7 @@ def _with_centered(model: ShardedStateDict) -> ShardedStateDict:
 def local_state(
     chunks: Sequence[torch.nn.Module], optimizer: ChainedOptimizer, *, loading: bool, frozen: bool
 ) -> ShardedStateDict:
-    """Returns this rank's state of model, optimizer and random generators, without the state that ranks have in common.
+    """Returns this rank's state of model, optimizer and random generators, without the state shared by all ranks.
     `loading`: True if a checkpoint will be read into the result. `frozen`: True if any rank has parameters without
     optimizer state."""
     state = model_state(chunks)

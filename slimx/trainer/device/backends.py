@@ -31,7 +31,7 @@ Attention = Literal["auto", "flash", "fused", "unfused"]
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """Kernels that the trainer of a run uses; all ranks use the same."""
+    """Kernels that a run's trainer uses, which are the same on all ranks."""
 
     attention: Attention
     """Name of the attention backend in megatron-core's AttnBackend; with "auto", Transformer Engine chooses a
@@ -43,13 +43,13 @@ class Backends:
     gradient_accumulation_fusion: bool
     """True if the matrix product of a weight gradient adds its result directly to the fp32 gradient."""
     permute_fusion: bool
-    """True if kernels of Transformer Engine sort tokens by expert."""
+    """True if Transformer Engine's kernels sort tokens by expert."""
     overlap_grad_reduce: bool
     """True if gradients are reduced over data-parallel ranks during the backward pass."""
     overlap_param_gather: bool
     """True if updated weights are gathered from data-parallel ranks during the next forward pass."""
     reasons: tuple[str, ...]
-    """A message about the choice of each kernel, for the log."""
+    """Messages for the log that explain the choice of each kernel."""
 
 
 def installed() -> frozenset[str]:
@@ -120,7 +120,7 @@ def choose_backends(
 
 
 def has_engine(device: str, packages: Collection[str]) -> bool:
-    """Returns True if Transformer Engine computes the layers: on CUDA, if it is installed."""
+    """Returns True if Transformer Engine computes the layers, which it does on CUDA if it is installed."""
     return device == "cuda" and "transformer_engine" in packages
 
 

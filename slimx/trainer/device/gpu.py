@@ -26,7 +26,7 @@ class _NvmlProcess(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process that uses memory of the GPU."""
+    """Process that uses memory of the GPU."""
 
     pid: int
     nbytes: int | None
@@ -36,7 +36,7 @@ class Process:
 
 
 class NvmlGpu:
-    """A GPU or MIG slice, queried through NVML. Raises SlimxError on construction if the library or the GPU is not
+    """GPU or MIG slice, queried through NVML. Raises SlimxError on construction if the library or the GPU is not
     available."""
 
     def __init__(self, uuid: str):
@@ -94,7 +94,7 @@ class NvmlGpu:
         return bool(rows[2]), bool(rows[3])
 
     def throttled(self) -> set[str]:
-        """Returns the reasons why the GPU currently lowers its clocks, limited to reasons that indicate a problem."""
+        """Returns the reasons for which the GPU currently lowers its clocks, but only those that indicate a problem."""
         active = self._query(self._nvml.nvmlDeviceGetCurrentClocksEventReasons, default=0)
         names = {
             self._nvml.nvmlClocksEventReasonHwSlowdown: "hardware slowdown",
@@ -114,7 +114,7 @@ class NvmlGpu:
         return out
 
     def _query[T](self, function: Callable[..., T], *arguments: object, default: T) -> T:
-        """Calls a function of NVML for this GPU and returns its result; `default` if NVML cannot provide it."""
+        """Calls the NVML function `function` for this GPU and returns its result, or `default` if the call fails."""
         try:
             return function(self._handle, *arguments)
         except self._nvml.NVMLError:

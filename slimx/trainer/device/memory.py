@@ -60,8 +60,8 @@ class PhasePeaks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures the memory peak of the `with` block as phase `name`. A block within another phase counts as a part
-        of the outer phase."""
+        """Measures the memory peak of the `with` block as phase `name`. A block within another phase counts as part of
+        the outer phase."""
         if self._inside:
             yield
             return
@@ -74,7 +74,7 @@ class PhasePeaks:
             self._inside = False
 
     def take(self) -> dict[str, float]:
-        """Returns the peaks since the last call as `memory/PHASE_peak_mib`, in MiB."""
+        """Returns {`memory/PHASE_peak_mib`: peak in MiB} for each phase since the last call."""
         self._note(self.idle)
         peaks = self._peaks
         self._peaks = {}

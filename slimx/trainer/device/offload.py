@@ -30,11 +30,11 @@ class StorageGroup:
 
     storages: list[torch.UntypedStorage]
     keep: bool
-    """True if the values of the storages are restored by reloading; False if they become zeros."""
+    """True if reloading restores the values in the storages; False if it zeroes them."""
     sizes: list[int] = field(default_factory=list)
     """Size of each storage in bytes while the group is offloaded; empty otherwise."""
     host: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Copy of each storage in host memory (pinned on CUDA), by the storage's index. Later offloads reuse this
+    """Copy of each storage in host memory (pinned on CUDA), keyed by the storage's index. Later offloads reuse this
     memory."""
 
     @property
@@ -67,7 +67,7 @@ class Offload:
 
     @property
     def away(self) -> tuple[str, ...]:
-        """Names of the parts that are offloaded now."""
+        """Names of the parts that are currently offloaded."""
         parts = []
         if self._weights.away:
             parts.append("weights")
@@ -83,8 +83,8 @@ class Offload:
 
     @torch.no_grad()
     def offload(self, *, weights: bool = True) -> int:
-        """Offloads gradients and optimizer state, and with `weights` also the weights. Returns the number of bytes
-        freed on the device. Parts that are offloaded already are skipped."""
+        """Offloads gradients and optimizer state and, if `weights` is true, the weights as well. Returns the number of
+        bytes freed on the device. Parts that are already offloaded are skipped."""
         before = sum(self.sizes().values())
         if "training" not in self.away:
             # For bf16 models this frees fp32 copies of the gradients, which are needed only during a step.
@@ -106,8 +106,8 @@ class Offload:
 
     @torch.no_grad()
     def reload(self, *, training: bool = True) -> None:
-        """Reloads the weights, and with `training` also gradients (as zeros) and optimizer state. Parts that are not
-        offloaded are skipped."""
+        """Reloads the weights and, if `training` is true, the gradients (as zeros) and the optimizer state. Parts that
+        are not offloaded are skipped."""
         self._back(self._weights)
         if training:
             self._back(self._state)

@@ -125,8 +125,8 @@ def build_chunk(
     rounding: Rounding,
 ) -> torch.nn.Module:
     """Builds one chunk of the model on this rank, not wrapped for data parallelism. `make`: constructor of the model,
-    see `LayerKind.model_class`. `chunk`: index of the virtual pipeline stage; None without them. `mode` and `rounding`:
-    numerics mode and low-precision rounding, either of which may replace layers of megatron-core."""
+    see `LayerKind.model_class`. `chunk`: index of the virtual pipeline stage; None if there are no such stages. `mode`
+    and `rounding`: numerics mode and low-precision rounding, either of which may replace layers of megatron-core."""
     layers = spec.layer_kind.decoder_spec(transformer, chunk)
     if transformer.multi_latent_attention:
         megatron_attention.install_latent(layers)

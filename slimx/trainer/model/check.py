@@ -14,9 +14,8 @@ from slimx.trainer.device.backends import Backends
 
 
 def check_transformer(spec: ModelSpec, config: Config, backends: Backends, *, cpu: bool) -> None:
-    """Builds the same configuration of megatron-core that each rank will build, and raises SlimxError if megatron-core
-    refuses it. Must not be called in a training process, because it imports megatron-core without its compiled
-    functions."""
+    """Builds the megatron-core configuration that each rank will build, and raises SlimxError if megatron-core rejects
+    it. Must not be called in a training process, because it imports megatron-core without its compiled functions."""
     with warnings.catch_warnings(), _errors_only("torch.utils.cpp_extension"), uncompiled(), untracked():
         # Ignored: megatron-core's warnings about missing packages, and torch's about a CUDA toolkit without a GPU.
         warnings.simplefilter("ignore")

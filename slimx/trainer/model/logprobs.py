@@ -24,8 +24,8 @@ from slimx.trainer.context import to_device
 CHUNK_BYTES = 256 * 2**20
 """Default size of the fp32 logits of one chunk on one rank, in bytes."""
 SMALLEST_CHUNK = 128
-"""Minimum number of tokens in a chunk by default: with fewer tokens, the matrix product with the output layer's weight
-would be limited by reading this weight from memory."""
+"""Default minimum number of tokens in a chunk. With fewer tokens, the matrix product with the output layer's weight
+would be limited by the time to read this weight from memory."""
 OUTSIDE = -1e30
 """Logit of a token outside the support. Its probability is exactly 0, and so is the product of logit and probability,
 which would be NaN for an infinite logit."""
@@ -48,7 +48,7 @@ class Targets:
 
 
 class KeptTokens:
-    """A `Support` (the tokens that sampling kept at each position) on the device; masks the logits of one chunk of
+    """`Support` (the tokens that sampling kept at each position) on the device; masks the logits of one chunk of
     positions at a time."""
 
     def __init__(self, support: Support, device: torch.device):
@@ -74,7 +74,7 @@ class KeptTokens:
 
 
 def chunk_tokens(configured: int | None, vocabulary: int) -> int:
-    """Returns the number of tokens in a chunk: `configured` if it is set, else the number of tokens whose logits take
+    """Returns the number of tokens in a chunk: `configured` if it is set, else the number of tokens whose logits occupy
     `CHUNK_BYTES`, but at least `SMALLEST_CHUNK`. `vocabulary`: number of token ids on this rank."""
     return configured or max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * vocabulary))
 
@@ -104,7 +104,7 @@ def label_logprobs(
 
 
 class _Context(Protocol):
-    """Attributes of the autograd context of `_LabelLogprobs`."""
+    """Protocol for type checking: attributes of the autograd context that `_LabelLogprobs` uses."""
 
     targets: Targets
     group: dist.ProcessGroup | None
@@ -283,8 +283,8 @@ class _OutputLayer:
         return logits.gather(1, self._columns[part, None])[:, 0]
 
     def top_indices(self, top: torch.Tensor | None, part: slice) -> _TopIndices:
-        """Returns the indices of those tokens of `top` at positions `part` that are in this rank's part of the
-        vocabulary."""
+        """Returns index tensors that select, at the positions `part`, those tokens of `top` that are in this rank's
+        part of the vocabulary."""
         assert top is not None
         ids = top[part] - self.vocabulary.start
         rows, slots = ((ids >= 0) & (ids < len(self.vocabulary))).nonzero(as_tuple=True)

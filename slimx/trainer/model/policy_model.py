@@ -28,14 +28,13 @@ from slimx.trainer.model.logprobs import Targets, chunk_tokens, label_logprobs
 
 
 class PolicyOutput:
-    """Mixin that makes a model of megatron-core return log-probs instead of logits.
+    """Mixin that makes a megatron-core model return log-probs instead of logits.
 
     megatron-core's models return logits, or, if labels are given, the labels' losses. A model with this mixin takes
     `Targets` as labels and returns the results of `label_logprobs`: log-probs and entropies, fp32 [T], and the
     log-probs of `Targets.top`. Logits exist only for one chunk of tokens at a time (`slimx.trainer.model.logprobs`). If
-    the model has MTP layers, a `loss_mask` adds their loss to the backward pass. Without labels, it returns all logits
-    [1, T, V / TP], as megatron-core's models do.
-    """
+    the model has MTP layers, a `loss_mask` adds their loss to the backward pass. Without labels, the model returns all
+    logits [1, T, V / TP], as megatron-core's models do."""
 
     config: TransformerConfig
     cp_group: torch.distributed.ProcessGroup
@@ -133,8 +132,8 @@ class PolicyModel(PolicyOutput, GPTModel):
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
-    """megatron-core's MTP layer with full recomputation. megatron-core 0.19.2 refuses full recomputation of MTP layers
-    if several decoder layers are recomputed together."""
+    """megatron-core's MTP layer with support for full recomputation even if several decoder layers are recomputed
+    together, which megatron-core 0.19.2 does not allow for MTP layers."""
 
     def _checkpointed_forward(self, **inputs: object) -> torch.Tensor:
         if self.config.recompute_method == "block":

@@ -28,8 +28,8 @@ class ProjectionNorm(torch.nn.Module):
     weight."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, heads: int):
-        """Creates the norm with weight 1. `hidden_size`: size of one head. `heads`: number of heads of the whole
-        model."""
+        """Creates the norm with all weights set to 1. `hidden_size`: size of one head. `heads`: number of heads in the
+        whole model."""
         super().__init__()
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.eps = eps
@@ -65,8 +65,8 @@ class ProjectionNorm(torch.nn.Module):
 
 
 class ProjectionNormAttention(SelfAttention):
-    """SelfAttention with norms of queries and keys over all heads, which megatron-core 0.19.2 does not accept in a
-    layer's spec unless the model's config has qk_layernorm."""
+    """SelfAttention whose norms of queries and keys span all heads. In a layer's spec, megatron-core 0.19.2 accepts
+    such norms only if the model's config has qk_layernorm."""
 
     def __init__(self, config: TransformerConfig, *args: object, **kwargs: object):
         super().__init__(config, *args, **kwargs)

@@ -22,8 +22,8 @@ from slimx.trainer.device.backends import Backends
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu, "squared_relu": squared_relu}
-"""Activation functions by their name in a model family's `activation_func`. megatron-core selects fused kernels by
-these function objects."""
+"""Activation functions, keyed by their name in a model family's `activation_func`. megatron-core selects fused kernels
+by these function objects."""
 
 
 @dataclasses.dataclass
@@ -49,8 +49,8 @@ def _kind(spec: ModelSpec) -> type[TransformerConfig]:
 
 
 def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, cpu: bool) -> TransformerConfig:
-    """Returns megatron-core's configuration of the model `spec` under the parallel sizes in `config`;
-    `trainer.megatron` overrides individual fields. Raises SlimxError for settings that megatron-core refuses."""
+    """Returns megatron-core's configuration of the model `spec` with the parallel sizes in `config`; `trainer.megatron`
+    overrides individual fields. Raises SlimxError for settings that megatron-core rejects."""
     trainer = config.trainer
     kind = _kind(spec)
     check_megatron_fields(trainer.megatron, kind)
@@ -192,8 +192,8 @@ def _recompute_fields(trainer: Trainer) -> dict[str, object]:
 
 
 def check_megatron_fields(fields: Iterable[str], kind: type[TransformerConfig]) -> None:
-    """Raises SlimxError for a key in `fields`, the fields set by `trainer.megatron`, that the configuration class
-    `kind` does not have. The message suggests the most similar field."""
+    """Checks that the configuration class `kind` has every field in `fields`, which `trainer.megatron` sets. Otherwise
+    raises SlimxError with the most similar field as a suggestion."""
     known = [field.name for field in dataclasses.fields(kind)]
     for key in fields:
         if key not in known:

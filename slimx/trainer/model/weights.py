@@ -19,8 +19,8 @@ from slimx.models.families import ModelSpec
 from slimx.models.files.reader import CheckpointReader, check_finite
 
 HostCopy = dict[str, torch.Tensor]
-"""Copies on the host of every parameter of a rank, and of every buffer in the weight table, by their local names in the
-rank's modules."""
+"""Host copies of a rank's parameters and of its buffers in the weight table, keyed by their local names in the rank's
+modules."""
 
 
 class Weights:
@@ -82,8 +82,8 @@ class Weights:
                 )
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Returns the trainable parameters in the order of the forward pass, by the names of their tensors in a Hugging
-        Face directory; names of several tensors that form one parameter are joined by " + "."""
+        """Returns the trainable parameters in the order of the forward pass, keyed by the names of their tensors in a
+        Hugging Face directory. The names of several tensors that form one parameter are joined by " + "."""
         trained = {}
         for part in self.parts:
             parameter = self.parameters[part.name]
@@ -109,8 +109,8 @@ class Weights:
         self.changed()
 
     def changed(self) -> None:
-        """Recomputes values derived from the parameters (`derived`). Must be called after parameters were changed in
-        place."""
+        """Recomputes values derived from the parameters (`derived`). Must be called after parameters have been changed
+        in place."""
         for refresh in self.derived:
             refresh()
 
@@ -133,7 +133,8 @@ class Weights:
     @contextmanager
     def switching(self) -> Iterator[Callable[[HostCopy], None]]:
         """Yields a function that replaces the parameters' values with the values of a copy (`copy_of`, `snapshot`).
-        After the block, the previous values are restored, bit for bit. The optimizer's fp32 weights are not changed.
+        After the block, the previous values are restored, bit for bit. The optimizer's fp32 main weights are not
+        changed.
 
         The first replacement copies the current values to host memory, which is allocated once and reused. Several
         copies used in one block therefore cost one transfer to the device each, and two transfers for the current
@@ -176,8 +177,8 @@ class Weights:
             values.copy_(reader.read(name, rect))
 
     def _windows(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[Rect, str, torch.Tensor]]:
-        """Yields each part of a checkpoint tensor that this rank has: the part's rectangle, the tensor's name, and the
-        corresponding view into `tensors`, local tensors by name."""
+        """Yields, for each part of a checkpoint tensor that this rank stores, the part's rectangle, the tensor's name,
+        and the corresponding view into `tensors`, a mapping of local tensors by name."""
         for part in self.parts:
             local = tensors[part.name].detach().view(matrix(part.shape))
             for rect in part.rects:

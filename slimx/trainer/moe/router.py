@@ -33,11 +33,11 @@ class RoutedTokens:
     replayed: torch.Tensor | None
     """Experts that the routers must use, [routers, t, k]; None if each router chooses."""
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Experts that each router used, [t, k], by the router's index among the routers that can replay."""
+    """Experts that each router used, [t, k], keyed by the router's index among the routers that can replay."""
 
 
 class Cursor:
-    """The micro-batch that a chunk of the model is processing; None outside of a forward pass."""
+    """Micro-batch that a chunk of the model is processing; None outside of a forward pass."""
 
     def __init__(self) -> None:
         self.tokens: RoutedTokens | None = None
@@ -63,8 +63,8 @@ class RouterWatch:
         self._again: deque[RoutedTokens] = deque()
 
     def arrive(self) -> RouterChoice:
-        """Returns a `RouterChoice`, which chooses the experts for the current call of the router and knows the
-        micro-batch of the call."""
+        """Returns a `RouterChoice` for the current call of the router. It chooses the call's experts and refers to the
+        micro-batch to which the call belongs."""
         tokens = self._cursor.tokens
         if tokens is None:
             if not self._again:
@@ -81,8 +81,8 @@ class RouterWatch:
 
     def finish(self, *, trainable: bool) -> None:
         """Checks at the end of a pass that every checkpointed call was recomputed. If a call was not recomputed and the
-        router is `trainable`, raises SlimxError: a checkpointed layer gets no gradient if nothing before it requires
-        one."""
+        router is `trainable`, raises SlimxError, because a checkpointed layer gets no gradient if nothing before it
+        requires one."""
         if self._again and trainable:
             raise SlimxError(
                 f"{self.name} is trained, but the backward pass did not recompute its layer for {len(self._again)} "
@@ -95,8 +95,8 @@ class RouterWatch:
 
 @dataclass(slots=True)
 class RouterChoice:
-    """Chooses the experts for one call of a router: the replayed experts if there are any, else the experts that the
-    router's own rule selects."""
+    """Chooses the experts for one call of a router: the replayed experts if there are any, otherwise those that the
+    router itself selects."""
 
     tokens: RoutedTokens
     row: int | None
@@ -152,8 +152,8 @@ class PolicyRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the probabilities and the map of the chosen experts, both [t, experts], for `logits` [t, 1,
-        experts]."""
+        """Returns the routing probabilities and the routing map (True for chosen experts), both [t, experts], for
+        `logits` [t, 1, experts]."""
         if self.watch is None:
             return super().routing(logits)
         choice = self.watch.arrive()
@@ -170,7 +170,7 @@ class PolicyRouter(TopKRouter):
         return probs, routing_map
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Does nothing, because `LayerTally` counts the tokens of each expert."""
+        """Does nothing: megatron-core counts the tokens of each expert here, but in slimx `LayerTally` counts them."""
 
 
 def install(decoder: TransformerBlockSubmodules, kind: type[PolicyRouter] = PolicyRouter) -> None:

@@ -63,8 +63,8 @@ def _dtype(experts: int) -> type:
 
 
 def differing(chosen: torch.Tensor, engine: torch.Tensor) -> torch.Tensor:
-    """Returns a mask of the tokens for which any layer uses different sets of experts in the two routes, bool [t].
-    `chosen` and `engine`: the trainer's and the engine's routes, both [routers, t, k]."""
+    """Returns a mask of the tokens for which any layer uses different sets of experts according to the two routes, bool
+    [t]. `chosen` and `engine`: the trainer's and the engine's routes, both [routers, t, k]."""
     return (chosen.sort(-1).values != engine.sort(-1).values).any(-1).any(0)
 
 

@@ -29,7 +29,7 @@ Routes = list[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _LocalRouter:
-    """A router of this rank, with its location in the model."""
+    """Router on this rank, with its location in the model."""
 
     router: PolicyRouter
     cursor: Cursor
@@ -37,9 +37,9 @@ class _LocalRouter:
     layer: int
     """Global index of the router's layer, from 0; layers of multi-token prediction follow the decoder's."""
     row: int | None
-    """Index among the routers that can replay; None if this router cannot."""
+    """Index of this router among the routers that can replay; None if it cannot."""
     name: str
-    """Name of the router in messages."""
+    """Name of the router, for use in messages."""
 
 
 class Routing:
@@ -47,8 +47,9 @@ class Routing:
 
     The context managers `forward` and `training` wrap a pass, in which the pipeline runs; `microbatch` wraps each
     forward pass of a chunk. Outside of these context managers, for example when the reference's log-probs are computed,
-    routers choose by themselves and nothing is recorded. Routers of multi-token prediction have the same auxiliary
-    losses and are counted, but do not replay, because engines report no routes for them."""
+    routers choose by themselves and nothing is recorded. For the routers of multi-token prediction, auxiliary losses
+    and token counts are computed as well, but these routers do not replay, because engines report no routes for
+    them."""
 
     def __init__(self, chunks: Sequence[GPTModel], parallel: ParallelState, settings: Moe):
         """Finds the routers in `chunks`, this rank's GPT models (without wrappers) in the order of the forward pass."""
@@ -161,31 +162,31 @@ class Routing:
         )
 
     def _shard(self, values: np.ndarray, axis: int = 0) -> torch.Tensor:
-        """Returns the part of `values` for this tensor-parallel rank's tokens (sequence parallelism), on the device.
-        `axis`: dimension of the tokens."""
+        """Returns, on the device, the part of `values` that belongs to this tensor-parallel rank's tokens (sequence
+        parallelism). `axis`: token dimension."""
         part = np.split(values, self._parallel.sizes.tensor, axis)[self._parallel.coordinates.tensor]
         return to_device(np.ascontiguousarray(part), self._parallel.device)
 
     # Routes -----------------------------------------------------------------------------------------------------------
 
     def from_engine(self, batches: list[MicroBatch]) -> Routes:
-        """Returns the engine's routes for this rank's tokens and layers, which training replays with
-        `trainer.moe.routing_replay` R3."""
+        """Returns the engine's routes for this rank's tokens and layers, which training replays if
+        `trainer.moe.routing_replay` is R3."""
         return [self._engine_routes(batch) for batch in batches]
 
     def _engine_routes(self, batch: MicroBatch) -> torch.Tensor:
         return self._shard(engine_routes(batch, self.layers, experts=self.experts, topk=self.topk), 1)
 
     def chosen(self) -> Routes:
-        """Returns the routes that this rank's routers used in the last pass, which training replays with
-        `trainer.moe.routing_replay` R2."""
+        """Returns the routes that this rank's routers used in the last pass, which training replays if
+        `trainer.moe.routing_replay` is R2."""
         return [self._chosen(tokens) for tokens in self._tokens]
 
     def _chosen(self, tokens: RoutedTokens) -> torch.Tensor:
         return torch.stack([tokens.chosen[row] for row in range(len(self.layers))])
 
     def differing(self, batches: list[MicroBatch]) -> torch.Tensor:
-        """Returns a mask of the tokens of all `batches`, bool [sum of T], for which, in the last pass, a layer of this
+        """Returns a mask of the tokens of all `batches`, bool [sum of T]: True where, in the last pass, a layer on this
         rank used different experts from the engine's. Collective over tensor-parallel ranks."""
         out = []
         for batch, tokens in zip(batches, self._tokens, strict=True):
@@ -207,16 +208,16 @@ class Routing:
         return torch.cat(parts).bool()
 
     def comparable(self, batch: MicroBatch) -> torch.Tensor:
-        """Returns a mask of this rank's tokens of a micro-batch, bool [T], whose routes can be compared with the
-        engine's. In a dense model these are all tokens."""
+        """Returns a mask of a micro-batch's tokens on this rank, bool [T]: True where the engine's routes are known, so
+        that routes can be compared. In a dense model, all tokens are marked."""
         known = known_routes(batch) if self.experts else np.ones(len(batch.tokens), bool)
         return to_device(known, self._parallel.device)
 
     # Auxiliary losses ------------------------------------------------------------------------------------------------
 
     def totals(self, batches: list[MicroBatch]) -> Totals | None:
-        """Returns the denominators of the auxiliary losses of an update: numbers of tokens and sequences in the
-        complete micro-batches of all data-parallel ranks. None if no such loss is configured. Collective."""
+        """Returns the denominators of an update's auxiliary losses: the numbers of tokens and sequences in the complete
+        micro-batches of all data-parallel ranks. None if no such loss is configured. Collective."""
         if not (self._settings.aux_loss_coef or self._settings.z_loss_coef):
             return None
         tokens = 0

@@ -30,19 +30,19 @@ class TokenScores(NamedTuple):
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
-    """Entropy of the distribution from which the label's log-prob was computed, in nats."""
+    """Entropy, in nats, of the distribution from which the label's log-prob was computed."""
 
 
 Output = tuple[torch.Tensor, ...]
-"""Output tensors of the model, the results of `label_logprobs`: log-probs, entropies, and optionally log-probs of
-further tokens."""
+"""Output tensors of the model, as returned by `label_logprobs`: log-probs, entropies, and optionally the log-probs of
+additional tokens (`Targets.top`)."""
 Trained = tuple[dict[str, torch.Tensor], torch.Tensor]
 """Metrics that the loss computed for a micro-batch, and the policy's log-probs, [T]."""
 
 
 def sum_gradients(model: list[DistributedDataParallel], num_tokens: object = None, **kwargs: object) -> None:
-    """Reduces gradients over ranks as sums. megatron-core would also divide the sums by the number of tokens, but the
-    token weights in the loss already include this division."""
+    """Sums gradients over ranks. megatron-core would also divide the sums by the number of tokens, but the token
+    weights in the loss already include this division."""
     finalize_model_grads(model, None, **kwargs)
 
 
@@ -189,7 +189,8 @@ class Pipeline:
         return output, partial(loss, batch)
 
     def _columns(self, batch: MicroBatch) -> dict[str, Any]:
-        """Returns the fields of `LossColumns` that the micro-batch has, on the device."""
+        """Returns the micro-batch's `LossColumns` fields as tensors on the device; None for a field that it does not
+        have."""
         return {name: self._optional(getattr(batch, name)) for name in LOSS_COLUMNS}
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

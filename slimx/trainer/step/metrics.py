@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 Sums = dict[str, tuple[str, torch.Tensor]]
-"""For each metric by name, its reduction over ranks ("sum" or "max") and its value on this rank."""
+"""Metric name -> reduction over ranks ("sum" or "max"), and the metric's value on this rank."""
 
 GAP_LIMIT = 1e-5
 """Log-prob gap in fp32 above which trainer and engine have probably used different experts for a token."""
@@ -96,8 +96,8 @@ def quotient(value: float, count: float) -> float:
 
 
 def reduce(values: Sums, group: dist.ProcessGroup) -> dict[str, float]:
-    """Reduces each value over the ranks of `group`, as a sum or a maximum. Uses two collectives for all values
-    together."""
+    """Reduces each value over the ranks of `group`, to a sum or a maximum. Needs at most two collectives in total: one
+    for all sums and one for all maxima."""
     out: dict[str, float] = {}
     for kind, op in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
         local = {}
@@ -112,17 +112,17 @@ def reduce(values: Sums, group: dist.ProcessGroup) -> dict[str, float]:
 
 
 LAST = frozenset({"optim/lr", "critic/lr"})
-"""Metrics whose value for a step is the value in the step's last update."""
+"""Metrics whose value for a step is that of the step's last update."""
 COUNTS = frozenset({"optim/skipped", "optim/zero_gradient", "critic/skipped", "critic/zero_gradient"})
-"""Metrics that are counts, which are summed over the updates of a step."""
+"""Names of the metrics that count events; they are summed over a step's updates."""
 
 
 def combine(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Combines the metrics of the updates of a step.
+    """Combines the metrics of a step's updates.
 
-    Counts (`COUNTS`) are summed, maxima (`.../max`, `..._max`) are reduced to the largest, and learning rates (`LAST`)
-    are those of the last update. All other metrics are averaged over the updates that have them, without weights,
-    because each update normalizes its loss separately and changes the weights once."""
+    Counts (`COUNTS`) are summed; of maxima (`.../max`, `..._max`), the largest is kept; learning rates (`LAST`) are
+    those of the last update. Any other metric is the unweighted mean over the updates that report it, because each
+    update normalizes its loss separately and changes the weights once."""
     values: dict[str, list[float]] = {}
     for metrics in updates:
         for name, value in metrics.items():

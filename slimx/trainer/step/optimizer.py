@@ -36,16 +36,16 @@ from slimx.errors import SlimxError
 from slimx.trainer.model.transformer import DTYPES
 
 STATES = "slimx.optimizer_states"
-"""Entry-point group of the subclasses of `ExternalState`. The name of each entry point is the location of the state,
-such as "host"."""
+"""Entry-point group for subclasses of `ExternalState`. The name of each entry point is the location of the state, such
+as "host"."""
 
 
 class ExternalState:
-    """Wrapper of a torch optimizer that stores the optimizer's state elsewhere, such as on the host."""
+    """Wrapper around a torch optimizer that stores the optimizer's state elsewhere, such as on the host."""
 
     def make_state(self) -> None:
-        """Creates the initial optimizer state (zeros for Adam) of those parameters whose state is to be stored
-        elsewhere and does not exist yet."""
+        """Creates the initial optimizer state (zeros for Adam) for those parameters that have none yet and whose state
+        is to be stored elsewhere."""
         raise NotImplementedError
 
 
@@ -160,8 +160,8 @@ class OptimizerStep:
     ):
         """Prepares steps of `optimizer`, a result of `build_optimizer`. `options`: configuration section of the
         optimizer. `key`: key of this section, for messages. `named`: this rank's trainable parameters in the order of
-        the forward pass, by their names in messages. `group`: process group for CPU tensors (gloo) with all ranks of
-        the model. `metrics`: first component of the metrics' names."""
+        the forward pass, keyed by the names that messages use. `group`: process group for CPU tensors (gloo) with all
+        ranks of the model. `metrics`: first component of the metrics' names."""
         self.optimizer = optimizer
         self.options = options
         self.named = dict(named)
@@ -259,6 +259,6 @@ def _finite(parameter: torch.nn.Parameter) -> bool:
 
 
 def _any(parameter: torch.nn.Parameter) -> bool:
-    """Returns True if the parameter has a gradient with an element that is not 0."""
+    """Returns True if the parameter has a gradient with a nonzero element."""
     gradient = _gradient(parameter)
     return gradient is not None and bool(gradient.any())

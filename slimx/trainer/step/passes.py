@@ -29,13 +29,13 @@ class PriorResults(NamedTuple):
     """For each micro-batch, the experts that training must use; None if each router chooses."""
     packings: list[Packing] | None
     """For each micro-batch, a function that creates its PackedSeqParams with the discrete choices that layers made in
-    these passes, such as the tokens that sparse attention selected, so that training reuses the choices; None if layers
+    these passes, such as the tokens that sparse attention selected. Training reuses these choices. None if layers
     choose again in training."""
 
 
 class ForwardPasses:
-    """Computes log-probs with different weights, which are copied into the memory of the policy's parameters for a
-    pass."""
+    """Computes log-probs with different weights by copying them, for the duration of a pass, into the memory of the
+    policy's parameters."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class ForwardPasses:
         self._recompute = algorithm.old_logprobs == "recompute" and not engine_logprobs_exact
         self._copies: dict[str, HostCopy] = {}
         self._base = algorithm.reference and weights.attached.keeps_base
-        """True if the reference is the base weights without the attached adapters, because no update changes the base
-        weights."""
+        """True if the reference consists of the base weights without the attached adapters, because no update changes
+        the base weights."""
         if algorithm.reference and not self._base:
             self._copies["reference"] = weights.snapshot()
         if algorithm.teacher:
@@ -79,8 +79,8 @@ class ForwardPasses:
 
     def scores(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[TokenScores]:
         """Returns for each micro-batch the log-probs of all labels and the entropies of the distributions that predict
-        them; [] except on the last pipeline stage. `under`: weights to use: those of the policy, the reference or the
-        teacher. Collective. Raises SlimxError if the run does not have the reference or teacher that `under` names."""
+        them; [] except on the last pipeline stage. `under`: whose weights to use: "policy", "reference" or "teacher".
+        Collective. Raises SlimxError if the run does not have the reference or teacher that `under` names."""
         if under == "policy":
             return self._pipeline.scores(batches)
         if under == "reference" and self._base:

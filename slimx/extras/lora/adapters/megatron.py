@@ -65,7 +65,7 @@ class _NormLinear(Protocol):
 
 
 class Adapter:
-    """The low-rank matrices A and B of one weight of this rank."""
+    """Low-rank matrices A and B for one weight on this rank."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class Adapter:
         axis: int | None,
         expert: bool = False,
     ):
-        """Initializes A with random values that depend only on `sources` and `seed`, so they are the same in every
-        layout, and B with zeros.
+        """Initializes B with zeros, and A with random values that depend only on `sources` and `seed` and are therefore
+        the same in every layout.
 
         `sources`: names of the checkpoint tensors in the weight. `axis`: axis along which ranks split the weight; None
         if it is replicated. `expert`: True if the weight belongs to a routed expert."""
@@ -115,7 +115,8 @@ class Adapter:
         return merged(self.weight, *self.parameters, self.scale)
 
     def served(self) -> torch.Tensor:
-        """Returns the merged weight with gradients for A and B, or the weight alone if the adapter is disabled."""
+        """Returns the merged weight, differentiable with respect to A and B, or the weight alone if the adapter is
+        disabled."""
         if not self.enabled:
             return self.weight
         return Merged.apply(self.weight, self._reduced(0), self._reduced(1), self.scale)
@@ -175,7 +176,7 @@ class Adapter:
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=1 - index, stride=1)
 
     def _reduced(self, index: int) -> torch.Tensor:
-        """Returns A (`index` 0) or B (1), with its gradient summed over the ranks that share an expert if each rank
+        """Returns A (`index` 0) or B (1), with its gradient summed over the ranks that share an expert if each of them
         computes only a part of the gradient."""
         parameter = self.parameters[index]
         if self.expert and self.axis == index:
@@ -186,10 +187,10 @@ class Adapter:
 def attach(
     module: torch.nn.Module, parts: Iterable[Part], table: Table, lora: Lora, *, seed: int, merging: bool = False
 ) -> dict[str, Adapter]:
-    """Attaches adapters to those weights of `module` that `lora` targets; returns weight name -> adapter.
+    """Attaches adapters to those weights of `module` that `lora` targets. Returns {weight name: adapter}.
 
-    `module`: the only model chunk of a rank, not yet wrapped for data parallelism. `parts`: description of each of the
-    rank's weights by the checkpoint elements that it contains. `merging`: True if all layers multiply by merged weights
+    `module`: the only model chunk of a rank, not yet wrapped for data parallelism. `parts`: the rank's weights, each
+    described by the checkpoint elements that it contains. `merging`: True if all layers multiply by merged weights
     instead of adding the adapter's output."""
     shapes = table.checkpoint_shapes()
     adapters: dict[str, Adapter] = {}
@@ -233,7 +234,7 @@ def _join(owner: torch.nn.Module, adapters: list[Adapter], *, gated: bool, mergi
     """Makes the layer `owner` compute with the adapters of its weights and include these adapters in its checkpoint
     state.
 
-    `owner`: a layer of slimx or of Transformer Engine. `adapters`: one, or several for a layer of experts."""
+    `owner`: a layer of slimx or of Transformer Engine. `adapters`: one adapter, or several if the layer has experts."""
     experts = adapters[0].expert
     if merging or isinstance(owner, TopKRouter):
         for adapter in adapters:
@@ -263,7 +264,7 @@ def _add(adapter: Adapter, layer: torch.nn.Module, args: tuple[torch.Tensor, ...
 
 
 def _add_to_experts(adapters: list[Adapter], layer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Adds the adapters' outputs to the output of a layer of experts; a forward hook.
+    """Adds the adapters' outputs to the output of a layer of experts, as a forward hook.
 
     `args`: tokens sorted by expert, and the number of tokens of each expert."""
     if not adapters[0].enabled:
@@ -296,8 +297,8 @@ def _sharded_experts(
 ) -> dict[str, Any]:
     """Returns the checkpoint state of a layer of experts, with its adapters.
 
-    The adapters' keys are like the layer's: one tensor with an expert axis, or one tensor per expert if the metadata
-    sets `singleton_local_shards`."""
+    The adapters are stored in the same way as the layer: as one tensor with an expert axis, or as one tensor per expert
+    if the metadata sets `singleton_local_shards`."""
     state = layer_state(prefix, sharded_offsets, metadata)
     group = parallel_state.get_expert_model_parallel_group()
     for index, adapter in enumerate(adapters):

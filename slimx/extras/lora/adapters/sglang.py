@@ -25,7 +25,7 @@ PREPARE = "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch"
 
 
 class Unpinned(TorchFunctionMode):
-    """Torch mode for the `with` statement in which torch ignores requests to pin memory for copies to a GPU."""
+    """Torch function mode in which torch ignores requests to pin memory for copies to a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
@@ -39,7 +39,7 @@ def unpinned() -> AbstractContextManager[Any]:
 
 
 def register(registry: Any, kinds: Any, policies: Mapping[str, float]) -> None:
-    """Registers the hooks of a server with adapters in SGLang's HookRegistry `registry`.
+    """Registers in SGLang's HookRegistry `registry` the hooks of a server that serves adapters.
 
     `kinds`: SGLang's HookType. `policies`: name -> alpha."""
     registry.register(START, partial(with_slots, policies), kinds.AROUND)
@@ -78,7 +78,7 @@ def with_slots(
 
 def as_the_policy(original: Callable[..., None], manager: Any, batch: Any) -> None:
     """Runs SGLang's `LoRAManager.prepare_lora_batch` after assigning the first policy's adapters to requests that name
-    none."""
+    no adapters."""
     first = next(iter(manager.loras))
     batch.lora_ids = [first if name is None else name for name in batch.lora_ids]
     with unpinned():
@@ -86,7 +86,7 @@ def as_the_policy(original: Callable[..., None], manager: Any, batch: Any) -> No
 
 
 def attest(manager: Any) -> dict[str, Any] | None:
-    """Returns the description of this server rank's adapters that clients check, {rank: LoRA rank, scales: {policy:
+    """Returns the properties of this server rank's adapters that clients check, {rank: LoRA rank, scales: {policy:
     alpha / rank}}; None for a server without published adapters."""
     policies = {} if manager is None else receiver_of(manager.base_model).adapters
     if not policies:

@@ -1,4 +1,4 @@
-"""Storage of a policy's adapters on one engine rank: a slot in the buffers of SGLang's memory pool for LoRA.
+"""Storage of a policy's adapters on one engine rank: a slot in the buffers of SGLang's LoRA memory pool.
 
 Written for sglang 0.5.23 (`srt/lora/mem_pool.py`). If SGLang fuses modules (query, key and value; gate and up), their
 matrices A are concatenated, and the rows of B are those of the fused weight. Ranks split B like the weight's rows, and
@@ -37,10 +37,10 @@ A."""
 
 
 class AdaptedLayer(NamedTuple):
-    """A layer with an adapter, and the part of SGLang's buffers that contains the slot's adapter for this layer."""
+    """Layer with an adapter, and the part of SGLang's buffers that contains the slot's adapter for this layer."""
 
     name: str
-    """Name of the module in the model."""
+    """Name of the layer's module in the model."""
     base: nn.Module
     a: torch.Tensor
     """Matrix A of this rank, [rank x fused modules, in]."""
@@ -49,7 +49,7 @@ class AdaptedLayer(NamedTuple):
 
 
 class AdapterSlot:
-    """The slot of one policy, into which publications write the policy's adapters."""
+    """Slot for one policy's adapters in SGLang's buffers, into which publications write them."""
 
     def __init__(self, manager: Any, slot: int):
         """Wraps the slot with index `slot`. `manager`: SGLang's LoRAManager, whose buffers never move in memory."""
@@ -60,7 +60,7 @@ class AdapterSlot:
         slot should contain; None before the first publication."""
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Returns the matrices A and B of every layer, by the names that `place` records."""
+        """Returns the matrices A and B of every layer, keyed by the buffer names that `place` uses."""
         buffers: dict[str, torch.Tensor] = {}
         for layer in self._layers():
             buffers |= {_buffer(layer, "A"): layer.a, _buffer(layer, "B"): layer.b}
