@@ -92,8 +92,8 @@ class EngineLayout:
                 )
 
     def shards(self) -> Iterator[Shard]:
-        """Yields every shard of every table row once, with the number of tensors that have it; `parts` yields each of
-        these tensors."""
+        """Yields every shard of every table row once, with the number of tensors that contain it; `parts` yields these
+        tensors one by one."""
         table = self.table
         stage_of = self._stage_of()
         for row in table.rows:

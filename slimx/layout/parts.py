@@ -14,8 +14,8 @@ from slimx.layout.maps import Rect, Shape
 
 
 class Part(NamedTuple):
-    """Local tensor: the tensor of a rank, described by the checkpoint elements that it contains. All ranks in `ranks`
-    have this tensor with the same bytes."""
+    """One local tensor of a rank, described by the checkpoint elements that it contains. All ranks in `ranks` store
+    identical copies of it."""
 
     name: str
     """Name of the parameter in the rank's module."""
@@ -105,7 +105,7 @@ def check_boxes(name: str, shape: Shape, boxes: np.ndarray) -> None:
     """Raises SlimxError unless `boxes`, [n, 4] of (row, col, rows, cols), cover a matrix of `shape` exactly once.
 
     The edges of the boxes divide the matrix into cells, and each cell must be in exactly one box. The message contains
-    `name` and the position of the first cell for which this is not true."""
+    `name` and the position of the first cell that is not."""
     boxes = boxes[(boxes[:, 2] > 0) & (boxes[:, 3] > 0)]
     ends = boxes[:, :2] + boxes[:, 2:]
     if len(boxes) and (boxes.min() < 0 or (ends > shape).any()):

@@ -98,8 +98,8 @@ def coordinates(rank: int, sizes: Sizes) -> Coordinates:
 
 
 def stage_layers(sizes: Sizes, layers: int) -> list[tuple[int, ...]]:
-    """Returns for each pipeline rank the indices of its decoder layers, chunk by chunk; layers are numbered from 0 over
-    the whole model."""
+    """Returns, for each pipeline rank, the indices of its decoder layers, chunk by chunk. Layers are numbered from 0
+    over the whole model."""
     counts = sizes.split or (layers // sizes.stages,) * sizes.stages
     first = [0, *accumulate(counts)]
     layers_of_ranks: list[tuple[int, ...]] = []

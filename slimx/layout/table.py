@@ -24,7 +24,7 @@ Group = Literal["tensor", "attention", "undivided"]
 Sources = tuple[tuple[str, tuple[int, ...]], ...]
 _MOST_MATRICES = 100_000
 """Maximum number of expert tensors in a table. Compiling a copy plan for that many takes 10 s; Qwen3.5-397B-A17B has
-61,000 expert tensors, Kimi-K2 46,000."""
+61,000 expert tensors, and Kimi-K2 has 46,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ class Row:
     quantized: bool = False
     """True if the family's fp8 checkpoints store the tensor in fp8 with block scales."""
     copies: tuple[tuple[Stage, str], ...] = ()
-    """(stage, local name) of pipeline stages that have a second copy of the tensor, such as a tied output layer."""
+    """Pairs (stage, local name), one for each pipeline stage that stores a second copy of the tensor, such as a tied
+    output layer."""
     sections: tuple[str, ...] = ()
     """Suffixes of the keys under which Megatron-LM's checkpoints store the sections of a tensor whose map is
     `Sections`; empty if they store it as one tensor."""
@@ -107,8 +108,8 @@ class Table:
     """Checkpoint tensor that repeats the bytes of another one (tied weights) -> that other tensor. A checkpoint may
     omit the repeated tensor."""
     frozen: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Name -> shape of checkpoint tensors that the trainer does not have; exports copy their bytes. A checkpoint may
-    omit these tensors."""
+    """Name -> shape of checkpoint tensors that the trainer does not store; exports copy their bytes from the
+    checkpoint. A checkpoint may omit these tensors."""
     _entries: list[Entry] = field(default_factory=list, init=False, repr=False, compare=False)
     _sources: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -140,7 +141,7 @@ class Table:
             )
 
     def entries(self) -> Sequence[Entry]:
-        """Returns every tensor of the whole model in the order of the checkpoint: stage by stage, layer by layer."""
+        """Returns every tensor of the whole model in checkpoint order: stage by stage, layer by layer."""
         if not self._entries:
             stages: tuple[Stage, ...] = ("first", "layer", "last", "mtp")
             for stage in stages:
@@ -227,8 +228,8 @@ def padded_vocabulary(name: str, vocab: int, hidden: int, *, stage: Stage, group
 
 
 def check_row(row: Row, experts: int) -> None:
-    """Raises SlimxError unless the row's map is invertible: it fills the local tensor, padding aside, and uses each
-    checkpoint element exactly once."""
+    """Raises SlimxError unless the row's map is invertible, that is, fills the local tensor except for padding and uses
+    each checkpoint element exactly once."""
     if row.quantized and (row.dtype is not None or any(len(shape) == 1 for _, shape in row.sources)):
         raise SlimxError(
             f"weight table: {row.name} is quantized, but has vectors or sets a dtype; correct its row",
@@ -263,7 +264,7 @@ class Stored:
     index: int | None = None
     """Index of the item in the stack; None if the source is the whole tensor."""
     transposed: bool = False
-    """True if the stack contains the transposed matrix."""
+    """True if the stack stores the transpose of the matrix."""
 
     def shape(self, source: tuple[int, ...], count: int) -> tuple[int, ...]:
         """Returns the shape of the checkpoint's tensor for a source of shape `source`. `count`: number of items of a
@@ -275,8 +276,8 @@ class Stored:
 
 
 def stored(source: str) -> Stored:
-    """Returns the location in the checkpoint of a weight table's source, parsed from its name `source`, such as
-    `stack[3].T`."""
+    """Parses `source`, the name of a weight table's source, such as `stack[3].T`, and returns the source's location in
+    the checkpoint."""
     match = _INDEXED.fullmatch(source) if "[" in source else None
     if match is None:
         return Stored(source)

@@ -59,8 +59,8 @@ _NEUTRAL: dict[str, object] = {
 
 
 def without_quantization(hf: HfConfig) -> Json:
-    """Returns config.json `hf` without `quantization_config`, at the top level and in nested objects, as for the same
-    model stored unquantized."""
+    """Returns a copy of config.json `hf` without `quantization_config`, both at the top level and in nested objects.
+    The copy describes the same model stored unquantized."""
     plain = {}
     for key, value in hf.items():
         if key != "quantization_config":

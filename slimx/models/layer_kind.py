@@ -157,8 +157,8 @@ class LayerKind:
         return ()
 
     def decoder_spec(self, transformer: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
-        """Returns megatron-core's layer specs of the decoder for this rank. `chunk`: index of the virtual pipeline
-        stage; None if there are no virtual stages."""
+        """Returns megatron-core's layer specs for this rank's part of the decoder. `chunk`: index of the virtual
+        pipeline stage; None if there are no virtual stages."""
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         return get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=chunk)

@@ -96,7 +96,7 @@ class Layer:
         return Row(self.prefix + name, full, stage=self.stage, layers=self.layers, **options)
 
     def norm(self, name: str, source: str, size: int) -> Row:
-        """Returns the weight-table row of a norm's weight `name`, a vector [size] that every rank stores completely.
+        """Returns the weight-table row of a norm's weight `name`, a vector [size] that every rank stores in full.
         `source`: name of the norm in the checkpoint."""
         return self.row(name, [(source, (size,))])
 
@@ -182,9 +182,9 @@ def embedding(hf: HfConfig, *, mtp: int = 0) -> Row:
 
 
 def tied_copies(hf: HfConfig) -> dict[str, str]:
-    """Returns the model's `Table.aliases` (copies of other checkpoint tensors), which are empty unless embeddings are
-    tied. Some checkpoints with tied embeddings, such as the published Qwen3-0.6B and 1.7B, also store the output
-    layer."""
+    """Returns the model's `Table.aliases`: if embeddings are tied, the output layer as a copy of the embedding;
+    otherwise nothing. Some checkpoints with tied embeddings, such as the published Qwen3-0.6B and 1.7B, also store the
+    output layer."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if hf.get("tie_word_embeddings", False) else {}
 
 

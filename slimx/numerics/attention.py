@@ -103,7 +103,7 @@ def _masked_attention(
 
 
 def _padded_size(x: torch.Tensor) -> torch.Tensor:
-    """Pads the last dimension with zeros to a multiple of 8."""
+    """Pads the last dimension of `x` with zeros to a multiple of 8, as some of torch's attention kernels require."""
     missing = -x.shape[-1] % 8
     return F.pad(x, (0, missing)) if missing else x
 

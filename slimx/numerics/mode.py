@@ -60,8 +60,8 @@ class NumericsMode:
         return cls()
 
     def contract(self, dtype: str, device: str = "cpu") -> dict[str, int | str] | None:
-        """Returns versions and settings that define the arithmetic with dtype `dtype` on `device`, and that must be
-        equal in trainer and engines; None if there are no such requirements."""
+        """Returns the versions and settings that determine the arithmetic in `dtype` on `device` and therefore must be
+        equal in trainer and engines; None if this mode requires no equality."""
         return None
 
     # Trainer
@@ -77,13 +77,13 @@ class NumericsMode:
         """Prepares the `Weights` of a trainer for this mode, before they are loaded."""
 
     def head(self) -> Head | None:
-        """Returns the arithmetic of the output layer; None for torch's own arithmetic, with sums over ranks."""
+        """Returns the arithmetic of the output layer; None if torch's own operators are used, with sums over ranks."""
         return None
 
     # Engines
 
     def server_arguments(self, device: str) -> Json:
-        """Returns the arguments of SGLang that a server on `device` needs in this mode."""
+        """Returns the SGLang arguments that this mode requires for a server on `device`."""
         # The radix cache is disabled, as in SGLang's deterministic mode with this attention backend.
         return {"attention_backend": "torch_native", "disable_radix_cache": True} if device == "cpu" else {}
 

@@ -36,7 +36,7 @@ class StepData:
     reference: Sequence[np.ndarray] | None = None
     """Log-probs [n] of each row under the reference model; None if the algorithm does not need them."""
     values: Sequence[np.ndarray] | None = None
-    """The critic's value estimates [n] of each row; None if the algorithm does not need them."""
+    """The critic's value estimates [n] for each row; None if the algorithm does not need them."""
     seed: Sequence[int]
 
     @property
@@ -57,7 +57,8 @@ class Estimator:
         return [0.0] * sum(len(group.trajectories) for group in groups)
 
     def finish(self, step: StepData) -> dict[str, float]:
-        """Fills the columns of the step's rows whose values depend on all rows, and returns metrics of the step."""
+        """Fills those columns of the step's rows that can be computed only from all rows, and returns metrics of the
+        step."""
         return {}
 
 
@@ -159,8 +160,8 @@ def _trained_tokens(trajectories: Sequence[Trajectory]) -> int:
 
 
 def _parts(rollouts: Mapping[str, Sequence[Trajectory]]) -> dict[str, list[float]]:
-    """Returns the values of each reward part by its name, one value per rollout. Raises SlimxError if a trajectory
-    lacks a part that other trajectories have, or if there are no parts."""
+    """Returns {name of a reward part: its values, one per rollout}. Raises SlimxError if a trajectory lacks a part that
+    other trajectories have, or if there are no parts."""
     trajectories = list(chain(*rollouts.values()))
     names = dict.fromkeys(chain(*(trajectory.reward_parts for trajectory in trajectories)))
     for trajectory in trajectories:

@@ -52,7 +52,7 @@ def opo(rewards: Sequence[float], lengths: Sequence[float]) -> np.ndarray:
     """Computes each reward minus the mean reward weighted by length, float32 [n] (OPO, 2505.23585).
 
     `lengths`: number of trained tokens of each rollout. This baseline has the least variance if the squared norm of a
-    rollout's gradient grows with its length. If all lengths are 0, it is the plain mean."""
+    rollout's gradient grows with its length. If all lengths are 0, the baseline is the plain mean."""
     values = _above_first(rewards)
     weights = np.asarray(lengths, dtype=np.float64)
     baseline = np.average(values, weights=weights if weights.sum() else None)
@@ -60,8 +60,8 @@ def opo(rewards: Sequence[float], lengths: Sequence[float]) -> np.ndarray:
 
 
 def gradient_share(groups: Sequence[Sequence[float]]) -> float:
-    """Returns the fraction of rollouts that have a gradient, because the rewards in their group differ; 1 if no rollout
-    has one. `groups`: rewards of each group's rollouts.
+    """Returns the fraction of rollouts that contribute a gradient, namely those in groups whose rewards differ; 1 if no
+    rollout contributes one. `groups`: rewards of each group's rollouts.
 
     GPG (2504.02546) divides advantages by this fraction, so that a batch with many groups without a gradient does not
     make a smaller step."""
@@ -84,9 +84,9 @@ def gdpo(parts: Mapping[str, Sequence[float]], weights: Mapping[str, float], *, 
     """Computes advantages from several rewards, float32 [n]: each reward part is normalized separately in the group,
     then the parts are summed with their weights (GDPO, 2601.05242).
 
-    `parts`: one value per rollout for each part; `weights`: weight by part, 1 for missing ones. A part with little
-    variance counts as much as one with a lot, which normalizing the sum of rewards would not achieve. The caller
-    normalizes the result over the batch."""
+    `parts`: one value per rollout for each part; `weights`: weight by part, 1 for missing ones. Before weighting, a
+    part with little variance therefore counts as much as one with a lot; if the sum of rewards were normalized instead,
+    it would not. The caller normalizes the result over the batch."""
     total: np.ndarray | float = 0.0
     for name, values in parts.items():
         total = total + weights.get(name, 1.0) * grpo(values, eps=eps).astype(np.float64)

@@ -25,7 +25,8 @@ from slimx.algorithms.inputs import LARGEST_LOG_RATIO, TopLogprobs
 
 
 def k1(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Computes log(policy / other), an unbiased estimate with high variance that may be negative."""
+    """Computes log(policy / other), an unbiased estimate of KL(policy || other) with high variance; single values may
+    be negative."""
     return logprobs - other
 
 
@@ -58,7 +59,8 @@ ESTIMATORS: dict[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "low_variance"
 TopKL = Callable[[TopLogprobs], torch.Tensor]
 """Function that returns a KL [T] between teacher and policy, with gradient with respect to the policy's log-probs."""
 ROUNDING = 2.0**-23
-"""Tolerance of the teacher's tail, which is 1 minus a sum of fp32 numbers: values up to this are rounding errors."""
+"""Tolerance for the teacher's tail probability, which is computed as 1 minus a sum of fp32 probabilities: a value up to
+this may be mere rounding error."""
 
 
 def forward(top: TopLogprobs) -> torch.Tensor:
@@ -78,8 +80,8 @@ def reverse(top: TopLogprobs) -> torch.Tensor:
 
 
 def _teacher_tail(top: TopLogprobs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the teacher's total probability of the tokens outside its top k, set to 0 if at most `ROUNDING`, and the
-    logarithm of this probability, at least that of `ROUNDING`; each [T]."""
+    """Returns two tensors [T]: the teacher's total probability of the tokens outside its top k, set to 0 where it is at
+    most `ROUNDING`, and the logarithm of this probability, clamped to at least log(`ROUNDING`)."""
     tail = 1 - top.teacher.exp().sum(-1)
     return torch.where(tail > ROUNDING, tail, 0.0), tail.clamp_min(ROUNDING).log()
 

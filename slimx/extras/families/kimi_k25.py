@@ -18,7 +18,7 @@ from slimx.models.fields import HfConfig
 ARCHITECTURE = "KimiK25ForConditionalGeneration"
 _TEXT = "language_model."
 _INT4 = "compressed-tensors"
-"""Number format of the published checkpoints."""
+"""Name in config.json of the number format in which the published checkpoints store expert weights."""
 
 
 def transformer_config(hf: HfConfig) -> Json:

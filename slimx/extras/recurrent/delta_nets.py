@@ -177,5 +177,5 @@ class DeltaNets(LayerKind):
 
 
 def layer_kind(hf: HfConfig) -> LayerKind:
-    """Returns the properties that the decoders of Qwen3-Next and Qwen3.5 have in common."""
+    """Returns the layer kind that Qwen3-Next and Qwen3.5 share."""
     return DeltaNets()

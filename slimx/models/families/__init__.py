@@ -56,12 +56,12 @@ class Family(FamilyOptions, Protocol):
 
     def unsupported(self, hf: HfConfig) -> str | None:
         """Returns a description, beginning with the field's name, of the first setting in config.json `hf` that slimx
-        does not support; None if it supports the model."""
+        does not support; None if slimx supports the model."""
         ...
 
     def transformer_config(self, hf: HfConfig) -> Json:
         """Returns the fields of megatron-core's TransformerConfig (with `multi_latent_attention`: MLATransformerConfig)
-        that define the model, except parallelism and dtype. A dense model has no `num_moe_experts`."""
+        that define the model, except parallelism and dtype. For a dense model, `num_moe_experts` is absent."""
         ...
 
     def gpt_arguments(self, hf: HfConfig) -> Json:
@@ -119,7 +119,7 @@ class ModelSpec:
     transformer: Json
     """Fields of megatron-core's TransformerConfig that define the model."""
     gpt: Json
-    """Further arguments of megatron-core's GPTModel or HybridModel."""
+    """Result of the family's `gpt_arguments`."""
     layer_kind: LayerKind
     table: Table
     """The trainer's weight table."""
@@ -186,7 +186,7 @@ class ModelSpec:
         return self.family.draft_rows is not None and self.prediction_layers == 1
 
     def engine_table(self, *, fused_shared_experts: bool = False, draft: bool = False) -> Table:
-        """Returns SGLang's weight table of the model; if `draft`, it also has the rows of the draft model.
+        """Returns SGLang's weight table for the model; with `draft`, the table includes the draft model's rows.
         `fused_shared_experts`: as in `Family.engine_table`."""
         table = self.family.engine_table(self.hf, fused_shared_experts=fused_shared_experts)
         if not draft:
@@ -343,8 +343,8 @@ def read_trunk(model: Model) -> ModelSpec:
 
 
 def _config_of(file: Path) -> tuple[Json, str]:
-    """Returns the content of the config.json `file`, and its architecture. Raises SlimxError if it is missing or not
-    valid."""
+    """Returns the contents of `file`, a config.json, and the architecture that it names. Raises SlimxError if the file
+    is missing or invalid."""
     check_downloaded(file.parent)
     if not file.is_file():
         problem = (

@@ -87,7 +87,7 @@ class CheckpointReader:
         return 4 * math.prod(self.shape(name))
 
     def whole(self, name: str) -> torch.Tensor:
-        """Returns tensor `name` completely, as it is stored, without checking its values."""
+        """Returns the whole tensor `name` as it is stored, without checking its values."""
         return self.view(name)[:]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ class CheckpointReader:
         """Compares the names, shapes and dtypes of all tensors with a weight table. Raises SlimxError, which names the
         first tensor that does not match the table. The values of repeated tensors are compared by `check_copies`.
 
-        `quantized`: True to accept also number formats from which trainers cannot start (`NumberFormat.CONVERTED`)."""
+        `quantized`: True to also accept number formats from which trainers cannot start (`NumberFormat.CONVERTED`)."""
         shapes = table.checkpoint_shapes()
         transposed = table.transposed()
         optional = {name: shapes[original] for name, original in table.aliases.items()} | dict(table.frozen)

@@ -59,8 +59,8 @@ def causal_conv1d(
 ) -> torch.Tensor:
     """Computes silu of the causal convolution of x [channels, T], the tokens of several prompts or parts of prompts.
 
-    Each sequence continues from its slot (`cache_indices`) of `conv_states` if `has_initial_state`, and its last inputs
-    are written to that slot.
+    Each sequence continues from its slot (`cache_indices`) in `conv_states` if its element of `has_initial_state` is
+    True, and from zeros otherwise. Its last inputs are written to that slot.
     """
     initial = conv_states[cache_indices] * has_initial_state[:, None, None]
     return _convolve(x.T, weight, bias, seq_lens_cpu, initial, conv_states, cache_indices).T
@@ -252,8 +252,8 @@ def functions_missing() -> bool:
 
 
 def add_functions() -> None:
-    """Adds `_FUNCTIONS` to the package sgl_kernel. Must run before SGLang's backend of delta nets imports them by
-    name."""
+    """Adds `_FUNCTIONS` to the package sgl_kernel. Must run before SGLang's delta-net backend imports these functions
+    by name."""
     vars(_package()).update(_FUNCTIONS)
 
 
