@@ -27,7 +27,7 @@ class Learner(Protocol):
         ...
 
     def rows(self, groups: Sequence[Group]) -> list[TrainingRow]:
-        """Returns the rows of the groups' trajectories for one optimizer update."""
+        """Returns the training rows that one optimizer update on the trajectories of `groups` uses."""
         ...
 
     async def train(

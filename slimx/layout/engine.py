@@ -69,7 +69,7 @@ class EngineLayout:
             )
 
     def parts(self) -> Iterator[Part]:
-        """Yields every distinct local tensor of the engine, with the ranks that have it."""
+        """Yields every distinct local tensor of the engine, with the ranks that store it."""
         stage_of = self._stage_of()
         geometry: dict[tuple[int, int], tuple[tuple[int, ...], tuple[Rect, ...]]] = {}
         for entry in self.table.entries():
@@ -122,7 +122,7 @@ class EngineLayout:
 
     def _shards(self, row: Row) -> Iterator[tuple[int, int, int, Sequence[int]]]:
         """Yields every shard of the table row `row` as (index of the shard, number of shards, expert-parallel rank,
-        tensor-parallel ranks that have the shard). The expert-parallel rank is 0 for rows without experts."""
+        tensor-parallel ranks that store the shard). The expert-parallel rank is 0 for rows without experts."""
         ranks = range(self.sizes.tensor)
         if row.stacked:
             size = self.sizes.expert_tensor

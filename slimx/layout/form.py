@@ -44,13 +44,13 @@ class DerivedTensors:
         return {}
 
     def make(self, bucket: int, moves: np.ndarray) -> None:
-        """Computes the tensors that are read by `moves`, some of the moves of `bucket`, and writes them into the
-        bucket's buffers."""
+        """Computes the tensors that `moves`, a subset of the moves of `bucket`, read, and writes them into the bucket's
+        buffers."""
 
 
 class AttachedForm:
     """Parameters that a weight form adds to the model on one trainer rank, such as LoRA adapters, and the tensors that
-    the rank packs. This base class is the plain form, which has no additional parameters."""
+    the rank packs. This base class is the plain form, which adds no parameters."""
 
     keeps_base: ClassVar[bool] = False
     """True if only the parameters that the form adds are trained. The model without them then serves as the reference
@@ -120,7 +120,7 @@ class WeightForm:
 
     @classmethod
     def configured(cls, config: Config) -> WeightForm | None:
-        """Returns the form if `config` selects it, else None."""
+        """Returns a form with the settings in `config` if `config` selects forms of this class, else None."""
         return cls()
 
     @classmethod
@@ -140,7 +140,7 @@ class WeightForm:
         return AttachedForm()
 
     def served(self) -> ServedForm:
-        """Returns the weight form of the servers of this policy's engines."""
+        """Returns the form in which this policy's engines store their weights."""
         return ServedForm()
 
 

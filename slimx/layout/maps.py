@@ -47,8 +47,7 @@ class Rect(NamedTuple):
 
     @property
     def extent(self) -> Shape:
-        """Rows and columns of the checkpoint tensor from the rectangle's first to its last element, skipped rows
-        included."""
+        """Numbers of rows and columns that the rectangle spans in the checkpoint tensor, including skipped rows."""
         return (self.rows - 1) * self.step + 1, self.cols
 
 
@@ -256,10 +255,10 @@ class Sections:
 
 @dataclass(frozen=True, slots=True)
 class Deinterleave:
-    """Map from one source whose rows alternate between two matrices to the rows of the first matrix, then those of the
-    second.
+    """Map that separates two matrices whose rows alternate in one source: the local tensor contains the rows of the
+    first matrix, then those of the second.
 
-    Each rank has its shard of both matrices."""
+    Each rank stores its shard of both matrices."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         _refuse_columns(axis, "alternating rows")

@@ -72,7 +72,7 @@ class MegatronLayout:
             )
 
     def parts(self) -> Iterator[Part]:
-        """Yields every distinct local tensor of all trainer ranks, with the ranks that have it."""
+        """Yields every distinct local tensor of all trainer ranks, with the ranks that store it."""
         yield from self._parts(None)
 
     def parts_of(self, rank: int) -> list[Part]:
@@ -146,8 +146,8 @@ class _Shards:
         return self._geometry[key]
 
     def ranks(self, pipeline_rank: int, shard: int | None, owner: int | None) -> tuple[int, ...]:
-        """Returns the ranks of `pipeline_rank` that have the shard with index `shard`, or the unsplit tensor if it is
-        None.
+        """Returns the ranks of pipeline rank `pipeline_rank` that store shard `shard` of a tensor, or the whole tensor
+        if `shard` is None.
 
         `owner`: expert-parallel rank that has the expert; None for tensors that do not belong to an expert."""
         key = pipeline_rank, shard, owner

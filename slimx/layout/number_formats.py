@@ -50,7 +50,7 @@ class Quantization:
     codes."""
 
     def shapes(self, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the shapes of the codes and of the scales of a tensor with `shape`, [..., rows, cols]."""
+        """Returns the shapes of the codes and of the scales for a tensor of shape `shape`, [..., rows, cols]."""
         *stack, rows, cols = shape
         high, wide = self.block
         return (*stack, rows, cols // self.per_code), (*stack, -(-rows // high), -(-cols // wide))
@@ -119,7 +119,8 @@ class NumberFormat:
     CONVERTED: ClassVar[bool] = False
     """True if only `slimx convert` reads checkpoints of this format, and trainers cannot load them."""
     LOCAL: ClassVar[bool] = False
-    """True if engines load these codes only under their own parameter names and layout (`publish.encoding: local`)."""
+    """True if engines load codes of this format only under the engines' parameter names and in the engines' layout
+    (`publish.encoding: local`)."""
     IGNORED: ClassVar[Collection[str]] = ()
     """Names of parameters that SGLang creates for this format in addition to codes and scales, but never reads."""
 

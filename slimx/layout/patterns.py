@@ -62,8 +62,8 @@ def names_of(selected: Collection[Sources], parts: Iterable[Part]) -> frozenset[
 
 
 def megatron_name(table: Table, entry: Entry) -> str:
-    """Returns the name of the entry's parameter in a Megatron model on a single rank. Layers of multi-token prediction
-    are numbered from 0."""
+    """Returns the name of the entry's parameter in a Megatron model on a single rank. Multi-token prediction layers are
+    numbered from 0."""
     layer = entry.layer - table.layers if entry.row.stage == "mtp" else entry.layer
     return entry.row.name.format(layer=layer, expert=entry.expert)
 

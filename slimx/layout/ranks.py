@@ -28,7 +28,7 @@ class Sizes:
     virtual: int = 1
     """Number of model chunks per pipeline rank (VPP); chunk v of pipeline rank p is stage v * pipeline + p."""
     split: tuple[int, ...] = ()
-    """Number of layers of each of the pipeline * virtual stages; empty if all stages have the same number."""
+    """Number of layers in each of the pipeline * virtual stages; empty if all stages have equally many."""
 
     @property
     def stage(self) -> int:
@@ -167,7 +167,8 @@ class EngineSizes:
 
 
 def engine_sizes(group: Engines) -> EngineSizes:
-    """Returns the parallel sizes of each engine of `group`. Raises SlimxError for invalid or unsupported sizes."""
+    """Returns the parallel sizes of each engine in the engine group `group`. Raises SlimxError for invalid or
+    unsupported sizes."""
     if group.pipeline > 1 and not group.frozen:
         raise SlimxError(
             f"rollout.engines.pipeline={group.pipeline} of engine {group.name} is not supported, because SGLang 0.5.23 "

@@ -49,7 +49,8 @@ class Row:
     """Ranks of an engine over which the tensor is split. Only for engines; trainers ignore it.
 
     None: all ranks of a stage; for experts, those of one expert-parallel group. "attention": ranks that share one copy
-    of the attention. "undivided": all ranks of a stage, but with DP-attention each has the whole tensor."""
+    of the attention. "undivided": all ranks of a stage; with DP-attention, the tensor is not split, and each rank
+    stores all of it."""
     layers: Collection[int] | None = None
     """Indices of the layers that have this tensor; None if all have it."""
     dtype: str | None = None
@@ -63,7 +64,7 @@ class Row:
     """Suffixes of the keys under which Megatron-LM's checkpoints store the sections of a tensor whose map is
     `Sections`; empty if they store it as one tensor."""
     appended: tuple[Sources, ...] = ()
-    """Sources of further matrices that every rank has at the end of a stack, such as shared experts fused with the
+    """Sources of the matrices that every rank appends to its stack of experts, such as shared experts fused with the
     routed ones."""
 
     @property
@@ -96,8 +97,8 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Weight table of a model: rows that describe its tensors, and its numbers of layers and experts. Creating a table
-    checks that every row is invertible, so that its map uses each source element once."""
+    """Weight table of a model: rows that describe the model's tensors, and the numbers of layers and experts. Creating
+    a table checks that the map of every row is invertible, that is, uses each source element exactly once."""
 
     rows: tuple[Row, ...]
     layers: int
@@ -169,8 +170,8 @@ class Table:
         return [layer for layer in self._layers_of(row.stage) if row.layers is None or layer in row.layers]
 
     def checkpoint_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Returns name -> shape of every checkpoint tensor that the rows use, in order. A stack of experts is one
-        tensor."""
+        """Returns name -> shape of every checkpoint tensor that the rows use, in order. A stack of experts counts as
+        one tensor."""
         if not self._shapes:
             out: dict[str, tuple[int, ...]] = {}
             for source, shape in self.sources().items():
@@ -267,7 +268,7 @@ class Stored:
     """True if the stack stores the transpose of the matrix."""
 
     def shape(self, source: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """Returns the shape of the checkpoint's tensor for a source of shape `source`. `count`: number of items of a
+        """Returns the shape of the checkpoint's tensor for a source of shape `source`. `count`: number of items in a
         stack."""
         if self.index is None:
             return tuple(source)
@@ -285,12 +286,11 @@ def stored(source: str) -> Stored:
 
 
 def checkpoint_parts(table: Table, *, mtp: bool = True, served: Table | None = None) -> Iterator[Part]:
-    """Yields the layout of a checkpoint, as if a single rank had all tensors in full under their Hugging Face names.
+    """Yields the layout of a checkpoint, as if a single rank stored all tensors in full under their Hugging Face names.
 
     A stack is a vertical concatenation of its matrices, which are not transposed back. `mtp`: True to include the
-    layers of multi-token prediction, which only a draft model loads. `served`: table of the engine that loads the
-    tensors; it may set another dtype for a tensor, such as fp32 for a router's weight, or exclude it from
-    quantization."""
+    multi-token prediction layers, which only a draft model loads. `served`: table of the engine that loads the tensors;
+    it may set another dtype for a tensor, such as fp32 for a router's weight, or exclude it from quantization."""
     served_rows: dict[str, Row] = {}
     if served is not None:
         for entry in served.entries():

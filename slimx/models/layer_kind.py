@@ -175,7 +175,7 @@ class LayerKind:
     def recorder(self, trainer: Trainer) -> Callable[[], Packing] | None:
         """Returns a function that creates one `Packing` per micro-batch. In the PackedSeqParams that a `Packing`
         builds, layers record discrete choices, such as selected tokens, in the first pass and reuse them in later
-        passes. None: each pass chooses again."""
+        passes. None: each pass makes its choices anew."""
         return None
 
 

@@ -169,8 +169,9 @@ class Layer:
 
 
 def embedding(hf: HfConfig, *, mtp: int = 0) -> Row:
-    """Returns the weight-table row of the word embedding. The last pipeline stage has a second copy if the output layer
-    is tied or `mtp` multi-token prediction layers are trained; megatron-core sums the gradients of both copies."""
+    """Returns the weight-table row of the word embedding. The last pipeline stage stores a second copy if the output
+    layer is tied or if `mtp`, the number of multi-token prediction layers to train, is not 0; megatron-core sums the
+    gradients of both copies."""
     name = "embedding.word_embeddings.weight"
     copies: tuple[tuple[Stage, str], ...] = ()
     if hf.get("tie_word_embeddings", False):

@@ -50,13 +50,13 @@ class NumericsMode:
 
     @classmethod
     def configured(cls, config: Config) -> Self:
-        """Returns the mode with the settings of `config`."""
+        """Returns this mode with the settings in `config`."""
         return cls()
 
     @classmethod
     def parse(cls, argument: str) -> Self:
-        """Returns the mode with the settings in `argument`, the argument of `OPTION` on a server's command line. Raises
-        ValueError if the argument is malformed."""
+        """Returns this mode with the settings in `argument`, the value of the option `OPTION` on a server's command
+        line. Raises ValueError if the value is malformed."""
         return cls()
 
     def contract(self, dtype: str, device: str = "cpu") -> dict[str, int | str] | None:
@@ -98,8 +98,8 @@ class NumericsMode:
         """Registers this mode's operations with `registry`, SGLang's HookRegistry. `kinds`: SGLang's HookType."""
 
     def in_force(self, registry: object, model: torch.nn.Module) -> dict[str, bool]:
-        """Returns, for each operation that this mode replaces in SGLang, by the operation's name, True if the server
-        uses this mode's implementation."""
+        """Returns {name of an operation that this mode replaces in SGLang: True if the server uses this mode's
+        implementation}."""
         return {}
 
 

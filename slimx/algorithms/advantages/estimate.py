@@ -25,7 +25,8 @@ GROUP = "slimx.advantages"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepData:
-    """Data of a step before its first optimizer update."""
+    """Data from which `Estimator.finish` computes the columns of a step; collected before the step's first optimizer
+    update."""
 
     groups: Sequence[Group]
     updates: Sequence[Sequence[TrainingRow]]
@@ -52,8 +53,9 @@ class Estimator:
         self.algorithm = algorithm
 
     def estimate(self, groups: Sequence[Group]) -> Sequence[float | np.ndarray]:
-        """Returns the advantages of every trajectory, group after group: for each trajectory one number, or one per
-        predicted token [L-1]. If they depend on the full step, these are initial values that `finish` replaces."""
+        """Returns the advantages of every trajectory, group after group: one number per trajectory, or an array [L-1]
+        with one number per predicted token. If they depend on the full step, these are initial values that `finish`
+        replaces."""
         return [0.0] * sum(len(group.trajectories) for group in groups)
 
     def finish(self, step: StepData) -> dict[str, float]:
@@ -109,8 +111,8 @@ def all_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> Sequence[fl
     """Returns the advantages of every trajectory of a step, group after group. They come from `group_advantages`, from
     an `Estimator`, or from the user's hook.
 
-    GDPO's advantages are normalized over the step's rollouts. GPG's are divided by the fraction of rollouts that have a
-    gradient (`gradient_share`)."""
+    GDPO's advantages are normalized over the step's rollouts. GPG's are divided by the fraction of rollouts that
+    contribute a gradient (`gradient_share`)."""
     estimator = algorithm.advantages
     if estimator.kind not in ADVANTAGES:
         return load_advantages(estimator.kind)(groups)

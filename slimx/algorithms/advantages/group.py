@@ -22,7 +22,8 @@ def mean(values: Sequence[float]) -> float:
 
 def _above_first(rewards: Sequence[float]) -> np.ndarray:
     """Returns the rewards minus the first reward, float64 [n]. If all rewards are equal, the mean of these differences
-    and the advantages are exactly 0, whereas the mean of eight rewards of 0.1, for example, is off by 1e-17."""
+    and the advantages are exactly 0, whereas the mean of, for example, eight rewards of 0.1 has a rounding error of
+    1e-17."""
     values = np.asarray(rewards, dtype=np.float64)
     return values - values[:1]
 

@@ -31,22 +31,22 @@ def k1(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def k2(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Computes half the squared log-ratio: a biased estimate, but the mean of its gradient is the gradient of the
-    KL."""
+    """Computes half the squared log-ratio, a biased estimate of KL(policy || other); the mean of its gradient is
+    nevertheless the gradient of that KL."""
     return 0.5 * (logprobs - other).square()
 
 
 def k3(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Computes exp(d) - d - 1 with d = other - logprobs, per token: an unbiased estimate with low variance that is
-    never negative. d is clamped to at most 20, so that tokens that are very unlikely under the policy stay finite in
-    fp32; clamped tokens have no gradient."""
+    """Computes exp(d) - d - 1 with d = other - logprobs, per token: an unbiased, low-variance estimate of KL(policy ||
+    other) that is never negative. d is clamped to at most 20 to keep the estimate finite in fp32 for tokens that are
+    very unlikely under the policy; clamped tokens have no gradient."""
     difference = (other - logprobs).clamp(max=LARGEST_LOG_RATIO)
     return torch.expm1(difference) - difference
 
 
 def low_variance(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Computes `k3` with its difference d clamped to +-20 and its result to +-10. Tokens with very different log-probs
-    stay finite, and have no gradient where a clamp applies (verl's `low_var_kl`)."""
+    """Computes `k3` with its difference d clamped to +-20 and its result to +-10. The clamps keep the estimate finite
+    for tokens with very different log-probs; clamped tokens have no gradient (verl's `low_var_kl`)."""
     difference = (other - logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return (torch.expm1(difference) - difference).clamp(-10, 10)
 

@@ -37,7 +37,7 @@ class LossTokens:
 
 
 Objective = tuple[torch.Tensor, torch.Tensor]
-"""The objective [T], and bool [T]: True where it is clipped."""
+"""Pair (objective [T], bool [T] that is True where the objective is clipped)."""
 Surrogate = Callable[[LossTokens], Objective]
 
 

@@ -80,8 +80,8 @@ def _of_text(row: Row) -> Row:
 
 
 def _vision(hf: HfConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors of the vision tower (MoonViT) and its projector in the published files, by
-    name."""
+    """Returns name -> shape for the tensors of the vision tower (MoonViT) and its projector, as in the published
+    files."""
     vision = hf["vision_config"]
     wide = vision["vt_hidden_size"]
     inner = vision["vt_intermediate_size"]

@@ -41,8 +41,8 @@ class DeltaNet:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """Returns the sizes in `config`, the content of config.json or fields of megatron-core's TransformerConfig,
-        which have the same names."""
+        """Returns the sizes that `config` contains. `config`: contents of config.json, or fields of megatron-core's
+        TransformerConfig; both use the same field names."""
         return cls(**{field: config[key] for field, key in SIZES.items()})
 
     def __post_init__(self) -> None:
@@ -86,8 +86,8 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class DeltaNets(LayerKind):
-    """Decoder with delta nets in the layers that have a 1 in `linear_attention_freq`, and attention in the other
-    layers."""
+    """Properties of a decoder with delta nets in the layers that have a 1 in `linear_attention_freq`, and with
+    attention in the other layers."""
 
     unproven = {
         "delta nets": ("rollout.engines.role", "rollout.engines.sglang.speculative_algorithm"),

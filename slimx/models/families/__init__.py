@@ -28,7 +28,7 @@ class FamilyOptions(Protocol):
     """Optional names that a family's module may define, with their defaults."""
 
     UNTRAINED: Sequence[str] = ()
-    """Glob patterns of parameters that get no gradient from any loss and are therefore frozen."""
+    """Glob patterns of parameters that receive no gradient from any loss and are therefore frozen."""
     UNCHECKED_FIELDS: Collection[str] = ()
     """Fields of config.json that are exempt from the types and bounds of `slimx.models.schema`, because the family
     allows other values."""
@@ -45,8 +45,8 @@ class FamilyOptions(Protocol):
 
 
 class Family(FamilyOptions, Protocol):
-    """Names that a family's module must define, in addition to the optional ones of `FamilyOptions`. `hf` is the
-    content of config.json, in which looking up a missing field raises KeyError.
+    """Names that a family's module must define, in addition to the optional ones of `FamilyOptions`. `hf`: contents of
+    config.json; looking up a missing field raises KeyError.
 
     A field of config.json is refused if none of these functions, or only `engine_table`, reads it by name
     (`slimx.models.fields`)."""
@@ -171,8 +171,8 @@ class ModelSpec:
 
     def unfused(self, *, cpu: bool, expert: int) -> str | None:
         """Returns the reason why an engine ignores a request to fuse shared experts, as a phrase for an error message
-        ("on the CPU"); None if it fuses them. `cpu`: True if the engine runs on the CPU. `expert`: expert-parallel
-        size."""
+        ("on the CPU"); None if the engine fuses them. `cpu`: True if the engine runs on the CPU. `expert`:
+        expert-parallel size."""
         if not self.family.FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM:
             return None
         if cpu:
@@ -295,8 +295,8 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
 
 
 def _spec(path: str, hf: Json, architecture: str, family: Family, mtp_layers: int) -> ModelSpec:
-    """Returns the model that config.json's content `hf` describes. Raises SlimxError for unsupported fields, fields
-    that the family does not read, and more `mtp_layers` than the checkpoint has."""
+    """Returns the model that `hf`, the contents of config.json, describes. Raises SlimxError for unsupported fields,
+    fields that the family does not read, and more `mtp_layers` than the checkpoint has."""
     file = Path(path) / "config.json"
     fields = TrackedFields(hf)
     problem = family.unsupported(fields)

@@ -172,7 +172,7 @@ class CheckpointReader:
 
     def _expected(self, name: str, shape: tuple[int, ...], *, transposed: bool, quantized: bool) -> StoredTensors:
         """Returns the shape and the possible dtypes of each checkpoint tensor that stores `name`, a weight-table tensor
-        of shape `shape`. `transposed`: True for a stack of transposed matrices; `quantized`: True to accept also number
+        of shape `shape`. `transposed`: True for a stack of transposed matrices; `quantized`: True to also accept number
         formats from which trainers cannot start, as in `check`."""
         number_format = self._format(name)
         if number_format is None or (number_format.CONVERTED and not quantized):
@@ -274,7 +274,7 @@ class CheckpointReader:
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a tensor, uint8 [n] in the order of its elements, for bitwise comparison."""
+    """Returns the bytes of a tensor as uint8 [n], in element order, for bitwise comparison."""
     return values.contiguous().flatten().view(torch.uint8)
 
 

@@ -62,7 +62,7 @@ def preloaded(
 
 def read_common(path: Path) -> Json:
     """Returns the content of `common.pt` in the checkpoint directory `path`. Unpickling allows only torch's classes and
-    argparse.Namespace, the class of the arguments."""
+    argparse.Namespace, the class of the stored Megatron-LM arguments."""
     import torch
 
     from slimx.models.files.safe_pickle import safe_classes

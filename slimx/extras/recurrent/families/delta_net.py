@@ -188,8 +188,8 @@ def unsupported(hf: HfConfig) -> str | None:
 
 def weight_table(hf: HfConfig, store: Store, frozen: Mapping[str, tuple[int, ...]] | None = None) -> Table:
     """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
-    contains. `store`: how the checkpoint stores a delta net's input projections; `frozen`: names and shapes of
-    checkpoint tensors that are not trained, but copied to exports."""
+    contains. `store`: function that returns the checkpoint's layout of a delta net's input projections, such as
+    `by_kind`; `frozen`: names and shapes of checkpoint tensors that are not trained, but copied to exports."""
     attention = Layer(layers=layers_of(hf, "full_attention")).attention(attention_of(hf))
     linear = Layer(layers=layers_of(hf, _DELTA_NET))
     experts = hf.get("num_experts") or 0
@@ -212,7 +212,7 @@ def weight_table(hf: HfConfig, store: Store, frozen: Mapping[str, tuple[int, ...
 
 def _trained(layer: Layer, net: DeltaNet, store: Store) -> tuple[Row, ...]:
     """Returns the weight-table rows of a delta net as megatron-core's GatedDeltaNet stores it, and of the norm before
-    it. `store`: how the checkpoint stores the input projections."""
+    it. `store`: as in `weight_table`."""
     prefix = "self_attention."
     source_prefix = "linear_attn."
     stored = store(net)

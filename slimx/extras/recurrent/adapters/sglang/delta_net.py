@@ -126,8 +126,8 @@ def fused_sigmoid_gating_delta_rule_update(
     softplus_beta: float,
     softplus_threshold: float,
 ) -> torch.Tensor:
-    """Computes the gated delta rule for the next token of each request, like `chunk_gated_delta_rule` with the decays
-    and learning rates that `fused_gdn_gating` returns."""
+    """Computes what `chunk_gated_delta_rule` computes, for the next token of each request, with the decays and learning
+    rates that `fused_gdn_gating` returns."""
     g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
     lengths = [1] * q.shape[1]
     return _apply_rule(q[0], k[0], v[0], g[0], beta[0], lengths, initial_state_source, initial_state_indices)[None]
@@ -217,7 +217,7 @@ def add_gated_expert(
     final_hidden_states: torch.Tensor,
 ) -> None:
     """Adds the shared expert's output times the sigmoid of its gate to `final_hidden_states`, the sum of the routed
-    experts, in place and in fp32. All are [T, hidden], except `gate_weight` [hidden], whose product with
+    experts, in place and in fp32. All tensors are [T, hidden] except `gate_weight` [hidden]; its product with
     `hidden_states` is the gate before the sigmoid."""
     gate = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
     final_hidden_states.copy_(final_hidden_states.float() + gate * shared_output.float())

@@ -111,7 +111,8 @@ GAPS = (
         close=delta_net.add_functions,
     ),
 )
-"""Functions and operators that SGLang's scheduler process lacks for delta nets on the CPU, and how slimx adds them."""
+"""Operators and functions for delta nets that SGLang's scheduler process lacks on the CPU, with the slimx functions
+that add them."""
 REPLACEMENTS = (
     (delta_net.GATED_NORM, delta_net.rms_norm_gated),
     (delta_net.GATED_LAYER_NORM, delta_net.layer_norm_gated),
