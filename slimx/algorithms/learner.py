@@ -27,7 +27,7 @@ class Learner(Protocol):
         ...
 
     def rows(self, groups: Sequence[Group]) -> list[TrainingRow]:
-        """Returns the training rows that one optimizer update on the trajectories of `groups` uses."""
+        """Returns the training rows for one optimizer update on the trajectories in `groups`."""
         ...
 
     async def train(
@@ -37,8 +37,8 @@ class Learner(Protocol):
         ...
 
     async def evaluate(self, run: object, outcomes: Sequence[object]) -> dict[str, float]:
-        """Sets the reward of each trajectory in `outcomes`, the rollouts of held-out prompts, to its score, and returns
-        metrics of these scores."""
+        """Sets the reward of each trajectory in `outcomes`, the rollouts of held-out prompts, to the trajectory's
+        score, and returns metrics of these scores."""
         ...
 
     async def write_head(self, trainers: object, path: Path) -> list[str]:

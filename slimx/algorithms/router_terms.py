@@ -32,16 +32,16 @@ class CountedTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Numbers of tokens and sequences in an update, over all micro-batches and data-parallel ranks and without padding.
-    The means over tokens and over sequences are divided by them."""
+    """Numbers of tokens and sequences in an update, by which sums are divided to obtain the update's means. They
+    include all micro-batches and data-parallel ranks, but no padding."""
 
     tokens: float
     sequences: float
 
 
 def normalized_scores(logits: torch.Tensor, function: str) -> torch.Tensor:
-    """Computes each token's affinities to experts, which sum to 1. `function`: "softmax", or "sigmoid", after which the
-    scores are divided by their sum (DeepSeek-V3, eq. 19)."""
+    """Computes each token's affinities to experts, which sum to 1. `function`: "softmax" or "sigmoid"; sigmoid scores
+    are divided by their sum (DeepSeek-V3, eq. 19)."""
     if function == "softmax":
         return _wide(logits).softmax(-1)
     scores = _wide(logits).sigmoid()

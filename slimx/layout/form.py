@@ -120,7 +120,7 @@ class WeightForm:
 
     @classmethod
     def configured(cls, config: Config) -> WeightForm | None:
-        """Returns a form with the settings in `config` if `config` selects forms of this class, else None."""
+        """Returns a form with the settings in `config` if `config` selects this kind of form, else None."""
         return cls()
 
     @classmethod

@@ -27,8 +27,8 @@ BLACKWELL = 10
 
 
 def unpublishable(chosen: Mapping[str, object], *, experts: bool, fp8: bool) -> Iterator[tuple[str, str]]:
-    """Yields (field, required value) for each field of ServerArgs with which an engine on Blackwell would select
-    kernels that change weights after loading, so that weights cannot be published to it.
+    """Yields (field, required value) for each field of ServerArgs that must be changed before weights can be published
+    to an engine on Blackwell, because the field's value selects kernels that change weights after loading.
 
     `chosen`: configured values of the fields; a missing field is "auto". `experts`: True if the model has experts;
     `fp8`: True if it has fp8 weights."""

@@ -162,9 +162,9 @@ class NumberFormat:
         return table
 
     def nearest(self, config: Config, sizes: Sizes) -> Iterable[tuple[str, Config, Sizes]]:
-        """Returns alternatives to `config`, whose trainer sizes `sizes` split quantization blocks: configurations in
-        which no block is split, the most similar first. Each is a tuple (assignment of the changed key as text, changed
-        configuration, its trainer sizes)."""
+        """Returns alternatives to `config`, whose parallel sizes split quantization blocks, the most similar first.
+        Each is a tuple (assignment of the changed key as text, changed configuration, its trainer sizes), which the
+        caller must check: it may still split blocks. `sizes`: trainer sizes in `config`."""
         return ()
 
     # Engines

@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
     @property
     def matrix(self) -> Shape:
-        """Numbers of rows and columns of the matrix as which `rects` address the tensor."""
+        """Shape (rows, columns) of the matrix as which `rects` address the tensor."""
         return (math.prod(self.shape), 1) if self.column else matrix(self.shape)
 
 

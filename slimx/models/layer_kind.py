@@ -81,7 +81,7 @@ class LayerKind:
     """Properties of a decoder with attention in every layer; base class of other kinds of decoder layers."""
 
     unproven: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Name of a kind of layer -> configuration keys that were never tested with it, as in
+    """Name of a kind of layer -> configuration keys that have never been tested with it, as in
     `slimx.rules.unproven.UNPROVEN`."""
     fuses_rotation: ClassVar[bool] = True
     """True if megatron-core's fused kernels can apply the rotary embeddings to queries and keys."""

@@ -184,8 +184,8 @@ def embedding(hf: HfConfig, *, mtp: int = 0) -> Row:
 
 def tied_copies(hf: HfConfig) -> dict[str, str]:
     """Returns the model's `Table.aliases`: if embeddings are tied, the output layer as a copy of the embedding;
-    otherwise nothing. Some checkpoints with tied embeddings, such as the published Qwen3-0.6B and 1.7B, also store the
-    output layer."""
+    otherwise an empty dict. Some checkpoints with tied embeddings, such as the published Qwen3-0.6B and 1.7B, also
+    store the output layer."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if hf.get("tie_word_embeddings", False) else {}
 
 

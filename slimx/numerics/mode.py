@@ -61,7 +61,7 @@ class NumericsMode:
 
     def contract(self, dtype: str, device: str = "cpu") -> dict[str, int | str] | None:
         """Returns the versions and settings that determine the arithmetic in `dtype` on `device` and therefore must be
-        equal in trainer and engines; None if this mode requires no equality."""
+        equal in trainer and engines; None if this mode imposes no such requirement."""
         return None
 
     # Trainer

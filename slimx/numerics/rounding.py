@@ -22,8 +22,8 @@ GROUP = "slimx.roundings"
 
 
 class Rounding:
-    """Base class of the roundings that layers may apply to their operands. It rounds nothing: weights and activations
-    are multiplied as they are."""
+    """Base class of the roundings that layers may apply to their operands. This class itself rounds nothing: weights
+    and activations are multiplied as they are."""
 
     TOKENS: ClassVar[int] = 1
     """Required divisor of the number of tokens on each rank; micro-batches are padded to a multiple of it."""

@@ -25,8 +25,8 @@ from slimx.algorithms.inputs import LARGEST_LOG_RATIO, TopLogprobs
 
 
 def k1(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Computes log(policy / other), an unbiased estimate of KL(policy || other) with high variance; single values may
-    be negative."""
+    """Computes log(policy / other), an unbiased estimate of KL(policy || other) with high variance; individual values
+    may be negative."""
     return logprobs - other
 
 

@@ -29,7 +29,7 @@ _BLOCK_BYTES = 32 * 2**20
 """Approximate number of bytes of a tensor that are compared or checked at a time."""
 BUFFER = ".rotary_emb.inv_freq"
 """Suffix of the names of tensors with rotary frequencies, which transformers saved in checkpoints until 4.31. In
-Kimi-K2's files, the shape of these tensors does not fit its config.json."""
+Kimi-K2's files, the shape of these tensors contradicts the model's config.json."""
 
 
 class CheckpointReader:

@@ -53,8 +53,8 @@ class Packed(Protocol):
 
 
 def write_bucket(packed: Packed, path: str, table: Table) -> list[str]:
-    """Writes the tensors in the bucket `packed` to the safetensors file `path`; returns their names. `table`: the
-    weight table, from which the function learns which of these tensors are stacks of transposed matrices."""
+    """Writes the tensors in the bucket `packed` to the safetensors file `path`; returns their names. `table`: weight
+    table, which identifies the tensors that are stacks of transposed matrices."""
     memory = torch.from_file(packed.path, shared=True, size=packed.size, dtype=torch.uint8)
     transposed = table.transposed()
     tensors = {}
