@@ -54,7 +54,7 @@ class Learner(Protocol):
 
 def learner_of(algorithm: Algorithm) -> Learner | None:
     """Returns the learner for an algorithm whose loss is computed from scores, such as a reward model's; None if the
-    algorithm trains a policy. Learners are entry points of the group `slimx.learners`, named by the loss."""
+    algorithm trains a policy. Learners are entry points in the group `slimx.learners`, named after the loss."""
     if not algorithm.scores:
         return None
     return entry_points.load("slimx.learners", algorithm.loss.kind)()

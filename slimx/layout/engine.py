@@ -25,7 +25,7 @@ class Shard(NamedTuple):
     row: Row
     shape: tuple[int, ...]
     ranks: Sequence[int]
-    """Tensor-parallel ranks of a pipeline stage that have this shard."""
+    """Tensor-parallel ranks that store this shard, in each pipeline stage."""
     layers: tuple[int, ...]
     """Number of tensors with this shard in each pipeline stage: one per layer, or one per layer and expert if the row's
     name contains an expert index."""

@@ -34,7 +34,7 @@ Tensors = Mapping[str, "torch.Tensor"]
 
 
 class DerivedTensors:
-    """Tensors that a rank computes before it packs a bucket, and packs instead of parameters of the same names.
+    """Tensors that a rank computes before it packs a bucket, and packs in place of the parameters with the same names.
 
     The plain form has none."""
 
@@ -156,5 +156,5 @@ def form_of(config: Config) -> WeightForm:
 
 def server_form(argv: Sequence[str]) -> ServedForm:
     """Returns the weight form that `argv`, a command line of `slimx.engines.server.launch`, selects; the plain form if
-    no option selects another. A server's child processes have the same `sys.argv`."""
+    no option selects another. A server's child processes can pass their `sys.argv`, which equals the server's."""
     return entry_points.by_option(GROUP, argv) or ServedForm()

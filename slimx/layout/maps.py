@@ -130,7 +130,7 @@ class Blocks:
     """Map from several sources, concatenated vertically and split by heads; source i consists of `heads[i]` equal
     heads.
 
-    If there are fewer heads than ranks, several ranks have the same head, as for key and value heads in an engine with
+    If there are fewer heads than ranks, several ranks store the same head, as for key and value heads in an engine with
     more tensor-parallel ranks than query groups."""
 
     heads: tuple[int, ...]

@@ -149,7 +149,7 @@ class _Shards:
         """Returns the ranks of pipeline rank `pipeline_rank` that store shard `shard` of a tensor, or the whole tensor
         if `shard` is None.
 
-        `owner`: expert-parallel rank that has the expert; None for tensors that do not belong to an expert."""
+        `owner`: expert-parallel rank that stores the expert; None for tensors that do not belong to an expert."""
         key = pipeline_rank, shard, owner
         if key not in self._ranks:
             size = self.sizes.tensor

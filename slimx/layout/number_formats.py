@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 GROUP = "slimx.number_formats"
 StoredTensors = dict[str, tuple[tuple[int, ...], Collection[str]]]
-"""Name of a stored tensor -> its shape, and the dtypes that it may have, as safetensors names them."""
+"""Name of a stored tensor -> its shape and its permitted dtypes, in the notation of safetensors."""
 ModelDtype = Literal["float32", "bfloat16"]
 ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
 """Dtype in which weights are published -> bytes per element."""
@@ -88,7 +88,7 @@ class TensorFiles(Protocol):
 
     @property
     def names(self) -> Collection[str]:
-        """Names of all tensors of the checkpoint."""
+        """Names of all tensors in the checkpoint."""
         ...
 
     @property
@@ -115,7 +115,7 @@ class NumberFormat:
     RULES: ClassVar[Collection[str]] = ()
     """Values of `publish.quantize` with which a publication quantizes weights to this format."""
     GROUP: ClassVar[int] = 1
-    """Required divisor of the number of columns of a quantized matrix."""
+    """Required divisor of the number of columns in a quantized matrix."""
     CONVERTED: ClassVar[bool] = False
     """True if only `slimx convert` reads checkpoints of this format, and trainers cannot load them."""
     LOCAL: ClassVar[bool] = False
@@ -142,8 +142,8 @@ class NumberFormat:
         raise NotImplementedError
 
     def read(self, files: TensorFiles, source: Stored, rows: slice, cols: slice) -> torch.Tensor:
-        """Reads the given rows and columns of a source of a weight table and returns them as plain values, [rows,
-        cols]."""
+        """Reads the rows `rows` and columns `cols` of `source`, a source of a weight table, and returns them as plain
+        values, [rows, cols]."""
         raise NotImplementedError
 
     def refuse(self, path: Path, unknown: Sequence[str]) -> None:
@@ -153,8 +153,8 @@ class NumberFormat:
     # Publications
 
     def quantization(self, rule: str) -> Quantization | None:
-        """Returns the quantization that a publication with rule `rule` applies to the table's quantized rows; None for
-        plain values."""
+        """Returns the quantization that a publication with rule `rule` applies to the table's quantized rows; None if
+        it sends plain values."""
         return None
 
     def chosen(self, table: Table) -> Table:

@@ -66,7 +66,7 @@ def local_shape(read: Shape, sources: Sequence[tuple[str, tuple[int, ...]]]) -> 
 def check_coverage(shapes: Mapping[str, Sequence[int]], parts: Iterable[Part]) -> None:
     """Raises SlimxError unless `parts`, except copies, contain every element of every checkpoint tensor exactly once.
 
-    `shapes`: checkpoint tensor -> shape. The message names the tensor."""
+    `shapes`: checkpoint tensor -> shape. The message names a tensor for which this is not the case."""
     covered: dict[str, list[Rect]] = {name: [] for name in shapes}
     for part in parts:
         if not part.copy:

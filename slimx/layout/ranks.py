@@ -47,8 +47,8 @@ class Sizes:
 
     @property
     def sequence_multiple(self) -> int:
-        """Required divisor of the length of each packed sequence: 2 x context, because context parallelism divides it
-        into two zigzag halves per rank; 1 without context parallelism."""
+        """Required divisor of the length of each packed sequence: 2 x context, because context parallelism divides each
+        sequence into two zigzag halves per rank; 1 without context parallelism."""
         return 2 * self.context if self.context > 1 else 1
 
     def packed_length(self, tokens: int) -> int:
@@ -74,8 +74,8 @@ def fewer(sizes: Sizes) -> Iterator[Sizes]:
     """Yields the parallel sizes with which a run can continue after it has lost ranks: `sizes` with fewer data-parallel
     ranks, the largest number first.
 
-    The new number of data-parallel ranks divides the old one, so that each rank takes over complete shards of several
-    former ranks. The number of ranks in a pipeline stage is still divisible by `expert * expert_tensor`."""
+    The new number of data-parallel ranks divides the old one, so each rank takes over complete shards of several former
+    ranks. The number of ranks in a pipeline stage is still divisible by `expert * expert_tensor`."""
     for data in range(sizes.data - 1, 0, -1):
         stage = sizes.tensor * sizes.context * data
         if sizes.data % data == 0 and stage % (sizes.expert * sizes.expert_tensor) == 0:

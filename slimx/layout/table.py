@@ -165,8 +165,8 @@ class Table:
         return range(1)
 
     def layers_of(self, row: Row) -> list[int]:
-        """Returns the indices of the layers that have `row`, as in `Entry.layer`; [0] for a row that belongs to no
-        layer."""
+        """Returns the indices of the layers to which `row` applies, as in `Entry.layer`; [0] for a row that belongs to
+        no layer."""
         return [layer for layer in self._layers_of(row.stage) if row.layers is None or layer in row.layers]
 
     def checkpoint_shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -122,9 +122,9 @@ def quantized_otherwise(hf: HfConfig, *methods: str) -> str | None:
 
 
 def unsupported_field(hf: HfConfig, *only: tuple[str, object]) -> str | None:
-    """Returns the name and value of the first field that config.json sets to an unsupported value, for an error
-    message; None if there is none. `only`: pairs of a field and its only supported value. A missing or null field
-    counts as supported."""
+    """Returns, for an error message, the name and value of the first field that config.json sets to an unsupported
+    value; None if there is no such field. `only`: pairs of a field and its only supported value. A missing or null
+    field counts as supported."""
     for key, value in only:
         if hf.get(key) not in (None, value):
             return f"{key} {hf[key]}"

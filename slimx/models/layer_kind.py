@@ -30,8 +30,8 @@ Packing = Callable[..., "PackedSeqParams"]
 
 
 class LayerParts(NamedTuple):
-    """Parts of one decoder layer: `mixer` combines tokens, `mlp` transforms each token; None if the layer lacks the
-    part."""
+    """Parts of one decoder layer: the `mixer` combines tokens, and the `mlp` transforms each token separately. A part
+    that the layer lacks is None."""
 
     mixer: Literal["attention", "recurrent"] | None
     mlp: Literal["dense", "experts"] | None
@@ -78,7 +78,7 @@ class MicrobatchSetting(Protocol):
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Properties of a decoder with attention in every layer; base class of other kinds of decoder layers."""
+    """Properties of a decoder with attention in every layer; base class for decoders with other kinds of layers."""
 
     unproven: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Name of a kind of layer -> configuration keys that have never been tested with it, as in
@@ -102,7 +102,7 @@ class LayerKind:
         return 0
 
     def attention_flops(self, model: ModelFields, layers: int, pairs: int) -> SequenceFlops:
-        """Returns the FLOPs of `layers` attention layers, without their projections. `pairs`: number of dimensions of
+        """Returns the FLOPs of `layers` attention layers, excluding their projections. `pairs`: number of dimensions of
         one layer's two products (scores and outputs) for one pair of tokens, summed over heads."""
         return causal_attention(model, layers, pairs)
 

@@ -89,7 +89,7 @@ class Layer:
     """Indices of the layers that have these parameters; None: all."""
 
     def row(self, name: str, sources: Named, *, kind: str = "weight", **options: Unpack[RowOptions]) -> Row:
-        """Returns the weight-table row of parameter `name`, which contains one tensor of each of the checkpoint's
+        """Returns the weight-table row of parameter `name`, which contains one tensor from each of the checkpoint's
         modules in `sources`. `kind`: name of that tensor in its module, such as weight or bias. `options`: further
         fields of `Row`."""
         full = tuple((f"{self.source_prefix}{source}.{kind}", shape) for source, shape in sources)

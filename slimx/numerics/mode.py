@@ -68,8 +68,8 @@ class NumericsMode:
 
     def exchange_layers(self, block: object, transformer: object, gpt: Json) -> Json:
         """Replaces modules in `block`, the spec of a decoder (TransformerBlockSubmodules), for the TransformerConfig
-        `transformer`. Returns the keyword arguments with which GPTModel is to be built: those in `gpt`, with the
-        changes that this mode requires."""
+        `transformer`. Returns the keyword arguments with which to build GPTModel: those in `gpt`, with the changes that
+        this mode requires."""
         return gpt
 
     # The type of `weights` is Any, because its class is defined in slimx.trainer, which depends on this package.

@@ -67,8 +67,8 @@ class Estimator:
 def group_advantages(algorithm: Algorithm, group: Group) -> list[float]:
     """Returns the advantage of each trajectory of `group`, in order.
 
-    A rollout counts once, however many trajectories it returned: its reward is the mean of their rewards, and all of
-    them get the rollout's advantage."""
+    A rollout counts once, however many trajectories it returned: its reward is the mean of their rewards, and each of
+    them is assigned the rollout's advantage."""
     estimator = algorithm.advantages
     if algorithm.loss.kind == "sft":
         return [1.0] * len(group.trajectories)

@@ -31,8 +31,8 @@ def _above_first(rewards: Sequence[float]) -> np.ndarray:
 def grpo(rewards: Sequence[float], *, normalize_std: bool = True, eps: float = 1e-6) -> np.ndarray:
     """Computes group-relative advantages, float32 [n]: (reward - mean) / (std + eps) (GRPO; DeepSeekMath, 2402.03300).
 
-    The standard deviation is the unbiased one (n - 1 in the denominator). A group of one rollout has no baseline, so
-    its advantage is 0. Without `normalize_std` the difference is not divided (Dr. GRPO, 2503.20783).
+    The standard deviation is the sample standard deviation (n - 1 in the denominator). A group of one rollout has no
+    baseline, so its advantage is 0. Without `normalize_std` the difference is not divided (Dr. GRPO, 2503.20783).
     """
     values = _above_first(rewards)
     centered = values - values.mean()

@@ -57,7 +57,8 @@ ESTIMATORS: dict[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "low_variance"
 """KL estimators by their names in the configuration (`algorithm.kl_estimator`)."""
 
 TopKL = Callable[[TopLogprobs], torch.Tensor]
-"""Function that returns a KL [T] between teacher and policy, with gradient with respect to the policy's log-probs."""
+"""Function that returns a KL divergence [T] between teacher and policy, with gradient with respect to the policy's
+log-probs."""
 ROUNDING = 2.0**-23
 """Tolerance for the teacher's tail probability, which is computed as 1 minus a sum of fp32 probabilities: a value up to
 this may be mere rounding error."""
@@ -73,7 +74,7 @@ def forward(top: TopLogprobs) -> torch.Tensor:
 
 def reverse(top: TopLogprobs) -> torch.Tensor:
     """Computes KL(policy || teacher), [T], over the teacher's top-k tokens and one bucket for all other tokens, by the
-    formula in the module's docstring. The teacher's tail counts as at least `ROUNDING`."""
+    formula in the module's docstring. The teacher's tail probability is clamped to at least `ROUNDING`."""
     _, log_tail = _teacher_tail(top)
     divergence = (top.policy.exp() * (top.policy - top.teacher)).sum(-1)
     return divergence + top.policy_rest.exp() * (top.policy_rest - log_tail)

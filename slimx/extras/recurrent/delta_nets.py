@@ -61,7 +61,8 @@ class DeltaNet:
 
     @property
     def channels(self) -> int:
-        """Number of projection rows of queries, keys and values together, the input channels of the convolution."""
+        """Number of projection rows for queries, keys and values together, equal to the number of input channels of the
+        convolution."""
         return 2 * self.key + self.value
 
     @property

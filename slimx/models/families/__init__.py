@@ -91,7 +91,7 @@ class Family(FamilyOptions, Protocol):
 
 
 GROUP = "slimx.families"
-"""Entry point group of family modules, each named by its architecture."""
+"""Entry point group of family modules, each named after its architecture."""
 
 _VISION = (
     "slimx trains only the text model and would lose the tensors of the vision tower; save the language model alone "

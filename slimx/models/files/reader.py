@@ -73,7 +73,7 @@ class CheckpointReader:
 
     @cached_property
     def config(self) -> Json:
-        """Content of the checkpoint's config.json."""
+        """Contents of the checkpoint's config.json."""
         return read_object(self.path / "config.json")
 
     @property
@@ -91,7 +91,7 @@ class CheckpointReader:
         return self.view(name)[:]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of tensor `name` as it is stored."""
+        """Returns the shape in which tensor `name` is stored."""
         return tuple(self.view(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:

@@ -206,7 +206,7 @@ def norm_gated_heads(
 
 
 def multiply_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> None:
-    """Multiplies `x` in place by the sigmoid of `gate`, which has the same number of elements, in fp32."""
+    """Multiplies `x` in place by the sigmoid of `gate`, which has as many elements as `x`. Computes in fp32."""
     x.copy_(x.float() * gate.reshape(x.shape).float().sigmoid())
 
 
@@ -224,7 +224,7 @@ def add_gated_expert(
 
 
 def operators_missing() -> bool:
-    """Returns True if torch has none of the operators in `_OPERATORS`, so that they must be added."""
+    """Returns True if torch has none of the operators in `_OPERATORS` and they must therefore be added."""
     return not any(hasattr(torch.ops.sgl_kernel, name) for name in _OPERATORS)
 
 
