@@ -15,8 +15,8 @@ LARGEST_LOG_RATIO = 20.0
 squared. verl and OpenRLHF use the same bound."""
 
 SequenceSum = Callable[[torch.Tensor], torch.Tensor]
-"""Function from values [T] to sums [T]: every token gets the sum over its sequence, including tokens on other
-context-parallel ranks. With context parallelism the call is collective. The result has no gradient."""
+"""Function that maps values [T] to sums [T]: each token's value is replaced with the sum over its sequence, including
+tokens on other context-parallel ranks. With context parallelism the call is collective. The result has no gradient."""
 
 
 class TopLogprobs(NamedTuple):
@@ -25,7 +25,8 @@ class TopLogprobs(NamedTuple):
     policy: torch.Tensor
     """[T, k]: the policy's log-probs, with gradient."""
     policy_rest: torch.Tensor
-    """[T]: log of the policy's total probability of all tokens except the teacher's top k, with gradient."""
+    """[T]: log of the total probability that the policy assigns to all tokens outside the teacher's top k, with
+    gradient."""
     teacher: torch.Tensor
     """[T, k]: the teacher's log-probs."""
 
@@ -43,9 +44,9 @@ class LossInputs(LossColumns[torch.Tensor]):
     """Log-probs in the denominator of the importance ratio: the engine's, or the trainer's before the step
     (algorithm.old_logprobs)."""
     reference_logprobs: torch.Tensor | None = None
-    """Log-probs under the reference model (algorithm.reference); None without a reference."""
+    """Log-probs under the reference model (`algorithm.reference`); None if there is no reference model."""
     top: TopLogprobs | None = None
-    """Log-probs at the teacher's top-k tokens (algorithm.teacher_top_k); None without them."""
+    """Log-probs at the teacher's top-k tokens; None if `algorithm.teacher_top_k` is not set."""
     entropy: torch.Tensor | None = None
     """Entropy of the distribution that predicts each label, in nats, with gradient; None if the algorithm does not use
     it."""
@@ -54,14 +55,14 @@ class LossInputs(LossColumns[torch.Tensor]):
 
 
 Loss = Callable[[LossInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Function that returns the micro-batch's contribution to the loss, a weighted sum over its tokens, and metrics that
-are summed over micro-batches."""
+"""Function that returns (contribution of a micro-batch to the loss, metrics). The contribution is a weighted sum over
+the micro-batch's tokens; metrics are summed over micro-batches."""
 
 
 def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     """Computes exp(log_ratio), with the log-ratio clamped to +-`LARGEST_LOG_RATIO`. Outside these bounds the result is
     constant and has no gradient.
 
-    Without the bounds, the ratio of a log-ratio above 88 is infinite in fp32, and a subsequent clip multiplies infinity
-    by 0."""
+    Without the bounds, the ratio would be infinite in fp32 for a log-ratio above 88, and a subsequent clip would
+    multiply infinity by 0."""
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()

@@ -23,11 +23,11 @@ class Learner(Protocol):
     """Columns of the metrics table that the run prints."""
 
     def trainer(self) -> type:
-        """Returns the class of the trainer ranks that train the model."""
+        """Returns the class that implements a trainer rank for this model."""
         ...
 
     def rows(self, groups: Sequence[Group]) -> list[TrainingRow]:
-        """Returns the rows of the groups' trajectories for one optimizer update."""
+        """Returns the training rows for one optimizer update on the trajectories in `groups`."""
         ...
 
     async def train(
@@ -37,8 +37,8 @@ class Learner(Protocol):
         ...
 
     async def evaluate(self, run: object, outcomes: Sequence[object]) -> dict[str, float]:
-        """Returns metrics of the held-out prompts whose rollouts are in `outcomes`, and sets the reward of each
-        trajectory to its score."""
+        """Sets the reward of each trajectory in `outcomes`, the rollouts of held-out prompts, to the trajectory's
+        score, and returns metrics of these scores."""
         ...
 
     async def write_head(self, trainers: object, path: Path) -> list[str]:
@@ -47,14 +47,14 @@ class Learner(Protocol):
         ...
 
     def declare(self, directory: Path) -> None:
-        """Sets the model class in config.json of the exported checkpoint `directory`, which was written for a
-        policy."""
+        """Replaces the policy's model class in config.json of the exported checkpoint `directory` with the class of
+        this model."""
         ...
 
 
 def learner_of(algorithm: Algorithm) -> Learner | None:
     """Returns the learner for an algorithm whose loss is computed from scores, such as a reward model's; None if the
-    algorithm trains a policy. Learners are entry points of the group `slimx.learners`, named by the loss."""
+    algorithm trains a policy. Learners are entry points in the group `slimx.learners`, named after the loss."""
     if not algorithm.scores:
         return None
     return entry_points.load("slimx.learners", algorithm.loss.kind)()

@@ -32,16 +32,16 @@ class CountedTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Numbers of tokens and sequences of an update, the denominators of its means: summed over all micro-batches and
-    data-parallel ranks, without padding."""
+    """Numbers of tokens and sequences in an update, by which sums are divided to obtain the update's means. They
+    include all micro-batches and data-parallel ranks, but no padding."""
 
     tokens: float
     sequences: float
 
 
 def normalized_scores(logits: torch.Tensor, function: str) -> torch.Tensor:
-    """Computes each token's affinities to experts, which sum to 1. `function`: softmax, or sigmoid, whose scores are
-    divided by their sum (DeepSeek-V3, eq. 19)."""
+    """Computes each token's affinities to experts, which sum to 1. `function`: "softmax" or "sigmoid"; sigmoid scores
+    are divided by their sum (DeepSeek-V3, eq. 19)."""
     if function == "softmax":
         return _wide(logits).softmax(-1)
     scores = _wide(logits).sigmoid()
@@ -73,9 +73,9 @@ def balance_loss(
     """Computes E * sum over tokens x of weight[segment of x] * sum over experts i of load[segment of x, i] * scores[x,
     i].
 
-    `load` [segments, E] is the fraction of a segment's expert choices that each expert got, and sums to 1. `weight`
-    [segments] weights the tokens of a segment. With weight 1 / T this is the load-balancing loss of Switch Transformers
-    (2101.03961, eq. 4) and DeepSeek-V3 (2412.19437, eq. 17), which is 1 if load or scores are uniform."""
+    `load` [segments, E] is the fraction of a segment's expert choices that each expert received, and sums to 1.
+    `weight` [segments] weights the tokens of a segment. With weight 1 / T this is the load-balancing loss of Switch
+    Transformers (2101.03961, eq. 4) and DeepSeek-V3 (2412.19437, eq. 17), which is 1 if load or scores are uniform."""
     sums = scores.new_zeros(load.shape).index_add(0, segments, scores * counted[:, None])
     return scores.shape[1] * (weight[:, None] * load * sums).sum()
 

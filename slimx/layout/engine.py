@@ -25,7 +25,7 @@ class Shard(NamedTuple):
     row: Row
     shape: tuple[int, ...]
     ranks: Sequence[int]
-    """Tensor-parallel ranks of a pipeline stage that have this shard."""
+    """Tensor-parallel ranks that store this shard, in each pipeline stage."""
     layers: tuple[int, ...]
     """Number of tensors with this shard in each pipeline stage: one per layer, or one per layer and expert if the row's
     name contains an expert index."""
@@ -69,7 +69,7 @@ class EngineLayout:
             )
 
     def parts(self) -> Iterator[Part]:
-        """Yields every distinct local tensor of the engine, with the ranks that have it."""
+        """Yields every distinct local tensor of the engine, with the ranks that store it."""
         stage_of = self._stage_of()
         geometry: dict[tuple[int, int], tuple[tuple[int, ...], tuple[Rect, ...]]] = {}
         for entry in self.table.entries():
@@ -92,8 +92,8 @@ class EngineLayout:
                 )
 
     def shards(self) -> Iterator[Shard]:
-        """Yields every shard of every table row once, with the number of tensors that have it; `parts` yields each of
-        these tensors."""
+        """Yields every shard of every table row once, with the number of tensors that contain it; `parts` yields these
+        tensors one by one."""
         table = self.table
         stage_of = self._stage_of()
         for row in table.rows:
@@ -122,7 +122,7 @@ class EngineLayout:
 
     def _shards(self, row: Row) -> Iterator[tuple[int, int, int, Sequence[int]]]:
         """Yields every shard of the table row `row` as (index of the shard, number of shards, expert-parallel rank,
-        tensor-parallel ranks that have the shard). The expert-parallel rank is 0 for rows without experts."""
+        tensor-parallel ranks that store the shard). The expert-parallel rank is 0 for rows without experts."""
         ranks = range(self.sizes.tensor)
         if row.stacked:
             size = self.sizes.expert_tensor

@@ -34,43 +34,44 @@ Tensors = Mapping[str, "torch.Tensor"]
 
 
 class DerivedTensors:
-    """Tensors that a rank computes before it packs a bucket, and packs instead of parameters of the same names.
+    """Tensors that a rank computes before it packs a bucket, and packs in place of the parameters with the same names.
 
     The plain form has none."""
 
     def places(self, bucket: int) -> Tensors:
-        """Returns the buffers, by parameter name, into which `make` writes for `bucket`; the same memory in every
-        call."""
+        """Returns the buffers into which `make` writes the tensors of `bucket`, by parameter name. Every call returns
+        the same memory."""
         return {}
 
     def make(self, bucket: int, moves: np.ndarray) -> None:
-        """Computes the tensors that are read by `moves`, some of the moves of `bucket`, and writes them into the
-        bucket's buffers."""
+        """Computes the tensors that `moves`, a subset of the moves of `bucket`, read, and writes them into the bucket's
+        buffers."""
 
 
 class AttachedForm:
     """Parameters that a weight form adds to the model on one trainer rank, such as LoRA adapters, and the tensors that
-    the rank packs. This base class is the plain form, which has no additional parameters."""
+    the rank packs. This base class is the plain form, which adds no parameters."""
 
     keeps_base: ClassVar[bool] = False
-    """True if training changes only the additional parameters, so that the model without them serves as the reference
+    """True if only the parameters that the form adds are trained. The model without them then serves as the reference
     model."""
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Returns the additional parameters. The keys are names for use in messages."""
+        """Returns the parameters that this form adds to the model's; the keys are names for use in messages."""
         return {}
 
     # `plan` is Any because a package that imports this one defines its class.
     def leaving(self, name: str, plan: Any, rank: int, weights: Tensors) -> tuple[Tensors, DerivedTensors]:
-        """Returns the tensors that `rank` packs as specified by `plan` (a `slimx.reshard.plan.copy_plan.Plan`), and a
-        `DerivedTensors`, which computes replacements for some of them just before packing.
+        """Returns the tensors that `rank` packs according to `plan` (a `slimx.reshard.plan.copy_plan.Plan`), and the
+        `DerivedTensors` object that computes replacements for some of them just before packing.
 
-        `name`: purpose of the plan: "publish", "adapters" or "export". `weights`: the rank's parameters by name."""
+        `name`: purpose of the plan, one of "publish", "adapters" and "export". `weights`: the rank's parameters by
+        name."""
         return weights, DerivedTensors()
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Makes the model compute without the additional parameters within the `with` block."""
+        """Excludes the parameters that this form adds from the model's computation within the `with` block."""
         yield
 
 
@@ -81,12 +82,12 @@ class ServedForm:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Names of the policies whose additional parameters this server stores, each in its own slot. If there are
-        several, a request must name its policy."""
+        """Names of the policies for which this server stores the parameters that the form adds, with one slot per
+        policy. If there are several, a request must name its policy."""
         return ()
 
     def server_arguments(self, device: str) -> Json:
-        """Returns the arguments that this form adds to those of SGLang's server on `device`."""
+        """Returns the SGLang arguments that this form adds for a server on `device`."""
         return {}
 
     def command_line(self) -> list[str]:
@@ -94,8 +95,8 @@ class ServedForm:
         return []
 
     def contract(self) -> Json | None:
-        """Returns the state of the additional parameters that each rank of the server must report when it attests; None
-        if there are no additional parameters."""
+        """Returns the state of the parameters added by this form that each rank of the server must report when it
+        attests; None if the form adds none."""
         return None
 
     def check_request(self, request: object) -> None:
@@ -105,8 +106,8 @@ class ServedForm:
         """Registers this form's hooks in SGLang's HookRegistry `registry`. `kinds`: SGLang's HookType."""
 
     def attest(self, runner: object) -> Json | None:
-        """Returns the state of the additional parameters on the rank whose SGLang ModelRunner is `runner`, for
-        comparison with `contract`; None if there are none."""
+        """Returns the state of the parameters added by this form on the rank whose SGLang ModelRunner is `runner`, for
+        comparison with `contract`; None if the form adds none."""
         return None
 
 
@@ -119,18 +120,18 @@ class WeightForm:
 
     @classmethod
     def configured(cls, config: Config) -> WeightForm | None:
-        """Returns the form if `config` selects it, else None."""
+        """Returns a form with the settings in `config` if `config` selects this kind of form, else None."""
         return cls()
 
     @classmethod
     def parse(cls, argument: str) -> ServedForm:
-        """Returns the server's form for `argument`, the argument of the option `OPTION`. Raises ValueError if it is
-        invalid."""
+        """Returns the server's weight form that `argument`, the value of the command-line option `OPTION`, describes.
+        Raises ValueError if the value is invalid."""
         return ServedForm()
 
     def published_parts(self, table: Table, sizes: Sizes) -> tuple[Sequence[Part], Sequence[Part]]:
-        """Returns the additional tensors that trainers of `sizes` publish for a model with this weight table, and the
-        additional tensors that engines load."""
+        """Returns the tensors that this form adds to those of a model with the weight table `table`: first as trainers
+        of `sizes` publish them, then as engines load them."""
         return (), ()
 
     def attach(self, module: torch.nn.Module, table: Table) -> AttachedForm:
@@ -139,12 +140,13 @@ class WeightForm:
         return AttachedForm()
 
     def served(self) -> ServedForm:
-        """Returns the weight form of the servers of this policy's engines."""
+        """Returns the form in which this policy's engines store their weights."""
         return ServedForm()
 
 
 def form_of(config: Config) -> WeightForm:
-    """Returns the weight form that the configuration of a run's policy selects; the plain form if no other applies."""
+    """Returns the weight form that `config`, the configuration of one policy, selects; the plain form if it selects no
+    other."""
     for kind in entry_points.load_all(GROUP).values():
         form = kind.configured(config)
         if form is not None:
@@ -154,5 +156,5 @@ def form_of(config: Config) -> WeightForm:
 
 def server_form(argv: Sequence[str]) -> ServedForm:
     """Returns the weight form that `argv`, a command line of `slimx.engines.server.launch`, selects; the plain form if
-    no option selects another. A server's child processes have the same `sys.argv`."""
+    no option selects another. A server's child processes can pass their `sys.argv`, which equals the server's."""
     return entry_points.by_option(GROUP, argv) or ServedForm()

@@ -27,11 +27,11 @@ BLACKWELL = 10
 
 
 def unpublishable(chosen: Mapping[str, object], *, experts: bool, fp8: bool) -> Iterator[tuple[str, str]]:
-    """Yields each field of ServerArgs that selects unsuitable kernels for an engine on Blackwell, with the required
-    value.
+    """Yields (field, required value) for each field of ServerArgs that must be changed before weights can be published
+    to an engine on Blackwell, because the field's value selects kernels that change weights after loading.
 
-    `chosen`: values of the fields; a missing one is "auto". `experts`, `fp8`: True if the model has experts, or fp8
-    weights."""
+    `chosen`: configured values of the fields; a missing field is "auto". `experts`: True if the model has experts;
+    `fp8`: True if it has fp8 weights."""
     for field, needed in ((EXPERTS, experts), (FP8, fp8)):
         if needed and chosen.get(field, "auto") != PLAIN[field]:
             yield field, PLAIN[field]

@@ -47,8 +47,7 @@ class Rect(NamedTuple):
 
     @property
     def extent(self) -> Shape:
-        """Rows and columns of the checkpoint tensor from the rectangle's first to its last element, skipped rows
-        included."""
+        """Numbers of rows and columns that the rectangle spans in the checkpoint tensor, including skipped rows."""
         return (self.rows - 1) * self.step + 1, self.cols
 
 
@@ -64,7 +63,7 @@ class IndexMap(Protocol):
 
 
 def share(length: int, rank: int, size: int, name: str = "a dimension") -> tuple[int, int]:
-    """Returns the first element and the length of rank `rank`'s shard of a dimension of `length` elements that is split
+    """Returns the start index and the length of rank `rank`'s shard of a dimension of `length` elements that is split
     over `size` ranks.
 
     `name`: description of the dimension for the SlimxError that is raised if `size` does not divide `length`."""
@@ -79,8 +78,8 @@ def share(length: int, rank: int, size: int, name: str = "a dimension") -> tuple
 
 
 def _shard(length: int, axis: int | None, rank: int, size: int, name: str) -> tuple[int, int]:
-    """Returns the first element and the length of a rank's shard, as `share` does; 0 and `length` if `axis` is None, so
-    that the dimension is not split."""
+    """Returns the start index and the length of a rank's shard, as `share` does; 0 and `length` if `axis` is None,
+    which means that the dimension is not split."""
     if axis is None:
         return 0, length
     return share(length, rank, size, name)
@@ -97,7 +96,7 @@ def _refuse_columns(axis: int | None, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Map from one source: every rank has all of it, or an equal, contiguous shard of its rows or columns."""
+    """Map from one source: every rank stores all of it, or an equal, contiguous shard of its rows or columns."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         ((rows, cols),) = shapes
@@ -131,7 +130,7 @@ class Blocks:
     """Map from several sources, concatenated vertically and split by heads; source i consists of `heads[i]` equal
     heads.
 
-    If there are fewer heads than ranks, several ranks have the same head, as for key and value heads in an engine with
+    If there are fewer heads than ranks, several ranks store the same head, as for key and value heads in an engine with
     more tensor-parallel ranks than query groups."""
 
     heads: tuple[int, ...]
@@ -181,7 +180,7 @@ class InterleaveQKV:
         return (local_row, cols), rects
 
     def _runs(self, group: int, per_group: int) -> list[tuple[int, int, int]]:
-        """Returns (source, first row, number of rows) of every range of consecutive rows in query group `group`."""
+        """Returns (source, first row, number of rows) for every range of consecutive rows in query group `group`."""
         dim = self.head_dim
         heads = range(group * per_group, (group + 1) * per_group)
         if self.gated:
@@ -195,11 +194,12 @@ class InterleaveQKV:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Map from one source, in which the checkpoint stores the sources of `map` concatenated vertically."""
+    """Map that applies `map` to the row ranges of a single source: the checkpoint stores the sources of `map` as one
+    tensor, concatenated vertically."""
 
     map: IndexMap
     rows: tuple[int, ...]
-    """Number of rows of each source of `map`."""
+    """Number of rows in each source of `map`."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         ((_, cols),) = shapes
@@ -255,10 +255,10 @@ class Sections:
 
 @dataclass(frozen=True, slots=True)
 class Deinterleave:
-    """Map from one source whose rows alternate between two matrices to the rows of the first matrix, then those of the
-    second.
+    """Map that separates two matrices whose rows alternate in one source: the local tensor contains the rows of the
+    first matrix, then those of the second.
 
-    Each rank has its shard of both matrices."""
+    Each rank stores its shard of both matrices."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         _refuse_columns(axis, "alternating rows")
@@ -272,8 +272,8 @@ class Deinterleave:
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """Map that gives the first rank the whole source and the other ranks zeros, for a bias in a layer whose ranks sum
-    their outputs."""
+    """Map for a bias in a layer whose ranks sum their outputs: the first rank stores the whole source, every other rank
+    zeros."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         ((rows, cols),) = shapes
@@ -315,8 +315,8 @@ class RotateHalf:
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """Map from one source to a tensor with more rows: the next multiple of `multiple`, which must also be divisible by
-    the number of ranks. No rectangle fills the appended rows."""
+    """Map from one source to a tensor whose number of rows is padded to a multiple of `multiple` that is also divisible
+    by the number of ranks. No rectangle fills the padding rows."""
 
     multiple: int
 

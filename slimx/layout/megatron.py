@@ -72,11 +72,11 @@ class MegatronLayout:
             )
 
     def parts(self) -> Iterator[Part]:
-        """Yields every distinct local tensor of all trainer ranks, with the ranks that have it."""
+        """Yields every distinct local tensor of all trainer ranks, with the ranks that store it."""
         yield from self._parts(None)
 
     def parts_of(self, rank: int) -> list[Part]:
-        """Returns the local tensors of rank `rank`, in the order of the checkpoint."""
+        """Returns the local tensors of rank `rank`, in checkpoint order."""
         return [part for part in self._parts(rank // self.sizes.stage) if rank in part.ranks]
 
     def _parts(self, only: int | None) -> Iterator[Part]:
@@ -113,10 +113,11 @@ class MegatronLayout:
 
 
 def nearly_equal(layers: int, stages: int) -> list[int]:
-    """Returns the numbers of layers of all stages, which differ by at most one.
+    """Divides `layers` decoder layers among `stages` stages and returns each stage's number of layers; the numbers
+    differ by at most one.
 
-    The first and the last stage, which also contain the embedding and the output layer, get no additional decoder layer
-    if possible."""
+    Remaining layers are assigned to the first and the last stage only if necessary, because these stages also contain
+    the embedding and the output layer."""
     least, extra = divmod(layers, stages)
     preferred = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
     counts = [least] * stages
@@ -145,10 +146,10 @@ class _Shards:
         return self._geometry[key]
 
     def ranks(self, pipeline_rank: int, shard: int | None, owner: int | None) -> tuple[int, ...]:
-        """Returns the ranks of `pipeline_rank` that have the shard with index `shard`, or the unsplit tensor if it is
-        None.
+        """Returns the ranks of pipeline rank `pipeline_rank` that store shard `shard` of a tensor, or the whole tensor
+        if `shard` is None.
 
-        `owner`: expert-parallel rank that has the expert; None for tensors that do not belong to an expert."""
+        `owner`: expert-parallel rank that stores the expert; None for tensors that do not belong to an expert."""
         key = pipeline_rank, shard, owner
         if key not in self._ranks:
             size = self.sizes.tensor

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 GROUP = "slimx.number_formats"
 StoredTensors = dict[str, tuple[tuple[int, ...], Collection[str]]]
-"""Name of a stored tensor -> its shape, and the dtypes that it may have, as safetensors names them."""
+"""Name of a stored tensor -> its shape and its permitted dtypes, in the notation of safetensors."""
 ModelDtype = Literal["float32", "bfloat16"]
 ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
 """Dtype in which weights are published -> bytes per element."""
@@ -35,7 +35,7 @@ class Quantization:
     """Quantization that a publication applies to a matrix: its elements become codes, and each block gets one scale."""
 
     rule: str
-    """Rule that computes a block's scale (docs/numerics.md)."""
+    """Name of the rule by which a block's scale is computed (docs/numerics.md)."""
     block: tuple[int, int]
     """(rows, columns) of a block."""
     operation: str
@@ -46,10 +46,11 @@ class Quantization:
     suffixes: tuple[str, str]
     """Suffixes that are appended to a tensor's name for its codes and for its scales."""
     per_code: int = 1
-    """Number of matrix columns that one element of the codes contains: 2 if it contains two INT4 codes."""
+    """Number of matrix columns packed into one element of the code tensor, such as 2 if an element packs two INT4
+    codes."""
 
     def shapes(self, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the shapes of the codes and of the scales of a tensor with `shape`, [..., rows, cols]."""
+        """Returns the shapes of the codes and of the scales for a tensor of shape `shape`, [..., rows, cols]."""
         *stack, rows, cols = shape
         high, wide = self.block
         return (*stack, rows, cols // self.per_code), (*stack, -(-rows // high), -(-cols // wide))
@@ -87,7 +88,7 @@ class TensorFiles(Protocol):
 
     @property
     def names(self) -> Collection[str]:
-        """Names of all tensors of the checkpoint."""
+        """Names of all tensors in the checkpoint."""
         ...
 
     @property
@@ -96,15 +97,15 @@ class TensorFiles(Protocol):
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of the tensor with this name."""
+        """Returns the shape in which tensor `name` is stored."""
         ...
 
     def whole(self, name: str) -> torch.Tensor:
-        """Returns the whole tensor with this name, in the dtype in which it is stored."""
+        """Reads the whole of tensor `name` and returns it in the dtype in which it is stored."""
         ...
 
     def view(self, name: str) -> TensorSlice:
-        """Returns the tensor with this name for reading in parts."""
+        """Returns a view of tensor `name`, from which parts can be read."""
         ...
 
 
@@ -114,17 +115,18 @@ class NumberFormat:
     RULES: ClassVar[Collection[str]] = ()
     """Values of `publish.quantize` with which a publication quantizes weights to this format."""
     GROUP: ClassVar[int] = 1
-    """Required divisor of the number of columns of a quantized matrix."""
+    """Required divisor of the number of columns in a quantized matrix."""
     CONVERTED: ClassVar[bool] = False
     """True if only `slimx convert` reads checkpoints of this format, and trainers cannot load them."""
     LOCAL: ClassVar[bool] = False
-    """True if engines load these codes only under their own parameter names and layout (`publish.encoding: local`)."""
+    """True if engines load codes of this format only under the engines' parameter names and in the engines' layout
+    (`publish.encoding: local`)."""
     IGNORED: ClassVar[Collection[str]] = ()
     """Names of parameters that SGLang creates for this format in addition to codes and scales, but never reads."""
 
     def other_scheme(self, described: Json) -> str | None:
-        """Returns name and value of the first field in `described`, a checkpoint's `quantization_config`, that this
-        format does not support, for an error message; None if it supports all of them."""
+        """Returns, for an error message, the name and value of the first unsupported field in `described`, a
+        checkpoint's `quantization_config`; None if this format supports all fields."""
         return None
 
     # Checkpoints
@@ -140,19 +142,19 @@ class NumberFormat:
         raise NotImplementedError
 
     def read(self, files: TensorFiles, source: Stored, rows: slice, cols: slice) -> torch.Tensor:
-        """Reads the given rows and columns of a source of a weight table and returns them as plain values, [rows,
-        cols]."""
+        """Reads the rows `rows` and columns `cols` of `source`, a source of a weight table, and returns them as plain
+        values, [rows, cols]."""
         raise NotImplementedError
 
     def refuse(self, path: Path, unknown: Sequence[str]) -> None:
-        """Raises SlimxError with a remedy if some of the tensors `unknown`, which a trainer cannot load, belong to this
-        format."""
+        """Raises SlimxError with a remedy if this format accounts for some of `unknown`, names of tensors in the
+        checkpoint `path` that a trainer cannot load."""
 
     # Publications
 
     def quantization(self, rule: str) -> Quantization | None:
-        """Returns the quantization that a publication with rule `rule` applies to the table's quantized rows; None for
-        plain values."""
+        """Returns the quantization that a publication with rule `rule` applies to the table's quantized rows; None if
+        it sends plain values."""
         return None
 
     def chosen(self, table: Table) -> Table:
@@ -160,16 +162,16 @@ class NumberFormat:
         return table
 
     def nearest(self, config: Config, sizes: Sizes) -> Iterable[tuple[str, Config, Sizes]]:
-        """Returns alternatives to a `config` whose trainer sizes `sizes` split quantization blocks: configurations that
-        do not split them, the most similar first. Each is a tuple (assignment of the changed key as text, changed
-        configuration, its trainer sizes)."""
+        """Returns alternatives to `config`, whose parallel sizes split quantization blocks, the most similar first.
+        Each is a tuple (assignment of the changed key as text, changed configuration, its trainer sizes), which the
+        caller must check: it may still split blocks. `sizes`: trainer sizes in `config`."""
         return ()
 
     # Engines
 
     def codes_of(self, parameter: str) -> str | None:
-        """Returns the name of the parameter whose scales are in SGLang's `parameter`; None if it contains no scales of
-        this format."""
+        """Returns the name of the SGLang parameter to whose values the scales in SGLang's `parameter` apply; None if
+        `parameter` contains no scales of this format."""
         return None
 
     def scales[Piece](self, pieces: Iterable[Piece], owner: object) -> Iterator[Piece]:
@@ -188,8 +190,8 @@ def all_formats() -> Mapping[str, NumberFormat]:
 
 
 def published_format(rule: str | None) -> NumberFormat:
-    """Returns the number format of weights published with `rule`, a value of `publish.quantize`; plain values if it is
-    None."""
+    """Returns the number format of weights published with `rule`, a value of `publish.quantize`; the format of plain
+    values if `rule` is None."""
     for number_format in all_formats().values():
         if rule in number_format.RULES:
             return number_format

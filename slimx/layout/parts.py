@@ -14,8 +14,8 @@ from slimx.layout.maps import Rect, Shape
 
 
 class Part(NamedTuple):
-    """Local tensor: the tensor of a rank, described by the checkpoint elements that it contains. All ranks in `ranks`
-    have this tensor with the same bytes."""
+    """One local tensor of a rank, described by the checkpoint elements that it contains. All ranks in `ranks` store
+    identical copies of it."""
 
     name: str
     """Name of the parameter in the rank's module."""
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
     @property
     def matrix(self) -> Shape:
-        """Rows and columns of the tensor as the matrix to which `rects` refer."""
+        """Shape (rows, columns) of the matrix as which `rects` address the tensor."""
         return (math.prod(self.shape), 1) if self.column else matrix(self.shape)
 
 
@@ -66,7 +66,7 @@ def local_shape(read: Shape, sources: Sequence[tuple[str, tuple[int, ...]]]) -> 
 def check_coverage(shapes: Mapping[str, Sequence[int]], parts: Iterable[Part]) -> None:
     """Raises SlimxError unless `parts`, except copies, contain every element of every checkpoint tensor exactly once.
 
-    `shapes`: checkpoint tensor -> shape. The message names the tensor."""
+    `shapes`: checkpoint tensor -> shape. The message names a tensor for which this is not the case."""
     covered: dict[str, list[Rect]] = {name: [] for name in shapes}
     for part in parts:
         if not part.copy:
@@ -105,7 +105,7 @@ def check_boxes(name: str, shape: Shape, boxes: np.ndarray) -> None:
     """Raises SlimxError unless `boxes`, [n, 4] of (row, col, rows, cols), cover a matrix of `shape` exactly once.
 
     The edges of the boxes divide the matrix into cells, and each cell must be in exactly one box. The message contains
-    `name` and the position of the first cell for which this is not true."""
+    `name` and the position of the first cell that is not."""
     boxes = boxes[(boxes[:, 2] > 0) & (boxes[:, 3] > 0)]
     ends = boxes[:, :2] + boxes[:, 2:]
     if len(boxes) and (boxes.min() < 0 or (ends > shape).any()):

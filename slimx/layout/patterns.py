@@ -18,10 +18,10 @@ def select(table: Table, patterns: Sequence[str], key: str) -> frozenset[Sources
     """Returns the parameters of the whole model that match any of `patterns`, each identified by the checkpoint tensors
     that it contains (`Part.sources`).
 
-    A pattern is a glob (`*`, `?`, `[...]`) over a full parameter name, either Megatron's, with layers and experts
-    numbered over the whole model, or Hugging Face's, where a stack of experts has one name for all of them. Raises
-    SlimxError naming the configuration key `key` for a pattern that matches nothing, suggesting the nearest name, and
-    for patterns that match only some of the checkpoint tensors of a fused parameter."""
+    A pattern is a glob (`*`, `?`, `[...]`) over full parameter names: Megatron's, in which layers and experts are
+    numbered over the whole model, or Hugging Face's, in which all experts in a stack share one name. Raises SlimxError,
+    naming the configuration key `key`, if a pattern matches nothing (the message suggests the nearest name) or if the
+    patterns match only some of the checkpoint tensors of a fused parameter."""
     if not patterns:
         return frozenset()
     selected: set[Sources] = set()
@@ -62,8 +62,8 @@ def names_of(selected: Collection[Sources], parts: Iterable[Part]) -> frozenset[
 
 
 def megatron_name(table: Table, entry: Entry) -> str:
-    """Returns the name of the entry's parameter in a Megatron model on a single rank. Layers of multi-token prediction
-    are numbered from 0."""
+    """Returns the name of the entry's parameter in a Megatron model on a single rank. Multi-token prediction layers are
+    numbered from 0."""
     layer = entry.layer - table.layers if entry.row.stage == "mtp" else entry.layer
     return entry.row.name.format(layer=layer, expert=entry.expert)
 

@@ -28,7 +28,7 @@ class Sizes:
     virtual: int = 1
     """Number of model chunks per pipeline rank (VPP); chunk v of pipeline rank p is stage v * pipeline + p."""
     split: tuple[int, ...] = ()
-    """Number of layers of each of the pipeline * virtual stages; empty if all stages have the same number."""
+    """Number of layers in each of the pipeline * virtual stages; empty if all stages have equally many."""
 
     @property
     def stage(self) -> int:
@@ -47,8 +47,8 @@ class Sizes:
 
     @property
     def sequence_multiple(self) -> int:
-        """Required divisor of the length of each packed sequence: 2 x context, because context parallelism divides it
-        into two zigzag halves per rank; 1 without context parallelism."""
+        """Required divisor of the length of each packed sequence: 2 x context, because context parallelism divides each
+        sequence into two zigzag halves per rank; 1 without context parallelism."""
         return 2 * self.context if self.context > 1 else 1
 
     def packed_length(self, tokens: int) -> int:
@@ -74,8 +74,8 @@ def fewer(sizes: Sizes) -> Iterator[Sizes]:
     """Yields the parallel sizes with which a run can continue after it has lost ranks: `sizes` with fewer data-parallel
     ranks, the largest number first.
 
-    The new number of data-parallel ranks divides the old one, so that each rank takes over complete shards of several
-    former ranks. The number of ranks in a pipeline stage is still divisible by `expert * expert_tensor`."""
+    The new number of data-parallel ranks divides the old one, so each rank takes over complete shards of several former
+    ranks. The number of ranks in a pipeline stage is still divisible by `expert * expert_tensor`."""
     for data in range(sizes.data - 1, 0, -1):
         stage = sizes.tensor * sizes.context * data
         if sizes.data % data == 0 and stage % (sizes.expert * sizes.expert_tensor) == 0:
@@ -98,8 +98,8 @@ def coordinates(rank: int, sizes: Sizes) -> Coordinates:
 
 
 def stage_layers(sizes: Sizes, layers: int) -> list[tuple[int, ...]]:
-    """Returns for each pipeline rank the indices of its decoder layers, chunk by chunk; layers are numbered from 0 over
-    the whole model."""
+    """Returns, for each pipeline rank, the indices of its decoder layers, chunk by chunk. Layers are numbered from 0
+    over the whole model."""
     counts = sizes.split or (layers // sizes.stages,) * sizes.stages
     first = [0, *accumulate(counts)]
     layers_of_ranks: list[tuple[int, ...]] = []
@@ -167,7 +167,8 @@ class EngineSizes:
 
 
 def engine_sizes(group: Engines) -> EngineSizes:
-    """Returns the parallel sizes of each engine of `group`. Raises SlimxError for invalid or unsupported sizes."""
+    """Returns the parallel sizes of each engine in the engine group `group`. Raises SlimxError for invalid or
+    unsupported sizes."""
     if group.pipeline > 1 and not group.frozen:
         raise SlimxError(
             f"rollout.engines.pipeline={group.pipeline} of engine {group.name} is not supported, because SGLang 0.5.23 "

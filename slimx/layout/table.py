@@ -24,7 +24,7 @@ Group = Literal["tensor", "attention", "undivided"]
 Sources = tuple[tuple[str, tuple[int, ...]], ...]
 _MOST_MATRICES = 100_000
 """Maximum number of expert tensors in a table. Compiling a copy plan for that many takes 10 s; Qwen3.5-397B-A17B has
-61,000 expert tensors, Kimi-K2 46,000."""
+61,000 expert tensors, and Kimi-K2 has 46,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ class Row:
     """Ranks of an engine over which the tensor is split. Only for engines; trainers ignore it.
 
     None: all ranks of a stage; for experts, those of one expert-parallel group. "attention": ranks that share one copy
-    of the attention. "undivided": all ranks of a stage, but with DP-attention each has the whole tensor."""
+    of the attention. "undivided": all ranks of a stage; with DP-attention, the tensor is not split, and each rank
+    stores all of it."""
     layers: Collection[int] | None = None
     """Indices of the layers that have this tensor; None if all have it."""
     dtype: str | None = None
@@ -57,12 +58,13 @@ class Row:
     quantized: bool = False
     """True if the family's fp8 checkpoints store the tensor in fp8 with block scales."""
     copies: tuple[tuple[Stage, str], ...] = ()
-    """(stage, local name) of pipeline stages that have a second copy of the tensor, such as a tied output layer."""
+    """Pairs (stage, local name), one for each pipeline stage that stores a second copy of the tensor, such as a tied
+    output layer."""
     sections: tuple[str, ...] = ()
     """Suffixes of the keys under which Megatron-LM's checkpoints store the sections of a tensor whose map is
     `Sections`; empty if they store it as one tensor."""
     appended: tuple[Sources, ...] = ()
-    """Sources of further matrices that every rank has at the end of a stack, such as shared experts fused with the
+    """Sources of the matrices that every rank appends to its stack of experts, such as shared experts fused with the
     routed ones."""
 
     @property
@@ -95,8 +97,8 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Weight table of a model: rows that describe its tensors, and its numbers of layers and experts. Creating a table
-    checks that every row is invertible, so that its map uses each source element once."""
+    """Weight table of a model: rows that describe the model's tensors, and the numbers of layers and experts. Creating
+    a table checks that the map of every row is invertible, that is, uses each source element exactly once."""
 
     rows: tuple[Row, ...]
     layers: int
@@ -107,8 +109,8 @@ class Table:
     """Checkpoint tensor that repeats the bytes of another one (tied weights) -> that other tensor. A checkpoint may
     omit the repeated tensor."""
     frozen: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Name -> shape of checkpoint tensors that the trainer does not have; exports copy their bytes. A checkpoint may
-    omit these tensors."""
+    """Name -> shape of checkpoint tensors that the trainer does not store; exports copy their bytes from the
+    checkpoint. A checkpoint may omit these tensors."""
     _entries: list[Entry] = field(default_factory=list, init=False, repr=False, compare=False)
     _sources: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -140,7 +142,7 @@ class Table:
             )
 
     def entries(self) -> Sequence[Entry]:
-        """Returns every tensor of the whole model in the order of the checkpoint: stage by stage, layer by layer."""
+        """Returns every tensor of the whole model in checkpoint order: stage by stage, layer by layer."""
         if not self._entries:
             stages: tuple[Stage, ...] = ("first", "layer", "last", "mtp")
             for stage in stages:
@@ -163,13 +165,13 @@ class Table:
         return range(1)
 
     def layers_of(self, row: Row) -> list[int]:
-        """Returns the indices of the layers that have `row`, as in `Entry.layer`; [0] for a row that belongs to no
-        layer."""
+        """Returns the indices of the layers to which `row` applies, as in `Entry.layer`; [0] for a row that belongs to
+        no layer."""
         return [layer for layer in self._layers_of(row.stage) if row.layers is None or layer in row.layers]
 
     def checkpoint_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Returns name -> shape of every checkpoint tensor that the rows use, in order. A stack of experts is one
-        tensor."""
+        """Returns name -> shape of every checkpoint tensor that the rows use, in order. A stack of experts counts as
+        one tensor."""
         if not self._shapes:
             out: dict[str, tuple[int, ...]] = {}
             for source, shape in self.sources().items():
@@ -227,8 +229,8 @@ def padded_vocabulary(name: str, vocab: int, hidden: int, *, stage: Stage, group
 
 
 def check_row(row: Row, experts: int) -> None:
-    """Raises SlimxError unless the row's map is invertible: it fills the local tensor, padding aside, and uses each
-    checkpoint element exactly once."""
+    """Raises SlimxError unless the row's map is invertible, that is, fills the local tensor except for padding and uses
+    each checkpoint element exactly once."""
     if row.quantized and (row.dtype is not None or any(len(shape) == 1 for _, shape in row.sources)):
         raise SlimxError(
             f"weight table: {row.name} is quantized, but has vectors or sets a dtype; correct its row",
@@ -263,10 +265,10 @@ class Stored:
     index: int | None = None
     """Index of the item in the stack; None if the source is the whole tensor."""
     transposed: bool = False
-    """True if the stack contains the transposed matrix."""
+    """True if the stack stores the transpose of the matrix."""
 
     def shape(self, source: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """Returns the shape of the checkpoint's tensor for a source of shape `source`. `count`: number of items of a
+        """Returns the shape of the checkpoint's tensor for a source of shape `source`. `count`: number of items in a
         stack."""
         if self.index is None:
             return tuple(source)
@@ -275,8 +277,8 @@ class Stored:
 
 
 def stored(source: str) -> Stored:
-    """Returns the location in the checkpoint of a weight table's source, parsed from its name `source`, such as
-    `stack[3].T`."""
+    """Parses `source`, the name of a weight table's source, such as `stack[3].T`, and returns the source's location in
+    the checkpoint."""
     match = _INDEXED.fullmatch(source) if "[" in source else None
     if match is None:
         return Stored(source)
@@ -284,12 +286,11 @@ def stored(source: str) -> Stored:
 
 
 def checkpoint_parts(table: Table, *, mtp: bool = True, served: Table | None = None) -> Iterator[Part]:
-    """Yields the layout of a checkpoint, as if a single rank had all tensors in full under their Hugging Face names.
+    """Yields the layout of a checkpoint, as if a single rank stored all tensors in full under their Hugging Face names.
 
     A stack is a vertical concatenation of its matrices, which are not transposed back. `mtp`: True to include the
-    layers of multi-token prediction, which only a draft model loads. `served`: table of the engine that loads the
-    tensors; it may set another dtype for a tensor, such as fp32 for a router's weight, or exclude it from
-    quantization."""
+    multi-token prediction layers, which only a draft model loads. `served`: table of the engine that loads the tensors;
+    it may set another dtype for a tensor, such as fp32 for a router's weight, or exclude it from quantization."""
     served_rows: dict[str, Row] = {}
     if served is not None:
         for entry in served.entries():

@@ -59,8 +59,8 @@ def rotary(hf: HfConfig) -> tuple[str, HfConfig]:
 
 
 def scaled_otherwise(hf: HfConfig, *kinds: str) -> str | None:
-    """Returns a description of the rotary scaling for an error message if its type is not one of the supported `kinds`,
-    else None. "default" is the type of unscaled embeddings."""
+    """Returns, for an error message, a description of the rotary scaling if its type is not one of the supported
+    `kinds`; otherwise None. Unscaled embeddings have the type "default"."""
     kind, _ = rotary(hf)
     if kind in kinds:
         return None
@@ -108,8 +108,8 @@ def gpt_arguments(hf: HfConfig) -> Json:
 
 
 def quantized_otherwise(hf: HfConfig, *methods: str) -> str | None:
-    """Returns a description of the checkpoint's quantization for an error message if its `quant_method` is not one of
-    `methods` or its scheme is not supported, else None. `methods`: names in `all_formats()`; by default block fp8
+    """Returns, for an error message, a description of the checkpoint's quantization if its `quant_method` is not one of
+    `methods` or its scheme is not supported; otherwise None. `methods`: names in `all_formats()`; by default block fp8
     ("fp8") and INT4 ("compressed-tensors")."""
     quantization = hf.get("quantization_config")
     if not quantization:
@@ -122,9 +122,9 @@ def quantized_otherwise(hf: HfConfig, *methods: str) -> str | None:
 
 
 def unsupported_field(hf: HfConfig, *only: tuple[str, object]) -> str | None:
-    """Returns the name and value of the first field that config.json sets to an unsupported value, for an error
-    message; None if there is none. `only`: pairs of a field and its only supported value. A missing or null field
-    counts as supported."""
+    """Returns, for an error message, the name and value of the first field that config.json sets to an unsupported
+    value; None if there is no such field. `only`: pairs of a field and its only supported value. A missing or null
+    field counts as supported."""
     for key, value in only:
         if hf.get(key) not in (None, value):
             return f"{key} {hf[key]}"

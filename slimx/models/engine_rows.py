@@ -41,7 +41,7 @@ def same(decoder_layer: Layer, name: str, *shape: int, **options: Unpack[RowOpti
 def attention(decoder_layer: Layer, sizes: Attention, group: Group = "attention") -> tuple[Row, ...]:
     """Returns the weight-table rows of grouped-query attention (SGLang's `QKVParallelLinear` and `RowParallelLinear`)
     with the norms before and after it. `group`: group of ranks that split attention; "tensor" if SGLang's model does
-    not support DP-attention, so that all ranks split it (`get_parallel().tp_size`)."""
+    not support DP-attention, in which case all ranks split it (`get_parallel().tp_size`)."""
     heads = Blocks((sizes.heads, sizes.groups, sizes.groups))
     matrices = [(name, (count, sizes.hidden)) for name, count in sizes.qkv]
     fused = decoder_layer.row("self_attn.qkv_proj.weight", matrices, map=heads, axis=0, group=group, quantized=True)
@@ -120,7 +120,7 @@ def embedding(hf: HfConfig, group: Group = "attention") -> Row:
 
 def head(hf: HfConfig, *, tied: bool = False) -> tuple[Row, ...]:
     """Returns the weight-table rows of the final norm and the output layer (`ParallelLMHead`). `tied`: True if SGLang
-    uses the embedding as the output layer, so that the table has no row for the output layer."""
+    uses the embedding as the output layer; the table then has no row for the output layer."""
     norm = Row("model.norm.weight", (("model.norm.weight", (hf["hidden_size"],)),), stage="last")
     output = padded_vocabulary("lm_head.weight", hf["vocab_size"], hf["hidden_size"], stage="last", group="tensor")
     return (norm,) if tied else (norm, output)

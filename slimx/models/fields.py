@@ -9,7 +9,7 @@ from typing import Any, override
 from slimx.json_types import Json
 
 type HfConfig = Mapping[str, Any]
-"""Content of a config.json, or of an object nested in it."""
+"""Contents of a config.json, or of an object nested in it."""
 
 WITHOUT_MEANING = frozenset(
     {
@@ -59,8 +59,8 @@ _NEUTRAL: dict[str, object] = {
 
 
 def without_quantization(hf: HfConfig) -> Json:
-    """Returns config.json `hf` without `quantization_config`, at the top level and in nested objects, as for the same
-    model stored unquantized."""
+    """Returns a copy of config.json `hf` without `quantization_config`, both at the top level and in nested objects.
+    The copy describes the same model stored unquantized."""
     plain = {}
     for key, value in hf.items():
         if key != "quantization_config":
@@ -69,8 +69,8 @@ def without_quantization(hf: HfConfig) -> Json:
 
 
 class TrackedFields(dict[str, Any]):
-    """JSON object that records which of its fields are read, also in nested objects. A null field counts as missing,
-    except those in `_MAY_BE_NULL`.
+    """JSON object that records which of its fields, including those of nested objects, are read. A null field counts as
+    missing, except those in `_MAY_BE_NULL`.
 
     Reads from a copy (`{**fields}`) are not recorded: fields read only there count as unread."""
 
@@ -92,8 +92,8 @@ class TrackedFields(dict[str, Any]):
         return super().get(key, default)
 
     def unread(self) -> Iterator[str]:
-        """Yields the names of unread fields that could change what the model computes, in the file's order. A nested
-        field has its object's name as prefix, as in `rope_scaling.factor`."""
+        """Yields the names of unread fields that could change what the model computes, in file order. The name of a
+        nested field is prefixed with its object's name, as in `rope_scaling.factor`."""
         for key, value in self.items():
             if value is None or key in WITHOUT_MEANING:
                 continue
@@ -128,5 +128,5 @@ _REDUNDANT_IF: dict[str, Callable[[Any, Json], bool]] = {
     "initial_context_length": lambda value, hf: _repeats(value, hf, "original_max_position_embeddings"),
     "rope_theta": lambda value, hf: _repeats(value, hf, "rope_theta"),
 }
-"""Field -> function (value, config.json's content) that returns True if the value has no effect, so that a family need
-not read the field."""
+"""Field -> function (value, contents of config.json) that returns True if the value has no effect and a family
+therefore need not read the field."""

@@ -34,7 +34,7 @@ def sequence_flops(transformer: ModelFields, vocab_size: int, kind: LayerKind) -
 
 def layer_products(transformer: ModelFields, vocab_size: int, length: int, kind: LayerKind) -> dict[str, float]:
     """Returns the forward FLOPs per token of a sequence of `length` tokens, summed over layers, by the module names in
-    megatron-core's `recompute_modules`. Key `head` is the output layer, `rest` everything else.
+    megatron-core's `recompute_modules`. Key `head` stands for the output layer, `rest` for everything else.
 
     Key `moe` excludes `shared_experts`. Norms and activations are not counted."""
     total = sequence_flops(transformer, vocab_size, kind)
@@ -64,8 +64,8 @@ def _matrices(transformer: ModelFields) -> int:
 
 
 def _attention(transformer: ModelFields) -> tuple[int, int]:
-    """Returns two sizes of one attention layer: the number of weights by which each token is multiplied, and the
-    dimensions of the two products (scores and outputs) for one pair of tokens, summed over heads."""
+    """Returns two sizes of one attention layer: the number of weights by which each token is multiplied, and the number
+    of dimensions of the two products (scores and outputs) for one pair of tokens, summed over heads."""
     hidden = transformer["hidden_size"]
     heads = transformer["num_attention_heads"]
     if not transformer.get("multi_latent_attention"):

@@ -30,8 +30,8 @@ Packing = Callable[..., "PackedSeqParams"]
 
 
 class LayerParts(NamedTuple):
-    """Parts of one decoder layer: `mixer` combines tokens, `mlp` transforms each token; None if the layer lacks the
-    part."""
+    """Parts of one decoder layer: the `mixer` combines tokens, and the `mlp` transforms each token separately. A part
+    that the layer lacks is None."""
 
     mixer: Literal["attention", "recurrent"] | None
     mlp: Literal["dense", "experts"] | None
@@ -78,10 +78,10 @@ class MicrobatchSetting(Protocol):
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Properties of a decoder with attention in every layer; base class of other kinds of decoder layers."""
+    """Properties of a decoder with attention in every layer; base class for decoders with other kinds of layers."""
 
     unproven: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Name of a kind of layer -> configuration keys that were never tested with it, as in
+    """Name of a kind of layer -> configuration keys that have never been tested with it, as in
     `slimx.rules.unproven.UNPROVEN`."""
     fuses_rotation: ClassVar[bool] = True
     """True if megatron-core's fused kernels can apply the rotary embeddings to queries and keys."""
@@ -102,7 +102,7 @@ class LayerKind:
         return 0
 
     def attention_flops(self, model: ModelFields, layers: int, pairs: int) -> SequenceFlops:
-        """Returns the FLOPs of `layers` attention layers, without their projections. `pairs`: number of dimensions of
+        """Returns the FLOPs of `layers` attention layers, excluding their projections. `pairs`: number of dimensions of
         one layer's two products (scores and outputs) for one pair of tokens, summed over heads."""
         return causal_attention(model, layers, pairs)
 
@@ -157,8 +157,8 @@ class LayerKind:
         return ()
 
     def decoder_spec(self, transformer: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
-        """Returns megatron-core's layer specs of the decoder for this rank. `chunk`: index of the virtual pipeline
-        stage; None if there are no virtual stages."""
+        """Returns megatron-core's layer specs for this rank's part of the decoder. `chunk`: index of the virtual
+        pipeline stage; None if there are no virtual stages."""
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         return get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=chunk)
@@ -175,7 +175,7 @@ class LayerKind:
     def recorder(self, trainer: Trainer) -> Callable[[], Packing] | None:
         """Returns a function that creates one `Packing` per micro-batch. In the PackedSeqParams that a `Packing`
         builds, layers record discrete choices, such as selected tokens, in the first pass and reuse them in later
-        passes. None: each pass chooses again."""
+        passes. None: each pass makes its choices anew."""
         return None
 
 

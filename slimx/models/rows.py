@@ -89,14 +89,14 @@ class Layer:
     """Indices of the layers that have these parameters; None: all."""
 
     def row(self, name: str, sources: Named, *, kind: str = "weight", **options: Unpack[RowOptions]) -> Row:
-        """Returns the weight-table row of parameter `name`, which contains one tensor of each of the checkpoint's
+        """Returns the weight-table row of parameter `name`, which contains one tensor from each of the checkpoint's
         modules in `sources`. `kind`: name of that tensor in its module, such as weight or bias. `options`: further
         fields of `Row`."""
         full = tuple((f"{self.source_prefix}{source}.{kind}", shape) for source, shape in sources)
         return Row(self.prefix + name, full, stage=self.stage, layers=self.layers, **options)
 
     def norm(self, name: str, source: str, size: int) -> Row:
-        """Returns the weight-table row of a norm's weight `name`, a vector [size] that every rank stores completely.
+        """Returns the weight-table row of a norm's weight `name`, a vector [size] that every rank stores in full.
         `source`: name of the norm in the checkpoint."""
         return self.row(name, [(source, (size,))])
 
@@ -169,8 +169,9 @@ class Layer:
 
 
 def embedding(hf: HfConfig, *, mtp: int = 0) -> Row:
-    """Returns the weight-table row of the word embedding. The last pipeline stage has a second copy if the output layer
-    is tied or `mtp` multi-token prediction layers are trained; megatron-core sums the gradients of both copies."""
+    """Returns the weight-table row of the word embedding. The last pipeline stage stores a second copy if the output
+    layer is tied or if `mtp`, the number of multi-token prediction layers to train, is not 0; megatron-core sums the
+    gradients of both copies."""
     name = "embedding.word_embeddings.weight"
     copies: tuple[tuple[Stage, str], ...] = ()
     if hf.get("tie_word_embeddings", False):
@@ -182,9 +183,9 @@ def embedding(hf: HfConfig, *, mtp: int = 0) -> Row:
 
 
 def tied_copies(hf: HfConfig) -> dict[str, str]:
-    """Returns the model's `Table.aliases` (copies of other checkpoint tensors), which are empty unless embeddings are
-    tied. Some checkpoints with tied embeddings, such as the published Qwen3-0.6B and 1.7B, also store the output
-    layer."""
+    """Returns the model's `Table.aliases`: if embeddings are tied, the output layer as a copy of the embedding;
+    otherwise an empty dict. Some checkpoints with tied embeddings, such as the published Qwen3-0.6B and 1.7B, also
+    store the output layer."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if hf.get("tie_word_embeddings", False) else {}
 
 

@@ -167,7 +167,7 @@ FIELDS: Schema = {**_TEXT, "text_config": _TEXT, "vision_config": _VISION}
 
 
 def read_fields(file: Path, unchecked: Collection[str] = ()) -> Json:
-    """Returns the content of the config.json `file` after checking its fields with `check_fields`."""
+    """Reads `file`, a config.json, checks its fields with `check_fields`, and returns its contents."""
     hf = read_object(file)
     check_fields(hf, file, unchecked)
     return hf

@@ -81,7 +81,7 @@ def _masked_attention(
     `mask`, bool [n or 1, Q, K], is True. `sinks`: see `packed_attention`. Returns [n, heads, Q, dv].
 
     A sink is appended as a key that is 1 in an appended dimension, in which the queries have the logit of their head.
-    So the kernel includes the sink in the softmax, and the sink's gradient results from the gradient of the queries.
+    The kernel thus includes the sink in the softmax, and the sink's gradient results from the gradient of the queries.
 
     torch's CUDA kernels that accept a mask without storing the scores need head sizes divisible by 8, and not all of
     them support grouped heads (`sdp_utils.cpp`). Sizes are therefore padded and groups repeated; otherwise, torch would
@@ -103,7 +103,7 @@ def _masked_attention(
 
 
 def _padded_size(x: torch.Tensor) -> torch.Tensor:
-    """Pads the last dimension with zeros to a multiple of 8."""
+    """Pads the last dimension of `x` with zeros to a multiple of 8, as some of torch's attention kernels require."""
     missing = -x.shape[-1] % 8
     return F.pad(x, (0, missing)) if missing else x
 

@@ -50,26 +50,26 @@ class NumericsMode:
 
     @classmethod
     def configured(cls, config: Config) -> Self:
-        """Returns the mode with the settings of `config`."""
+        """Returns this mode with the settings in `config`."""
         return cls()
 
     @classmethod
     def parse(cls, argument: str) -> Self:
-        """Returns the mode with the settings in `argument`, the argument of `OPTION` on a server's command line. Raises
-        ValueError if the argument is malformed."""
+        """Returns this mode with the settings in `argument`, the value of the option `OPTION` on a server's command
+        line. Raises ValueError if the value is malformed."""
         return cls()
 
     def contract(self, dtype: str, device: str = "cpu") -> dict[str, int | str] | None:
-        """Returns versions and settings that define the arithmetic with dtype `dtype` on `device`, and that must be
-        equal in trainer and engines; None if there are no such requirements."""
+        """Returns the versions and settings that determine the arithmetic in `dtype` on `device` and therefore must be
+        equal in trainer and engines; None if this mode imposes no such requirement."""
         return None
 
     # Trainer
 
     def exchange_layers(self, block: object, transformer: object, gpt: Json) -> Json:
         """Replaces modules in `block`, the spec of a decoder (TransformerBlockSubmodules), for the TransformerConfig
-        `transformer`. Returns the keyword arguments with which GPTModel is to be built: those in `gpt`, with the
-        changes that this mode requires."""
+        `transformer`. Returns the keyword arguments with which to build GPTModel: those in `gpt`, with the changes that
+        this mode requires."""
         return gpt
 
     # The type of `weights` is Any, because its class is defined in slimx.trainer, which depends on this package.
@@ -77,13 +77,13 @@ class NumericsMode:
         """Prepares the `Weights` of a trainer for this mode, before they are loaded."""
 
     def head(self) -> Head | None:
-        """Returns the arithmetic of the output layer; None for torch's own arithmetic, with sums over ranks."""
+        """Returns the arithmetic of the output layer; None if torch's own operators are used, with sums over ranks."""
         return None
 
     # Engines
 
     def server_arguments(self, device: str) -> Json:
-        """Returns the arguments of SGLang that a server on `device` needs in this mode."""
+        """Returns the SGLang arguments that this mode requires for a server on `device`."""
         # The radix cache is disabled, as in SGLang's deterministic mode with this attention backend.
         return {"attention_backend": "torch_native", "disable_radix_cache": True} if device == "cpu" else {}
 
@@ -98,8 +98,8 @@ class NumericsMode:
         """Registers this mode's operations with `registry`, SGLang's HookRegistry. `kinds`: SGLang's HookType."""
 
     def in_force(self, registry: object, model: torch.nn.Module) -> dict[str, bool]:
-        """Returns, for each operation that this mode replaces in SGLang, by the operation's name, True if the server
-        uses this mode's implementation."""
+        """Returns {name of an operation that this mode replaces in SGLang: True if the server uses this mode's
+        implementation}."""
         return {}
 
 

@@ -11,9 +11,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rms_scale(x: torch.Tensor, mean_square: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Computes a part of the features of `rms_norm` from the mean square of all features, for features split over
-    ranks. `x` [..., part], `mean_square` [..., 1] in fp32, `weight` [part]. Computes in fp32; the result has the dtype
-    of x."""
+    """Computes this rank's part of the result of `rms_norm`, for features that are split over ranks, from the mean
+    square of all features. `x` [..., part], `mean_square` [..., 1] in fp32, `weight` [part]. Computes in fp32; the
+    result has the dtype of x."""
     return (x.float() * torch.rsqrt(mean_square + eps) * weight.float()).to(x.dtype)
 
 

@@ -22,12 +22,14 @@ GROUP = "slimx.roundings"
 
 
 class Rounding:
-    """No rounding: weights and activations are multiplied as they are. Base class of all roundings."""
+    """Base class of the roundings that layers may apply to their operands. This class itself rounds nothing: weights
+    and activations are multiplied as they are."""
 
     TOKENS: ClassVar[int] = 1
     """Required divisor of the number of tokens on each rank; micro-batches are padded to a multiple of it."""
     VARIABLES: ClassVar[Mapping[str, str]] = {}
-    """Environment variables that a trainer's process with a GPU needs, set before torch is imported."""
+    """Environment variables, with their values, that this rounding requires in trainer processes that use a GPU; set
+    before torch is imported."""
 
     def fields(self) -> Json:
         """Returns the fields of megatron-core's TransformerConfig that enable this rounding in Transformer Engine's
@@ -58,6 +60,6 @@ class Rounding:
 
 
 def rounding_of(trainer: Trainer) -> Rounding:
-    """Returns the rounding that section trainer of the configuration selects."""
+    """Returns the rounding that the configuration section `trainer` selects."""
     name = trainer.fp8 or trainer.qat
     return Rounding() if name is None else entry_points.load(GROUP, name)

@@ -25,7 +25,8 @@ GROUP = "slimx.advantages"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepData:
-    """Data of a step before its first optimizer update."""
+    """Data from which `Estimator.finish` computes the columns of a step; collected before the step's first optimizer
+    update."""
 
     groups: Sequence[Group]
     updates: Sequence[Sequence[TrainingRow]]
@@ -36,7 +37,7 @@ class StepData:
     reference: Sequence[np.ndarray] | None = None
     """Log-probs [n] of each row under the reference model; None if the algorithm does not need them."""
     values: Sequence[np.ndarray] | None = None
-    """The critic's value estimates [n] of each row; None if the algorithm does not need them."""
+    """The critic's value estimates [n] for each row; None if the algorithm does not need them."""
     seed: Sequence[int]
 
     @property
@@ -52,20 +53,22 @@ class Estimator:
         self.algorithm = algorithm
 
     def estimate(self, groups: Sequence[Group]) -> Sequence[float | np.ndarray]:
-        """Returns the advantages of every trajectory, group after group: for each trajectory one number, or one per
-        predicted token [L-1]. If they depend on the full step, these are initial values that `finish` replaces."""
+        """Returns the advantages of every trajectory, group after group: one number per trajectory, or an array [L-1]
+        with one number per predicted token. If they depend on the full step, these are initial values that `finish`
+        replaces."""
         return [0.0] * sum(len(group.trajectories) for group in groups)
 
     def finish(self, step: StepData) -> dict[str, float]:
-        """Fills the columns of the step's rows whose values depend on all rows, and returns metrics of the step."""
+        """Fills those columns of the step's rows that can be computed only from all rows, and returns metrics of the
+        step."""
         return {}
 
 
 def group_advantages(algorithm: Algorithm, group: Group) -> list[float]:
     """Returns the advantage of each trajectory of `group`, in order.
 
-    A rollout counts once, however many trajectories it returned: its reward is the mean of their rewards, and all of
-    them get the rollout's advantage."""
+    A rollout counts once, however many trajectories it returned: its reward is the mean of their rewards, and each of
+    them is assigned the rollout's advantage."""
     estimator = algorithm.advantages
     if algorithm.loss.kind == "sft":
         return [1.0] * len(group.trajectories)
@@ -108,8 +111,8 @@ def all_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> Sequence[fl
     """Returns the advantages of every trajectory of a step, group after group. They come from `group_advantages`, from
     an `Estimator`, or from the user's hook.
 
-    GDPO's advantages are normalized over the step's rollouts. GPG's are divided by the fraction of rollouts that have a
-    gradient (`gradient_share`)."""
+    GDPO's advantages are normalized over the step's rollouts. GPG's are divided by the fraction of rollouts that
+    contribute a gradient (`gradient_share`)."""
     estimator = algorithm.advantages
     if estimator.kind not in ADVANTAGES:
         return load_advantages(estimator.kind)(groups)
@@ -159,8 +162,8 @@ def _trained_tokens(trajectories: Sequence[Trajectory]) -> int:
 
 
 def _parts(rollouts: Mapping[str, Sequence[Trajectory]]) -> dict[str, list[float]]:
-    """Returns the values of each reward part by its name, one value per rollout. Raises SlimxError if a trajectory
-    lacks a part that other trajectories have, or if there are no parts."""
+    """Returns {name of a reward part: its values, one per rollout}. Raises SlimxError if a trajectory lacks a part that
+    other trajectories have, or if there are no parts."""
     trajectories = list(chain(*rollouts.values()))
     names = dict.fromkeys(chain(*(trajectory.reward_parts for trajectory in trajectories)))
     for trajectory in trajectories:

@@ -22,7 +22,8 @@ def mean(values: Sequence[float]) -> float:
 
 def _above_first(rewards: Sequence[float]) -> np.ndarray:
     """Returns the rewards minus the first reward, float64 [n]. If all rewards are equal, the mean of these differences
-    and the advantages are exactly 0, whereas the mean of eight rewards of 0.1, for example, is off by 1e-17."""
+    and the advantages are exactly 0, whereas the mean of, for example, eight rewards of 0.1 has a rounding error of
+    1e-17."""
     values = np.asarray(rewards, dtype=np.float64)
     return values - values[:1]
 
@@ -30,8 +31,8 @@ def _above_first(rewards: Sequence[float]) -> np.ndarray:
 def grpo(rewards: Sequence[float], *, normalize_std: bool = True, eps: float = 1e-6) -> np.ndarray:
     """Computes group-relative advantages, float32 [n]: (reward - mean) / (std + eps) (GRPO; DeepSeekMath, 2402.03300).
 
-    The standard deviation is the unbiased one (n - 1 in the denominator). A group of one rollout has no baseline, so
-    its advantage is 0. Without `normalize_std` the difference is not divided (Dr. GRPO, 2503.20783).
+    The standard deviation is the sample standard deviation (n - 1 in the denominator). A group of one rollout has no
+    baseline, so its advantage is 0. Without `normalize_std` the difference is not divided (Dr. GRPO, 2503.20783).
     """
     values = _above_first(rewards)
     centered = values - values.mean()
@@ -52,7 +53,7 @@ def opo(rewards: Sequence[float], lengths: Sequence[float]) -> np.ndarray:
     """Computes each reward minus the mean reward weighted by length, float32 [n] (OPO, 2505.23585).
 
     `lengths`: number of trained tokens of each rollout. This baseline has the least variance if the squared norm of a
-    rollout's gradient grows with its length. If all lengths are 0, it is the plain mean."""
+    rollout's gradient grows with its length. If all lengths are 0, the baseline is the plain mean."""
     values = _above_first(rewards)
     weights = np.asarray(lengths, dtype=np.float64)
     baseline = np.average(values, weights=weights if weights.sum() else None)
@@ -60,8 +61,8 @@ def opo(rewards: Sequence[float], lengths: Sequence[float]) -> np.ndarray:
 
 
 def gradient_share(groups: Sequence[Sequence[float]]) -> float:
-    """Returns the fraction of rollouts that have a gradient, because the rewards in their group differ; 1 if no rollout
-    has one. `groups`: rewards of each group's rollouts.
+    """Returns the fraction of rollouts that contribute a gradient, namely those in groups whose rewards differ; 1 if no
+    rollout contributes one. `groups`: rewards of each group's rollouts.
 
     GPG (2504.02546) divides advantages by this fraction, so that a batch with many groups without a gradient does not
     make a smaller step."""
@@ -84,9 +85,9 @@ def gdpo(parts: Mapping[str, Sequence[float]], weights: Mapping[str, float], *, 
     """Computes advantages from several rewards, float32 [n]: each reward part is normalized separately in the group,
     then the parts are summed with their weights (GDPO, 2601.05242).
 
-    `parts`: one value per rollout for each part; `weights`: weight by part, 1 for missing ones. A part with little
-    variance counts as much as one with a lot, which normalizing the sum of rewards would not achieve. The caller
-    normalizes the result over the batch."""
+    `parts`: one value per rollout for each part; `weights`: weight by part, 1 for missing ones. Before weighting, a
+    part with little variance therefore counts as much as one with a lot; if the sum of rewards were normalized instead,
+    it would not. The caller normalizes the result over the batch."""
     total: np.ndarray | float = 0.0
     for name, values in parts.items():
         total = total + weights.get(name, 1.0) * grpo(values, eps=eps).astype(np.float64)

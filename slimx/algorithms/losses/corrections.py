@@ -44,8 +44,8 @@ def correction(
     low: float,
     high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes importance weights by the rule `kind`, without a gradient; parameters and result: see `Correction`.
-    `low` and `high`: bounds of w.
+    """Computes importance weights, without a gradient, by the rule `kind`. For the other parameters and the result, see
+    `Correction`. `low` and `high`: bounds of w.
 
     `level`: unit for which w is computed: the token, its sequence (the product over trained tokens), or the geometric
     mean over the sequence's trained tokens."""
@@ -67,11 +67,11 @@ def rejection(
     high: float,
     veto: float,
 ) -> torch.Tensor:
-    """Marks the tokens to exclude; parameters and result: see `Rejection`.
+    """Marks the tokens to exclude from the surrogate. For the other parameters and the result, see `Rejection`.
 
     A token is excluded if w is outside [low, high], or if the token-level w of any token in its sequence is below
-    `veto` (slime: 1e-4; 0: no veto). `level`: unit for which w is compared with the bounds (see `correction`); none: no
-    bounds."""
+    `veto` (slime uses 1e-4; 0 disables the veto). `level`: unit for which w is compared with the bounds (see
+    `correction`); "none" disables the bounds."""
     out = torch.zeros_like(trained)
     if level != "none":
         out = out | _outside(_log_weight(log_gap, trained, sequence_sum, level), low, high)

@@ -37,7 +37,7 @@ class LossTokens:
 
 
 Objective = tuple[torch.Tensor, torch.Tensor]
-"""The objective [T], and bool [T]: True where it is clipped."""
+"""Pair (objective [T], bool [T] that is True where the objective is clipped)."""
 Surrogate = Callable[[LossTokens], Objective]
 
 
@@ -72,8 +72,8 @@ def cispo(tokens: LossTokens, *, low: float, high: float) -> Objective:
 
 
 def topr(tokens: LossTokens) -> Objective:
-    """Computes A * log(policy). Where A < 0, it is multiplied by the sequence's importance ratio, clipped at 1, so that
-    bad sequences that have become unlikely are hardly suppressed further (TOPR, 2503.14286)."""
+    """Computes A * log(policy). Where A < 0, this objective is multiplied by the sequence's importance ratio, clipped
+    at 1, so that bad sequences that have become unlikely are hardly suppressed further (TOPR, 2503.14286)."""
     total = tokens.sequence_sum(tokens.log_ratio.detach())
     negative = tokens.advantages < 0
     weight = torch.where(negative, total.clamp(max=0).exp(), 1.0)
@@ -81,8 +81,8 @@ def topr(tokens: LossTokens) -> Objective:
 
 
 def sapo(tokens: LossTokens, *, tau_positive: float, tau_negative: float) -> Objective:
-    """Computes (4 / tau) * sigmoid(tau * (ratio - 1)) * A, with one temperature tau for positive and one for other
-    advantages (SAPO, 2511.20347): a smooth clip that has the gradient of ratio * A at ratio 1."""
+    """Computes (4 / tau) * sigmoid(tau * (ratio - 1)) * A, with one temperature tau for positive advantages and another
+    for all others (SAPO, 2511.20347): a smooth clip that has the gradient of ratio * A at ratio 1."""
     positive = (tokens.advantages > 0).to(tokens.log_ratio.dtype)
     tau = tau_negative + (tau_positive - tau_negative) * positive
     ratio = bounded_ratio(tokens.log_ratio)

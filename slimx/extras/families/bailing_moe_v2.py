@@ -20,8 +20,8 @@ from slimx.models.rows import Attention
 
 ARCHITECTURE = "BailingMoeV2ForCausalLM"
 ENGINE_ARGUMENTS = {"trust_remote_code": True}
-"""Argument of SGLang that makes engines read config.json with the checkpoint's own code, because neither transformers
-nor SGLang 0.5.23 supports its model_type."""
+"""SGLang argument that makes engines read config.json with code from the checkpoint, because neither transformers nor
+SGLang 0.5.23 supports its model_type."""
 _FIELDS = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
 _NAMES = {
     "model.embed_tokens.": "model.word_embeddings.",

@@ -130,8 +130,8 @@ def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
 
 def attention(hf: HfConfig, layer: Layer, *, fused: bool = True) -> tuple[Row, ...]:
     """Returns the weight-table rows of latent attention and of the norm before it. Every tensor-parallel rank computes
-    all latents, and its shard of the heads. `fused`: True if each norm of a latent is in one module with the projection
-    after it."""
+    all latents, but only its shard of the heads. `fused`: True if each norm of a latent is in one module with the
+    projection after it."""
     hidden = hf["hidden_size"]
     heads = hf["num_attention_heads"]
     query = hf["q_lora_rank"]

@@ -23,8 +23,8 @@ from slimx.models.rows import Attention, Layer, RowOptions, embedding, head
 ARCHITECTURE = "GptOssForCausalLM"
 ENGINE_ARGUMENTS = {"moe_runner_backend": "triton"}
 """Fields of SGLang's ServerArgs -> the value that `engine_table` requires. SGLang's default is triton_kernel where
-available. That kernel stores experts transposed, with gate and up in alternating columns, so that none of their rows is
-a row of the trainer's parameters."""
+available. That kernel stores experts transposed, with gate and up in alternating columns, so no row of theirs equals a
+row of a trainer parameter."""
 NO_CPU_ENGINE = "it would need its AMX kernels for this architecture, which use a different weight layout"
 _WINDOWED = {"sliding_attention": 1, "full_attention": 0}
 

@@ -18,7 +18,7 @@ from slimx.models.fields import HfConfig
 ARCHITECTURE = "KimiK25ForConditionalGeneration"
 _TEXT = "language_model."
 _INT4 = "compressed-tensors"
-"""Number format of the published checkpoints."""
+"""Name in config.json of the number format in which the published checkpoints store expert weights."""
 
 
 def transformer_config(hf: HfConfig) -> Json:
@@ -80,8 +80,8 @@ def _of_text(row: Row) -> Row:
 
 
 def _vision(hf: HfConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors of the vision tower (MoonViT) and its projector in the published files, by
-    name."""
+    """Returns name -> shape for the tensors of the vision tower (MoonViT) and its projector, as in the published
+    files."""
     vision = hf["vision_config"]
     wide = vision["vt_hidden_size"]
     inner = vision["vt_intermediate_size"]

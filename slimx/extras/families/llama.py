@@ -15,8 +15,9 @@ from slimx.models.rows import Attention
 ARCHITECTURE = "LlamaForCausalLM"
 
 _SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Required values of the rotary scaling's fields, because megatron-core 0.19.2 scales frequencies only with these
-(`RotaryEmbedding._apply_scaling`). All published Llama 3 models have them. Only the field `factor` may differ."""
+"""Field of the rotary scaling -> the only supported value, which megatron-core 0.19.2 hard-codes
+(`RotaryEmbedding._apply_scaling`) and all published Llama 3 models use. Only the field `factor` may differ between
+models."""
 
 
 def transformer_config(hf: HfConfig) -> Json:

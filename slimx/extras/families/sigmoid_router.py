@@ -46,8 +46,8 @@ def router_fields(hf: HfConfig) -> Json:
 
 
 def moe_rows(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
-    """Returns the rows of an MoE layer and of the norm before it in the trainer's weight table. `layer`: factory of
-    rows for the layers that have experts."""
+    """Returns the trainer's weight-table rows of the MoE layers and of the norms before them. `layer`: factory of rows
+    for the layers that have experts."""
     return layer.moe(**_sizes(hf), selection=True)
 
 
@@ -116,8 +116,8 @@ def _sizes(hf: HfConfig) -> _Sizes:
 
 
 def unsupported_router(hf: HfConfig) -> str | None:
-    """Returns a description of the first setting of the router in config.json `hf` that slimx does not support; None if
-    all are supported."""
+    """Returns a description of the first router setting in config.json `hf` that slimx does not support; None if all
+    are supported."""
     for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if hf.get(key, only) != only:
             return f"{key} {hf[key]}"

@@ -41,8 +41,8 @@ class DeltaNet:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """Returns the sizes in `config`, the content of config.json or fields of megatron-core's TransformerConfig,
-        which have the same names."""
+        """Returns the sizes that `config` contains. `config`: contents of config.json, or fields of megatron-core's
+        TransformerConfig; both use the same field names."""
         return cls(**{field: config[key] for field, key in SIZES.items()})
 
     def __post_init__(self) -> None:
@@ -61,7 +61,8 @@ class DeltaNet:
 
     @property
     def channels(self) -> int:
-        """Number of projection rows of queries, keys and values together, the input channels of the convolution."""
+        """Number of projection rows for queries, keys and values together, equal to the number of input channels of the
+        convolution."""
         return 2 * self.key + self.value
 
     @property
@@ -86,8 +87,8 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class DeltaNets(LayerKind):
-    """Decoder with delta nets in the layers that have a 1 in `linear_attention_freq`, and attention in the other
-    layers."""
+    """Properties of a decoder with delta nets in the layers that have a 1 in `linear_attention_freq`, and with
+    attention in the other layers."""
 
     unproven = {
         "delta nets": ("rollout.engines.role", "rollout.engines.sglang.speculative_algorithm"),
@@ -177,5 +178,5 @@ class DeltaNets(LayerKind):
 
 
 def layer_kind(hf: HfConfig) -> LayerKind:
-    """Returns the properties that the decoders of Qwen3-Next and Qwen3.5 have in common."""
+    """Returns the layer kind that Qwen3-Next and Qwen3.5 share."""
     return DeltaNets()

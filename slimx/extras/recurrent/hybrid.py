@@ -24,7 +24,7 @@ _PARTS: Mapping[str, LayerParts] = {
 
 @dataclass(frozen=True)
 class HybridLayers(LayerKind):
-    """Decoder with layers of several kinds, which megatron-core's HybridModel builds."""
+    """Properties of a hybrid decoder, which has layers of several kinds and is built by megatron-core's HybridModel."""
 
     pattern: str
     """One character per layer: M for Mamba-2, * for attention, - for an MLP, E for experts."""

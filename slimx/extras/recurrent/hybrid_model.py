@@ -27,8 +27,8 @@ class HybridPolicyModel(PolicyOutput, HybridModel):
         packed_seq_params: PackedSeqParams,
         **_: Any,
     ) -> Any:
-        """Computes the same outputs as PolicyModel. `input_ids` [1, T]: packed sequences, which every pipeline stage
-        must receive."""
+        """Computes the same outputs as PolicyModel's forward pass. `input_ids` [1, T]: packed sequences, which every
+        pipeline stage must receive."""
         # With total_tokens set, PackedSeqParams computes each token's sequence index, which Mamba-2 layers need instead
         # of bounds.
         packed = replace(packed_seq_params, total_tokens=input_ids.shape[1] * self.config.context_parallel_size)

@@ -21,13 +21,13 @@ class StateSpace:
     """Number of dimensions of each head."""
     groups: int
     state: int
-    """Number of dimensions of each group's B and C."""
+    """State size: the dimension of each group's B and C."""
     width: int = 4
     """Width of the convolution, in tokens; megatron-core's mixer supports only this width."""
 
     @classmethod
     def of(cls, transformer: Mapping[str, Any]) -> Self:
-        """Returns the sizes in `transformer`, fields of megatron-core's TransformerConfig."""
+        """Returns the sizes that `transformer`, a mapping of megatron-core's TransformerConfig fields, specifies."""
         return cls(
             hidden=transformer["hidden_size"],
             heads=transformer["mamba_num_heads"],

@@ -28,7 +28,7 @@ class FamilyOptions(Protocol):
     """Optional names that a family's module may define, with their defaults."""
 
     UNTRAINED: Sequence[str] = ()
-    """Glob patterns of parameters that get no gradient from any loss and are therefore frozen."""
+    """Glob patterns of parameters that receive no gradient from any loss and are therefore frozen."""
     UNCHECKED_FIELDS: Collection[str] = ()
     """Fields of config.json that are exempt from the types and bounds of `slimx.models.schema`, because the family
     allows other values."""
@@ -45,8 +45,8 @@ class FamilyOptions(Protocol):
 
 
 class Family(FamilyOptions, Protocol):
-    """Names that a family's module must define, in addition to the optional ones of `FamilyOptions`. `hf` is the
-    content of config.json, in which looking up a missing field raises KeyError.
+    """Names that a family's module must define, in addition to the optional ones of `FamilyOptions`. `hf`: contents of
+    config.json; looking up a missing field raises KeyError.
 
     A field of config.json is refused if none of these functions, or only `engine_table`, reads it by name
     (`slimx.models.fields`)."""
@@ -56,12 +56,12 @@ class Family(FamilyOptions, Protocol):
 
     def unsupported(self, hf: HfConfig) -> str | None:
         """Returns a description, beginning with the field's name, of the first setting in config.json `hf` that slimx
-        does not support; None if it supports the model."""
+        does not support; None if slimx supports the model."""
         ...
 
     def transformer_config(self, hf: HfConfig) -> Json:
         """Returns the fields of megatron-core's TransformerConfig (with `multi_latent_attention`: MLATransformerConfig)
-        that define the model, except parallelism and dtype. A dense model has no `num_moe_experts`."""
+        that define the model, except parallelism and dtype. For a dense model, `num_moe_experts` is absent."""
         ...
 
     def gpt_arguments(self, hf: HfConfig) -> Json:
@@ -91,7 +91,7 @@ class Family(FamilyOptions, Protocol):
 
 
 GROUP = "slimx.families"
-"""Entry point group of family modules, each named by its architecture."""
+"""Entry point group of family modules, each named after its architecture."""
 
 _VISION = (
     "slimx trains only the text model and would lose the tensors of the vision tower; save the language model alone "
@@ -119,7 +119,7 @@ class ModelSpec:
     transformer: Json
     """Fields of megatron-core's TransformerConfig that define the model."""
     gpt: Json
-    """Further arguments of megatron-core's GPTModel or HybridModel."""
+    """Result of the family's `gpt_arguments`."""
     layer_kind: LayerKind
     table: Table
     """The trainer's weight table."""
@@ -171,8 +171,8 @@ class ModelSpec:
 
     def unfused(self, *, cpu: bool, expert: int) -> str | None:
         """Returns the reason why an engine ignores a request to fuse shared experts, as a phrase for an error message
-        ("on the CPU"); None if it fuses them. `cpu`: True if the engine runs on the CPU. `expert`: expert-parallel
-        size."""
+        ("on the CPU"); None if the engine fuses them. `cpu`: True if the engine runs on the CPU. `expert`:
+        expert-parallel size."""
         if not self.family.FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM:
             return None
         if cpu:
@@ -186,7 +186,7 @@ class ModelSpec:
         return self.family.draft_rows is not None and self.prediction_layers == 1
 
     def engine_table(self, *, fused_shared_experts: bool = False, draft: bool = False) -> Table:
-        """Returns SGLang's weight table of the model; if `draft`, it also has the rows of the draft model.
+        """Returns SGLang's weight table for the model; with `draft`, the table includes the draft model's rows.
         `fused_shared_experts`: as in `Family.engine_table`."""
         table = self.family.engine_table(self.hf, fused_shared_experts=fused_shared_experts)
         if not draft:
@@ -295,8 +295,8 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
 
 
 def _spec(path: str, hf: Json, architecture: str, family: Family, mtp_layers: int) -> ModelSpec:
-    """Returns the model that config.json's content `hf` describes. Raises SlimxError for unsupported fields, fields
-    that the family does not read, and more `mtp_layers` than the checkpoint has."""
+    """Returns the model that `hf`, the contents of config.json, describes. Raises SlimxError for unsupported fields,
+    fields that the family does not read, and more `mtp_layers` than the checkpoint has."""
     file = Path(path) / "config.json"
     fields = TrackedFields(hf)
     problem = family.unsupported(fields)
@@ -343,8 +343,8 @@ def read_trunk(model: Model) -> ModelSpec:
 
 
 def _config_of(file: Path) -> tuple[Json, str]:
-    """Returns the content of the config.json `file`, and its architecture. Raises SlimxError if it is missing or not
-    valid."""
+    """Returns the contents of `file`, a config.json, and the architecture that it names. Raises SlimxError if the file
+    is missing or invalid."""
     check_downloaded(file.parent)
     if not file.is_file():
         problem = (

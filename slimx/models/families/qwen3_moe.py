@@ -50,8 +50,8 @@ def _attention(hf: HfConfig) -> Attention:
 
 
 def _experts(hf: HfConfig) -> int:
-    """Returns the number of experts, which published checkpoints call num_experts and current transformers calls
-    num_local_experts."""
+    """Returns the number of experts in config.json `hf`: num_experts in published checkpoints, num_local_experts in
+    those that current transformers writes."""
     if "num_local_experts" in hf and "num_experts" not in hf:
         return hf["num_local_experts"]
     return hf["num_experts"]

@@ -34,7 +34,7 @@ class CheckpointFormat(Protocol):
 
 
 def format_of(directory: Path) -> CheckpointFormat | None:
-    """Returns the format of the checkpoint in `directory`; None if no entry point recognizes it, as with a Hugging Face
+    """Returns the format of the checkpoint in `directory`; None if no entry point recognizes it, as for a Hugging Face
     directory."""
     for kind in entry_points.load_all("slimx.checkpoint_formats").values():
         checkpoint_format = kind()

@@ -29,7 +29,7 @@ _BLOCK_BYTES = 32 * 2**20
 """Approximate number of bytes of a tensor that are compared or checked at a time."""
 BUFFER = ".rotary_emb.inv_freq"
 """Suffix of the names of tensors with rotary frequencies, which transformers saved in checkpoints until 4.31. In
-Kimi-K2's files, the shape of these tensors does not fit its config.json."""
+Kimi-K2's files, the shape of these tensors contradicts the model's config.json."""
 
 
 class CheckpointReader:
@@ -73,7 +73,7 @@ class CheckpointReader:
 
     @cached_property
     def config(self) -> Json:
-        """Content of the checkpoint's config.json."""
+        """Contents of the checkpoint's config.json."""
         return read_object(self.path / "config.json")
 
     @property
@@ -87,11 +87,11 @@ class CheckpointReader:
         return 4 * math.prod(self.shape(name))
 
     def whole(self, name: str) -> torch.Tensor:
-        """Returns tensor `name` completely, as it is stored, without checking its values."""
+        """Returns the whole tensor `name` as it is stored, without checking its values."""
         return self.view(name)[:]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of tensor `name` as it is stored."""
+        """Returns the shape in which tensor `name` is stored."""
         return tuple(self.view(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
@@ -133,7 +133,7 @@ class CheckpointReader:
         """Compares the names, shapes and dtypes of all tensors with a weight table. Raises SlimxError, which names the
         first tensor that does not match the table. The values of repeated tensors are compared by `check_copies`.
 
-        `quantized`: True to accept also number formats from which trainers cannot start (`NumberFormat.CONVERTED`)."""
+        `quantized`: True to also accept number formats from which trainers cannot start (`NumberFormat.CONVERTED`)."""
         shapes = table.checkpoint_shapes()
         transposed = table.transposed()
         optional = {name: shapes[original] for name, original in table.aliases.items()} | dict(table.frozen)
@@ -172,7 +172,7 @@ class CheckpointReader:
 
     def _expected(self, name: str, shape: tuple[int, ...], *, transposed: bool, quantized: bool) -> StoredTensors:
         """Returns the shape and the possible dtypes of each checkpoint tensor that stores `name`, a weight-table tensor
-        of shape `shape`. `transposed`: True for a stack of transposed matrices; `quantized`: True to accept also number
+        of shape `shape`. `transposed`: True for a stack of transposed matrices; `quantized`: True to also accept number
         formats from which trainers cannot start, as in `check`."""
         number_format = self._format(name)
         if number_format is None or (number_format.CONVERTED and not quantized):
@@ -274,7 +274,7 @@ class CheckpointReader:
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a tensor, uint8 [n] in the order of its elements, for bitwise comparison."""
+    """Returns the bytes of a tensor as uint8 [n], in element order, for bitwise comparison."""
     return values.contiguous().flatten().view(torch.uint8)
 
 

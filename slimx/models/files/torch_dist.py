@@ -29,8 +29,8 @@ def preloaded(
     content_metadata: Mapping[str, object],
     **arguments: object,
 ) -> Json:
-    """Returns the content of `common.pt`, whose arguments Megatron-LM compares with its own when it loads the
-    checkpoint.
+    """Returns the contents of `common.pt`, including the arguments that Megatron-LM compares with its current ones when
+    it loads the checkpoint.
 
     `transformer`: fields of megatron-core's TransformerConfig; only values that are numbers, strings, dtypes or None
     are copied. `tied`: True if embedding and output layer share one weight. `content_metadata`: megatron-core's
@@ -61,8 +61,8 @@ def preloaded(
 
 
 def read_common(path: Path) -> Json:
-    """Returns the content of `common.pt` in the checkpoint directory `path`. Unpickling allows only torch's classes and
-    argparse.Namespace, the class of the arguments."""
+    """Returns the contents of `common.pt` in the checkpoint directory `path`. Unpickling allows only torch's classes
+    and argparse.Namespace, the class of the stored Megatron-LM arguments."""
     import torch
 
     from slimx.models.files.safe_pickle import safe_classes

@@ -26,7 +26,8 @@ TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors
 
 
 class TensorInBucket(Protocol):
-    """Type and location of one tensor in a packed bucket. `offset`: first byte in the bucket."""
+    """Type and location of one tensor in a packed bucket. `offset`: position of the tensor's first byte in the
+    bucket."""
 
     @property
     def name(self) -> str: ...
@@ -52,8 +53,8 @@ class Packed(Protocol):
 
 
 def write_bucket(packed: Packed, path: str, table: Table) -> list[str]:
-    """Writes the tensors in the bucket `packed` to the safetensors file `path`; returns their names. `table`: the
-    weight table, which says which of these tensors are stacks of transposed matrices."""
+    """Writes the tensors in the bucket `packed` to the safetensors file `path`; returns their names. `table`: weight
+    table, which identifies the tensors that are stacks of transposed matrices."""
     memory = torch.from_file(packed.path, shared=True, size=packed.size, dtype=torch.uint8)
     transposed = table.transposed()
     tensors = {}

@@ -40,8 +40,8 @@ Store = Callable[[DeltaNet], Projections]
 
 
 def by_key_head(net: DeltaNet) -> Projections:
-    """Returns how Qwen3-Next's checkpoints store the input projections: all rows that belong to one key head are
-    adjacent."""
+    """Returns the layout of the input projections in Qwen3-Next's checkpoints, where all rows that belong to one key
+    head are adjacent."""
     head = net.key_head
     values = net.value_rows
     rates = net.rates
@@ -60,8 +60,8 @@ def by_key_head(net: DeltaNet) -> Projections:
 
 
 def by_kind(net: DeltaNet) -> Projections:
-    """Returns how Qwen3.5's checkpoints store the input projections: queries, keys and values in one tensor, and gates,
-    learning rates and decays in a tensor each."""
+    """Returns the layout of the input projections in Qwen3.5's checkpoints: one tensor for queries, keys and values,
+    and one each for output gates, learning rates and decays."""
     return Projections(
         (
             ("in_proj_qkv", net.channels),
@@ -79,8 +79,8 @@ def by_kind(net: DeltaNet) -> Projections:
 
 
 Served = Callable[[DeltaNet], dict[str, Projections]]
-"""Function that returns SGLang's parameters for a delta net's input projections, by name: which checkpoint tensors each
-contains, and in which order of rows."""
+"""Function that returns {SGLang parameter name: layout} for the parameters that contain a delta net's input
+projections. A layout lists the checkpoint tensors in the parameter and the order of their rows."""
 
 
 def as_stored(net: DeltaNet) -> dict[str, Projections]:
@@ -105,7 +105,7 @@ def merged(net: DeltaNet) -> dict[str, Projections]:
 
 
 def attention_of(hf: HfConfig) -> Attention:
-    """Returns the sizes of the attention layers of the model in config.json `hf`."""
+    """Returns the sizes of the attention layers in the model that config.json `hf` describes."""
     return Attention.of(hf, qk_norm=True, output_gate=True)
 
 
@@ -188,8 +188,8 @@ def unsupported(hf: HfConfig) -> str | None:
 
 def weight_table(hf: HfConfig, store: Store, frozen: Mapping[str, tuple[int, ...]] | None = None) -> Table:
     """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
-    contains. `store`: how the checkpoint stores a delta net's input projections; `frozen`: names and shapes of
-    checkpoint tensors that are not trained, but copied to exports."""
+    contains. `store`: function that returns the checkpoint's layout of a delta net's input projections, such as
+    `by_kind`; `frozen`: names and shapes of checkpoint tensors that are not trained, but copied to exports."""
     attention = Layer(layers=layers_of(hf, "full_attention")).attention(attention_of(hf))
     linear = Layer(layers=layers_of(hf, _DELTA_NET))
     experts = hf.get("num_experts") or 0
@@ -212,7 +212,7 @@ def weight_table(hf: HfConfig, store: Store, frozen: Mapping[str, tuple[int, ...
 
 def _trained(layer: Layer, net: DeltaNet, store: Store) -> tuple[Row, ...]:
     """Returns the weight-table rows of a delta net as megatron-core's GatedDeltaNet stores it, and of the norm before
-    it. `store`: how the checkpoint stores the input projections."""
+    it. `store`: as in `weight_table`."""
     prefix = "self_attention."
     source_prefix = "linear_attn."
     stored = store(net)
@@ -324,7 +324,7 @@ def check_served(hf: HfConfig, architecture: str, *, fused_shared_experts: bool)
 
 
 def unserved(architecture: str, key: str, problem: str) -> SlimxError:
-    """Returns the error for a field `key` of config.json with which SGLang cannot serve the model. `problem`: rest of
+    """Returns the error for a model that SGLang cannot serve because of config.json's field `key`. `problem`: rest of
     the sentence that starts with `key`."""
     return SlimxError(f"{architecture}: {key} {problem}", code="model.served_field", about=key)
 

@@ -36,7 +36,7 @@ def gated_delta_rule(
 
     `query`, `key` [T, heads, dk]; `value` [T, heads, dv]; `decay` [T, heads]: g, logarithms of the decays, at most 0;
     `rate` [T, heads]: beta. `lengths`: tokens of each packed sequence, at least 1, with sum T. `initial` [sequences,
-    heads, dk, dv]: states before the first tokens; None: zeros. `scale`: factor of the queries; None: dk^-1/2.
+    heads, dk, dv]: states before the first tokens; None: zeros. `scale`: factor applied to the queries; None: dk^-1/2.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     chunks = Chunks(lengths, query.device)
@@ -82,9 +82,9 @@ def gated_delta_rule(
 def causal_convolution(
     x: torch.Tensor, weight: torch.Tensor, lengths: Sequence[int], initial: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Computes the causal depthwise convolution of x [T, channels] with `weight` [channels, width], whose last column
-    multiplies the current token, in fp32; returns it in x's dtype. `lengths`: tokens of each packed sequence, with sum
-    T.
+    """Computes, in fp32, the causal depthwise convolution of x [T, channels] with `weight` [channels, width], whose
+    last column multiplies the current token. Returns the result in x's dtype. `lengths`: tokens of each packed
+    sequence, with sum T.
 
     `initial` [sequences, channels, width - 1]: inputs before the start of each sequence; None: zeros.
     """

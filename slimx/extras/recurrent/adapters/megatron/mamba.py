@@ -90,7 +90,7 @@ def stack_spec(config: TransformerConfig) -> StackSpec:
 
 
 def _install_torch() -> None:
-    """Replaces with torch versions the function and the norm that megatron-core's MambaMixer imports from mamba_ssm.
+    """Replaces the function and the norm that megatron-core's MambaMixer imports from mamba_ssm with torch versions.
     Also disables MambaMixer's checks for mamba_ssm (in the constructor) and for causal_conv1d (in the forward pass of
     packed sequences)."""
     mamba_mixer.HAVE_MAMBA_SSM = True

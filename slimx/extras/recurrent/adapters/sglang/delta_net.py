@@ -59,8 +59,8 @@ def causal_conv1d(
 ) -> torch.Tensor:
     """Computes silu of the causal convolution of x [channels, T], the tokens of several prompts or parts of prompts.
 
-    Each sequence continues from its slot (`cache_indices`) of `conv_states` if `has_initial_state`, and its last inputs
-    are written to that slot.
+    Each sequence continues from its slot (`cache_indices`) in `conv_states` if its element of `has_initial_state` is
+    True, and from zeros otherwise. Its last inputs are written to that slot.
     """
     initial = conv_states[cache_indices] * has_initial_state[:, None, None]
     return _convolve(x.T, weight, bias, seq_lens_cpu, initial, conv_states, cache_indices).T
@@ -126,8 +126,8 @@ def fused_sigmoid_gating_delta_rule_update(
     softplus_beta: float,
     softplus_threshold: float,
 ) -> torch.Tensor:
-    """Computes the gated delta rule for the next token of each request, like `chunk_gated_delta_rule` with the decays
-    and learning rates that `fused_gdn_gating` returns."""
+    """Computes what `chunk_gated_delta_rule` computes, for the next token of each request, with the decays and learning
+    rates that `fused_gdn_gating` returns."""
     g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
     lengths = [1] * q.shape[1]
     return _apply_rule(q[0], k[0], v[0], g[0], beta[0], lengths, initial_state_source, initial_state_indices)[None]
@@ -206,7 +206,7 @@ def norm_gated_heads(
 
 
 def multiply_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> None:
-    """Multiplies `x` in place by the sigmoid of `gate`, which has the same number of elements, in fp32."""
+    """Multiplies `x` in place by the sigmoid of `gate`, which has as many elements as `x`. Computes in fp32."""
     x.copy_(x.float() * gate.reshape(x.shape).float().sigmoid())
 
 
@@ -217,14 +217,14 @@ def add_gated_expert(
     final_hidden_states: torch.Tensor,
 ) -> None:
     """Adds the shared expert's output times the sigmoid of its gate to `final_hidden_states`, the sum of the routed
-    experts, in place and in fp32. All are [T, hidden], except `gate_weight` [hidden], whose product with
+    experts, in place and in fp32. All tensors are [T, hidden] except `gate_weight` [hidden]; its product with
     `hidden_states` is the gate before the sigmoid."""
     gate = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
     final_hidden_states.copy_(final_hidden_states.float() + gate * shared_output.float())
 
 
 def operators_missing() -> bool:
-    """Returns True if torch has none of the operators in `_OPERATORS`, so that they must be added."""
+    """Returns True if torch has none of the operators in `_OPERATORS` and they must therefore be added."""
     return not any(hasattr(torch.ops.sgl_kernel, name) for name in _OPERATORS)
 
 
@@ -252,8 +252,8 @@ def functions_missing() -> bool:
 
 
 def add_functions() -> None:
-    """Adds `_FUNCTIONS` to the package sgl_kernel. Must run before SGLang's backend of delta nets imports them by
-    name."""
+    """Adds `_FUNCTIONS` to the package sgl_kernel. Must run before SGLang's delta-net backend imports these functions
+    by name."""
     vars(_package()).update(_FUNCTIONS)
 
 

@@ -94,8 +94,8 @@ ROWS = (
     (_DELTA_NET + r"norm\.weight", whole),
     (_DELTA_NET + r"out_proj\.weight", columns_split),
 )
-"""Pairs of a pattern of parameter names and the function that locates matching parameters' tensors; they extend the
-table in `slimx.adapters.sglang.weights.layout`."""
+"""Pairs (pattern, function): the function locates the tensors in each parameter whose name matches the pattern. They
+extend the table in `slimx.adapters.sglang.weights.layout`."""
 GAPS = (
     Gap(
         "delta-net-operators",
@@ -111,10 +111,11 @@ GAPS = (
         close=delta_net.add_functions,
     ),
 )
-"""Functions and operators that SGLang's scheduler process lacks for delta nets on the CPU, and how slimx adds them."""
+"""Operators and functions for delta nets that SGLang's scheduler process lacks on the CPU, with the slimx functions
+that add them."""
 REPLACEMENTS = (
     (delta_net.GATED_NORM, delta_net.rms_norm_gated),
     (delta_net.GATED_LAYER_NORM, delta_net.layer_norm_gated),
     (delta_net.SHARED_EXPERT, delta_net.add_gated_expert),
 )
-"""Pairs of an SGLang function's dotted name and the function that replaces it on the CPU."""
+"""Pairs (dotted name of an SGLang function, function that replaces it on the CPU)."""
