@@ -38,16 +38,14 @@ CLOSE_S = 25.0
 OPEN_S = 60.0
 """Default deadline in seconds for opening a toolbox."""
 CALL_S = 60.0
-"""Default deadline in seconds for one call of a tool."""
+"""Default deadline in seconds for one tool call."""
 MAX_DEADLINES = 2
 """Number of calls past their deadline at which a rollout is given up."""
 
 
 def check(*, toolbox: str, toolbox_options: Json | None = None, tool_parser: str = "hermes", **limits: object) -> None:
-    """Raises SlimxError for a toolbox that cannot be created, an unknown parser, and limits that are not positive.
-
-    Called before the run starts.
-    """
+    """Raises SlimxError for a toolbox that cannot be created, an unknown parser, or a limit that is not positive.
+    Called before the run starts."""
     for name, value in limits.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
             raise SlimxError(
@@ -323,7 +321,8 @@ class _Talk:
 
 
 async def _within[T](call: Awaitable[T], seconds: float, text: str) -> T:
-    """Awaits `call`. Raises GivenUp after `seconds`, with a message that starts with `text`."""
+    """Awaits `call`. Raises GivenUp, with a message that starts with `text`, if the call takes longer than
+    `seconds`."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await call

@@ -62,7 +62,7 @@ class _Headers:
 
 
 def sparse_parts(member: tarfile.TarInfo) -> list[tuple[int, int]]:
-    """Returns offset and size of each part of a sparse file; [] for other members."""
+    """Returns the offset and the size of each data region of a sparse file; [] for other members."""
     parts: Any = member.sparse  # typeshed declares this as bytes
     return list(parts or ())
 

@@ -16,7 +16,7 @@ from slimx.extras.boxes.programs.watch import Limits
 from slimx.extras.boxes.protocol import Box, BoxRefusal, Either, check_run, names_of, not_plain, too_large
 
 NOT_FOUND = 127
-"""Exit status by which a shell reports that a program was not found."""
+"""Exit status with which a shell reports that a program was not found."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 

@@ -48,7 +48,7 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     backend: Literal["bubblewrap", "container", "remote"] = "bubblewrap"
     limits: Limits = Limits()
-    """Limits of one program. In a configuration, they are given among the other options."""
+    """Resource limits for each program. A configuration lists them directly among the other options."""
     host_usr: bool = False
     """True to mount this machine's /usr read-only, for roots without programs."""
     engine: tuple[str, ...] = ()

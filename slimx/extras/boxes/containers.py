@@ -44,7 +44,7 @@ _LAYER = "{{with .GraphDriver}}{{with .Data}}{{with .UpperDir}}{{.}}{{end}}{{end
 """Template with which the engine's `inspect` prints the directory of the container's upper layer, or nothing if the
 storage driver has none."""
 NO_FILE = 100
-"""Exit status of the scripts below if the path contains a link or is not a regular file."""
+"""Exit status of the scripts below if the path contains a link or names something other than a regular file."""
 _WALK = f"""
 at= ; IFS=/ ; set -f
 for name in ${{1#/}}; do at=$at/$name; [ ! -L "$at" ] || exit {NO_FILE}; done
@@ -248,10 +248,10 @@ class ContainerBox(Box):
         return ProgramResult(output.decode(errors="replace"), error, ended, status, seconds), output
 
     def _really_ended(self, name: str, status: int) -> Ended:
-        """Returns how a program ended after the engine's client has exited with `status`.
+        """Returns the reason why a program ended, once the engine's client has exited with `status`.
 
         Raises BoxLost if the engine failed instead. The statuses 125, 137 and 255 may come from the engine or from the
-        program, so the container is inspected: they come from the program if the container still runs.
+        program, so the container is inspected: if it is still running, they come from the program.
         """
         if status not in (125, 137, 255):
             return "exit"

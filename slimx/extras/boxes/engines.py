@@ -64,10 +64,8 @@ class ContainerEngine:
     def ask(
         self, *words: str, stdin: IO[bytes] | None = None, seconds: float = CALL_S
     ) -> subprocess.CompletedProcess[str]:
-        """Runs one engine command and returns its status and output.
-
-        `words`: arguments of the command. Raises BoxLost if it cannot be run or takes longer than `seconds`.
-        """
+        """Runs one engine command and returns its exit status and output. `words`: arguments of the command. Raises
+        BoxLost if it cannot be run or takes longer than `seconds`."""
         try:
             return subprocess.run(
                 [*self.words, *words],

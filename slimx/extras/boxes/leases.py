@@ -29,7 +29,7 @@ class Lease:
 
     made: asyncio.Future[Box]
     until: float
-    """Time at which the lease expires, by `time.monotonic`."""
+    """Time at which the lease expires, on the clock of `time.monotonic`."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock that serializes the calls to a sandbox, so that a client occupies at most one thread per sandbox."""
     runs: dict[str, LeasedRun] = field(default_factory=dict)

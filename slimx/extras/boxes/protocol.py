@@ -15,12 +15,12 @@ from slimx.extras.boxes.programs.watch import Limits
 MAX_WORD = 2**17 - 1
 """Maximum length in bytes of one argument of a command, which is Linux's limit."""
 MAX_WORDS = 2**20
-"""Maximum length of a command with all arguments, in bytes."""
+"""Maximum total length of a command and its arguments, in bytes."""
 
 
 class BoxRefusal(SlimxError):
-    """Raised if an argument of a sandbox's method, a path in a sandbox, or a sandbox's image cannot be used. `about`:
-    the argument, path or image."""
+    """Raised if a sandbox cannot use an argument of a method call, a path, or its image. `about`: the argument, path or
+    image."""
 
     def __init__(self, text: str, *, code: str, about: str):
         super().__init__(text, code=f"box.{code}", about=about)

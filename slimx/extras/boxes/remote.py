@@ -79,9 +79,9 @@ class RemoteServer:
     ) -> HttpResponse:
         """Sends a request and returns the response, with up to `most` bytes of content.
 
-        `path`: path after /v1/. `seconds`: seconds without progress after which it times out. `retry`: True to retry if
-        the response was lost. `to`: file to which the content is written; None to return it in the response. Raises
-        BoxLost if there is no response, BoxRefusal if the server refuses the request.
+        `path`: path after /v1/. `seconds`: seconds without progress after which the request times out. `retry`: True to
+        retry if the response was lost. `to`: file to which the content is written; None to return it in the response.
+        Raises BoxLost if there is no response, BoxRefusal if the server refuses the request.
         """
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         until = time.monotonic()
@@ -141,7 +141,8 @@ class RemoteServer:
         return self.request("GET", f"images/{quote(name, safe='')}").status == 200
 
     def _check(self, response: HttpResponse, path: str) -> None:
-        """Raises BoxRefusal or BoxLost for an error response. `path`: path of the request, for the message."""
+        """Raises BoxRefusal for an error response that rejects the request, BoxLost for any other error response.
+        `path`: path of the request, for the message."""
         if response.status in (200, 201, 202, 204, 404, 503):
             return
         try:

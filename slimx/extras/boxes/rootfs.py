@@ -36,7 +36,8 @@ COPY_S = 600.0
 ENTRY = 4096
 """Bytes counted for a file, directory or link in addition to its content."""
 SPARSE_PART = 256
-"""Bytes counted for each part of a sparse file in addition to its content: the size of the part in memory."""
+"""Bytes charged for each part of a sparse file in addition to its content, to account for the memory that the part's
+record takes."""
 UNPACKED = 9
 """Maximum ratio of a root file system's counted size to the size of its archive. It allows for small files, which take
 at least 512 bytes in the archive and count as `ENTRY` bytes."""
@@ -212,8 +213,8 @@ def unpacked(to: Path) -> Iterator[Path]:
 
 
 def unpack(archive: Path, to: Path, most: int) -> None:
-    """Unpacks a tar archive, possibly compressed, whose content takes up to `most` bytes when unpacked. Raises
-    BoxRefusal for an unusable archive."""
+    """Unpacks a tar archive, possibly compressed, of at most `most` bytes when unpacked. Raises BoxRefusal if it is
+    larger or cannot be used."""
     total = 0
 
     def checked(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
@@ -276,8 +277,8 @@ def too_large(source: Path, most: int) -> BoxRefusal:
 
 
 def _remove(holder: Path) -> None:
-    """Removes a directory with the program rm, which walks by descriptors and so is safe against links and works at any
-    depth."""
+    """Removes a directory with the `rm` program, which is safe against links and works at any depth, because it
+    resolves every name relative to an open directory."""
     if os.geteuid() != 0:
         _call("chmod", "-R", "u+rwX", "--", str(holder))
     _call("rm", "-rf", "--one-file-system", "--", str(holder))

@@ -46,7 +46,7 @@ that takes the same value. A name that ends in `*` matches every name with this 
 
 def not_needed(reason: str) -> Meaning:
     """Returns the meaning of a foreign option that needs no key, because slimx always behaves that way or another key
-    determines it. `reason`: sentence that explains which."""
+    determines it. `reason`: sentence that says which of these applies."""
     return Meaning(note=reason, not_needed=True)
 
 

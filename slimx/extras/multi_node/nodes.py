@@ -105,8 +105,8 @@ class Nodes:
         return first
 
     async def ended(self, deadline_s: float) -> str | None:
-        """Returns a description of how the first process that failed ended; None while all processes run, or if a node
-        does not respond."""
+        """Returns a description of how the first failed process ended; None if no process has ended or a node does not
+        respond."""
         try:
             answers = await self._call("ended", deadline_s)
         except DeadlineError:

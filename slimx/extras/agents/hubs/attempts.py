@@ -81,7 +81,7 @@ class StepEnvironment:
 
 
 def finite(reward: Any) -> float | None:
-    """Returns a reward as a float, or None if it is not a finite number."""
+    """Returns a reward as a float; None if it is not a finite number."""
     try:
         value = float(reward)
     except (TypeError, ValueError):

@@ -85,8 +85,8 @@ class McpTools:
     async def open(self, prompt: Prompt, seed: int) -> list[Json]:
         """Connects to all servers and returns their tools in the chat template's format.
 
-        Raises ToolsLost for an unreachable server, SlimxError for a tool name that two servers have or that no server
-        has.
+        Raises ToolsLost if a server is unreachable, SlimxError if two servers have a tool of the same name or no server
+        has a configured tool.
         """
         tools: list[Json] = []
         for name, server in self._servers.items():

@@ -19,10 +19,11 @@ MAX_TEXT = 16_384
 
 
 class View(Protocol):
-    """Interface of a view: a class that is called as `YourView(environment, **text_options)`.
+    """Interface of a view, which presents an environment's observations as text and parses actions. It is created as
+    `YourView(environment, **text_options)`.
 
     An optional method `state(observation, info)` returns a string that identifies the state; without it, `state_digest`
-    of the observation identifies the state.
+    of the observation does.
     """
 
     def show(self, observation: Any, info: Mapping[str, Any]) -> str:

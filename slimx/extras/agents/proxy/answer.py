@@ -24,21 +24,21 @@ WAITING = 8
 
 @dataclass(frozen=True, slots=True)
 class AnswerReader:
-    """Converts sampled tokens to an assistant message."""
+    """Converter of sampled tokens to an assistant message."""
 
     tokenizer: Any
     parse_tools: ToolParser
     separates_reasoning: bool = False
     """True to move the text before </think> from the content to `reasoning_content`."""
     parser: str = "hermes"
-    """Configured name of the parser `parse_tools`."""
+    """Name of the tool-call parser `parse_tools` in the configuration."""
 
     def text(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
         """Returns the text of the tokens, without special tokens, up to the first occurrence of a stop string."""
         return cut(self.tokenizer.decode(list(token_ids), skip_special_tokens=True), stop)
 
     def stopped_by(self, token_ids: Sequence[int], stop: Sequence[str]) -> str | None:
-        """Returns the stop string that ended the response, or None."""
+        """Returns the stop string that ended the response; None if none did."""
         text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return min((string for string in stop if string in text), key=text.find, default=None)
 

@@ -55,8 +55,8 @@ class Position:
     token_ids: array[int]
     """All tokens before the answer."""
     digest: bytes
-    """Digest of the request's tools and messages. The answer is stored under a digest that extends this one, by which
-    later requests find the conversation that they continue."""
+    """Digest of the request's tools and messages. The answer is stored under a digest that extends this one; with that
+    digest, later requests find the conversation that they continue."""
 
 
 class Conversations:
@@ -121,7 +121,7 @@ class Conversations:
 
 
 def _path(leaf: Answer) -> list[Answer]:
-    """Returns the answers of the conversation from the first one through `leaf`, inclusive."""
+    """Returns the answers of the conversation, from the first one through `leaf`."""
     path = [leaf]
     while path[-1].parent is not None:
         path.append(path[-1].parent)

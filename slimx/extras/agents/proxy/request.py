@@ -19,7 +19,8 @@ RUN = ("temperature", "top_p")
 """Sampling parameters that only the run may set, because the trainer must know them and a trajectory has one
 temperature."""
 MODEL_CHARACTERS = 1000
-"""Maximum length of a model's name in characters, because every chunk of a response repeats it."""
+"""Maximum length of a requested model name in characters; limited because every chunk of a response repeats the
+name."""
 KINDS: dict[type, str] = {bool: "boolean", float: "number", str: "string", list: "list", dict: "object"}
 """JSON names of Python types, for error messages."""
 STOP_CHARACTERS = 1000
@@ -29,7 +30,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """One validated request of any of the APIs."""
+    """Validated request of any API, in one common form."""
 
     messages: list[Message]
     """Messages in the chat template's format: content is text, and a tool call's arguments are an object."""
@@ -46,7 +47,7 @@ class ChatRequest:
     """Strings that end the response and are not part of it."""
     stream: bool = False
     usage: bool = False
-    """True if a stream ends with the token counts."""
+    """True if a streamed response must end with the token counts."""
     logprobs: bool = False
     object_arguments: bool = False
     """True if the API only supports tool calls whose arguments are a JSON object. A response with other calls is then
@@ -111,10 +112,8 @@ def overridden_by_run(fields: Json, sampling: Json, *, strict: bool) -> tuple[st
 
 
 def read_message(message: object, path: str = "the message") -> Message:
-    """Converts a message of chat completions to the chat template's format.
-
-    `path`: location of the message in the request, for error messages.
-    """
+    """Converts a Chat Completions message to the chat template's format. `path`: location of the message in the
+    request, for error messages."""
     role = message.get("role") if isinstance(message, dict) else None
     if role == "developer":
         role = "system"

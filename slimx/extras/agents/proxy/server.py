@@ -51,7 +51,7 @@ TOKENIZING = 2
 
 
 class ChatProxy:
-    """The chat completion server of one run."""
+    """HTTP server through which a run's agents sample from the policy, in the formats of several APIs."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, *, context: int) -> None:
         """Stores the settings without starting the server.

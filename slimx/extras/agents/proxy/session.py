@@ -38,7 +38,7 @@ class SessionLimits:
     context: int
     """Maximum length of one conversation including its answers, in tokens."""
     requests: int
-    """Maximum number of requests."""
+    """Maximum number of requests in the session."""
     sampled: int | None = None
     """Maximum number of sampled tokens in all answers together; None for no limit."""
 

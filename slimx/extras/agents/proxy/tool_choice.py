@@ -24,7 +24,7 @@ Tools = Sequence[Json]
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """The tool calls that a response must consist of."""
+    """Constraint that a response consist of tool calls only."""
 
     names: tuple[str, ...]
     """Names of the tools that may be called."""

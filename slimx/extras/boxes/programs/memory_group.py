@@ -24,7 +24,7 @@ import psutil
 
 PREFIX = "slimx-sandbox-"
 REMOVE_S = 2.0
-"""Seconds to wait until the last process of a group has exited."""
+"""Maximum time in seconds to wait for the last process of a group to exit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class Hierarchy:
     version: int
 
     def make(self, limit: int) -> MemoryGroup:
-        """Creates a group with a limit of `limit` bytes. Raises OSError if the kernel refuses."""
+        """Creates a group with a memory limit of `limit` bytes. Raises OSError if the kernel refuses to create or limit
+        it."""
         directory = self.directory / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         directory.mkdir()
         group = MemoryGroup(directory, self.version)
@@ -80,8 +81,8 @@ class MemoryGroup:
             return []
 
     def remove(self) -> None:
-        """Removes the group once its processes have exited. If they have not within `REMOVE_S` seconds, a later call of
-        `find` removes it."""
+        """Removes the group once its processes have exited. If some are still running after `REMOVE_S` seconds, leaves
+        the group to a later call of `find`."""
         until = time.monotonic() + REMOVE_S
         while True:
             try:
@@ -165,7 +166,8 @@ def _hierarchies(proc: Path) -> list[Hierarchy]:
 
 
 def _below(mounted: str, root: str, path: str) -> Path:
-    """Returns the directory of the group `path` if the subtree `root` of its hierarchy is mounted at `mounted`."""
+    """Returns the directory of the cgroup `path`, given that the subtree `root` of its hierarchy is mounted at
+    `mounted`; `mounted` itself if the group is not below `root`."""
     if path.startswith(root.rstrip("/") + "/"):
         return Path(mounted) / os.path.relpath(path, root)
     return Path(mounted)

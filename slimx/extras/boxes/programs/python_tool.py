@@ -30,7 +30,7 @@ class PythonTool:
         cls(**options).sandbox.check()  # type: ignore[arg-type]  # options are checked against __init__ before
 
     async def reset(self, prompt: Prompt, seed: int) -> str:
-        """Returns "", because there is no observation in addition to the prompt."""
+        """Returns "", because the prompt is the only observation before the first turn."""
         return ""
 
     async def step(self, text: str) -> Step:

@@ -29,7 +29,8 @@ slowly."""
 
 
 class Sandbox:
-    """Runs Python code under `limits`, which default to `Limits()`, any number of calls at a time, from any thread."""
+    """Sandbox for Python code: runs any number of programs concurrently, from any thread, each under `limits`, by
+    default `Limits()`."""
 
     def __init__(self, limits: Limits | None = None):
         """Locates the programs that the sandbox needs. Raises SlimxError if one is not installed."""

@@ -31,7 +31,7 @@ Whole = Annotated[int, Meta(gt=0)]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one program."""
+    """Resource limits for one program in a sandbox."""
 
     seconds: Annotated[float, Meta(gt=0)] = 10.0
     """Maximum wall-clock time in seconds."""
@@ -83,7 +83,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 class SandboxWatch:
-    """Writes to and reads from a process until it exits or reaches a limit."""
+    """Supervisor that feeds a process its input and collects its output until the process exits or reaches a limit."""
 
     def __init__(
         self,
@@ -177,10 +177,8 @@ class SandboxWatch:
         return None
 
     def _reported(self, key: str) -> int | None:
-        """Returns the value of `key` in bubblewrap's status, which consists of lines of JSON; None if not reported yet.
-
-        The program cannot write to this status, because it does not have the descriptor.
-        """
+        """Returns the value of `key` in bubblewrap's status, which consists of lines of JSON; None if bubblewrap has
+        not reported it yet. The program cannot write to this status, because it does not have the descriptor."""
         for line in self.read["status"].split(b"\n")[:-1]:
             if line:
                 report = json.loads(line)
@@ -200,7 +198,8 @@ class SandboxWatch:
         self._go = None
 
     def _read(self, fd: int, name: str) -> bool:
-        """Reads from the stream `name` with the descriptor `fd`; returns True at its end."""
+        """Reads available output from the stream `name`, whose descriptor is `fd`. Returns True at the end of the
+        stream."""
         piece = os.read(fd, 65536)
         self.read[name] += piece
         if piece and name == "status":

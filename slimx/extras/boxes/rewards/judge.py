@@ -53,7 +53,7 @@ class ProgramError(Exception):
 
 
 class RemoteProgram:
-    """The program under test, which runs in the other sandbox."""
+    """Program under test as the judge sees it; it runs in a separate sandbox."""
 
     def __init__(self) -> None:
         self.objects: dict[int, RemoteObject] = {}

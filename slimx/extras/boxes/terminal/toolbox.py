@@ -36,7 +36,7 @@ _NOTHING = bytes(2 * tarfile.BLOCKSIZE)
 """A tar archive without members."""
 KEY = "rollout.options.toolbox_options"
 MAX_READ = 2**20
-"""Maximum size of a file that is read or edited, in bytes."""
+"""Maximum size in bytes of a file that the model may read or edit."""
 
 COPY_S = 10.0
 """Seconds that a deadline must allow for copying files, in addition to waiting for a sandbox and running programs."""
@@ -98,7 +98,7 @@ class Terminal:
 
     @classmethod
     def check_prompts(cls, prompts: Iterable[Prompt], **options: Any) -> None:
-        """Checks the tasks of all prompts; creates, tries and removes the sandbox of the first one.
+        """Checks the tasks of all prompts; for the first one, also creates a sandbox, tries it and removes it.
 
         Raises SlimxError naming a prompt whose task cannot be started.
         """

@@ -48,7 +48,7 @@ def install_megatron() -> list[str]:
 
 
 def _patch(target: object, **replacements: object) -> None:
-    """Sets attributes of the module or class `target`."""
+    """Sets attributes of the module or class `target` to the given values."""
     for name, value in replacements.items():
         setattr(target, name, value)
 

@@ -103,5 +103,6 @@ def _part_of(file: Path, directory: Path) -> tuple[str, ...]:
 
 
 def _is_split(name: str, split: str) -> bool:
-    """Returns True if `name` is the split, or NAME-SPLIT, the name of a cache file of the `datasets` package."""
+    """Returns True if `name` is the split's name, or ends with it after a hyphen, as cache files of the `datasets`
+    package do."""
     return name == split or name.endswith(f"-{split}")

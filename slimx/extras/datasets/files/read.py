@@ -46,8 +46,8 @@ def read(path: str | Path, subset: str | None = None, split: str | None = None) 
 
 
 def _numbered(files: Sequence[Path], folder: Path | None) -> Iterator[Row]:
-    """Yields the rows of `files`, numbered continuously. The columns that are encoded in the names of folders below
-    `folder` are added."""
+    """Yields the rows of `files`, numbered consecutively across files. Adds to each row the columns that the names of
+    folders below `folder` encode."""
     number = 0
     for file in files:
         columns = folder_columns(file, folder) if folder is not None else {}

@@ -29,7 +29,7 @@ from slimx.extras.agents.proxy.tool_choice import Forced, forced_by
 from slimx.rollout.client.completion import Completion
 
 STOP_SEQUENCES = 16
-"""Maximum number of stop sequences of a request."""
+"""Maximum number of stop sequences per request."""
 IGNORED = frozenset({"cache_control", "metadata", "service_tier"})
 """Parameters that are accepted without effect, because they concern Anthropic's service."""
 SUPPORTED = frozenset(
@@ -86,7 +86,7 @@ def refusal(error: ApiError) -> Json:
 
 
 class MessageWriter(AnswerWriter):
-    """Writes one message of Anthropic's API."""
+    """Writer of one message in the format of Anthropic's Messages API."""
 
     def complete(self, message: Message, completion: Completion) -> Json:
         """Returns the JSON body of a response that is not streamed."""
@@ -109,7 +109,7 @@ class MessageWriter(AnswerWriter):
         return out + _event("content_block_delta", index=0, delta={"type": "text_delta", "text": shown})
 
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
-        """Returns the events that send the remaining text or blocks, the stop reason and the usage."""
+        """Returns the events that send any remaining text or blocks, then the stop reason and the usage."""
         out = b""
         if rest is not None:
             out += self.piece(rest, completion)

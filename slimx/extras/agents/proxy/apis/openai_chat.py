@@ -94,10 +94,10 @@ def read_chat(body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
 
 
 class ChatWriter(AnswerWriter):
-    """Writes one chat completion."""
+    """Writer of one chat completion, as a whole or as a stream of chunks."""
 
     def complete(self, message: Message, completion: Completion) -> Json:
-        """Returns the JSON body of a response that is not streamed."""
+        """Returns the JSON body of the response to a non-streaming request."""
         choice = {"message": message, "finish_reason": _finish_reason(message, completion)}
         frame = self._frame("chat.completion", choice, self._logprobs(completion))
         return frame | {"usage": self._usage(completion)}

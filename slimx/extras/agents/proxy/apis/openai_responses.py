@@ -94,7 +94,7 @@ class ResponseWriter(AnswerWriter):
     """Number of events so far, which is the next sequence number."""
 
     def complete(self, message: Message, completion: Completion) -> Json:
-        """Returns the JSON body of a response that is not streamed."""
+        """Returns the JSON body of the response to a non-streaming request."""
         status = "completed"
         details = None
         if completion.finish_reason == "length":
@@ -122,7 +122,8 @@ class ResponseWriter(AnswerWriter):
         return out + self._text_event("output_text.delta", 0, delta=shown, logprobs=[])
 
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
-        """Returns the events that send the remaining items, and the last event with the whole response."""
+        """Returns the events that send the remaining items, followed by the final event, which contains the whole
+        response."""
         response = self.complete(message, completion)
         out = b""
         if rest:
@@ -314,7 +315,7 @@ def _message(item: Json, path: str) -> Message:
 
 
 def _part(part: Any) -> Any:
-    """Converts a text part to the format of chat completions. Returns other parts unchanged; `read_message` refuses
+    """Converts a text part to the Chat Completions format. Returns other parts unchanged; `read_message` refuses
     them."""
     if type_of(part) in ("input_text", "output_text"):
         return {"type": "text", "text": part.get("text", "")}
@@ -338,4 +339,4 @@ def _tool(tool: object, path: str) -> Json:
 
 
 RESPONSES = ChatApi(read_responses, ResponseWriter)
-"""Parser, writer and error format of OpenAI's API /v1/responses."""
+"""Parser, writer and error format for OpenAI's endpoint /v1/responses."""
