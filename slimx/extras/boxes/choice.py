@@ -65,7 +65,7 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     patience: Above0 = 30.0
     """Seconds to wait for a sandbox while the server has none free."""
     retry: Above0 = 30.0
-    """Seconds during which a call without a response from the server is retried."""
+    """Seconds for which a call is retried while the server does not respond."""
 
     @classmethod
     def read(cls, options: Mapping[str, object], key: str) -> BoxOptions:

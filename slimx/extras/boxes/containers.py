@@ -39,7 +39,7 @@ STOP_TRIES = 3
 """Number of attempts to stop a container. One may not be enough: on a busy machine, podman gives up before the kernel
 has killed all processes."""
 COPY_SECONDS = 60.0
-"""Time limit in seconds of a program that writes or reads one file."""
+"""Time limit in seconds for a program that writes or reads one file."""
 _LAYER = "{{with .GraphDriver}}{{with .Data}}{{with .UpperDir}}{{.}}{{end}}{{end}}{{end}}"
 """Template with which the engine's `inspect` prints the directory of the container's upper layer, or nothing if the
 storage driver has none."""

@@ -21,9 +21,9 @@ KNOWN = ("podman", "docker")
 OWNER = "slimx.owner"
 """Label of containers and images that identifies the process that owns them."""
 PIECE = 2**20
-"""Number of bytes per read."""
+"""Maximum number of bytes read at a time."""
 CALL_S = 120.0
-"""Default deadline in seconds of one engine command."""
+"""Default deadline in seconds for one engine command."""
 MAX_QUOTED = 500
 """Maximum length of engine output that an error message quotes, in characters."""
 

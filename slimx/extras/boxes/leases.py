@@ -33,8 +33,8 @@ class Lease:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock that serializes the calls to a sandbox, so that a client occupies at most one thread per sandbox."""
     runs: dict[str, LeasedRun] = field(default_factory=dict)
-    """The program that was started last, under the name that the client chose for it; earlier programs have been
-    removed."""
+    """Program that was started last, by the name that the client chose for it; {} before the first start. Earlier
+    programs are removed."""
     ending: asyncio.Task[None] | None = None
 
 
@@ -97,7 +97,8 @@ class Boxes:
                 self.renew(lease)
 
     def start(self, lease: Lease, name: str, program: Callable[[Box, threading.Event], ProgramResult]) -> None:
-        """Starts `program` under `name`, unless a program of this name has been started before."""
+        """Starts `program` under `name`. Does nothing if the sandbox's latest program was started under this name,
+        because the call is then a retry."""
         if name in lease.runs:
             return
         run = LeasedRun(asyncio.get_running_loop().create_future())

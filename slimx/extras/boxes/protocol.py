@@ -57,7 +57,7 @@ class Box(ABC):
 
     @contextmanager
     def _living(self) -> Iterator[None]:
-        """Waits for earlier calls to the sandbox's methods, and makes other calls wait until the end of the block.
+        """Waits for earlier calls of the sandbox's methods, and makes later ones wait until the end of the block.
         Raises BoxRefusal after `end`."""
         with self._turn:
             if self._closing.is_set():

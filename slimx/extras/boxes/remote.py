@@ -239,11 +239,9 @@ class RemoteBox(Box):
             self._server.request("DELETE", self._path)
 
     def _begin(self, name: str, archive: IO[bytes] | None, patience: float) -> float:
-        """Requests a sandbox repeatedly until the server has a free one, and returns the duration of its lease in
-        seconds.
-
-        `name`: name of the image. `archive`: archive to upload if the server does not have the image.
-        """
+        """Requests a sandbox repeatedly until the server has a free one, and returns the duration of the sandbox's
+        lease in seconds. `name`: name of the image. `archive`: archive to upload if the server does not have the
+        image."""
         body = {"image": name, "limits": dataclasses.asdict(self.limits)}
         if archive is not None and not self._server.has_image(name):
             self._send(name, archive)
@@ -319,8 +317,8 @@ def _archive(source: str | Path, image_mib: int) -> Iterator[tuple[str, IO[bytes
 
 
 def _undated(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Sets modification times of directories to 0 and rounds those of files down to seconds, so that equal directories
-    have equal archives."""
+    """Sets the modification times of directories to 0 and rounds those of files down to whole seconds, so that equal
+    directories yield equal archives."""
     return member.replace(mtime=0 if member.isdir() else int(member.mtime), deep=False)
 
 

@@ -34,7 +34,7 @@ PREFIX = "slimx-box-"
 COPY_S = 600.0
 """Deadline in seconds for copying or removing a root."""
 ENTRY = 4096
-"""Bytes counted for a file, directory or link in addition to its content."""
+"""Bytes charged for each file, directory or link in addition to its content."""
 SPARSE_PART = 256
 """Bytes charged for each part of a sparse file in addition to its content, to account for the memory that the part's
 record takes."""

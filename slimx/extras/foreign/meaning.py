@@ -31,8 +31,8 @@ class Meaning:
     sets: Mapping[str, str] = field(default_factory=dict)
 
     def translate(self, value: str) -> str | Meaning | None:
-        """Returns the value in slimx that corresponds to the foreign `value`; another Meaning if `key` has no such
-        value, for example because the foreign value sets other keys or is not supported; None if `value` is invalid."""
+        """Returns slimx's value for the foreign `value`. Returns another Meaning if `key` has no such value, for
+        example because the foreign value sets other keys or is not supported; None if `value` is invalid."""
         translated = self.values.get(value.lower())
         if translated is not None:
             return translated

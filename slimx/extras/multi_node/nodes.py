@@ -96,8 +96,8 @@ class Nodes:
         return len(self._actors)
 
     async def start(self, host: str, deadline_s: float) -> NodeShare:
-        """Starts the server's processes on these nodes. Returns the `NodeShare` of the first node, which then starts
-        its part of the server. `host`: address of the first node."""
+        """Starts the server's processes on all nodes other than the first. Returns the `NodeShare` of the first node,
+        which then starts its part of the server. `host`: address of the first node."""
         hosts = (host, *await self._call("address", deadline_s))
         rendezvous = address(host, free_port(host))
         first, *shares = [NodeShare(rank, len(hosts), rendezvous, hosts) for rank in range(len(hosts))]
@@ -116,9 +116,8 @@ class Nodes:
         return next((sentence for sentence in answers if sentence is not None), None)
 
     async def transport(self, method: str, messages: Sequence[Any] | None = None) -> list[Any]:
-        """Calls `method` of the transport's receiver on each of these nodes and returns the results.
-
-        `messages`: one argument per node; None for calls without an argument."""
+        """Calls `method` of the transport's receiver on every node other than the first, and returns the results in the
+        order of the nodes. `messages`: one argument per node; None for calls without an argument."""
         if messages is None:
             arguments: list[tuple[Any, ...]] = [(method,)] * self.count
         else:

@@ -21,7 +21,7 @@ from slimx.extras.preferences.objectives import Dpo
 
 
 class Preferences(Estimator):
-    """Estimator of the advantages of DPO, which are 0 until a step's log-probs are known."""
+    """Estimator of DPO's advantages, which remain 0 until a step's log-probs are known."""
 
     def finish(self, step: StepData) -> dict[str, float]:
         policy = step.policy or ()

@@ -65,7 +65,7 @@ def to_prompt(row: Json) -> Json:
 
 
 class NemoGym:
-    """The tools of one NeMo Gym resources server. Each rollout uses them in a separate session."""
+    """Toolbox with the tools of one NeMo Gym resources server. Each rollout uses them in a separate session."""
 
     def __init__(self, *, url: str) -> None:
         """Stores the base URL of the resources server."""

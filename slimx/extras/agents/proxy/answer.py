@@ -102,8 +102,8 @@ class AnswerReader:
         return message, found.attempted
 
     def raw(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
-        """Returns the text of the tokens before the first occurrence of a stop string, including special tokens, which
-        mark tool calls in the output of some models, but without the stop token."""
+        """Returns the text of the tokens up to the first occurrence of a stop string, without the stop token. Includes
+        special tokens, because they mark tool calls in the output of some models."""
         ids = list(token_ids)
         if ids and ids[-1] in self.tokenizer.all_special_ids:
             ids.pop()
@@ -163,7 +163,7 @@ class Pieces:
         return self._show(keep=max((_overlap(self._pending, stop) for stop in self._stop), default=0))
 
     def end(self) -> str:
-        """Returns the remaining text at the end of the response."""
+        """Returns the text that remains to be sent once the response has ended."""
         text = self._reading.text(self._ids, self._stop)
         shown = self.shown
         if text.startswith(shown):
@@ -186,7 +186,7 @@ class Pieces:
         return self._done
 
     def _new(self, end: int) -> str:
-        """Returns the text of the tokens from index `_done` up to `end`."""
+        """Returns the text of the tokens from index `_done` to `end`, exclusive."""
         return self._decode(self._from, end)[len(self._decode(self._from, self._done)) :]
 
     def _show(self, keep: int) -> str:

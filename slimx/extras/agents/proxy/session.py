@@ -40,7 +40,7 @@ class SessionLimits:
     requests: int
     """Maximum number of requests in the session."""
     sampled: int | None = None
-    """Maximum number of sampled tokens in all answers together; None for no limit."""
+    """Maximum total number of tokens sampled in the session; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,8 @@ class Session:
         """True once a limit was reached."""
 
     def trajectories(self, metadata: Json) -> list[Trajectory]:
-        """Returns the sampled trajectories with `metadata` and the session's counts; [] if nothing was sampled."""
+        """Returns the sampled trajectories, whose metadata consists of `metadata` and the session's counts; [] if
+        nothing was sampled."""
         counts: Json = {"requests": self._requests, "overridden": sorted(self._overridden)}
         if self._forced:
             counts["forced"] = self._forced

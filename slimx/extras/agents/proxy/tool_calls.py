@@ -37,7 +37,7 @@ ROUTER_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One tool call of the model."""
+    """One tool call made by the model."""
 
     name: str
     arguments: str
@@ -47,7 +47,7 @@ class ToolCall:
 
 
 Parsed = tuple[str, list[ToolCall]]
-"""Text of a response without its calls, and the calls."""
+"""Text of a response without its tool calls, and the list of these calls."""
 ToolParser = Callable[[str, list[Json]], Awaitable[Parsed]]
 """Function that parses a response's text, given the tools that the response may call."""
 

@@ -14,7 +14,8 @@ from slimx.extras.agents.proxy.errors import invalid
 from slimx.json_types import Json
 
 GRAMMARS = ("hermes", "qwen")
-"""Tool parsers whose format has a grammar: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+"""Names of the tool parsers whose format can be forced with a grammar: <tool_call>{"name": ..., "arguments":
+{...}}</tool_call>."""
 DEPTH = 32
 """Maximum nesting depth of a schema, limited because all other requests wait while the engine compiles the schema."""
 LENGTH = 65536

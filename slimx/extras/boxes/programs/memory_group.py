@@ -124,7 +124,8 @@ def of_process(pid: int, proc: Path = Path("/proc")) -> MemoryGroup | None:
 
 
 def _group_paths(process: Path) -> dict[str, str]:
-    """Returns the paths of a process's cgroups by controller; the key of the cgroup v2 path is ""."""
+    """Returns the cgroup paths of a process by controller name; the cgroup v2 path, which belongs to no single
+    controller, has the key ""."""
     paths: dict[str, str] = {}
     for line in (process / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

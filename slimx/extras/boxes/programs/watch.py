@@ -24,7 +24,7 @@ Ended = Literal["exit", "time", "memory", "disk", "output", "stop"]
 LOOK_S = 0.05
 """Interval in seconds at which the memory of all processes together is checked."""
 STOP_S = 5.0
-"""Maximum time in seconds to wait until a process is suspended, or exits after its child."""
+"""Maximum time in seconds to wait for a process to be suspended, or to exit after its child."""
 MIB = 2**20
 Whole = Annotated[int, Meta(gt=0)]
 

@@ -32,7 +32,7 @@ FORWARDED = (
 """Special methods that are forwarded to the program's objects. Excludes operators, because f(2) - 4 would reveal the
 expected value 4 to the program."""
 NEVER = (eval, exec, compile, __import__, open, getattr, setattr, breakpoint, input)
-"""Functions that may not be passed to the program, because they would let it execute code here."""
+"""Functions that may not be passed to the program, because they would let it execute code in the judge's process."""
 KNOWN = {
     **{name: name for name in ("math", "numpy", "pandas", "pytest", "scipy", "sympy", "torch")},
     "np": "numpy", "pd": "pandas", "sp": "scipy", "approx": "pytest:approx", "isclose": "math:isclose",
@@ -157,7 +157,7 @@ for _method in FORWARDED:
 
 
 def _change(local: Any, remote: Any) -> None:
-    """Applies to an argument the changes that the program made to its copy of it. `remote`: value of that copy after
+    """Applies to the argument `local` the changes that the program made to its copy. `remote`: the copy's value after
     the call."""
     if type(local) is type(remote) and local != remote:
         if isinstance(local, list):

@@ -52,9 +52,9 @@ class Terminal:
     def __init__(self, *, box: Json | None = None, tasks: str = ".", work_mib: float = 48.0) -> None:
         """Reads the options without creating a sandbox.
 
-        `box`: options of the sandboxes (`slimx.extras.boxes.choice`). `tasks`: base directory of the paths in tasks.
-        `work_mib`: maximum size in MiB of the model's files and kept files that are copied for the tests; exceeding it
-        counts as failed tests.
+        `box`: sandbox options (`slimx.extras.boxes.choice`). `tasks`: base directory of the paths in tasks. `work_mib`:
+        maximum size in MiB of the model's files and kept files that are copied for the tests; exceeding it counts as
+        failed tests.
         """
         self._options = BoxOptions.read(box or {}, f"{KEY}.box")
         self._base = Path(tasks)
@@ -89,8 +89,8 @@ class Terminal:
 
     @classmethod
     def needs_seconds(cls, prompts: Iterable[Prompt], **options: Any) -> tuple[float, float]:
-        """Returns two maximum times in seconds: that of `open` in normal operation, and that of `judge` for the prompt
-        whose tests have the highest time limit."""
+        """Returns the maximum times in seconds that `open` takes in normal operation and that `judge` takes for the
+        prompt whose tests have the highest time limit."""
         toolbox = cls(**options)
         patience = toolbox._options.patience if toolbox._options.backend == "remote" else 0.0
         tests = max((Task.of(prompt, toolbox._base).tests.seconds for prompt in prompts), default=0.0)

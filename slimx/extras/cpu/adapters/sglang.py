@@ -227,7 +227,8 @@ def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
     """Registers those fixes of this module that wrap or replace functions in SGLang's HookRegistry `registry`.
 
     `kinds`: SGLang's HookType. `experts`: True to include `moe_without_absent_experts`, which is not used in numerics
-    modes that replace layers of experts."""
+    modes that replace MoE layers.
+    """
     registry.register(DEVICE_MODULE, device_module, kinds.REPLACE)
     registry.register(SYNCHRONIZE, no_device_to_wait_for, kinds.REPLACE)
     registry.register(BATCH_INVARIANT, no_batch_invariant_mode, kinds.REPLACE)
@@ -272,5 +273,5 @@ def _close(gaps: tuple[Gap, ...]) -> None:
 
 
 def attest() -> dict[str, bool]:
-    """Returns a dict from the name of each gap in SGLang's CPU path to whether the gap is closed."""
+    """Returns, by name, whether each gap in SGLang's CPU path is closed."""
     return {gap.name: not gap.open() for gap in (*CHOICES, *_gaps())}

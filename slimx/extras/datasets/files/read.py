@@ -117,7 +117,8 @@ def _array_rows(path: Path) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
-    """Yields the rows of a CSV file with strings as values. An empty cell is None, because CSV has no null."""
+    """Yields the rows of a CSV file with strings as values. An empty cell becomes None, because CSV has no other way to
+    represent null."""
     csv.field_size_limit(CELL)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:

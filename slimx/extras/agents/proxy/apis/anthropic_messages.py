@@ -89,7 +89,7 @@ class MessageWriter(AnswerWriter):
     """Writer of one message in the format of Anthropic's Messages API."""
 
     def complete(self, message: Message, completion: Completion) -> Json:
-        """Returns the JSON body of a response that is not streamed."""
+        """Returns the JSON body of the response to a non-streaming request."""
         return self._frame(_blocks(message), self._usage(completion)) | self._stop(message, completion)
 
     def begin(self) -> bytes:
@@ -308,6 +308,6 @@ def _stop(fields: Json) -> list[str]:
 
 
 MESSAGES = ChatApi(read_messages, MessageWriter, refusal)
-"""Parser, writer and error format of Anthropic's API /v1/messages."""
+"""Parser, writer and error format for Anthropic's endpoint /v1/messages."""
 COUNT_TOKENS = ChatApi(partial(read_messages, counts=True), MessageWriter, refusal)
 """Parser, writer and error format of Anthropic's API /v1/messages/count_tokens."""

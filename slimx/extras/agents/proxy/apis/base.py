@@ -54,7 +54,7 @@ class AnswerWriter(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ChatApi:
-    """The parser, the writer and the error format of one API."""
+    """Parser, writer and error format of one API."""
 
     read: Callable[..., ChatRequest]
     """Function that parses a JSON body, given the run's sampling parameters and `strict`. Raises ApiError for an

@@ -163,7 +163,8 @@ class ChatWriter(AnswerWriter):
         }
 
     def _logprobs(self, completion: Completion) -> list[Json] | None:
-        """Returns each sampled token's log-prob in the API's format, without alternatives; None if not requested."""
+        """Returns the log-prob of each sampled token in the API's format, without alternatives; None if the request
+        does not ask for log-probs."""
         if not self.request.logprobs:
             return None
         out = []
