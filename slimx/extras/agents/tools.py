@@ -124,11 +124,11 @@ async def generate(
     open_deadline: float = OPEN_S,
     call_deadline: float = CALL_S,
 ) -> Trajectory:
-    """Plays one rollout and returns it as a trajectory: the model's turns are trained on, results of tools are not.
+    """Plays one rollout and returns it as a trajectory: the model's turns are trained on; tool results are not.
 
     `toolbox`: dotted path or registered name of the toolbox's class. `toolbox_options`: keyword arguments of that
-    class. `tool_parser`: name of the parser of tool calls, or dotted path of a function. `max_turns`: maximum number of
-    the model's turns. `max_calls`: maximum number of tool calls. `max_unreadable`: number of consecutive turns with an
+    class. `tool_parser`: name of the tool-call parser, or dotted path of a function. `max_turns`: maximum number of the
+    model's turns. `max_calls`: maximum number of tool calls. `max_unreadable`: number of consecutive turns with an
     unreadable call that ends a rollout. `max_context`: maximum length in tokens; None means the maximum length of a
     trainable trajectory. A rollout that is ended by a limit is trained on up to that point. `max_result`: maximum
     length in characters of one result for the model. `open_deadline`, `call_deadline`: seconds; the first call past its
@@ -180,7 +180,7 @@ async def reward(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]
 
 @dataclass(slots=True)
 class _Talk:
-    """The conversation of one rollout, with its counts and limits."""
+    """Conversation of one rollout, with its counts and limits."""
 
     ctx: RolloutContext
     box: Toolbox

@@ -44,7 +44,7 @@ NOT_IN_HEADERS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of the sandboxes of a run."""
+    """Sandbox options of a run."""
 
     backend: Literal["bubblewrap", "container", "remote"] = "bubblewrap"
     limits: Limits = Limits()

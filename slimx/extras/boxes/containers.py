@@ -34,7 +34,7 @@ EXTRA_PROCESSES = 16
 """Number of processes and threads that a container may have in addition to the program's: its initial process, and
 those of the runtime while it starts the program."""
 NPROC = 16_384
-"""Maximum number of processes of a user over all sandboxes, if this process cannot raise limits."""
+"""Maximum number of processes per user across all sandboxes; applies only if this process cannot raise limits."""
 STOP_TRIES = 3
 """Number of attempts to stop a container. One may not be enough: on a busy machine, podman gives up before the kernel
 has killed all processes."""

@@ -46,7 +46,7 @@ class BoxBusy(SlimxError):
 class Box(ABC):
     """Interface of a rollout's sandbox.
 
-    Files persist from one program to the next, processes do not. Calls block and run one at a time, so they belong in
+    Files persist from one program to the next; processes do not. Calls block and run one at a time, so they belong in
     `slimx.extras.boxes.programs.enclosure.in_thread`. Every call may raise BoxLost.
     """
 
@@ -153,7 +153,7 @@ def too_large(path: str, size: str, most: int) -> BoxRefusal:
 
 
 class Either(threading.Event):
-    """An event that also counts as set if one of two other events is set."""
+    """Event that also counts as set when either of two other events is set."""
 
     def __init__(self, first: threading.Event, second: threading.Event | None):
         super().__init__()

@@ -18,8 +18,8 @@ class Meaning:
     """
 
     key: str = ""
-    """Key in slimx's configuration; "" if there is none. In it, `*` stands for an entry of a list, and `{}` for the
-    part of the foreign name that the `*` of its entry in `Table` matched."""
+    """Key in slimx's configuration; "" if there is none. A `*` in the key stands for an entry of a list; `{}` stands
+    for the part of the foreign name that the `*` of its entry in `Table` matched."""
     values: Mapping[str, str | Meaning] = field(default_factory=dict)
     """Foreign value in lower case -> value of `key`, or another Meaning if `key` has no such value."""
     closed: bool = False

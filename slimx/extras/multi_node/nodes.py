@@ -65,7 +65,7 @@ class NodeActor:
 
 
 class Nodes:
-    """The actors on all nodes of a server other than the first, called together."""
+    """Actors on all nodes of a server other than the first, called as a group."""
 
     def __init__(
         self,
@@ -78,8 +78,9 @@ class Nodes:
     ):
         """Creates the actors without starting processes.
 
-        `places`: placements of all nodes other than the first. `deadline_s`: deadline in seconds of one call to the
-        transport's receivers. The other arguments are passed to each `NodeActor`."""
+        `places`: placements of all nodes other than the first. `deadline_s`: deadline in seconds for one call to the
+        transport's receivers. The other arguments are passed to each `NodeActor`.
+        """
         self.name = spec.name
         self.deadline_s = deadline_s
         cpus = spec.threads * spec.sizes.world / (len(places) + 1)

@@ -18,8 +18,8 @@ from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError
 
 MARGIN = "margin"
-"""Key of a prompt's metadata with the margin, the required difference between the scores of chosen and rejected answer;
-default 0."""
+"""Key under which a prompt's metadata may contain the margin: the required difference between the scores of the chosen
+and the rejected answer. The default margin is 0."""
 
 
 def assign_slopes(

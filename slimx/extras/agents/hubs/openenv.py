@@ -35,7 +35,7 @@ MAX_MESSAGE = 16 * 2**20
 MAX_SHOWN = 300
 """Maximum length in characters of a message that an error quotes, and of a refusal that the model reads."""
 UNFIT = ("VALIDATION_ERROR", "INVALID_JSON")
-"""Error codes by which a server refuses an invalid action of the model."""
+"""Error codes with which a server refuses an invalid action of the model."""
 
 
 class Fields:

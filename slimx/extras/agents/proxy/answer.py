@@ -17,7 +17,7 @@ from slimx.extras.agents.proxy.tool_calls import ATTEMPT, ToolCall, ToolParser
 from slimx.extras.agents.proxy.tool_choice import GRAMMARS, grammar
 
 OPEN_TAIL = 16
-"""Number of tokens at the end of a prompt among which a chat template may place <think>."""
+"""Number of tokens at the end of a prompt that are searched for a <think> from the chat template."""
 WAITING = 8
 """Maximum number of tokens held back until a character is complete; a character has up to 4 bytes."""
 
@@ -124,7 +124,7 @@ class Calls:
 
     @property
     def text(self) -> str:
-        """Text of the response without its calls, including the thinking."""
+        """Text of the response, with the thinking but without tool calls."""
         return (self.thought + self.content).strip()
 
 

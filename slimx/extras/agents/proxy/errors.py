@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 SHOWN = 1000
-"""Maximum number of characters shown of an error message, which quotes the request and could be megabytes long."""
+"""Length in characters to which an error message is truncated, because it quotes the request and could be megabytes
+long."""
 
 
 class ApiError(Exception):

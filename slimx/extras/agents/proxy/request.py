@@ -40,7 +40,7 @@ class ChatRequest:
     calls_tools: bool = False
     """True if the response is parsed for tool calls."""
     forced: Forced | None = None
-    """Calls that the response must consist of; None if the model decides."""
+    """Tool calls that the response must consist of; None if the model decides whether to call tools."""
     max_tokens: int | None = None
     """Maximum number of sampled tokens; None for the run's maximum."""
     stop: list[str] = field(default_factory=list)
@@ -145,8 +145,8 @@ def text_of(content: object, path: str) -> str:
 
 
 def type_of(part: object) -> str:
-    """Returns the field `type` of a JSON object, or the name of the Python type of another value, for error
-    messages."""
+    """Returns, for error messages, the field `type` of `part` if it is a JSON object, otherwise the name of its Python
+    type."""
     return str(part.get("type")) if isinstance(part, dict) else type(part).__name__
 
 

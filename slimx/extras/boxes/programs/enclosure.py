@@ -34,7 +34,7 @@ WAITING = 256
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """Result of one program."""
+    """Outcome of running one program in the sandbox."""
 
     stdout: str
     stderr: str
@@ -119,7 +119,7 @@ class Enclosure:
     def __init__(self, limits: Limits, *programs: str):
         """Locates the programs that the sandbox needs.
 
-        `programs`: names of further programs to locate. Raises SlimxError if one is not installed.
+        `programs`: names of additional programs to locate. Raises SlimxError if one is not installed.
         """
         self.limits = limits
         self.paths: dict[str, str] = {}

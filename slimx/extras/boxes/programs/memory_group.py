@@ -64,7 +64,7 @@ class MemoryGroup:
                 (self.directory / "memory.swap.max").write_text("0")
 
     def take(self, pid: int) -> None:
-        """Moves a process into the group, together with the processes that it starts later."""
+        """Moves a process into the group; processes that it starts later belong to the group as well."""
         (self.directory / "cgroup.procs").write_text(str(pid))
 
     def overflowed(self) -> bool:
@@ -108,7 +108,7 @@ def find(proc: Path = Path("/proc/self")) -> Hierarchy | None:
 
 
 def of_process(pid: int, proc: Path = Path("/proc")) -> MemoryGroup | None:
-    """Returns the group that counts the memory of a process; None if this process cannot see it."""
+    """Returns the group that counts the memory of a process; None if this process cannot see that group."""
     try:
         paths = _group_paths(proc / str(pid))
     except OSError:

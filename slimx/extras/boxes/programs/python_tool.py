@@ -9,10 +9,8 @@ from slimx.extras.boxes.programs.sandbox import Limits, Sandbox
 
 
 class PythonTool:
-    """An environment that runs the last fenced Python block of a turn and returns its output as the next turn.
-
-    A turn without a Python block is the answer and ends the episode.
-    """
+    """Environment that runs the last fenced Python block of a turn and returns its output as the next turn. A turn
+    without a Python block is the answer and ends the episode."""
 
     def __init__(self, *, seconds: float = 10.0, memory_mib: int = 512, processes: int = 8, role: str = "user"):
         """Creates the sandbox with the limits of one program.

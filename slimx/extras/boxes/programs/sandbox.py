@@ -78,8 +78,8 @@ class Sandbox:
         return "memory_mib limits the address space of each process, and the resident memory of all processes together"
 
     def check(self) -> None:
-        """Runs a program that tries to break out. Raises SlimxError naming the guarantees that this machine does not
-        give."""
+        """Runs a program that tries to break out of the sandbox. Raises SlimxError naming the isolation guarantees that
+        do not hold on this machine."""
         patient = type(self)(replace(self.limits, seconds=self.limits.seconds + TRIAL_S))
         outside = {
             "namespaces": {name: os.readlink(f"/proc/self/ns/{name}") for name in sandbox_probe.NAMESPACES},

@@ -97,7 +97,7 @@ class SandboxWatch:
         stop: threading.Event | None = None,
         disk_used: Callable[[int], int] | None = None,
     ):
-        """Watches a process that was started at the time `started`, by `time.monotonic`.
+        """Watches a process that was started at the time `started`, on the clock of `time.monotonic`.
 
         `status_fd`: descriptor from which bubblewrap's status is read, if the process is bubblewrap. `group`: memory
         group for the processes. `go`: descriptor from which bubblewrap awaits a byte, sent once the processes belong to

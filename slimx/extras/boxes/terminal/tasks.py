@@ -45,7 +45,7 @@ class Checks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One task; its paths are on this machine."""
+    """Terminal task of one prompt; `root` and both fields `files` are paths on this machine."""
 
     tests: Checks
     directory: Text = "/repo"
@@ -56,9 +56,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     image: Text | None = None
     """Image from which the sandbox starts, instead of `root`; None for no image."""
     files: Path | None = None
-    """Directory whose content is copied into `directory` at the start."""
+    """Directory whose contents are copied into `directory` at the start; None for no files."""
     kept: tuple[str, ...] = ()
-    """Patterns of files in `directory` that are reset to their initial state before the tests."""
+    """Glob patterns of the files in `directory` that are reset to their initial state before the tests."""
 
     @classmethod
     def of(cls, prompt: Prompt, base: Path) -> Task:

@@ -33,7 +33,7 @@ from slimx.extras.boxes.terminal.tasks import Task
 from slimx.json_types import Json
 
 _NOTHING = bytes(2 * tarfile.BLOCKSIZE)
-"""A tar archive without members."""
+"""Tar archive without members."""
 KEY = "rollout.options.toolbox_options"
 MAX_READ = 2**20
 """Maximum size in bytes of a file that the model may read or edit."""

@@ -200,7 +200,7 @@ def _compile() -> None:
 
 
 def _yarn_device() -> None:
-    """Makes YarnRotaryEmbedding initialize on the CPU. Upstream it enters torch.device(torch.cuda.current_device()),
+    """Makes YarnRotaryEmbedding initialize on the CPU. The original enters torch.device(torch.cuda.current_device()),
     because MLA does not pass on the setting that initializes the model on the CPU."""
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 

@@ -165,10 +165,9 @@ def no_batch_invariant_mode(*args: Any, **kwargs: Any) -> None:
 def moe_without_absent_experts(
     native: Callable, layer: Any, x: torch.Tensor, topk_output: Any, config: Any
 ) -> torch.Tensor:
-    """Computes a layer of experts whose expert ids may include -1, which marks experts of other ranks under expert
-    parallelism. SGLang's native CPU path, `native`, would use -1 as an index. If there are such ids, `native` is
-    therefore called for one top-k slot at a time, with only the tokens whose expert is on this rank. `x`: [tokens,
-    hidden]."""
+    """Computes an MoE layer whose expert ids may include -1, which under expert parallelism marks experts of other
+    ranks. SGLang's native CPU path, `native`, would use -1 as an index. If there are such ids, `native` is therefore
+    called for one top-k slot at a time, with only the tokens whose expert is on this rank. `x`: [tokens, hidden]."""
     weights, ids, *_ = topk_output
     if bool((ids >= 0).all()):
         return native(layer, x, topk_output, config)

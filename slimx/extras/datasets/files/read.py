@@ -26,8 +26,8 @@ CELL = 2**26
 
 
 def read(path: str | Path, subset: str | None = None, split: str | None = None) -> tuple[str, Iterator[Row]]:
-    """Reads a file, the files that match a pattern with *, a directory, or hf://OWNER/NAME. Returns the prefix of the
-    ids of rows without an id, and the rows, as `slimx.data.prompts.rows.read_rows` does.
+    """Reads a file, the files that match a pattern with *, a directory, or hf://OWNER/NAME. Returns the id prefix for
+    rows without an id, and the rows, as `slimx.data.prompts.rows.read_rows` does.
 
     `subset` and `split` select files of a directory or of hf://. Folders named COLUMN=VALUE add a column to the rows of
     their files.

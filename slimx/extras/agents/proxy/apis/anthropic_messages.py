@@ -193,10 +193,8 @@ def _messages(fields: Json) -> list[Message]:
 
 
 def _message(message: object, path: str) -> list[Message]:
-    """Converts a message of the API to messages of the chat template, where every tool result is a separate message.
-
-    `path`: location of the message in the request, for error messages.
-    """
+    """Converts an Anthropic message to chat-template messages, in which every tool result is a separate message.
+    `path`: location of the message in the request, for error messages."""
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(message, dict) or role not in ("user", "assistant"):
         raise invalid(f"{path}.role", "is not one of user, assistant")
@@ -310,4 +308,4 @@ def _stop(fields: Json) -> list[str]:
 MESSAGES = ChatApi(read_messages, MessageWriter, refusal)
 """Parser, writer and error format for Anthropic's endpoint /v1/messages."""
 COUNT_TOKENS = ChatApi(partial(read_messages, counts=True), MessageWriter, refusal)
-"""Parser, writer and error format of Anthropic's API /v1/messages/count_tokens."""
+"""Parser, writer and error format for Anthropic's endpoint /v1/messages/count_tokens."""

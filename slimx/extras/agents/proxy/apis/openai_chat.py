@@ -206,4 +206,4 @@ def _stop(fields: Json) -> list[str]:
 
 
 CHAT = ChatApi(read_chat, ChatWriter)
-"""Parser, writer and error format of OpenAI's API /v1/chat/completions."""
+"""Parser, writer and error format for OpenAI's endpoint /v1/chat/completions."""

@@ -88,7 +88,7 @@ def read_responses(body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
 
 
 class ResponseWriter(AnswerWriter):
-    """Writes one response of the API."""
+    """Writer of one response in the format of OpenAI's Responses API."""
 
     _events = 0
     """Number of events so far, which is the next sequence number."""
