@@ -18,7 +18,7 @@ class ToolResult:
     text: str
     """Text that the model receives."""
     error: str | None = None
-    """Error code, by which errors are counted; None if the call succeeded."""
+    """Error code, under which the error is counted; None if the call succeeded."""
     left_out: int = 0
     """Number of non-text parts (images, audio), for which the text contains placeholders."""
 

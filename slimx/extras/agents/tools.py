@@ -129,8 +129,8 @@ async def generate(
     `toolbox`: dotted path or registered name of the toolbox's class. `toolbox_options`: keyword arguments of that
     class. `tool_parser`: name of the tool-call parser, or dotted path of a function. `max_turns`: maximum number of the
     model's turns. `max_calls`: maximum number of tool calls. `max_unreadable`: number of consecutive turns with an
-    unreadable call that ends a rollout. `max_context`: maximum length in tokens; None means the maximum length of a
-    trainable trajectory. A rollout that is ended by a limit is trained on up to that point. `max_result`: maximum
+    unreadable call after which the rollout ends. `max_context`: maximum length in tokens; None means the maximum length
+    of a trainable trajectory. A rollout that is ended by a limit is trained on up to that point. `max_result`: maximum
     length in characters of one result for the model. `open_deadline`, `call_deadline`: seconds; the first call past its
     deadline is reported to the model, the second one ends the rollout.
 

@@ -10,7 +10,7 @@ HEADERS = 2**20
 
 
 class Archive(tarfile.TarFile):
-    """A tar archive whose headers are read in bounded memory.
+    """Tar archive whose headers are read in bounded memory.
 
     tarfile itself reads an extended header of any size and keeps it with its member, loops forever on a negative size,
     and treats a damaged header as the end of the archive.

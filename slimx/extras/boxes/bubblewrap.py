@@ -21,7 +21,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class BubblewrapBox(Box):
-    """A `Box` in bubblewrap's namespaces, whose root starts as a copy of `source`, a tar archive or a directory.
+    """`Box` in bubblewrap's namespaces, whose root starts as a copy of `source`, a tar archive or a directory.
 
     `Limits.disk_mib` bounds what programs add to the root. /dev, /proc and, with `host_usr`, /usr are mounted and not
     part of the root.

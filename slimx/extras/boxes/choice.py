@@ -69,7 +69,7 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def read(cls, options: Mapping[str, object], key: str) -> BoxOptions:
-        """Parses options as they are written in a configuration, where the limits are given among the other options.
+        """Parses options as they are written in a configuration, with the limits directly among the other options.
 
         `key`: configuration key of the options. Raises SlimxError naming the invalid option.
         """

@@ -59,7 +59,7 @@ _GET = f"""{_WALK}
 
 
 class ContainerBox(Box):
-    """A `Box` in a container, which starts from an image, or from a copy of a tar archive or directory on this machine.
+    """`Box` in a container, which starts from an image, or from a copy of a tar archive or directory on this machine.
 
     The image needs `sleep` and, for `put` and `get`, `sh`, `mkdir` and `cat`. `Limits.disk_mib` bounds the disk space
     that programs use in addition to the image.

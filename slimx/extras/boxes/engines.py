@@ -30,7 +30,7 @@ MAX_QUOTED = 500
 
 @dataclass(frozen=True, slots=True)
 class ContainerEngine:
-    """A container engine, identified by the command that starts it."""
+    """Container engine, identified by the command that starts it."""
 
     words: tuple[str, ...]
     """Program and global options, such as ("podman", "--runtime", "runc")."""
@@ -166,7 +166,7 @@ def has_died(label: str) -> bool:
 
 
 def _pid_namespace() -> str:
-    """Returns the host name and the process namespace, which together make process ids unique."""
+    """Returns the host name and the PID namespace, which together make process ids unique."""
     return f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 

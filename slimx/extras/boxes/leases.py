@@ -25,7 +25,7 @@ PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 @dataclass(slots=True)
 class Lease:
-    """A client's claim on one sandbox, which exists or is being created."""
+    """Claim of a client on one sandbox, which exists or is being created."""
 
     made: asyncio.Future[Box]
     until: float
@@ -40,7 +40,7 @@ class Lease:
 
 @dataclass(slots=True)
 class LeasedRun:
-    """One program in a leased sandbox."""
+    """One program run in a leased sandbox."""
 
     done: asyncio.Future[ProgramResult]
     stop: threading.Event = field(default_factory=threading.Event)
@@ -73,7 +73,7 @@ class Boxes:
     async def begin(self, name: str, source: str | Path, limits: Limits) -> Lease:
         """Returns the lease called `name`, and creates its sandbox if the lease is new.
 
-        Raises the error that the creation of the sandbox raised, and BoxLost if the sandbox is being removed.
+        Raises the error with which the creation of the sandbox failed, or BoxLost if the sandbox is being removed.
         """
         lease = self.leases.get(name)
         if lease is not None and lease.ending is not None:
@@ -170,7 +170,7 @@ class Boxes:
             self.leases.pop(name, None)
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Starts a task and keeps a reference to it, which asyncio does not do."""
+        """Starts a task and keeps a reference to it, because asyncio keeps only a weak one."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -13,7 +13,7 @@ from slimx.extras.boxes.programs.enclosure import ProgramResult
 from slimx.extras.boxes.programs.watch import Limits
 
 MAX_WORD = 2**17 - 1
-"""Maximum length in bytes of one argument of a command, which is Linux's limit."""
+"""Maximum length of one command argument, in bytes; equal to Linux's limit."""
 MAX_WORDS = 2**20
 """Maximum total length of a command and its arguments, in bytes."""
 

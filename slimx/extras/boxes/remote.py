@@ -161,8 +161,7 @@ class RemoteServer:
 
 
 class RemoteBox(Box):
-    """A `Box` on a server. The box starts from an image that the server has, or from a copy of a path on this
-    machine."""
+    """`Box` on a sandbox server, which starts from an image on the server or from a copy of a path on this machine."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ at least 512 bytes in the archive and count as `ENTRY` bytes."""
 class Root:
     holder: Path
     lock: int
-    """Descriptor of the lock file, which is locked while the owner lives."""
+    """Descriptor of the lock file, which stays locked while the owner process runs."""
 
     @property
     def path(self) -> Path:
@@ -179,7 +179,7 @@ def deleted(processes: Iterable[int], device: int | None = None) -> int:
 def allocate(base: Path, *, private: bool = False) -> Root:
     """Creates the directory that contains a root. If its owner dies, `sweep` removes the directory.
 
-    `private`: True to make it accessible to this user only, which excludes the programs of a sandbox.
+    `private`: True to make the directory accessible to this user only, and thus inaccessible to sandboxed programs.
     """
     holder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
     if not private:

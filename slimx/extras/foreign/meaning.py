@@ -25,7 +25,7 @@ class Meaning:
     closed: bool = False
     """True if `values` lists every valid foreign value."""
     prefix: str = ""
-    """Text that is prepended to the foreign value to get the value in slimx."""
+    """Text that is prepended to the foreign value to form the value in slimx."""
     note: str = ""
     not_needed: bool = False
     sets: Mapping[str, str] = field(default_factory=dict)

@@ -132,7 +132,7 @@ class McpTools:
 
 
 class _McpConnection:
-    """The connection to one server, which a single asyncio task opens and closes, as the SDK requires."""
+    """Connection to one server. A single asyncio task opens and closes it, as the SDK requires."""
 
     def __init__(self, name: str, server: Json) -> None:
         self.name = name

@@ -103,7 +103,7 @@ class OpenEnv(StepEnvironment):
 
         `url`: base URL of the server. `text`: dotted path of a `slimx.extras.agents.hubs.views.View`, called with None
         and `text_options`. `invalid_reward`: reward of a turn without an action, or with an action that the server
-        refuses. `max_invalid`: number of such consecutive turns that ends the rollout.
+        refuses. `max_invalid`: number of consecutive such turns after which the rollout ends.
         """
         check_url(url, f"{KEY}.url", code="openenv.url")
         parts = urlsplit(url)

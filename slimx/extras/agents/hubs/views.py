@@ -51,7 +51,7 @@ class Words:
     ) -> None:
         """Stores the mapping from names to actions.
 
-        `actions`: actions by name, which is matched case-insensitively; None if the text itself is the action. `ask`:
+        `actions`: actions by name; names are matched case-insensitively. None if the text itself is the action. `ask`:
         text that is appended to every observation. `max_text`: maximum length of an observation's text in characters.
         """
         self._environment = environment
@@ -96,8 +96,8 @@ def answered(text: str) -> str:
 
 
 def _without_colors(text: str) -> str:
-    """Removes a terminal's color codes. Encloses highlighted text, such as the player in Gymnasium's text games, in
-    brackets."""
+    """Removes terminal color codes, and puts brackets around highlighted text, such as the player in Gymnasium's text
+    games."""
     parts = COLOR.split(text)  # text, code, text, code, ..., text
     codes = parts[1::2]
     last = max((index for index, code in enumerate(codes) if code == "0"), default=-1)

@@ -112,7 +112,7 @@ class AnswerReader:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The tool calls of a response, and the text around them."""
+    """Tool calls of a response, and the text around them."""
 
     thought: str
     """Text up to the end of the thinking; "" if there is none."""
@@ -215,7 +215,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def split_after_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """Splits text after the thinking, which includes thinking that the model resumes before a tool call.
+    """Splits text where the thinking ends; thinking that the model resumes before a tool call belongs to it.
 
     `opened`: True if the prompt ends with <think>. Thinking without </think> extends to the end of the text.
     """

@@ -60,7 +60,7 @@ class Position:
 
 
 class Conversations:
-    """The conversations of one rollout. Raises SlimxError for messages that the chat template refuses."""
+    """Conversations of one rollout. Methods raise SlimxError for messages that the chat template refuses."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

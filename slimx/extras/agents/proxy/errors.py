@@ -8,7 +8,7 @@ long."""
 
 
 class ApiError(Exception):
-    """An error response in the format of OpenAI's API. The API's clients do not retry a request after status 400."""
+    """Error response in the format of OpenAI's API. The API's clients do not retry a request after status 400."""
 
     def __init__(self, message: str, *, code: str, status: int = 400, param: str | None = None):
         message = _shortened(message)

@@ -35,7 +35,7 @@ class ChatRequest:
     messages: list[Message]
     """Messages in the chat template's format: content is text, and a tool call's arguments are an object."""
     model: str
-    """Name of the model in the agent's request, which the response only repeats."""
+    """Model name in the agent's request; it has no effect except that the response repeats it."""
     tools: list[Json] | None = None
     calls_tools: bool = False
     """True if the response is parsed for tool calls."""

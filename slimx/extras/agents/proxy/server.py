@@ -195,7 +195,7 @@ class ChatProxy:
 
 
 def _json(data: bytes, charset: str) -> object:
-    """Parses a JSON body. Raises ApiError if it is not JSON, or nested too deeply."""
+    """Parses a JSON body. Raises ApiError if it is not JSON or is nested too deeply."""
     try:
         return json.loads(data.decode(charset))
     except ValueError:

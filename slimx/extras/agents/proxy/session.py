@@ -50,7 +50,7 @@ class Exchange:
     request: ChatRequest
     position: Position
     sampling: Json
-    """Sampling parameters that differ from the run's."""
+    """Sampling parameters of the request that differ from the run's."""
     index: int
     """Index of the request in its session. The request's seed is derived from this index and the rollout's seed."""
     writer: AnswerWriter
@@ -58,7 +58,7 @@ class Exchange:
 
 
 class Session:
-    """The session of one rollout's agent: its limits, conversations and counts."""
+    """Session of one rollout's agent: its limits, conversations and counts."""
 
     def __init__(
         self, ctx: RolloutContext, reading: AnswerReader, limits: SessionLimits, *, strict: bool = False

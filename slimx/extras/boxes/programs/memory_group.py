@@ -29,7 +29,7 @@ REMOVE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """A directory of the cgroup file system in which this process can create memory groups."""
+    """Directory of the cgroup file system in which this process can create memory groups."""
 
     directory: Path
     version: int

@@ -13,10 +13,10 @@ class PythonTool:
     without a Python block is the answer and ends the episode."""
 
     def __init__(self, *, seconds: float = 10.0, memory_mib: int = 512, processes: int = 8, role: str = "user"):
-        """Creates the sandbox with the limits of one program.
+        """Creates the sandbox with limits for each program.
 
-        `seconds`: wall-clock time. `memory_mib`: memory in MiB. `processes`: processes and threads. `role`: role of
-        output turns in the chat template.
+        `seconds`: wall-clock time. `memory_mib`: memory in MiB. `processes`: number of processes and threads. `role`:
+        role of output turns in the chat template.
         """
         self.sandbox = Sandbox(Limits(seconds=seconds, memory_mib=memory_mib, processes=processes))
         self.role = role

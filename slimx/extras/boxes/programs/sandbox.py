@@ -53,8 +53,8 @@ class Sandbox:
         """Runs `code` as a program and returns its result.
 
         `stdin`: input of the program, as text or as a descriptor. `stdout`: descriptor for its output, instead of
-        `ProgramResult.stdout`. `files`: contents by name of read-only files in /code next to the program, which can
-        import them. `stop`: event that kills the program when set.
+        `ProgramResult.stdout`. `files`: contents, by name, of read-only files that are placed next to the program in
+        /code, so that it can import them. `stop`: event that kills the program when set.
 
         Raises SlimxError if the sandbox itself cannot start.
         """

@@ -22,7 +22,7 @@ from slimx.extras.boxes.programs.memory_group import MemoryGroup
 
 Ended = Literal["exit", "time", "memory", "disk", "output", "stop"]
 LOOK_S = 0.05
-"""Interval in seconds at which the memory of all processes together is checked."""
+"""Interval in seconds at which the total memory of all processes is checked."""
 STOP_S = 5.0
 """Maximum time in seconds to wait for a process to be suspended, or to exit after its child."""
 MIB = 2**20
@@ -123,8 +123,8 @@ class SandboxWatch:
         return self._reported("exit-code")
 
     def until_the_end(self, stdin: bytes) -> Ended:
-        """Writes `stdin` to the process and reads its output until it exits or reaches a limit. Returns how it
-        ended."""
+        """Writes `stdin` to the process and reads its output until it exits or reaches a limit. Returns the reason why
+        it ended."""
         self._unwritten = memoryview(stdin)
         max_output = self.limits.output_kib * 1024
         with selectors.DefaultSelector() as selector:

@@ -48,7 +48,7 @@ class Unfit(BaseException):
 
 
 class ProgramError(Exception):
-    """An exception that the program raised and whose type is neither built into Python nor among the program's public
+    """Exception that the program raised and whose type is neither built into Python nor among the program's public
     names."""
 
 

@@ -195,8 +195,8 @@ def device_module(device: Any = None) -> ModuleType:
 
 
 def no_device_to_wait_for(device: Any = None) -> None:
-    """Replaces torch.cuda.synchronize and does nothing; models call it after they share embedding and output layer with
-    their draft model."""
+    """Replaces torch.cuda.synchronize and does nothing; models call it after they share the embedding and the output
+    layer with their draft model."""
 
 
 def sums_of_squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -255,7 +255,7 @@ def _gaps() -> tuple[Gap, ...]:
 
 
 def _layer_kinds() -> Iterable[Any]:
-    """Returns the Python modules that entry points register for kinds of layers; each may define ROWS, GAPS and
+    """Returns the Python modules that entry points register for layer kinds; each may define ROWS, GAPS and
     REPLACEMENTS."""
     return entry_points.load_all(GROUP).values()
 

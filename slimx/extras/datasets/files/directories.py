@@ -32,7 +32,7 @@ def matching(pattern: Path) -> list[Path]:
 
 def chosen_files(directory: Path, subset: str | None, split: str | None) -> list[Path]:
     """Returns the data files in a directory that belong to one subset and split, sorted by name; None matches any
-    subset or split. Raises SlimxError if no files match, or files of several subsets or splits."""
+    subset or split. Raises SlimxError if no files match, or if files of several subsets or splits do."""
     files = []
     for file in sorted(directory.rglob("*")):
         if file.suffix.lower() in SUFFIXES and not _is_note(file, directory):

@@ -31,7 +31,7 @@ from slimx.rollout.client.completion import Completion
 STOP_SEQUENCES = 16
 """Maximum number of stop sequences per request."""
 IGNORED = frozenset({"cache_control", "metadata", "service_tier"})
-"""Parameters that are accepted without effect, because they concern Anthropic's service."""
+"""Parameters that are accepted without effect, because they concern only Anthropic's hosted service."""
 SUPPORTED = frozenset(
     {
         "context_management",

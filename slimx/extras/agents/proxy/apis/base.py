@@ -33,7 +33,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def begin(self) -> bytes:
-        """Returns the events that precede the first piece."""
+        """Returns the events that precede the first piece of text."""
 
     @abstractmethod
     def piece(self, shown: str, piece: Completion) -> bytes:

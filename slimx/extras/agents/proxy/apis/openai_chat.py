@@ -35,8 +35,8 @@ IGNORED = frozenset(
         "user",
     }
 )
-"""Parameters that are accepted without effect, because they concern OpenAI's service or, like the seed, are set by the
-run."""
+"""Parameters that are accepted without effect, because they concern only OpenAI's hosted service or, like the seed, are
+set by the run."""
 NEUTRAL = {
     "frequency_penalty": 0,
     "logit_bias": {},

@@ -40,7 +40,7 @@ IGNORED = frozenset(
         "user",
     }
 )
-"""Parameters that are accepted without effect, because they concern OpenAI's service."""
+"""Parameters that are accepted without effect, because they concern only OpenAI's hosted service."""
 NEUTRAL = {"background": False, "top_logprobs": 0, "truncation": "disabled"}
 """Unsupported parameters and their neutral values: a request may set each parameter only to null or to its neutral
 value."""
@@ -107,7 +107,7 @@ class ResponseWriter(AnswerWriter):
         }
 
     def begin(self) -> bytes:
-        """Returns the events that precede the first item."""
+        """Returns the events that precede the first output item."""
         frame = self._frame("in_progress")
         return self._event("response.created", response=frame) + self._event("response.in_progress", response=frame)
 
