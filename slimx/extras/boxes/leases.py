@@ -40,7 +40,7 @@ class Lease:
 
 @dataclass(slots=True)
 class LeasedRun:
-    """One program run in a leased sandbox."""
+    """One run of a program in a leased sandbox."""
 
     done: asyncio.Future[ProgramResult]
     stop: threading.Event = field(default_factory=threading.Event)

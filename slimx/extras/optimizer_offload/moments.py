@@ -148,7 +148,7 @@ class HostMoments(ExternalState):
 
     @contextmanager
     def _visiting(self, piece: list[list[torch.Tensor]]) -> Iterator[None]:
-        """Moves those moments of a piece that belong on the host to the device for the duration of the block."""
+        """Keeps, within the block, those moments of a piece on the device that belong on the host."""
         parameters = [parameter for parameter in chain(*piece) if parameter in self.moved]
         for parameter in parameters:
             state = self.inner.state[parameter]

@@ -51,8 +51,8 @@ def pair_rows(groups: Sequence[Group]) -> list[TrainingRow]:
     reward.
 
     Unlike a policy's row, such a row includes the last token, whose value is the score, so L tokens have L positions.
-    The last position has the weight 1 / number of pairs, all others have 0. Raises SlimxError for a group that does not
-    consist of two trajectories with different rewards.
+    The last position has the weight 1 / number of pairs; all others have the weight 0. Raises SlimxError for a group
+    that does not consist of two trajectories with different rewards.
     """
     rows = []
     for group in groups:

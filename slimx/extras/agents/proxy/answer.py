@@ -215,7 +215,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def split_after_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """Splits text where the thinking ends; thinking that the model resumes before a tool call belongs to it.
+    """Splits text where the thinking ends; thinking that the model resumes before a tool call counts as part of it.
 
     `opened`: True if the prompt ends with <think>. Thinking without </think> extends to the end of the text.
     """

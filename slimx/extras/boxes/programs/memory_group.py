@@ -82,7 +82,7 @@ class MemoryGroup:
 
     def remove(self) -> None:
         """Removes the group once its processes have exited. If some are still running after `REMOVE_S` seconds, leaves
-        the group to a later call of `find`."""
+        its removal to a later call of `find`."""
         until = time.monotonic() + REMOVE_S
         while True:
             try:

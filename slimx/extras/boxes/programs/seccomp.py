@@ -114,8 +114,8 @@ def profile() -> dict[str, object]:
     """Returns the same filter as `program`, in the JSON format that container runtimes read (`--security-opt
     seccomp=FILE`).
 
-    The format is defined by the section seccomp of config-linux in the OCI runtime specification. Raises SlimxError on
-    the machines on which `program` does.
+    The OCI runtime specification defines this format (config-linux, seccomp). Raises SlimxError on the same machines as
+    `program`.
     """
     machine = platform.machine()
     if machine not in _MACHINES:

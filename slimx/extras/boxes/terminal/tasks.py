@@ -45,7 +45,7 @@ class Checks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Terminal task of one prompt; `root` and both fields `files` are paths on this machine."""
+    """Terminal task of one prompt; `root`, `files` and `tests.files` are paths on this machine."""
 
     tests: Checks
     directory: Text = "/repo"

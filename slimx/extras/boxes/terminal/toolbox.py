@@ -204,7 +204,7 @@ class Terminal:
     def _try(self, task: Task) -> None:
         """Raises SlimxError unless both a shell and tar run in the task's sandbox.
 
-        The trial's time limit is at least that of the tests, because a busy machine is slow.
+        The trial's time limit is at least that of the tests, because a busy machine starts programs slowly.
         """
         box = self._begin(task, seconds=max(task.tests.seconds, self._options.limits.seconds))
         try:
