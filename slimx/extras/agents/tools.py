@@ -268,7 +268,8 @@ class _Talk:
         return metadata
 
     def _sampling(self) -> Json | None:
-        """Returns sampling parameters that limit the next turn to the context; None if no tokens are left for it."""
+        """Returns sampling parameters that limit the next turn to the remaining context; None if no tokens are left for
+        it."""
         if self.context is None:
             return {}
         room = self.context - len(self.draft.token_ids)

@@ -79,10 +79,10 @@ class ContainerBox(Box):
     ):
         """Creates the container.
 
-        `source`: name of an image of the engine, or a path. `host_usr`: True to mount this machine's /usr. `user`:
-        UID:GID of programs; None for the image's user, or 65534 if the source is a path. `cpus`: maximum number of
-        processors. `base`: parent directory of temporary roots. `image_mib`: maximum size in MiB of a source that is a
-        path; snapshots may be larger by `Limits.disk_mib`. Raises BoxRefusal for an image that is missing or declares
+        `source`: name of an image that the engine has, or a path. `host_usr`: True to mount this machine's /usr.
+        `user`: UID:GID of programs; None for the image's user, or 65534 if the source is a path. `cpus`: maximum number
+        of processors. `base`: parent directory of temporary roots. `image_mib`: maximum size in MiB of a source that is
+        a path; snapshots may be larger by `Limits.disk_mib`. Raises BoxRefusal for an image that is missing or declares
         volumes, BoxLost if the engine fails.
         """
         super().__init__(limits)

@@ -135,10 +135,8 @@ class ContainerEngine:
         )
 
     def sweep(self) -> int:
-        """Removes containers and images whose owners have died, and returns how many it removed.
-
-        Keeps those that belong to other machines or process namespaces, whose processes this process cannot see.
-        """
+        """Removes containers and images whose owners have died, and returns how many it removed. Keeps those that
+        belong to other machines or PID namespaces, whose processes this process cannot see."""
         removed = 0
         for kind, listing in (("container", ("ps", "--all")), ("image", ("images",))):
             ids = self.call(*listing, "--quiet", "--no-trunc", "--filter", f"label={OWNER}").split()

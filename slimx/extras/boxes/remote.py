@@ -43,8 +43,8 @@ MAKE_S = 600.0
 SEND_S = 1800.0
 """Seconds without progress after which an upload times out, including the wait for other uploads to finish."""
 SEND_TRIES = 3
-"""Maximum number of times that an archive is uploaded for one sandbox: the server may remove it again to make room for
-other uploads."""
+"""Maximum number of times that an archive is uploaded for one sandbox, because the server may remove the archive before
+its use to make room for other uploads."""
 END_S = 600.0
 """Seconds that the server may take in addition to a program's time limit, to start it and to kill its processes."""
 POLL_S = 1.0

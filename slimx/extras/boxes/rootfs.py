@@ -285,7 +285,7 @@ def _remove(holder: Path) -> None:
 
 
 def _call(*line: str) -> None:
-    """Runs a program of coreutils. Raises SlimxError if it fails or takes too long."""
+    """Runs a coreutils program. Raises SlimxError if it fails or takes too long."""
     program = shutil.which(line[0]) or line[0]
     try:
         done = subprocess.run([program, *line[1:]], capture_output=True, text=True, timeout=COPY_S)

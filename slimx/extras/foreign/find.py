@@ -67,8 +67,8 @@ PATHS: Sequence[Table] = (VERL, SHORT, MOVED)
 
 
 def of_key(name: str, value: str) -> Meaning | None:
-    """Returns the meaning of the dotted key `name` with the value `value`; None if no framework in the tables has
-    it."""
+    """Returns the meaning of the dotted key `name` when set to `value`; None if no framework in the tables has such a
+    key."""
     return meaning(PATHS, name, value)
 
 

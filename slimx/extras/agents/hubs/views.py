@@ -115,10 +115,8 @@ def _without_colors(text: str) -> str:
 
 
 def seed_of_prompt(prompt: Prompt) -> int:
-    """Returns the seed of all environments of a prompt: its `metadata.seed`, or else one derived from its id.
-
-    Raises SlimxError for a seed that is not a non-negative integer.
-    """
+    """Returns the seed for all environments of a prompt: its `metadata.seed`, or else one derived from its id. Raises
+    SlimxError for a seed that is not a non-negative integer."""
     seed = prompt.metadata.get("seed")
     if seed is None:
         return int.from_bytes(blake2b(prompt.id.encode(), digest_size=4).digest()) >> 1

@@ -117,7 +117,7 @@ class Calls:
     thought: str
     """Text up to the end of the thinking; "" if there is none."""
     content: str
-    """Text after the thinking, without the calls."""
+    """Text after the thinking, without the tool calls."""
     calls: list[ToolCall]
     attempted: bool
     """True if a call begins in the text, even if it cannot be parsed."""

@@ -24,7 +24,8 @@ name."""
 KINDS: dict[type, str] = {bool: "boolean", float: "number", str: "string", list: "list", dict: "object"}
 """JSON names of Python types, for error messages."""
 STOP_CHARACTERS = 1000
-"""Maximum length of a stop string in characters, because every piece of a stream is searched for it."""
+"""Maximum length of a stop string in characters; limited because every piece of a stream is searched for stop
+strings."""
 ROLES = ("system", "user", "assistant", "tool")
 
 

@@ -39,7 +39,7 @@ MAX_BODY = 64 * 2**20
 LARGE_BODY = 100_000
 """Size in bytes above which a request is parsed in a thread, so that the event loop can serve other requests."""
 CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1", "utf-16", "utf-32")
-"""Supported charsets of a body. Some of Python's other charsets, such as punycode, take quadratic time."""
+"""Supported charsets of a request body. Some of Python's other charsets, such as punycode, take quadratic time."""
 BODY_DEADLINE = 60.0
 """Maximum time in seconds from a request's headers to the end of its body; a slower request is refused."""
 IDLE_DEADLINE = 120.0

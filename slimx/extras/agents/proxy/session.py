@@ -141,7 +141,7 @@ class Session:
         self._errors[error.code] += 1
 
     def _admit(self, request: ChatRequest, position: Position, grammar: str | None) -> Json:
-        """Returns the sampling parameters of the answer. Raises ApiError if a limit is reached."""
+        """Returns the sampling parameters for the answer. Raises ApiError if a limit is reached."""
         limits = self._limits
         length = len(position.token_ids)
         room = limits.context - length

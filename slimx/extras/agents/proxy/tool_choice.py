@@ -50,7 +50,7 @@ def forced_by(tools: Tools, name: str | None, *, once: bool) -> Forced:
 
 
 def grammar(forced: Forced, tools: Tools, *, thinks: bool) -> str:
-    """Returns the EBNF grammar of a response that consists of the forced calls, whose arguments match the tools'
+    """Returns the EBNF grammar for a response that consists of the forced calls, with arguments that match the tools'
     schemas.
 
     `thinks`: True if the response starts with reasoning, up to </think>. Raises ApiError for a schema that no grammar

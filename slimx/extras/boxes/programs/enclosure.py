@@ -56,7 +56,7 @@ class ProgramResult:
 
 
 async def in_thread[T](call: Callable[[threading.Event], T], *, waits: bool = False) -> T:
-    """Runs `call` in a thread that only sandboxes use, so that slow programs only delay each other.
+    """Runs `call` in a thread that only sandboxes use, so that slow programs delay only each other.
 
     `call` receives an event that is set when the awaiting task is cancelled. `waits`: True if the program runs
     elsewhere and the thread only waits for it.

@@ -20,7 +20,7 @@ from slimx.extras.datasets.files.hub import HUB, hub_files
 from slimx.extras.datasets.files.tables import table_rows
 
 DATASETS = "slimx.datasets"
-"""Entry point group of the published data sets that `slimx data` writes as prompt files, by name."""
+"""Entry point group that registers the published data sets that `slimx data` writes as prompt files, by name."""
 CELL = 2**26
 """Maximum number of characters in a CSV cell. Python's limit of 2**17 is too small for long documents."""
 

@@ -139,7 +139,7 @@ class MessageWriter(AnswerWriter):
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self, completion: Completion) -> dict[str, int]:
-        """Returns the token counts; cached tokens of the prompt are counted separately, as in Anthropic's API."""
+        """Returns the token counts; cached prompt tokens are counted separately, as in Anthropic's API."""
         cached = min(completion.cached_tokens, self.prompt)
         return {
             "input_tokens": self.prompt - cached,

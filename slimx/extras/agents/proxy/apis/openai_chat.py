@@ -130,7 +130,7 @@ class ChatWriter(AnswerWriter):
         return out + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """Returns the error as the last event."""
+        """Returns the error as the stream's last event."""
         return _event(error.body) + DONE
 
     def _chunk(self, delta: Json, finish: str | None = None, logprobs: list[Any] | None = None) -> bytes:
