@@ -104,7 +104,7 @@ async def generate(
     length of a trainable trajectory. `max_requests`: maximum number of requests. `max_tokens`: maximum number of
     sampled tokens in all responses together; None for no limit. At either limit, new requests are refused and running
     ones continue. `sampling`: "run" overrides an agent's temperature and top_p with those of the run, "strict" refuses
-    requests with other values. `tool_parser`: name of the parser of tool calls, or dotted path of a function
+    requests with other values. `tool_parser`: name of the tool-call parser, or dotted path of a function
     (`slimx.extras.agents.proxy.tool_calls.find_parser`). `separate_reasoning`: True to remove the text before </think>
     from the content. `environment`: environment variables that a program inherits in addition to
     `slimx.extras.agents.agent_process.ALLOWED`. `metadata`: keys of the prompt's metadata that a program receives.

@@ -23,7 +23,7 @@ MAX_OUTPUT = 20_000
 MAX_WRITTEN = 64 << 20
 """Maximum size in bytes of everything that a program writes to stdout, and likewise to stderr."""
 GRACE_S = 2.0
-"""Seconds within which a program must exit when its rollout is over, and again after SIGKILL."""
+"""Seconds within which a program must exit after its rollout is over, and again after SIGKILL."""
 ALLOWED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "TERM"),
     *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),

@@ -13,12 +13,12 @@ from slimx.json_types import Json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """The result of one tool call."""
+    """Outcome of one tool call: text for the model and, on failure, an error code."""
 
     text: str
     """Text that the model receives."""
     error: str | None = None
-    """Error code, by which errors are counted; None if the call succeeded."""
+    """Error code, under which the error is counted; None if the call succeeded."""
     left_out: int = 0
     """Number of non-text parts (images, audio), for which the text contains placeholders."""
 
@@ -45,7 +45,8 @@ class Toolbox(Protocol):
         """Starts the tools and returns them in the chat template's format, {"type": "function", "function": {"name",
         ...}}.
 
-        `seed`: seed of the rollout, the same in a resumed run. Raises ToolsLost if the tools cannot be used.
+        `seed`: random seed for the rollout; a resumed run passes the same one. Raises ToolsLost if the tools cannot be
+        used.
         """
         ...
 
@@ -57,7 +58,8 @@ class Toolbox(Protocol):
         ...
 
     async def judge(self, messages: Sequence[Json]) -> dict[str, float]:
-        """Returns the parts of the rollout's reward by name, which the reward hook `tools` adds up; {} for none.
+        """Returns the parts of the rollout's reward by name; the reward hook `tools` adds them up. {} means that there
+        is no reward.
 
         `messages`: messages after the prompt, in OpenAI's format. Raises ToolsLost if the tools can no longer be used.
         """

@@ -38,16 +38,14 @@ CLOSE_S = 25.0
 OPEN_S = 60.0
 """Default deadline in seconds for opening a toolbox."""
 CALL_S = 60.0
-"""Default deadline in seconds for one call of a tool."""
+"""Default deadline in seconds for one tool call."""
 MAX_DEADLINES = 2
 """Number of calls past their deadline at which a rollout is given up."""
 
 
 def check(*, toolbox: str, toolbox_options: Json | None = None, tool_parser: str = "hermes", **limits: object) -> None:
-    """Raises SlimxError for a toolbox that cannot be created, an unknown parser, and limits that are not positive.
-
-    Called before the run starts.
-    """
+    """Raises SlimxError for a toolbox that cannot be created, an unknown parser, or a limit that is not positive.
+    Called before the run starts."""
     for name, value in limits.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
             raise SlimxError(
@@ -126,13 +124,13 @@ async def generate(
     open_deadline: float = OPEN_S,
     call_deadline: float = CALL_S,
 ) -> Trajectory:
-    """Plays one rollout and returns it as a trajectory: the model's turns are trained on, results of tools are not.
+    """Plays one rollout and returns it as a trajectory: the model's turns are trained on; tool results are not.
 
     `toolbox`: dotted path or registered name of the toolbox's class. `toolbox_options`: keyword arguments of that
-    class. `tool_parser`: name of the parser of tool calls, or dotted path of a function. `max_turns`: maximum number of
-    the model's turns. `max_calls`: maximum number of tool calls. `max_unreadable`: number of consecutive turns with an
-    unreadable call that ends a rollout. `max_context`: maximum length in tokens; None means the maximum length of a
-    trainable trajectory. A rollout that is ended by a limit is trained on up to that point. `max_result`: maximum
+    class. `tool_parser`: name of the tool-call parser, or dotted path of a function. `max_turns`: maximum number of the
+    model's turns. `max_calls`: maximum number of tool calls. `max_unreadable`: number of consecutive turns with an
+    unreadable call after which the rollout ends. `max_context`: maximum length in tokens; None means the maximum length
+    of a trainable trajectory. A rollout that is ended by a limit is trained on up to that point. `max_result`: maximum
     length in characters of one result for the model. `open_deadline`, `call_deadline`: seconds; the first call past its
     deadline is reported to the model, the second one ends the rollout.
 
@@ -182,7 +180,7 @@ async def reward(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]
 
 @dataclass(slots=True)
 class _Talk:
-    """The conversation of one rollout, with its counts and limits."""
+    """Conversation of one rollout, with its counts and limits."""
 
     ctx: RolloutContext
     box: Toolbox
@@ -270,7 +268,8 @@ class _Talk:
         return metadata
 
     def _sampling(self) -> Json | None:
-        """Returns sampling parameters that limit the next turn to the context; None if no tokens are left for it."""
+        """Returns sampling parameters that limit the next turn to the remaining context; None if no tokens are left for
+        it."""
         if self.context is None:
             return {}
         room = self.context - len(self.draft.token_ids)
@@ -323,7 +322,8 @@ class _Talk:
 
 
 async def _within[T](call: Awaitable[T], seconds: float, text: str) -> T:
-    """Awaits `call`. Raises GivenUp after `seconds`, with a message that starts with `text`."""
+    """Awaits `call`. Raises GivenUp, with a message that starts with `text`, if the call takes longer than
+    `seconds`."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await call

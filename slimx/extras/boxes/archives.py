@@ -10,7 +10,7 @@ HEADERS = 2**20
 
 
 class Archive(tarfile.TarFile):
-    """A tar archive whose headers are read in bounded memory.
+    """Tar archive whose headers are read in bounded memory.
 
     tarfile itself reads an extended header of any size and keeps it with its member, loops forever on a negative size,
     and treats a damaged header as the end of the archive.
@@ -62,7 +62,7 @@ class _Headers:
 
 
 def sparse_parts(member: tarfile.TarInfo) -> list[tuple[int, int]]:
-    """Returns offset and size of each part of a sparse file; [] for other members."""
+    """Returns the offset and the size of each data region of a sparse file; [] for other members."""
     parts: Any = member.sparse  # typeshed declares this as bytes
     return list(parts or ())
 

@@ -16,12 +16,12 @@ from slimx.extras.boxes.programs.watch import Limits
 from slimx.extras.boxes.protocol import Box, BoxRefusal, Either, check_run, names_of, not_plain, too_large
 
 NOT_FOUND = 127
-"""Exit status by which a shell reports that a program was not found."""
+"""Exit status with which a shell reports that a program was not found."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class BubblewrapBox(Box):
-    """A `Box` in bubblewrap's namespaces, whose root starts as a copy of `source`, a tar archive or a directory.
+    """`Box` in bubblewrap's namespaces, whose root starts as a copy of `source`, a tar archive or a directory.
 
     `Limits.disk_mib` bounds what programs add to the root. /dev, /proc and, with `host_usr`, /usr are mounted and not
     part of the root.

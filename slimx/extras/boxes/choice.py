@@ -44,11 +44,11 @@ NOT_IN_HEADERS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of the sandboxes of a run."""
+    """Sandbox options of a run."""
 
     backend: Literal["bubblewrap", "container", "remote"] = "bubblewrap"
     limits: Limits = Limits()
-    """Limits of one program. In a configuration, they are given among the other options."""
+    """Resource limits for each program. A configuration lists them directly among the other options."""
     host_usr: bool = False
     """True to mount this machine's /usr read-only, for roots without programs."""
     engine: tuple[str, ...] = ()
@@ -65,11 +65,11 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     patience: Above0 = 30.0
     """Seconds to wait for a sandbox while the server has none free."""
     retry: Above0 = 30.0
-    """Seconds during which a call without a response from the server is retried."""
+    """Seconds for which a call is retried while the server does not respond."""
 
     @classmethod
     def read(cls, options: Mapping[str, object], key: str) -> BoxOptions:
-        """Parses options as they are written in a configuration, where the limits are given among the other options.
+        """Parses options as they are written in a configuration, with the limits directly among the other options.
 
         `key`: configuration key of the options. Raises SlimxError naming the invalid option.
         """

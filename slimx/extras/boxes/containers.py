@@ -34,17 +34,17 @@ EXTRA_PROCESSES = 16
 """Number of processes and threads that a container may have in addition to the program's: its initial process, and
 those of the runtime while it starts the program."""
 NPROC = 16_384
-"""Maximum number of processes of a user over all sandboxes, if this process cannot raise limits."""
+"""Maximum number of processes per user across all sandboxes; applies only if this process cannot raise limits."""
 STOP_TRIES = 3
 """Number of attempts to stop a container. One may not be enough: on a busy machine, podman gives up before the kernel
 has killed all processes."""
 COPY_SECONDS = 60.0
-"""Time limit in seconds of a program that writes or reads one file."""
+"""Time limit in seconds for a program that writes or reads one file."""
 _LAYER = "{{with .GraphDriver}}{{with .Data}}{{with .UpperDir}}{{.}}{{end}}{{end}}{{end}}"
 """Template with which the engine's `inspect` prints the directory of the container's upper layer, or nothing if the
 storage driver has none."""
 NO_FILE = 100
-"""Exit status of the scripts below if the path contains a link or is not a regular file."""
+"""Exit status of the scripts below if the path contains a link or names something other than a regular file."""
 _WALK = f"""
 at= ; IFS=/ ; set -f
 for name in ${{1#/}}; do at=$at/$name; [ ! -L "$at" ] || exit {NO_FILE}; done
@@ -59,7 +59,7 @@ _GET = f"""{_WALK}
 
 
 class ContainerBox(Box):
-    """A `Box` in a container, which starts from an image, or from a copy of a tar archive or directory on this machine.
+    """`Box` in a container, which starts from an image, or from a copy of a tar archive or directory on this machine.
 
     The image needs `sleep` and, for `put` and `get`, `sh`, `mkdir` and `cat`. `Limits.disk_mib` bounds the disk space
     that programs use in addition to the image.
@@ -79,10 +79,10 @@ class ContainerBox(Box):
     ):
         """Creates the container.
 
-        `source`: name of an image of the engine, or a path. `host_usr`: True to mount this machine's /usr. `user`:
-        UID:GID of programs; None for the image's user, or 65534 if the source is a path. `cpus`: maximum number of
-        processors. `base`: parent directory of temporary roots. `image_mib`: maximum size in MiB of a source that is a
-        path; snapshots may be larger by `Limits.disk_mib`. Raises BoxRefusal for an image that is missing or declares
+        `source`: name of an image that the engine has, or a path. `host_usr`: True to mount this machine's /usr.
+        `user`: UID:GID of programs; None for the image's user, or 65534 if the source is a path. `cpus`: maximum number
+        of processors. `base`: parent directory of temporary roots. `image_mib`: maximum size in MiB of a source that is
+        a path; snapshots may be larger by `Limits.disk_mib`. Raises BoxRefusal for an image that is missing or declares
         volumes, BoxLost if the engine fails.
         """
         super().__init__(limits)
@@ -248,10 +248,10 @@ class ContainerBox(Box):
         return ProgramResult(output.decode(errors="replace"), error, ended, status, seconds), output
 
     def _really_ended(self, name: str, status: int) -> Ended:
-        """Returns how a program ended after the engine's client has exited with `status`.
+        """Returns the reason why a program ended, once the engine's client has exited with `status`.
 
         Raises BoxLost if the engine failed instead. The statuses 125, 137 and 255 may come from the engine or from the
-        program, so the container is inspected: they come from the program if the container still runs.
+        program, so the container is inspected: if it is still running, they come from the program.
         """
         if status not in (125, 137, 255):
             return "exit"

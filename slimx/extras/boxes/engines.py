@@ -21,16 +21,16 @@ KNOWN = ("podman", "docker")
 OWNER = "slimx.owner"
 """Label of containers and images that identifies the process that owns them."""
 PIECE = 2**20
-"""Number of bytes per read."""
+"""Maximum number of bytes read at a time."""
 CALL_S = 120.0
-"""Default deadline in seconds of one engine command."""
+"""Default deadline in seconds for one engine command."""
 MAX_QUOTED = 500
 """Maximum length of engine output that an error message quotes, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContainerEngine:
-    """A container engine, identified by the command that starts it."""
+    """Container engine, identified by the command that starts it."""
 
     words: tuple[str, ...]
     """Program and global options, such as ("podman", "--runtime", "runc")."""
@@ -64,10 +64,8 @@ class ContainerEngine:
     def ask(
         self, *words: str, stdin: IO[bytes] | None = None, seconds: float = CALL_S
     ) -> subprocess.CompletedProcess[str]:
-        """Runs one engine command and returns its status and output.
-
-        `words`: arguments of the command. Raises BoxLost if it cannot be run or takes longer than `seconds`.
-        """
+        """Runs one engine command and returns its exit status and output. `words`: arguments of the command. Raises
+        BoxLost if it cannot be run or takes longer than `seconds`."""
         try:
             return subprocess.run(
                 [*self.words, *words],
@@ -137,10 +135,8 @@ class ContainerEngine:
         )
 
     def sweep(self) -> int:
-        """Removes containers and images whose owners have died, and returns how many it removed.
-
-        Keeps those that belong to other machines or process namespaces, whose processes this process cannot see.
-        """
+        """Removes containers and images whose owners have died, and returns how many it removed. Keeps those that
+        belong to other machines or PID namespaces, whose processes this process cannot see."""
         removed = 0
         for kind, listing in (("container", ("ps", "--all")), ("image", ("images",))):
             ids = self.call(*listing, "--quiet", "--no-trunc", "--filter", f"label={OWNER}").split()
@@ -168,7 +164,7 @@ def has_died(label: str) -> bool:
 
 
 def _pid_namespace() -> str:
-    """Returns the host name and the process namespace, which together make process ids unique."""
+    """Returns the host name and the PID namespace, which together make process ids unique."""
     return f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 

@@ -25,22 +25,22 @@ PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 @dataclass(slots=True)
 class Lease:
-    """A client's claim on one sandbox, which exists or is being created."""
+    """Claim of a client on one sandbox, which exists or is being created."""
 
     made: asyncio.Future[Box]
     until: float
-    """Time at which the lease expires, by `time.monotonic`."""
+    """Time at which the lease expires, on the clock of `time.monotonic`."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock that serializes the calls to a sandbox, so that a client occupies at most one thread per sandbox."""
     runs: dict[str, LeasedRun] = field(default_factory=dict)
-    """The program that was started last, under the name that the client chose for it; earlier programs have been
-    removed."""
+    """Program that was started last, by the name that the client chose for it; {} before the first start. Earlier
+    programs are removed."""
     ending: asyncio.Task[None] | None = None
 
 
 @dataclass(slots=True)
 class LeasedRun:
-    """One program in a leased sandbox."""
+    """One run of a program in a leased sandbox."""
 
     done: asyncio.Future[ProgramResult]
     stop: threading.Event = field(default_factory=threading.Event)
@@ -73,7 +73,7 @@ class Boxes:
     async def begin(self, name: str, source: str | Path, limits: Limits) -> Lease:
         """Returns the lease called `name`, and creates its sandbox if the lease is new.
 
-        Raises the error that the creation of the sandbox raised, and BoxLost if the sandbox is being removed.
+        Raises the error with which the creation of the sandbox failed, or BoxLost if the sandbox is being removed.
         """
         lease = self.leases.get(name)
         if lease is not None and lease.ending is not None:
@@ -97,7 +97,8 @@ class Boxes:
                 self.renew(lease)
 
     def start(self, lease: Lease, name: str, program: Callable[[Box, threading.Event], ProgramResult]) -> None:
-        """Starts `program` under `name`, unless a program of this name has been started before."""
+        """Starts `program` under `name`. Does nothing if the sandbox's latest program was started under this name,
+        because the call is then a retry."""
         if name in lease.runs:
             return
         run = LeasedRun(asyncio.get_running_loop().create_future())
@@ -169,7 +170,7 @@ class Boxes:
             self.leases.pop(name, None)
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Starts a task and keeps a reference to it, which asyncio does not do."""
+        """Starts a task and keeps a reference to it, because asyncio keeps only a weak one."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

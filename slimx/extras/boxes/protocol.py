@@ -13,14 +13,14 @@ from slimx.extras.boxes.programs.enclosure import ProgramResult
 from slimx.extras.boxes.programs.watch import Limits
 
 MAX_WORD = 2**17 - 1
-"""Maximum length in bytes of one argument of a command, which is Linux's limit."""
+"""Maximum length of one command argument, in bytes; equal to Linux's limit."""
 MAX_WORDS = 2**20
-"""Maximum length of a command with all arguments, in bytes."""
+"""Maximum total length of a command and its arguments, in bytes."""
 
 
 class BoxRefusal(SlimxError):
-    """Raised if an argument of a sandbox's method, a path in a sandbox, or a sandbox's image cannot be used. `about`:
-    the argument, path or image."""
+    """Raised if a sandbox cannot use an argument of a method call, a path, or its image. `about`: the argument, path or
+    image."""
 
     def __init__(self, text: str, *, code: str, about: str):
         super().__init__(text, code=f"box.{code}", about=about)
@@ -46,7 +46,7 @@ class BoxBusy(SlimxError):
 class Box(ABC):
     """Interface of a rollout's sandbox.
 
-    Files persist from one program to the next, processes do not. Calls block and run one at a time, so they belong in
+    Files persist from one program to the next; processes do not. Calls block and run one at a time, so they belong in
     `slimx.extras.boxes.programs.enclosure.in_thread`. Every call may raise BoxLost.
     """
 
@@ -57,7 +57,7 @@ class Box(ABC):
 
     @contextmanager
     def _living(self) -> Iterator[None]:
-        """Waits for earlier calls to the sandbox's methods, and makes other calls wait until the end of the block.
+        """Waits for earlier calls of the sandbox's methods, and makes later ones wait until the end of the block.
         Raises BoxRefusal after `end`."""
         with self._turn:
             if self._closing.is_set():
@@ -153,7 +153,7 @@ def too_large(path: str, size: str, most: int) -> BoxRefusal:
 
 
 class Either(threading.Event):
-    """An event that also counts as set if one of two other events is set."""
+    """Event that also counts as set when either of two other events is set."""
 
     def __init__(self, first: threading.Event, second: threading.Event | None):
         super().__init__()

@@ -43,8 +43,8 @@ MAKE_S = 600.0
 SEND_S = 1800.0
 """Seconds without progress after which an upload times out, including the wait for other uploads to finish."""
 SEND_TRIES = 3
-"""Maximum number of times that an archive is uploaded for one sandbox: the server may remove it again to make room for
-other uploads."""
+"""Maximum number of times that an archive is uploaded for one sandbox, because the server may remove the archive before
+its use to make room for other uploads."""
 END_S = 600.0
 """Seconds that the server may take in addition to a program's time limit, to start it and to kill its processes."""
 POLL_S = 1.0
@@ -79,9 +79,9 @@ class RemoteServer:
     ) -> HttpResponse:
         """Sends a request and returns the response, with up to `most` bytes of content.
 
-        `path`: path after /v1/. `seconds`: seconds without progress after which it times out. `retry`: True to retry if
-        the response was lost. `to`: file to which the content is written; None to return it in the response. Raises
-        BoxLost if there is no response, BoxRefusal if the server refuses the request.
+        `path`: path after /v1/. `seconds`: seconds without progress after which the request times out. `retry`: True to
+        retry if the response was lost. `to`: file to which the content is written; None to return it in the response.
+        Raises BoxLost if there is no response, BoxRefusal if the server refuses the request.
         """
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         until = time.monotonic()
@@ -141,7 +141,8 @@ class RemoteServer:
         return self.request("GET", f"images/{quote(name, safe='')}").status == 200
 
     def _check(self, response: HttpResponse, path: str) -> None:
-        """Raises BoxRefusal or BoxLost for an error response. `path`: path of the request, for the message."""
+        """Raises BoxRefusal for an error response that rejects the request, BoxLost for any other error response.
+        `path`: path of the request, for the message."""
         if response.status in (200, 201, 202, 204, 404, 503):
             return
         try:
@@ -160,8 +161,7 @@ class RemoteServer:
 
 
 class RemoteBox(Box):
-    """A `Box` on a server. The box starts from an image that the server has, or from a copy of a path on this
-    machine."""
+    """`Box` on a sandbox server, which starts from an image on the server or from a copy of a path on this machine."""
 
     def __init__(
         self,
@@ -238,11 +238,9 @@ class RemoteBox(Box):
             self._server.request("DELETE", self._path)
 
     def _begin(self, name: str, archive: IO[bytes] | None, patience: float) -> float:
-        """Requests a sandbox repeatedly until the server has a free one, and returns the duration of its lease in
-        seconds.
-
-        `name`: name of the image. `archive`: archive to upload if the server does not have the image.
-        """
+        """Requests a sandbox repeatedly until the server has a free one, and returns the duration of the sandbox's
+        lease in seconds. `name`: name of the image. `archive`: archive to upload if the server does not have the
+        image."""
         body = {"image": name, "limits": dataclasses.asdict(self.limits)}
         if archive is not None and not self._server.has_image(name):
             self._send(name, archive)
@@ -318,8 +316,8 @@ def _archive(source: str | Path, image_mib: int) -> Iterator[tuple[str, IO[bytes
 
 
 def _undated(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Sets modification times of directories to 0 and rounds those of files down to seconds, so that equal directories
-    have equal archives."""
+    """Sets the modification times of directories to 0 and rounds those of files down to whole seconds, so that equal
+    directories yield equal archives."""
     return member.replace(mtime=0 if member.isdir() else int(member.mtime), deep=False)
 
 

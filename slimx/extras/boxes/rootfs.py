@@ -34,9 +34,10 @@ PREFIX = "slimx-box-"
 COPY_S = 600.0
 """Deadline in seconds for copying or removing a root."""
 ENTRY = 4096
-"""Bytes counted for a file, directory or link in addition to its content."""
+"""Bytes charged for each file, directory or link in addition to its content."""
 SPARSE_PART = 256
-"""Bytes counted for each part of a sparse file in addition to its content: the size of the part in memory."""
+"""Bytes charged for each part of a sparse file in addition to its content, to account for the memory that the part's
+record takes."""
 UNPACKED = 9
 """Maximum ratio of a root file system's counted size to the size of its archive. It allows for small files, which take
 at least 512 bytes in the archive and count as `ENTRY` bytes."""
@@ -46,7 +47,7 @@ at least 512 bytes in the archive and count as `ENTRY` bytes."""
 class Root:
     holder: Path
     lock: int
-    """Descriptor of the lock file, which is locked while the owner lives."""
+    """Descriptor of the lock file, which stays locked while the owner process runs."""
 
     @property
     def path(self) -> Path:
@@ -178,7 +179,7 @@ def deleted(processes: Iterable[int], device: int | None = None) -> int:
 def allocate(base: Path, *, private: bool = False) -> Root:
     """Creates the directory that contains a root. If its owner dies, `sweep` removes the directory.
 
-    `private`: True to make it accessible to this user only, which excludes the programs of a sandbox.
+    `private`: True to make the directory accessible to this user only, and thus inaccessible to sandboxed programs.
     """
     holder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
     if not private:
@@ -212,8 +213,8 @@ def unpacked(to: Path) -> Iterator[Path]:
 
 
 def unpack(archive: Path, to: Path, most: int) -> None:
-    """Unpacks a tar archive, possibly compressed, whose content takes up to `most` bytes when unpacked. Raises
-    BoxRefusal for an unusable archive."""
+    """Unpacks a tar archive, possibly compressed, of at most `most` bytes when unpacked. Raises BoxRefusal if it is
+    larger or cannot be used."""
     total = 0
 
     def checked(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
@@ -276,15 +277,15 @@ def too_large(source: Path, most: int) -> BoxRefusal:
 
 
 def _remove(holder: Path) -> None:
-    """Removes a directory with the program rm, which walks by descriptors and so is safe against links and works at any
-    depth."""
+    """Removes a directory with the `rm` program, which is safe against links and works at any depth, because it
+    resolves every name relative to an open directory."""
     if os.geteuid() != 0:
         _call("chmod", "-R", "u+rwX", "--", str(holder))
     _call("rm", "-rf", "--one-file-system", "--", str(holder))
 
 
 def _call(*line: str) -> None:
-    """Runs a program of coreutils. Raises SlimxError if it fails or takes too long."""
+    """Runs a coreutils program. Raises SlimxError if it fails or takes too long."""
     program = shutil.which(line[0]) or line[0]
     try:
         done = subprocess.run([program, *line[1:]], capture_output=True, text=True, timeout=COPY_S)

@@ -64,13 +64,13 @@ CONNECTIONS = 4096
 the others."""
 NAME = re.compile(r"[0-9a-f]{8,64}")
 RETRY_S = 2
-"""Value of the header Retry-After, in seconds."""
+"""Seconds that a client should wait before it retries, as sent in the header Retry-After."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Service:
-    """The HTTP handlers of one server."""
+    """HTTP handlers of a sandbox server."""
 
     def __init__(
         self,

@@ -18,8 +18,8 @@ class MixedSource:
     that depend only on the seed and the prompt's index.
 
     Each source yields its prompts as a `PromptSource` does. If weights change with the step, the step is computed from
-    the number of prompts drawn so far, `per_step` per step, so timing has no influence. A dropped group counts too,
-    because it is replaced with a group for another prompt.
+    the number of prompts drawn so far, `per_step` per step, so timing has no influence. The prompt of a dropped group
+    counts as drawn, because another prompt replaces it.
     """
 
     def __init__(self, sets: Sequence[PromptSet], prompts: Mapping[str, Sequence[Prompt]], seed: int, per_step: int):

@@ -44,7 +44,8 @@ def check_answer(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: str
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: str) -> tuple[str, int]:
-    """Returns the text that the template renders after a prompt, and the index in it at which the answer ends."""
+    """Returns the text that the template renders after a prompt, and the index in that text at which the answer
+    ends."""
     if prompt.token_ids is not None:
         return answer, len(answer)
     template = templated(tokenizer, prompt)

@@ -63,18 +63,18 @@ FLAGS: Sequence[Table] = (SLIME, MEGATRON, TRL, OPENRLHF, SHORT, MOVED)
 """Tables of flags, which have the same meaning in every section. Flags that differ from a key only in dashes, such as
 --lr, need no entry (slimx.config.suggestions)."""
 PATHS: Sequence[Table] = (VERL, SHORT, MOVED)
-"""Tables of dotted keys, whose meaning depends on their section."""
+"""Tables of dotted keys; the meaning of such a key depends on its section."""
 
 
 def of_key(name: str, value: str) -> Meaning | None:
-    """Returns the meaning of the dotted key `name` with the value `value`; None if no framework in the tables has
-    it."""
+    """Returns the meaning of the dotted key `name` when set to `value`; None if no framework in the tables has such a
+    key."""
     return meaning(PATHS, name, value)
 
 
 def of_flag(name: str, value: str) -> Meaning | None:
-    """Returns the meaning of the command-line flag `name`, without dashes, with the value `value`; None if no framework
-    in the tables has it."""
+    """Returns the meaning of the command-line flag `name` (without leading dashes) when set to `value`; None if no
+    framework in the tables has such a flag."""
     return meaning(FLAGS, name, value)
 
 
@@ -98,8 +98,8 @@ def meaning(tables: Sequence[Table], name: str, value: str) -> Meaning | None:
 
 
 def _entry(table: Table, name: str) -> Meaning | None:
-    """Returns the entry for `name` in `table`: the entry of exactly this name, otherwise the one whose pattern (a
-    prefix followed by `*`) matches the name with the longest prefix; None if there is none."""
+    """Returns the entry for `name` in `table`: the one with exactly this name or, failing that, the one with the
+    longest matching pattern (a prefix followed by `*`). Returns None if no entry matches."""
     entry = table.get(name)
     if entry is not None:
         return _as_meaning(entry)

@@ -18,21 +18,21 @@ class Meaning:
     """
 
     key: str = ""
-    """Key in slimx's configuration; "" if there is none. In it, `*` stands for an entry of a list, and `{}` for the
-    part of the foreign name that the `*` of its entry in `Table` matched."""
+    """Key in slimx's configuration; "" if there is none. A `*` in the key stands for an entry of a list; `{}` stands
+    for the part of the foreign name that the `*` of its entry in `Table` matched."""
     values: Mapping[str, str | Meaning] = field(default_factory=dict)
     """Foreign value in lower case -> value of `key`, or another Meaning if `key` has no such value."""
     closed: bool = False
     """True if `values` lists every valid foreign value."""
     prefix: str = ""
-    """Text that is prepended to the foreign value to get the value in slimx."""
+    """Text that is prepended to the foreign value to form the value in slimx."""
     note: str = ""
     not_needed: bool = False
     sets: Mapping[str, str] = field(default_factory=dict)
 
     def translate(self, value: str) -> str | Meaning | None:
-        """Returns the value in slimx that corresponds to the foreign `value`; another Meaning if `key` has no such
-        value, for example because the foreign value sets other keys or is not supported; None if `value` is invalid."""
+        """Returns slimx's value for the foreign `value`. Returns another Meaning if `key` has no such value, for
+        example because the foreign value sets other keys or is not supported; None if `value` is invalid."""
         translated = self.values.get(value.lower())
         if translated is not None:
             return translated
@@ -46,7 +46,7 @@ that takes the same value. A name that ends in `*` matches every name with this 
 
 def not_needed(reason: str) -> Meaning:
     """Returns the meaning of a foreign option that needs no key, because slimx always behaves that way or another key
-    determines it. `reason`: sentence that explains which."""
+    determines it. `reason`: sentence that says which of these applies."""
     return Meaning(note=reason, not_needed=True)
 
 

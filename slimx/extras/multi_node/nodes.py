@@ -65,7 +65,7 @@ class NodeActor:
 
 
 class Nodes:
-    """The actors on all nodes of a server other than the first, called together."""
+    """Actors on all nodes of a server other than the first, called as a group."""
 
     def __init__(
         self,
@@ -78,8 +78,9 @@ class Nodes:
     ):
         """Creates the actors without starting processes.
 
-        `places`: placements of all nodes other than the first. `deadline_s`: deadline in seconds of one call to the
-        transport's receivers. The other arguments are passed to each `NodeActor`."""
+        `places`: placements of all nodes other than the first. `deadline_s`: deadline in seconds for one call to the
+        transport's receivers. The other arguments are passed to each `NodeActor`.
+        """
         self.name = spec.name
         self.deadline_s = deadline_s
         cpus = spec.threads * spec.sizes.world / (len(places) + 1)
@@ -96,8 +97,8 @@ class Nodes:
         return len(self._actors)
 
     async def start(self, host: str, deadline_s: float) -> NodeShare:
-        """Starts the server's processes on these nodes. Returns the `NodeShare` of the first node, which then starts
-        its part of the server. `host`: address of the first node."""
+        """Starts the server's processes on all nodes other than the first. Returns the `NodeShare` of the first node,
+        which then starts its part of the server. `host`: address of the first node."""
         hosts = (host, *await self._call("address", deadline_s))
         rendezvous = address(host, free_port(host))
         first, *shares = [NodeShare(rank, len(hosts), rendezvous, hosts) for rank in range(len(hosts))]
@@ -105,8 +106,8 @@ class Nodes:
         return first
 
     async def ended(self, deadline_s: float) -> str | None:
-        """Returns a description of how the first process that failed ended; None while all processes run, or if a node
-        does not respond."""
+        """Returns a description of how the first failed process ended; None if no process has ended or a node does not
+        respond."""
         try:
             answers = await self._call("ended", deadline_s)
         except DeadlineError:
@@ -116,9 +117,8 @@ class Nodes:
         return next((sentence for sentence in answers if sentence is not None), None)
 
     async def transport(self, method: str, messages: Sequence[Any] | None = None) -> list[Any]:
-        """Calls `method` of the transport's receiver on each of these nodes and returns the results.
-
-        `messages`: one argument per node; None for calls without an argument."""
+        """Calls `method` of the transport's receiver on every node other than the first, and returns the results in the
+        order of the nodes. `messages`: one argument per node; None for calls without an argument."""
         if messages is None:
             arguments: list[tuple[Any, ...]] = [(method,)] * self.count
         else:

@@ -148,7 +148,7 @@ class HostMoments(ExternalState):
 
     @contextmanager
     def _visiting(self, piece: list[list[torch.Tensor]]) -> Iterator[None]:
-        """Moves to the device, for the duration of the block, those moments of a piece that belong on the host."""
+        """Keeps, within the block, those moments of a piece on the device that belong on the host."""
         parameters = [parameter for parameter in chain(*piece) if parameter in self.moved]
         for parameter in parameters:
             state = self.inner.state[parameter]
@@ -169,8 +169,8 @@ class HostMoments(ExternalState):
                     state[key] = self._memory(parameter, key).copy_(state[key], non_blocking=True)
 
     def _memory(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
-        """Returns the host memory of the moment `key` of a parameter, in the parameter's dtype (fp32, because the
-        optimizer's parameters are main weights)."""
+        """Returns the host tensor that stores the moment `key` of a parameter. It has the parameter's dtype: fp32,
+        because the optimizer's parameters are fp32 master weights."""
         moments = self._host.setdefault(parameter, {})
         if key not in moments:
             moments[key] = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)

@@ -18,8 +18,8 @@ from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError
 
 MARGIN = "margin"
-"""Key of a prompt's metadata with the margin, the required difference between the scores of chosen and rejected answer;
-default 0."""
+"""Key under which a prompt's metadata may contain the margin: the required difference between the scores of the chosen
+and the rejected answer. The default margin is 0."""
 
 
 def assign_slopes(
@@ -50,9 +50,10 @@ def pair_rows(groups: Sequence[Group]) -> list[TrainingRow]:
     """Returns the training rows of an update: two rows per group, first the row of the trajectory with the higher
     reward.
 
-    Unlike a row of a policy, a row includes the last token, whose value is the score, so L tokens have L positions. The
-    last position has the weight 1 / number of pairs, all others 0. Raises SlimxError for a group that does not consist
-    of two trajectories with different rewards."""
+    Unlike a policy's row, such a row includes the last token, whose value is the score, so L tokens have L positions.
+    The last position has the weight 1 / number of pairs; all others have the weight 0. Raises SlimxError for a group
+    that does not consist of two trajectories with different rewards.
+    """
     rows = []
     for group in groups:
         pair = sorted(group.trajectories, key=lambda trajectory: -(trajectory.reward or 0.0))

@@ -21,7 +21,7 @@ from slimx.extras.preferences.objectives import Dpo
 
 
 class Preferences(Estimator):
-    """Estimator of the advantages of DPO, which are 0 until a step's log-probs are known."""
+    """Estimator of DPO's advantages, which remain 0 until a step's log-probs are known."""
 
     def finish(self, step: StepData) -> dict[str, float]:
         policy = step.policy or ()
@@ -40,7 +40,8 @@ def assign_preferences(
 
     `rows`: rows of the trajectories in `groups`, in order. `policy` and `reference`: for each row, the log-probs
     [positions] under the policy and the reference. A group's pair consists of its rollouts with the highest and the
-    lowest reward. All other rollouts, and groups whose rollouts have equal rewards, get the advantage 0."""
+    lowest reward. All other rollouts, and groups whose rollouts have equal rewards, have an advantage of 0.
+    """
     margins = []
     first = 0
     for group in groups:

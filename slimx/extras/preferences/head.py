@@ -20,7 +20,8 @@ CLASSIFIER = "ForSequenceClassification"
 
 
 def write_score(path: Path, weight: np.ndarray) -> list[str]:
-    """Writes the head's weight [1, hidden] into the safetensors file `path`, and returns the names of its tensors."""
+    """Writes the head's weight [1, hidden] to the safetensors file `path`, and returns the names of the tensors in that
+    file."""
     save_file({SCORE: torch.from_numpy(weight.copy())}, path, metadata={"format": "pt"})
     return [SCORE]
 

@@ -13,8 +13,8 @@ class Dpo(Objective):
     demonstrated: ClassVar[bool] = True
     whole_step: ClassVar[bool] = True
     beta: Positive = 0.1
-    """Inverse temperature of preferences, the factor between a difference of log-ratios and the margin of a pair;
-    larger values keep the policy closer to the reference."""
+    """Inverse temperature: factor that scales a difference of log-ratios to a pair's margin. Larger values keep the
+    policy closer to the reference."""
 
 
 class BradleyTerry(Objective):

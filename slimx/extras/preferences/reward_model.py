@@ -68,9 +68,9 @@ class RewardModel:
         return combine(metrics)
 
     async def evaluate(self, run: Run, outcomes: Sequence[GroupOutcome]) -> dict[str, float]:
-        """Returns accuracy and margin of the held-out pairs (`eval/...`), over all pairs and for each named set of
-        pairs. Replaces the rewards of the trajectories in `outcomes` with the trajectories' scores. Raises SlimxError
-        if a pair has failed."""
+        """Returns the accuracy and the margin on held-out pairs (`eval/...`), over all pairs and for each named set of
+        pairs. Replaces the rewards of the trajectories in `outcomes` with the model's scores. Raises SlimxError if a
+        pair has failed."""
         names: list[str] = []
         for name, prompts in run.eval_prompts.items():
             names += [name] * len(prompts)

@@ -31,8 +31,8 @@ def score_loss(inputs: ValueInputs) -> tuple[torch.Tensor, dict[str, torch.Tenso
 
 
 class RewardModelTrainer(ValueTrainer):
-    """Trainer of a model with a score per token, of which only the last token's score is used. The weight of the head
-    starts at 0, or is loaded from an exported reward model."""
+    """Trainer of a reward model, which scores every token; only the last token's score is used. The weight of the head
+    is initialized to 0, or loaded from an exported reward model."""
 
     def __init__(self, config: Config, spec: ModelSpec, parallel: ParallelState):
         super().__init__(
@@ -49,8 +49,8 @@ class RewardModelTrainer(ValueTrainer):
 
     @operation("train", needs="training")
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int, version: int = 0) -> dict[str, float]:
-        """Runs the updates of a training step in the same way as the trainer of a policy. `version` is ignored, because
-        engines never have these weights."""
+        """Runs the updates of a training step as a policy's trainer does. `version` is ignored, because a reward
+        model's weights are never published to engines."""
         return super().train_updates(updates, step=step)
 
     @operation(needs="weights")

@@ -24,8 +24,8 @@ class StepEnvironment:
         """Starts the counts at 0.
 
         `key`: configuration key of the options, for error messages. `invalid_reward`: reward of a turn without an
-        action. `max_invalid`: number of consecutive turns without an action that ends the rollout. Raises SlimxError if
-        `max_invalid` is not an integer above 0.
+        action. `max_invalid`: number of consecutive turns without an action after which the rollout ends. Raises
+        SlimxError if `max_invalid` is not an integer above 0.
         """
         if isinstance(max_invalid, bool) or not isinstance(max_invalid, int) or max_invalid < 1:
             raise SlimxError(
@@ -81,7 +81,7 @@ class StepEnvironment:
 
 
 def finite(reward: Any) -> float | None:
-    """Returns a reward as a float, or None if it is not a finite number."""
+    """Returns a reward as a float; None if it is not a finite number."""
     try:
         value = float(reward)
     except (TypeError, ValueError):

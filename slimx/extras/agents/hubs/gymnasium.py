@@ -51,7 +51,8 @@ class Gymnasium(StepEnvironment):
         a function or class that creates the environment, instead of `id`. `make_options`: keyword arguments of
         `gymnasium.make`, or of the function or class `make`. `text`: dotted path of a
         `slimx.extras.agents.hubs.views.View`. `text_options`: keyword arguments of the view. `invalid_reward`: reward
-        of a turn without an action. `max_invalid`: number of consecutive turns without an action that ends the rollout.
+        of a turn without an action. `max_invalid`: number of consecutive turns without an action after which the
+        rollout ends.
         """
         if (id is None) == (make is None):
             raise SlimxError(

@@ -85,8 +85,8 @@ class McpTools:
     async def open(self, prompt: Prompt, seed: int) -> list[Json]:
         """Connects to all servers and returns their tools in the chat template's format.
 
-        Raises ToolsLost for an unreachable server, SlimxError for a tool name that two servers have or that no server
-        has.
+        Raises ToolsLost if a server is unreachable, SlimxError if two servers have a tool of the same name or no server
+        has a configured tool.
         """
         tools: list[Json] = []
         for name, server in self._servers.items():
@@ -132,7 +132,7 @@ class McpTools:
 
 
 class _McpConnection:
-    """The connection to one server, which a single asyncio task opens and closes, as the SDK requires."""
+    """Connection to one server. A single asyncio task opens and closes it, as the SDK requires."""
 
     def __init__(self, name: str, server: Json) -> None:
         self.name = name

@@ -26,8 +26,9 @@ async def started(
 ) -> AsyncIterator[Any]:
     """Starts a server and yields the transport's two streams; stops the server after the block.
 
-    A response of more than `MAX_RESPONSE` bytes closes the session. `environment`: variables that the server gets in
-    addition to the SDK's default ones. `directory`: working directory. `stderr`: receives the server's standard error.
+    A response of more than `MAX_RESPONSE` bytes closes the session. `environment`: environment variables for the server
+    in addition to the SDK's default ones. `directory`: working directory. `stderr`: buffer for the server's standard
+    error.
     """
     import anyio
     from mcp.client.stdio import get_default_environment

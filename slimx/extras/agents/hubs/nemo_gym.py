@@ -65,7 +65,7 @@ def to_prompt(row: Json) -> Json:
 
 
 class NemoGym:
-    """The tools of one NeMo Gym resources server. Each rollout uses them in a separate session."""
+    """Toolbox with the tools of one NeMo Gym resources server. Each rollout uses them in a separate session."""
 
     def __init__(self, *, url: str) -> None:
         """Stores the base URL of the resources server."""
@@ -124,10 +124,8 @@ class NemoGym:
             await self._http.close()
 
     async def _post(self, path: str, body: Json) -> tuple[int, str]:
-        """Returns the status and the text of the response to a POST request.
-
-        Has no deadline, because the rollout has one. Raises ToolsLost for an unreachable server.
-        """
+        """Sends a POST request and returns the response's status and text. Sets no deadline, because the rollout's
+        deadline applies. Raises ToolsLost for an unreachable server."""
         assert self._http is not None
         try:
             async with self._http.post(f"{self._url}/{path}", json=body, allow_redirects=False) as response:
@@ -139,8 +137,8 @@ class NemoGym:
         return ToolsLost(f"the NeMo Gym server at {self._url}: /{path} {problem}", about=self._url)
 
     def _response(self, messages: Sequence[Json]) -> Json:
-        """Converts the turns after the prompt to a response in the format of OpenAI's responses API, which the server
-        verifies."""
+        """Converts the turns after the prompt to a response in the format of OpenAI's Responses API, which the server
+        expects for verification."""
         output: list[Json] = []
         for index, message in enumerate(messages):
             if message["role"] == "user":  # inserted after an unreadable call, and not part of the response
@@ -170,10 +168,8 @@ class NemoGym:
 
 
 def _description(tool: Json) -> Json:
-    """Converts a tool of OpenAI's responses API to the chat template's format.
-
-    Raises SlimxError for a tool that is not a function, or whose name cannot be a URL path.
-    """
+    """Converts a tool from the format of OpenAI's Responses API to the chat template's. Raises SlimxError for a tool
+    that is not a function, or whose name cannot be a URL path."""
     name = str(tool.get("name"))
     if tool.get("type") != "function" or not NAME.fullmatch(name) or name in RESERVED:
         raise SlimxError(

@@ -31,11 +31,11 @@ from slimx.json_types import Json
 KEY = "rollout.options.environment_options"
 FIELDS = "slimx.extras.agents.hubs.openenv.Fields"
 MAX_MESSAGE = 16 * 2**20
-"""Maximum size of one message of the server, in bytes."""
+"""Maximum size of one message from the server, in bytes."""
 MAX_SHOWN = 300
 """Maximum length in characters of a message that an error quotes, and of a refusal that the model reads."""
 UNFIT = ("VALIDATION_ERROR", "INVALID_JSON")
-"""Error codes by which a server refuses an invalid action of the model."""
+"""Error codes with which a server refuses an invalid action of the model."""
 
 
 class Fields:
@@ -87,7 +87,7 @@ class OpenEnv(StepEnvironment):
     """One session with an OpenEnv server.
 
     All rollouts of a prompt are reset with the same seed: the prompt's `metadata.seed`, or else one derived from its
-    id. `metadata.reset` of the prompt contains further arguments of `reset`.
+    id. `metadata.reset` of the prompt contains any additional arguments of `reset`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class OpenEnv(StepEnvironment):
 
         `url`: base URL of the server. `text`: dotted path of a `slimx.extras.agents.hubs.views.View`, called with None
         and `text_options`. `invalid_reward`: reward of a turn without an action, or with an action that the server
-        refuses. `max_invalid`: number of such consecutive turns that ends the rollout.
+        refuses. `max_invalid`: number of consecutive such turns after which the rollout ends.
         """
         check_url(url, f"{KEY}.url", code="openenv.url")
         parts = urlsplit(url)
@@ -147,7 +147,7 @@ class OpenEnv(StepEnvironment):
         return self._carried_out(gained, done=bool(data.get("done")))
 
     async def close(self) -> None:
-        """Closes the session."""
+        """Closes the session with the server."""
         try:
             if self._socket is not None and not self._socket.closed:
                 await self._socket.send_json({"type": "close"})
@@ -161,7 +161,7 @@ class OpenEnv(StepEnvironment):
     async def _request(self, message: Json) -> Json | str:
         """Sends a message and returns the data of the response, or the reason why the server refuses the message.
 
-        Has no deadline, because `turn_deadline` bounds the step. Raises SlimxError if the session has ended or the
+        Sets no deadline, because `turn_deadline` bounds the step. Raises SlimxError if the session has ended or the
         environment failed.
         """
         assert self._socket is not None

@@ -28,7 +28,7 @@ from slimx.json_types import Json
 
 KEY = "rollout.options.agent_options"
 TASK = "verifiers"
-"""Key of the task in a prompt's metadata."""
+"""Key under which a prompt's metadata contains the task."""
 MAX_SHOWN = 300
 """Maximum length of a response that an error message quotes, in characters."""
 
@@ -84,7 +84,7 @@ play.check = check  # type: ignore[attr-defined]  # mypy does not support attrib
 
 
 async def reward(ctx: object, trajectory: Trajectory) -> float | dict[str, float]:
-    """Returns the weighted rewards of the episode by name; 0 if a limit of the session ended the episode."""
+    """Returns the weighted rewards of the episode by name; 0 if a session limit ended the episode."""
     verdict = trajectory.metadata.get("result")
     if verdict is None:
         return 0.0
@@ -92,10 +92,8 @@ async def reward(ctx: object, trajectory: Trajectory) -> float | dict[str, float
 
 
 async def _post(url: str, body: Json, token_env: str | None) -> tuple[int, str]:
-    """Returns the status and the text of the response to a POST request.
-
-    Has no deadline, because the rollout has one. Raises SlimxError for an unreachable server.
-    """
+    """Sends a POST request and returns the response's status and text. Sets no deadline, because the rollout's deadline
+    applies. Raises SlimxError for an unreachable server."""
     headers = {} if token_env is None else {"Authorization": f"Bearer {os.environ[token_env]}"}
     try:
         async with (

@@ -19,10 +19,11 @@ MAX_TEXT = 16_384
 
 
 class View(Protocol):
-    """Interface of a view: a class that is called as `YourView(environment, **text_options)`.
+    """Interface of a view, which presents an environment's observations as text and parses actions. It is created as
+    `YourView(environment, **text_options)`.
 
     An optional method `state(observation, info)` returns a string that identifies the state; without it, `state_digest`
-    of the observation identifies the state.
+    of the observation does.
     """
 
     def show(self, observation: Any, info: Mapping[str, Any]) -> str:
@@ -50,7 +51,7 @@ class Words:
     ) -> None:
         """Stores the mapping from names to actions.
 
-        `actions`: actions by name, which is matched case-insensitively; None if the text itself is the action. `ask`:
+        `actions`: actions by name; names are matched case-insensitively. None if the text itself is the action. `ask`:
         text that is appended to every observation. `max_text`: maximum length of an observation's text in characters.
         """
         self._environment = environment
@@ -95,8 +96,8 @@ def answered(text: str) -> str:
 
 
 def _without_colors(text: str) -> str:
-    """Removes a terminal's color codes. Encloses highlighted text, such as the player in Gymnasium's text games, in
-    brackets."""
+    """Removes terminal color codes, and puts brackets around highlighted text, such as the player in Gymnasium's text
+    games."""
     parts = COLOR.split(text)  # text, code, text, code, ..., text
     codes = parts[1::2]
     last = max((index for index, code in enumerate(codes) if code == "0"), default=-1)
@@ -114,10 +115,8 @@ def _without_colors(text: str) -> str:
 
 
 def seed_of_prompt(prompt: Prompt) -> int:
-    """Returns the seed of all environments of a prompt: its `metadata.seed`, or else one derived from its id.
-
-    Raises SlimxError for a seed that is not a non-negative integer.
-    """
+    """Returns the seed for all environments of a prompt: its `metadata.seed`, or else one derived from its id. Raises
+    SlimxError for a seed that is not a non-negative integer."""
     seed = prompt.metadata.get("seed")
     if seed is None:
         return int.from_bytes(blake2b(prompt.id.encode(), digest_size=4).digest()) >> 1

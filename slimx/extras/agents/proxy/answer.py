@@ -17,28 +17,28 @@ from slimx.extras.agents.proxy.tool_calls import ATTEMPT, ToolCall, ToolParser
 from slimx.extras.agents.proxy.tool_choice import GRAMMARS, grammar
 
 OPEN_TAIL = 16
-"""Number of tokens at the end of a prompt among which a chat template may place <think>."""
+"""Number of tokens at the end of a prompt that are searched for a <think> from the chat template."""
 WAITING = 8
 """Maximum number of tokens held back until a character is complete; a character has up to 4 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerReader:
-    """Converts sampled tokens to an assistant message."""
+    """Converter of sampled tokens to an assistant message."""
 
     tokenizer: Any
     parse_tools: ToolParser
     separates_reasoning: bool = False
     """True to move the text before </think> from the content to `reasoning_content`."""
     parser: str = "hermes"
-    """Configured name of the parser `parse_tools`."""
+    """Name of the tool-call parser `parse_tools` in the configuration."""
 
     def text(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
         """Returns the text of the tokens, without special tokens, up to the first occurrence of a stop string."""
         return cut(self.tokenizer.decode(list(token_ids), skip_special_tokens=True), stop)
 
     def stopped_by(self, token_ids: Sequence[int], stop: Sequence[str]) -> str | None:
-        """Returns the stop string that ended the response, or None."""
+        """Returns the stop string that ended the response; None if none did."""
         text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return min((string for string in stop if string in text), key=text.find, default=None)
 
@@ -102,8 +102,8 @@ class AnswerReader:
         return message, found.attempted
 
     def raw(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
-        """Returns the text of the tokens before the first occurrence of a stop string, including special tokens, which
-        mark tool calls in the output of some models, but without the stop token."""
+        """Returns the text of the tokens up to the first occurrence of a stop string, without the stop token. Includes
+        special tokens, because they mark tool calls in the output of some models."""
         ids = list(token_ids)
         if ids and ids[-1] in self.tokenizer.all_special_ids:
             ids.pop()
@@ -112,19 +112,19 @@ class AnswerReader:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The tool calls of a response, and the text around them."""
+    """Tool calls of a response, and the text around them."""
 
     thought: str
     """Text up to the end of the thinking; "" if there is none."""
     content: str
-    """Text after the thinking, without the calls."""
+    """Text after the thinking, without the tool calls."""
     calls: list[ToolCall]
     attempted: bool
     """True if a call begins in the text, even if it cannot be parsed."""
 
     @property
     def text(self) -> str:
-        """Text of the response without its calls, including the thinking."""
+        """Text of the response, with the thinking but without tool calls."""
         return (self.thought + self.content).strip()
 
 
@@ -163,7 +163,7 @@ class Pieces:
         return self._show(keep=max((_overlap(self._pending, stop) for stop in self._stop), default=0))
 
     def end(self) -> str:
-        """Returns the remaining text at the end of the response."""
+        """Returns the text that remains to be sent once the response has ended."""
         text = self._reading.text(self._ids, self._stop)
         shown = self.shown
         if text.startswith(shown):
@@ -186,7 +186,7 @@ class Pieces:
         return self._done
 
     def _new(self, end: int) -> str:
-        """Returns the text of the tokens from index `_done` up to `end`."""
+        """Returns the text of the tokens from index `_done` to `end`, exclusive."""
         return self._decode(self._from, end)[len(self._decode(self._from, self._done)) :]
 
     def _show(self, keep: int) -> str:
@@ -215,7 +215,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def split_after_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """Splits text after the thinking, which includes thinking that the model resumes before a tool call.
+    """Splits text where the thinking ends; thinking that the model resumes before a tool call counts as part of it.
 
     `opened`: True if the prompt ends with <think>. Thinking without </think> extends to the end of the text.
     """

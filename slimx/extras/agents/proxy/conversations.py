@@ -37,7 +37,7 @@ class Answer:
     while thousands of agents wait for their tools."""
     completion: Completion
     continued: bool = False
-    """True if another answer continues this one."""
+    """True if a later answer continues the conversation after this one."""
     train: bool = True
     """False for an answer that is excluded from the loss, because a grammar constrained its tokens."""
     stopped: bool = False
@@ -53,14 +53,14 @@ class Position:
     parent: Answer | None
     before: array[int]
     token_ids: array[int]
-    """All tokens before the answer."""
+    """Ids of all tokens that precede the answer."""
     digest: bytes
-    """Digest of the request's tools and messages. The answer is stored under a digest that extends this one, by which
-    later requests find the conversation that they continue."""
+    """Digest of the request's tools and messages. The answer is stored under a digest that extends this one; with that
+    digest, later requests find the conversation that they continue."""
 
 
 class Conversations:
-    """The conversations of one rollout. Raises SlimxError for messages that the chat template refuses."""
+    """Conversations of one rollout. Methods raise SlimxError for messages that the chat template refuses."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -68,8 +68,8 @@ class Conversations:
         self._by_digest: dict[bytes, Answer] = {}
 
     def locate(self, messages: Sequence[Message], tools: list[Json] | None) -> Position:
-        """Returns the position in the tree of the answer to `messages`: it continues the longest earlier conversation
-        with which `messages` start."""
+        """Returns the position of the answer to `messages` in the tree. The answer continues the longest earlier
+        conversation with which `messages` start, or else begins a new one."""
         digests = [_digest(b"", tools)]
         for message in messages:
             digests.append(_digest(digests[-1], _content(message)))
@@ -121,7 +121,7 @@ class Conversations:
 
 
 def _path(leaf: Answer) -> list[Answer]:
-    """Returns the answers of the conversation from the first one through `leaf`, inclusive."""
+    """Returns the answers of the conversation, from the first one through `leaf`."""
     path = [leaf]
     while path[-1].parent is not None:
         path.append(path[-1].parent)

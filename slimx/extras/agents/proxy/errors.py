@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 SHOWN = 1000
-"""Maximum number of characters shown of an error message, which quotes the request and could be megabytes long."""
+"""Length in characters to which an error message is truncated, because it quotes the request and could be megabytes
+long."""
 
 
 class ApiError(Exception):
-    """An error response in the format of OpenAI's API. The API's clients do not retry a request after status 400."""
+    """Error response in the format of OpenAI's API. The API's clients do not retry a request after status 400."""
 
     def __init__(self, message: str, *, code: str, status: int = 400, param: str | None = None):
         message = _shortened(message)

@@ -19,34 +19,36 @@ RUN = ("temperature", "top_p")
 """Sampling parameters that only the run may set, because the trainer must know them and a trajectory has one
 temperature."""
 MODEL_CHARACTERS = 1000
-"""Maximum length of a model's name in characters, because every chunk of a response repeats it."""
+"""Maximum length of a requested model name in characters; limited because every chunk of a response repeats the
+name."""
 KINDS: dict[type, str] = {bool: "boolean", float: "number", str: "string", list: "list", dict: "object"}
 """JSON names of Python types, for error messages."""
 STOP_CHARACTERS = 1000
-"""Maximum length of a stop string in characters, because every piece of a stream is searched for it."""
+"""Maximum length of a stop string in characters; limited because every piece of a stream is searched for stop
+strings."""
 ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """One validated request of any of the APIs."""
+    """Validated request of any API, in one common form."""
 
     messages: list[Message]
     """Messages in the chat template's format: content is text, and a tool call's arguments are an object."""
     model: str
-    """Name of the model in the agent's request, which the response only repeats."""
+    """Model name in the agent's request; it has no effect except that the response repeats it."""
     tools: list[Json] | None = None
     calls_tools: bool = False
     """True if the response is parsed for tool calls."""
     forced: Forced | None = None
-    """Calls that the response must consist of; None if the model decides."""
+    """Tool calls that the response must consist of; None if the model decides whether to call tools."""
     max_tokens: int | None = None
     """Maximum number of sampled tokens; None for the run's maximum."""
     stop: list[str] = field(default_factory=list)
     """Strings that end the response and are not part of it."""
     stream: bool = False
     usage: bool = False
-    """True if a stream ends with the token counts."""
+    """True if a streamed response must end with the token counts."""
     logprobs: bool = False
     object_arguments: bool = False
     """True if the API only supports tool calls whose arguments are a JSON object. A response with other calls is then
@@ -111,10 +113,8 @@ def overridden_by_run(fields: Json, sampling: Json, *, strict: bool) -> tuple[st
 
 
 def read_message(message: object, path: str = "the message") -> Message:
-    """Converts a message of chat completions to the chat template's format.
-
-    `path`: location of the message in the request, for error messages.
-    """
+    """Converts a Chat Completions message to the chat template's format. `path`: location of the message in the
+    request, for error messages."""
     role = message.get("role") if isinstance(message, dict) else None
     if role == "developer":
         role = "system"
@@ -146,8 +146,8 @@ def text_of(content: object, path: str) -> str:
 
 
 def type_of(part: object) -> str:
-    """Returns the field `type` of a JSON object, or the name of the Python type of another value, for error
-    messages."""
+    """Returns, for error messages, the field `type` of `part` if it is a JSON object, otherwise the name of its Python
+    type."""
     return str(part.get("type")) if isinstance(part, dict) else type(part).__name__
 
 

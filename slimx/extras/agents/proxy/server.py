@@ -39,7 +39,7 @@ MAX_BODY = 64 * 2**20
 LARGE_BODY = 100_000
 """Size in bytes above which a request is parsed in a thread, so that the event loop can serve other requests."""
 CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1", "utf-16", "utf-32")
-"""Supported charsets of a body. Some of Python's other charsets, such as punycode, take quadratic time."""
+"""Supported charsets of a request body. Some of Python's other charsets, such as punycode, take quadratic time."""
 BODY_DEADLINE = 60.0
 """Maximum time in seconds from a request's headers to the end of its body; a slower request is refused."""
 IDLE_DEADLINE = 120.0
@@ -51,7 +51,7 @@ TOKENIZING = 2
 
 
 class ChatProxy:
-    """The chat completion server of one run."""
+    """HTTP server through which a run's agents sample from the policy, in the formats of several APIs."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, *, context: int) -> None:
         """Stores the settings without starting the server.
@@ -195,7 +195,7 @@ class ChatProxy:
 
 
 def _json(data: bytes, charset: str) -> object:
-    """Parses a JSON body. Raises ApiError if it is not JSON, or nested too deeply."""
+    """Parses a JSON body. Raises ApiError if it is not JSON or is nested too deeply."""
     try:
         return json.loads(data.decode(charset))
     except ValueError:

@@ -38,9 +38,9 @@ class SessionLimits:
     context: int
     """Maximum length of one conversation including its answers, in tokens."""
     requests: int
-    """Maximum number of requests."""
+    """Maximum number of requests in the session."""
     sampled: int | None = None
-    """Maximum number of sampled tokens in all answers together; None for no limit."""
+    """Maximum total number of tokens sampled in the session; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Exchange:
     request: ChatRequest
     position: Position
     sampling: Json
-    """Sampling parameters that differ from the run's."""
+    """Sampling parameters of the request that differ from the run's."""
     index: int
     """Index of the request in its session. The request's seed is derived from this index and the rollout's seed."""
     writer: AnswerWriter
@@ -58,7 +58,7 @@ class Exchange:
 
 
 class Session:
-    """The session of one rollout's agent: its limits, conversations and counts."""
+    """Session of one rollout's agent: its limits, conversations and counts."""
 
     def __init__(
         self, ctx: RolloutContext, reading: AnswerReader, limits: SessionLimits, *, strict: bool = False
@@ -88,7 +88,8 @@ class Session:
         """True once a limit was reached."""
 
     def trajectories(self, metadata: Json) -> list[Trajectory]:
-        """Returns the sampled trajectories with `metadata` and the session's counts; [] if nothing was sampled."""
+        """Returns the sampled trajectories, whose metadata consists of `metadata` and the session's counts; [] if
+        nothing was sampled."""
         counts: Json = {"requests": self._requests, "overridden": sorted(self._overridden)}
         if self._forced:
             counts["forced"] = self._forced
@@ -140,7 +141,7 @@ class Session:
         self._errors[error.code] += 1
 
     def _admit(self, request: ChatRequest, position: Position, grammar: str | None) -> Json:
-        """Returns the sampling parameters of the answer. Raises ApiError if a limit is reached."""
+        """Returns the sampling parameters for the answer. Raises ApiError if a limit is reached."""
         limits = self._limits
         length = len(position.token_ids)
         room = limits.context - length

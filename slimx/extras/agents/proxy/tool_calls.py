@@ -29,25 +29,24 @@ parsed."""
 HARMONY_ENDS = re.compile(r"<\|(?:start|end|call|return)\|>")
 HARMONY_CALLS = re.compile(r"to=functions\.([^\s<>]+)")
 WRITTEN_IDS = {"kimik2": re.compile(r"<\|tool_call_begin\|>\s*([^\s<>]+)\s*<\|tool_call_argument_begin\|>")}
-"""Parser name -> pattern of the call ids in a model's text, from which they are read because sglang-router omits
-them."""
+"""Parser name -> pattern with which call ids are read from a model's text, because sglang-router omits them."""
 ROUTER_S = 30.0
 """Seconds within which the router must parse a response."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One tool call of the model."""
+    """One tool call made by the model."""
 
     name: str
     arguments: str
-    """Arguments as the text of a JSON object."""
+    """Arguments of the call, as the text of a JSON object."""
     id: str | None = None
     """Id that the model wrote, which its chat template repeats with the result; None if the format has no ids."""
 
 
 Parsed = tuple[str, list[ToolCall]]
-"""Text of a response without its calls, and the calls."""
+"""Text of a response without its tool calls, and the list of these calls."""
 ToolParser = Callable[[str, list[Json]], Awaitable[Parsed]]
 """Function that parses a response's text, given the tools that the response may call."""
 
@@ -85,10 +84,8 @@ def find_parser(name: str, router: str, headers: Mapping[str, str] = {}) -> Tool
 
 
 def hermes(text: str) -> Parsed:
-    """Returns the text before the first call, and all calls.
-
-    If any call is malformed or truncated, returns the whole text and no calls.
-    """
+    """Returns the text before the first tool call, and all calls. If any call is malformed or truncated, returns the
+    whole text and no calls."""
     calls: list[ToolCall] = []
     end = 0
     try:
@@ -106,7 +103,8 @@ def hermes(text: str) -> Parsed:
 
 
 def gpt_oss(text: str) -> Parsed:
-    """Returns the text for the user, and all calls. If any call is malformed, returns the whole text and no calls."""
+    """Returns the text for the user, and all tool calls. If any call is malformed, returns the whole text and no
+    calls."""
     content = ""
     calls: list[ToolCall] = []
     for message in HARMONY_ENDS.split(text):

@@ -14,7 +14,8 @@ from slimx.extras.agents.proxy.errors import invalid
 from slimx.json_types import Json
 
 GRAMMARS = ("hermes", "qwen")
-"""Tool parsers whose format has a grammar: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+"""Names of the tool parsers whose format can be forced with a grammar: <tool_call>{"name": ..., "arguments":
+{...}}</tool_call>."""
 DEPTH = 32
 """Maximum nesting depth of a schema, limited because all other requests wait while the engine compiles the schema."""
 LENGTH = 65536
@@ -24,7 +25,7 @@ Tools = Sequence[Json]
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """The tool calls that a response must consist of."""
+    """Constraint that a response consist of tool calls only."""
 
     names: tuple[str, ...]
     """Names of the tools that may be called."""
@@ -49,7 +50,7 @@ def forced_by(tools: Tools, name: str | None, *, once: bool) -> Forced:
 
 
 def grammar(forced: Forced, tools: Tools, *, thinks: bool) -> str:
-    """Returns the EBNF grammar of a response that consists of the forced calls, whose arguments match the tools'
+    """Returns the EBNF grammar for a response that consists of the forced calls, with arguments that match the tools'
     schemas.
 
     `thinks`: True if the response starts with reasoning, up to </think>. Raises ApiError for a schema that no grammar

@@ -11,7 +11,7 @@ _PYTHON = re.compile(r"\{?\.?(?:python[\d.]*|py\d?)(?![\w+#-])", re.IGNORECASE)
 
 
 def marked_answer(text: str) -> str | None:
-    """Returns the text between <answer> and </answer>; None if there is no such text, or more than one."""
+    """Returns the text between <answer> and </answer>; None if there are no such tags, or more than one pair."""
     parts = final_answer(text).split("<answer>")[1:]
     if not parts or any("</answer>" in part for part in parts[1:]):
         return None

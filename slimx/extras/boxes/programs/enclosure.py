@@ -34,7 +34,7 @@ WAITING = 256
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """Result of one program."""
+    """Outcome of running one program in the sandbox."""
 
     stdout: str
     stderr: str
@@ -56,7 +56,7 @@ class ProgramResult:
 
 
 async def in_thread[T](call: Callable[[threading.Event], T], *, waits: bool = False) -> T:
-    """Runs `call` in a thread that only sandboxes use, so that slow programs only delay each other.
+    """Runs `call` in a thread that only sandboxes use, so that slow programs delay only each other.
 
     `call` receives an event that is set when the awaiting task is cancelled. `waits`: True if the program runs
     elsewhere and the thread only waits for it.
@@ -114,12 +114,12 @@ PACKAGES = {"bwrap": "bubblewrap", "unshare": "util-linux", "prlimit": "util-lin
 
 
 class Enclosure:
-    """Runs programs in namespaces under `limits`, any number at a time, from any thread."""
+    """Runner of programs in Linux namespaces under `limits`; runs any number of programs at a time, from any thread."""
 
     def __init__(self, limits: Limits, *programs: str):
         """Locates the programs that the sandbox needs.
 
-        `programs`: names of further programs to locate. Raises SlimxError if one is not installed.
+        `programs`: names of additional programs to locate. Raises SlimxError if one is not installed.
         """
         self.limits = limits
         self.paths: dict[str, str] = {}
@@ -151,8 +151,8 @@ class Enclosure:
     ) -> ProgramResult:
         """Runs `command` and returns its result.
 
-        `file_systems`: options of bubblewrap that mount the file systems. `group_mib`: memory limit of all processes
-        together, if the machine supports it. `passed`: descriptors that bubblewrap inherits and reads. `stdin`: input
+        `file_systems`: options of bubblewrap that mount the file systems. `group_mib`: limit on the total memory of all
+        processes, if the machine supports it. `passed`: descriptors that bubblewrap inherits and reads. `stdin`: input
         of the program, as text or as a descriptor. `stdout`: descriptor for its output; None to return the output.
         `stop`: event that stops the program when set. `disk_used`: function that returns the number of bytes used on
         disk, given the id of the outermost process.

@@ -24,18 +24,19 @@ import psutil
 
 PREFIX = "slimx-sandbox-"
 REMOVE_S = 2.0
-"""Seconds to wait until the last process of a group has exited."""
+"""Maximum time in seconds to wait for the last process of a group to exit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """A directory of the cgroup file system in which this process can create memory groups."""
+    """Directory of the cgroup file system in which this process can create memory groups."""
 
     directory: Path
     version: int
 
     def make(self, limit: int) -> MemoryGroup:
-        """Creates a group with a limit of `limit` bytes. Raises OSError if the kernel refuses."""
+        """Creates a group with a memory limit of `limit` bytes. Raises OSError if the kernel refuses to create or limit
+        it."""
         directory = self.directory / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         directory.mkdir()
         group = MemoryGroup(directory, self.version)
@@ -63,7 +64,7 @@ class MemoryGroup:
                 (self.directory / "memory.swap.max").write_text("0")
 
     def take(self, pid: int) -> None:
-        """Moves a process into the group, together with the processes that it starts later."""
+        """Moves a process into the group; processes that it starts later belong to the group as well."""
         (self.directory / "cgroup.procs").write_text(str(pid))
 
     def overflowed(self) -> bool:
@@ -80,8 +81,8 @@ class MemoryGroup:
             return []
 
     def remove(self) -> None:
-        """Removes the group once its processes have exited. If they have not within `REMOVE_S` seconds, a later call of
-        `find` removes it."""
+        """Removes the group once its processes have exited. If some are still running after `REMOVE_S` seconds, leaves
+        its removal to a later call of `find`."""
         until = time.monotonic() + REMOVE_S
         while True:
             try:
@@ -107,7 +108,7 @@ def find(proc: Path = Path("/proc/self")) -> Hierarchy | None:
 
 
 def of_process(pid: int, proc: Path = Path("/proc")) -> MemoryGroup | None:
-    """Returns the group that counts the memory of a process; None if this process cannot see it."""
+    """Returns the group that counts the memory of a process; None if this process cannot see that group."""
     try:
         paths = _group_paths(proc / str(pid))
     except OSError:
@@ -123,7 +124,8 @@ def of_process(pid: int, proc: Path = Path("/proc")) -> MemoryGroup | None:
 
 
 def _group_paths(process: Path) -> dict[str, str]:
-    """Returns the paths of a process's cgroups by controller; the key of the cgroup v2 path is ""."""
+    """Returns the cgroup paths of a process by controller name; the cgroup v2 path, which belongs to no single
+    controller, has the key ""."""
     paths: dict[str, str] = {}
     for line in (process / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -165,7 +167,8 @@ def _hierarchies(proc: Path) -> list[Hierarchy]:
 
 
 def _below(mounted: str, root: str, path: str) -> Path:
-    """Returns the directory of the group `path` if the subtree `root` of its hierarchy is mounted at `mounted`."""
+    """Returns the directory of the cgroup `path`, given that the subtree `root` of its hierarchy is mounted at
+    `mounted`; `mounted` itself if the group is not below `root`."""
     if path.startswith(root.rstrip("/") + "/"):
         return Path(mounted) / os.path.relpath(path, root)
     return Path(mounted)

@@ -9,16 +9,14 @@ from slimx.extras.boxes.programs.sandbox import Limits, Sandbox
 
 
 class PythonTool:
-    """An environment that runs the last fenced Python block of a turn and returns its output as the next turn.
-
-    A turn without a Python block is the answer and ends the episode.
-    """
+    """Environment that runs the last fenced Python block of a turn and returns its output as the next turn. A turn
+    without a Python block is the answer and ends the episode."""
 
     def __init__(self, *, seconds: float = 10.0, memory_mib: int = 512, processes: int = 8, role: str = "user"):
-        """Creates the sandbox with the limits of one program.
+        """Creates the sandbox with limits for each program.
 
-        `seconds`: wall-clock time. `memory_mib`: memory in MiB. `processes`: processes and threads. `role`: role of
-        output turns in the chat template.
+        `seconds`: wall-clock time. `memory_mib`: memory in MiB. `processes`: number of processes and threads. `role`:
+        role of output turns in the chat template.
         """
         self.sandbox = Sandbox(Limits(seconds=seconds, memory_mib=memory_mib, processes=processes))
         self.role = role
@@ -30,7 +28,7 @@ class PythonTool:
         cls(**options).sandbox.check()  # type: ignore[arg-type]  # options are checked against __init__ before
 
     async def reset(self, prompt: Prompt, seed: int) -> str:
-        """Returns "", because there is no observation in addition to the prompt."""
+        """Returns "", because the prompt is the only observation before the first turn."""
         return ""
 
     async def step(self, text: str) -> Step:

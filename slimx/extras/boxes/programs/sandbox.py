@@ -29,7 +29,8 @@ slowly."""
 
 
 class Sandbox:
-    """Runs Python code under `limits`, which default to `Limits()`, any number of calls at a time, from any thread."""
+    """Sandbox for Python code: runs any number of programs concurrently, from any thread, each under `limits`, by
+    default `Limits()`."""
 
     def __init__(self, limits: Limits | None = None):
         """Locates the programs that the sandbox needs. Raises SlimxError if one is not installed."""
@@ -52,8 +53,8 @@ class Sandbox:
         """Runs `code` as a program and returns its result.
 
         `stdin`: input of the program, as text or as a descriptor. `stdout`: descriptor for its output, instead of
-        `ProgramResult.stdout`. `files`: contents by name of read-only files in /code next to the program, which can
-        import them. `stop`: event that kills the program when set.
+        `ProgramResult.stdout`. `files`: contents, by name, of read-only files that are placed next to the program in
+        /code, so that it can import them. `stop`: event that kills the program when set.
 
         Raises SlimxError if the sandbox itself cannot start.
         """
@@ -77,8 +78,8 @@ class Sandbox:
         return "memory_mib limits the address space of each process, and the resident memory of all processes together"
 
     def check(self) -> None:
-        """Runs a program that tries to break out. Raises SlimxError naming the guarantees that this machine does not
-        give."""
+        """Runs a program that tries to break out of the sandbox. Raises SlimxError naming the isolation guarantees that
+        do not hold on this machine."""
         patient = type(self)(replace(self.limits, seconds=self.limits.seconds + TRIAL_S))
         outside = {
             "namespaces": {name: os.readlink(f"/proc/self/ns/{name}") for name in sandbox_probe.NAMESPACES},

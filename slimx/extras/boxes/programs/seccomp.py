@@ -111,10 +111,11 @@ def program() -> bytes:
 
 
 def profile() -> dict[str, object]:
-    """Returns the filter of `program` in the format of container runtimes, for `--security-opt seccomp=FILE`.
+    """Returns the same filter as `program`, in the JSON format that container runtimes read (`--security-opt
+    seccomp=FILE`).
 
-    The format is that of the OCI runtime specification, config-linux, seccomp. Raises SlimxError on the same machines
-    as `program`.
+    The OCI runtime specification defines this format (config-linux, seccomp). Raises SlimxError on the same machines as
+    `program`.
     """
     machine = platform.machine()
     if machine not in _MACHINES:
@@ -143,5 +144,6 @@ def profile() -> dict[str, object]:
 
 
 def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """Encodes one BPF instruction. `if_true`, `if_false`: number of following instructions that a jump skips."""
+    """Encodes one BPF instruction. `if_true`, `if_false`: for a jump, number of instructions to skip if its condition
+    is true or false, respectively."""
     return struct.pack("=HBBI", operation, if_true, if_false, value)

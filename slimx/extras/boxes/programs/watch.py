@@ -22,16 +22,16 @@ from slimx.extras.boxes.programs.memory_group import MemoryGroup
 
 Ended = Literal["exit", "time", "memory", "disk", "output", "stop"]
 LOOK_S = 0.05
-"""Interval in seconds at which the memory of all processes together is checked."""
+"""Interval in seconds at which the total memory of all processes is checked."""
 STOP_S = 5.0
-"""Maximum time in seconds to wait until a process is suspended, or exits after its child."""
+"""Maximum time in seconds to wait for a process to be suspended, or to exit after its child."""
 MIB = 2**20
 Whole = Annotated[int, Meta(gt=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one program."""
+    """Resource limits for one program in a sandbox."""
 
     seconds: Annotated[float, Meta(gt=0)] = 10.0
     """Maximum wall-clock time in seconds."""
@@ -83,7 +83,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 class SandboxWatch:
-    """Writes to and reads from a process until it exits or reaches a limit."""
+    """Supervisor that feeds a process its input and collects its output until the process exits or reaches a limit."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class SandboxWatch:
         stop: threading.Event | None = None,
         disk_used: Callable[[int], int] | None = None,
     ):
-        """Watches a process that was started at the time `started`, by `time.monotonic`.
+        """Watches a process that was started at the time `started`, on the clock of `time.monotonic`.
 
         `status_fd`: descriptor from which bubblewrap's status is read, if the process is bubblewrap. `group`: memory
         group for the processes. `go`: descriptor from which bubblewrap awaits a byte, sent once the processes belong to
@@ -123,8 +123,8 @@ class SandboxWatch:
         return self._reported("exit-code")
 
     def until_the_end(self, stdin: bytes) -> Ended:
-        """Writes `stdin` to the process and reads its output until it exits or reaches a limit. Returns how it
-        ended."""
+        """Writes `stdin` to the process and reads its output until it exits or reaches a limit. Returns the reason why
+        it ended."""
         self._unwritten = memoryview(stdin)
         max_output = self.limits.output_kib * 1024
         with selectors.DefaultSelector() as selector:
@@ -177,10 +177,8 @@ class SandboxWatch:
         return None
 
     def _reported(self, key: str) -> int | None:
-        """Returns the value of `key` in bubblewrap's status, which consists of lines of JSON; None if not reported yet.
-
-        The program cannot write to this status, because it does not have the descriptor.
-        """
+        """Returns the value of `key` in bubblewrap's status, which consists of lines of JSON; None if bubblewrap has
+        not reported it yet. The program cannot write to this status, because it does not have the descriptor."""
         for line in self.read["status"].split(b"\n")[:-1]:
             if line:
                 report = json.loads(line)
@@ -200,7 +198,8 @@ class SandboxWatch:
         self._go = None
 
     def _read(self, fd: int, name: str) -> bool:
-        """Reads from the stream `name` with the descriptor `fd`; returns True at its end."""
+        """Reads available output from the stream `name`, whose descriptor is `fd`. Returns True at the end of the
+        stream."""
         piece = os.read(fd, 65536)
         self.read[name] += piece
         if piece and name == "status":

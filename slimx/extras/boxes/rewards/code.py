@@ -50,8 +50,8 @@ async def reward(
     """Returns the fraction of the prompt's tests that the program in the final answer passes.
 
     `all_or_nothing`: True to return 1.0 if all tests pass and otherwise 0.0. `seconds`, `memory_mib`, `processes`:
-    limits of each test. A final answer without a program gets 0.0. Raises SlimxError for a prompt without tests or with
-    an invalid test, or if the sandbox cannot start.
+    limits of each test. A final answer without a program scores 0.0. Raises SlimxError for a prompt without tests or
+    with an invalid test, or if the sandbox cannot start.
     """
     tests = ctx.prompt.metadata.get("tests")
     if not isinstance(tests, list) or not tests or not all(map(_is_test, tests)):
@@ -93,10 +93,8 @@ def _passes(sandbox: Sandbox, code: str, test: str | dict[str, str], prompt: str
 
 
 def _judged(sandbox: Sandbox, code: str, test: str, stop: threading.Event) -> ProgramResult:
-    """Runs one test in the judge's sandbox and the program in another sandbox. Returns the result of the judge.
-
-    Only the program's responses to requests reach the judge.
-    """
+    """Runs one test in the judge's sandbox and the program under test in another one. Returns the judge's result. Only
+    the program's responses to requests reach the judge."""
     judge = _source("judge.py")
     host = _source("host.py")
     wire = _source("wire.py")

@@ -32,7 +32,7 @@ FORWARDED = (
 """Special methods that are forwarded to the program's objects. Excludes operators, because f(2) - 4 would reveal the
 expected value 4 to the program."""
 NEVER = (eval, exec, compile, __import__, open, getattr, setattr, breakpoint, input)
-"""Functions that may not be passed to the program, because they would let it execute code here."""
+"""Functions that may not be passed to the program, because they would let it execute code in the judge's process."""
 KNOWN = {
     **{name: name for name in ("math", "numpy", "pandas", "pytest", "scipy", "sympy", "torch")},
     "np": "numpy", "pd": "pandas", "sp": "scipy", "approx": "pytest:approx", "isclose": "math:isclose",
@@ -48,12 +48,12 @@ class Unfit(BaseException):
 
 
 class ProgramError(Exception):
-    """An exception that the program raised and whose type is neither built into Python nor among the program's public
+    """Exception that the program raised and whose type is neither built into Python nor among the program's public
     names."""
 
 
 class RemoteProgram:
-    """The program under test, which runs in the other sandbox."""
+    """Program under test as the judge sees it; it runs in a separate sandbox."""
 
     def __init__(self) -> None:
         self.objects: dict[int, RemoteObject] = {}
@@ -157,7 +157,7 @@ for _method in FORWARDED:
 
 
 def _change(local: Any, remote: Any) -> None:
-    """Applies to an argument the changes that the program made to its copy of it. `remote`: value of that copy after
+    """Applies to the argument `local` the changes that the program made to its copy. `remote`: the copy's value after
     the call."""
     if type(local) is type(remote) and local != remote:
         if isinstance(local, list):

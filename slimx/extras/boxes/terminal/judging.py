@@ -139,7 +139,7 @@ def verdict(box: Box, archive: bytes, task: Task, stop: threading.Event | None =
 
 
 def _below(directory: Path | None) -> dict[str, Path]:
-    """Returns the files in a directory tree by their relative paths; {} without a directory."""
+    """Returns the files in a directory tree by their relative paths; {} if `directory` is None."""
     if directory is None:
         return {}
     return {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
@@ -167,11 +167,10 @@ def _is_kept(path: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _leads_to_kept(member: tarfile.TarInfo, patterns: tuple[str, ...]) -> bool:
-    """Returns True for a link below which a pattern may match: through the link, the pattern would match files of the
-    link's target.
+    """Returns True for a link through which a pattern may match files of the link's target.
 
-    In fnmatch, * also matches /. A * at the start of a pattern is skipped: a path that it matches below the link also
-    matches below the target.
+    In fnmatch, * also matches /. A * at the start of a pattern is skipped: a path that it matches through the link also
+    matches at its real location, in the target.
     """
     if not (member.issym() or member.islnk()):
         return False

@@ -26,37 +26,39 @@ from slimx.extras.boxes.conversion import refused_field
 from slimx.json_types import Json
 
 KEY = "task"
-"""Key of the task in a prompt's metadata."""
+"""Key under which a prompt's metadata contains the task."""
 Text = Annotated[str, Meta(min_length=1)]
 
 
 class Checks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The tests of a task."""
+    """Tests that decide whether a task is solved."""
 
     command: Annotated[tuple[str, ...], Meta(min_length=1)]
     """Program with its arguments, run in the task's `directory`."""
     files: Path | None = None
-    """Directory whose content is copied into the task's `directory` before the tests run; the model never sees it."""
+    """Directory whose contents are copied into the task's `directory` before the tests run, unseen by the model; None
+    for no files."""
     seconds: Annotated[float, Meta(gt=0)] = 60.0
     expect: tuple[re.Pattern[str], ...] | None = ()
-    """Regular expressions that the output of the tests must match, in addition to an exit status of 0; `^` and `$`
-    match at line ends."""
+    """Regular expressions that must match the tests' output for the tests to pass, in addition to an exit status of 0;
+    `^` and `$` match at line ends. () or None: only the exit status counts."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One task; its paths are on this machine."""
+    """Terminal task of one prompt; `root`, `files` and `tests.files` are paths on this machine."""
 
     tests: Checks
     directory: Text = "/repo"
-    """The model's working directory in the sandbox, on whose content the tests run."""
+    """The model's working directory in the sandbox; the tests run on its final contents."""
     root: Path | None = None
-    """Initial root of the sandbox, an archive or a directory. With neither a root nor an image, the root is empty."""
+    """Archive or directory with the sandbox's initial root file system; None if the sandbox starts from an image or an
+    empty root."""
     image: Text | None = None
-    """Image from which the sandbox starts, instead of a root."""
+    """Image from which the sandbox starts, instead of `root`; None for no image."""
     files: Path | None = None
-    """Directory whose content is copied into `directory` at the start."""
+    """Directory whose contents are copied into `directory` at the start; None for no files."""
     kept: tuple[str, ...] = ()
-    """Patterns of files in `directory` that are reset to their initial state before the tests."""
+    """Glob patterns of the files in `directory` that are reset to their initial state before the tests."""
 
     @classmethod
     def of(cls, prompt: Prompt, base: Path) -> Task:

@@ -33,10 +33,10 @@ from slimx.extras.boxes.terminal.tasks import Task
 from slimx.json_types import Json
 
 _NOTHING = bytes(2 * tarfile.BLOCKSIZE)
-"""A tar archive without members."""
+"""Tar archive without members."""
 KEY = "rollout.options.toolbox_options"
 MAX_READ = 2**20
-"""Maximum size of a file that is read or edited, in bytes."""
+"""Maximum size in bytes of a file that the model may read or edit."""
 
 COPY_S = 10.0
 """Seconds that a deadline must allow for copying files, in addition to waiting for a sandbox and running programs."""
@@ -52,9 +52,9 @@ class Terminal:
     def __init__(self, *, box: Json | None = None, tasks: str = ".", work_mib: float = 48.0) -> None:
         """Reads the options without creating a sandbox.
 
-        `box`: options of the sandboxes (`slimx.extras.boxes.choice`). `tasks`: base directory of the paths in tasks.
-        `work_mib`: maximum size in MiB of the model's files and kept files that are copied for the tests; exceeding it
-        counts as failed tests.
+        `box`: sandbox options (`slimx.extras.boxes.choice`). `tasks`: base directory of the paths in tasks. `work_mib`:
+        maximum size in MiB of the model's files and kept files that are copied for the tests; exceeding it counts as
+        failed tests.
         """
         self._options = BoxOptions.read(box or {}, f"{KEY}.box")
         self._base = Path(tasks)
@@ -89,8 +89,8 @@ class Terminal:
 
     @classmethod
     def needs_seconds(cls, prompts: Iterable[Prompt], **options: Any) -> tuple[float, float]:
-        """Returns two maximum times in seconds: that of `open` in normal operation, and that of `judge` for the prompt
-        whose tests have the highest time limit."""
+        """Returns the maximum times in seconds that `open` takes in normal operation and that `judge` takes for the
+        prompt whose tests have the highest time limit."""
         toolbox = cls(**options)
         patience = toolbox._options.patience if toolbox._options.backend == "remote" else 0.0
         tests = max((Task.of(prompt, toolbox._base).tests.seconds for prompt in prompts), default=0.0)
@@ -98,7 +98,7 @@ class Terminal:
 
     @classmethod
     def check_prompts(cls, prompts: Iterable[Prompt], **options: Any) -> None:
-        """Checks the tasks of all prompts; creates, tries and removes the sandbox of the first one.
+        """Checks the tasks of all prompts; for the first one, also creates a sandbox, tries it and removes it.
 
         Raises SlimxError naming a prompt whose task cannot be started.
         """
@@ -204,7 +204,7 @@ class Terminal:
     def _try(self, task: Task) -> None:
         """Raises SlimxError unless both a shell and tar run in the task's sandbox.
 
-        The trial may take at least as long as the tests, because a busy machine is slow.
+        The trial's time limit is at least that of the tests, because a busy machine starts programs slowly.
         """
         box = self._begin(task, seconds=max(task.tests.seconds, self._options.limits.seconds))
         try:

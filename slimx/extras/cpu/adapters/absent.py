@@ -20,8 +20,8 @@ PACKAGES = {
 
 
 class StandIn(ModuleType):
-    """Module in place of an absent one, with an attribute for every name: capitalized names are empty classes; other
-    names are `StandIn` objects, which raise an error if they are called."""
+    """Stand-in for an absent module, with an attribute for every name: capitalized names are empty classes; other names
+    are `StandIn` objects, which raise an error if they are called."""
 
     __path__: list[str] = []
 

@@ -48,7 +48,7 @@ def install_megatron() -> list[str]:
 
 
 def _patch(target: object, **replacements: object) -> None:
-    """Sets attributes of the module or class `target`."""
+    """Sets attributes of the module or class `target` to the given values."""
     for name, value in replacements.items():
         setattr(target, name, value)
 
@@ -123,7 +123,7 @@ class _CpuStream(torch.cpu.Stream):
 
 
 def _cuda_module() -> None:
-    """Makes torch.cuda behave like a single device without streams, whose random state is that of the CPU."""
+    """Makes torch.cuda behave like a single device that has no streams and uses the CPU's random state."""
     cuda = torch.cuda
     generator = torch.default_generator
     stream = _CpuStream()
@@ -189,10 +189,11 @@ def _collectives() -> None:
 
 def _compile() -> None:
     """Disables torch.compile, which megatron.core uses as jit_fuser: inductor would run a compiler for each small
-    function, without a gain.
+    function, without making it faster.
 
     The optimizer's methods are marked as disabled as well; otherwise torch would import the compiler, which takes a
-    second of CPU time, only to skip them."""
+    second of CPU time, only to skip them.
+    """
     _patch(torch, compile=lambda model=None, **kwargs: model or (lambda function: function))
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         method = getattr(torch.optim.Optimizer, name).__wrapped__
@@ -200,7 +201,7 @@ def _compile() -> None:
 
 
 def _yarn_device() -> None:
-    """Makes YarnRotaryEmbedding initialize on the CPU. Upstream it enters torch.device(torch.cuda.current_device()),
+    """Makes YarnRotaryEmbedding initialize on the CPU. The original enters torch.device(torch.cuda.current_device()),
     because MLA does not pass on the setting that initializes the model on the CPU."""
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 

@@ -165,10 +165,9 @@ def no_batch_invariant_mode(*args: Any, **kwargs: Any) -> None:
 def moe_without_absent_experts(
     native: Callable, layer: Any, x: torch.Tensor, topk_output: Any, config: Any
 ) -> torch.Tensor:
-    """Computes a layer of experts whose expert ids may include -1, which marks experts of other ranks under expert
-    parallelism. SGLang's native CPU path, `native`, would use -1 as an index. If there are such ids, `native` is
-    therefore called for one top-k slot at a time, with only the tokens whose expert is on this rank. `x`: [tokens,
-    hidden]."""
+    """Computes an MoE layer whose expert ids may include -1, which under expert parallelism marks experts of other
+    ranks. SGLang's native CPU path, `native`, would use -1 as an index. If there are such ids, `native` is therefore
+    called for one top-k slot at a time, with only the tokens whose expert is on this rank. `x`: [tokens, hidden]."""
     weights, ids, *_ = topk_output
     if bool((ids >= 0).all()):
         return native(layer, x, topk_output, config)
@@ -196,8 +195,8 @@ def device_module(device: Any = None) -> ModuleType:
 
 
 def no_device_to_wait_for(device: Any = None) -> None:
-    """Replaces torch.cuda.synchronize and does nothing; models call it after they share embedding and output layer with
-    their draft model."""
+    """Replaces torch.cuda.synchronize and does nothing; models call it after they share the embedding and the output
+    layer with their draft model."""
 
 
 def sums_of_squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -227,7 +226,8 @@ def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
     """Registers those fixes of this module that wrap or replace functions in SGLang's HookRegistry `registry`.
 
     `kinds`: SGLang's HookType. `experts`: True to include `moe_without_absent_experts`, which is not used in numerics
-    modes that replace layers of experts."""
+    modes that replace MoE layers.
+    """
     registry.register(DEVICE_MODULE, device_module, kinds.REPLACE)
     registry.register(SYNCHRONIZE, no_device_to_wait_for, kinds.REPLACE)
     registry.register(BATCH_INVARIANT, no_batch_invariant_mode, kinds.REPLACE)
@@ -255,7 +255,7 @@ def _gaps() -> tuple[Gap, ...]:
 
 
 def _layer_kinds() -> Iterable[Any]:
-    """Returns the Python modules that entry points register for kinds of layers; each may define ROWS, GAPS and
+    """Returns the Python modules that entry points register for layer kinds; each may define ROWS, GAPS and
     REPLACEMENTS."""
     return entry_points.load_all(GROUP).values()
 
@@ -272,5 +272,5 @@ def _close(gaps: tuple[Gap, ...]) -> None:
 
 
 def attest() -> dict[str, bool]:
-    """Returns a dict from the name of each gap in SGLang's CPU path to whether the gap is closed."""
+    """Returns, by name, whether each gap in SGLang's CPU path is closed."""
     return {gap.name: not gap.open() for gap in (*CHOICES, *_gaps())}

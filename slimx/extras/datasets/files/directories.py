@@ -32,7 +32,7 @@ def matching(pattern: Path) -> list[Path]:
 
 def chosen_files(directory: Path, subset: str | None, split: str | None) -> list[Path]:
     """Returns the data files in a directory that belong to one subset and split, sorted by name; None matches any
-    subset or split. Raises SlimxError if no files match, or files of several subsets or splits."""
+    subset or split. Raises SlimxError if no files match, or if files of several subsets or splits do."""
     files = []
     for file in sorted(directory.rglob("*")):
         if file.suffix.lower() in SUFFIXES and not _is_note(file, directory):
@@ -103,5 +103,6 @@ def _part_of(file: Path, directory: Path) -> tuple[str, ...]:
 
 
 def _is_split(name: str, split: str) -> bool:
-    """Returns True if `name` is the split, or NAME-SPLIT, the name of a cache file of the `datasets` package."""
+    """Returns True if `name` is the split's name, or ends with it after a hyphen, as cache files of the `datasets`
+    package do."""
     return name == split or name.endswith(f"-{split}")

@@ -20,14 +20,14 @@ from slimx.extras.datasets.files.hub import HUB, hub_files
 from slimx.extras.datasets.files.tables import table_rows
 
 DATASETS = "slimx.datasets"
-"""Entry point group of the published data sets that `slimx data` writes as prompt files, by name."""
+"""Entry point group that registers the published data sets that `slimx data` writes as prompt files, by name."""
 CELL = 2**26
 """Maximum number of characters in a CSV cell. Python's limit of 2**17 is too small for long documents."""
 
 
 def read(path: str | Path, subset: str | None = None, split: str | None = None) -> tuple[str, Iterator[Row]]:
-    """Reads a file, the files that match a pattern with *, a directory, or hf://OWNER/NAME. Returns the prefix of the
-    ids of rows without an id, and the rows, as `slimx.data.prompts.rows.read_rows` does.
+    """Reads a file, the files that match a pattern with *, a directory, or hf://OWNER/NAME. Returns the id prefix for
+    rows without an id, and the rows, as `slimx.data.prompts.rows.read_rows` does.
 
     `subset` and `split` select files of a directory or of hf://. Folders named COLUMN=VALUE add a column to the rows of
     their files.
@@ -46,8 +46,8 @@ def read(path: str | Path, subset: str | None = None, split: str | None = None) 
 
 
 def _numbered(files: Sequence[Path], folder: Path | None) -> Iterator[Row]:
-    """Yields the rows of `files`, numbered continuously. The columns that are encoded in the names of folders below
-    `folder` are added."""
+    """Yields the rows of `files`, numbered consecutively across files. Adds to each row the columns that the names of
+    folders below `folder` encode."""
     number = 0
     for file in files:
         columns = folder_columns(file, folder) if folder is not None else {}
@@ -117,7 +117,8 @@ def _array_rows(path: Path) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
-    """Yields the rows of a CSV file with strings as values. An empty cell is None, because CSV has no null."""
+    """Yields the rows of a CSV file with strings as values. An empty cell becomes None, because CSV has no other way to
+    represent null."""
     csv.field_size_limit(CELL)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:

@@ -15,13 +15,14 @@ from slimx.json_types import Json
 
 
 def table_rows(path: Path, *, stream: bool) -> Iterator[tuple[str, int, Json]]:
-    """Yields the rows of a parquet file, or with `stream` of an Arrow file in the stream format: for each row its
+    """Yields the rows of a parquet file, or, with `stream`, of an Arrow file in the stream format: for each row its
     location, number and values, as `slimx.data.prompts.rows.read_rows` does.
 
     In such a table, a struct has the fields of all rows, which are null where a row lacks them. Within lists and in the
     column `template`, null fields are omitted. A struct that is a column itself keeps them, because rollout.fields
     names them by dotted paths. NaN becomes None, because pandas writes null as NaN. Raises SlimxError for a file that
-    cannot be read to its end."""
+    cannot be read to its end.
+    """
     try:
         import pyarrow
     except ImportError as error:
@@ -78,7 +79,7 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 
 def _arrow(path: Path) -> Iterator[Any]:
-    """Yields the batches of a file in Arrow's stream format, which the `datasets` package writes."""
+    """Yields the record batches of a file in Arrow's stream format, which the `datasets` package writes."""
     import pyarrow
 
     with pyarrow.OSFile(str(path)) as file, pyarrow.ipc.open_stream(file) as reader:

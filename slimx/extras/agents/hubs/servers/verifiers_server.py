@@ -41,7 +41,7 @@ IDLE_S = 120.0
 
 
 class EpisodeServer:
-    """The HTTP handler that plays episodes of one environment, at most `most` at a time."""
+    """HTTP handler that plays episodes of one environment, at most `most` at a time."""
 
     def __init__(self, env: vf.Env, most: int, token: str | None = None) -> None:
         self.env = env

@@ -29,9 +29,9 @@ from slimx.extras.agents.proxy.tool_choice import Forced, forced_by
 from slimx.rollout.client.completion import Completion
 
 STOP_SEQUENCES = 16
-"""Maximum number of stop sequences of a request."""
+"""Maximum number of stop sequences per request."""
 IGNORED = frozenset({"cache_control", "metadata", "service_tier"})
-"""Parameters that are accepted without effect, because they concern Anthropic's service."""
+"""Parameters that are accepted without effect, because they concern only Anthropic's hosted service."""
 SUPPORTED = frozenset(
     {
         "context_management",
@@ -86,10 +86,10 @@ def refusal(error: ApiError) -> Json:
 
 
 class MessageWriter(AnswerWriter):
-    """Writes one message of Anthropic's API."""
+    """Writer of one message in the format of Anthropic's Messages API."""
 
     def complete(self, message: Message, completion: Completion) -> Json:
-        """Returns the JSON body of a response that is not streamed."""
+        """Returns the JSON body of the response to a non-streaming request."""
         return self._frame(_blocks(message), self._usage(completion)) | self._stop(message, completion)
 
     def begin(self) -> bytes:
@@ -109,7 +109,7 @@ class MessageWriter(AnswerWriter):
         return out + _event("content_block_delta", index=0, delta={"type": "text_delta", "text": shown})
 
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
-        """Returns the events that send the remaining text or blocks, the stop reason and the usage."""
+        """Returns the events that send any remaining text or blocks, then the stop reason and the usage."""
         out = b""
         if rest is not None:
             out += self.piece(rest, completion)
@@ -139,7 +139,7 @@ class MessageWriter(AnswerWriter):
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self, completion: Completion) -> dict[str, int]:
-        """Returns the token counts; cached tokens of the prompt are counted separately, as in Anthropic's API."""
+        """Returns the token counts; cached prompt tokens are counted separately, as in Anthropic's API."""
         cached = min(completion.cached_tokens, self.prompt)
         return {
             "input_tokens": self.prompt - cached,
@@ -193,10 +193,8 @@ def _messages(fields: Json) -> list[Message]:
 
 
 def _message(message: object, path: str) -> list[Message]:
-    """Converts a message of the API to messages of the chat template, where every tool result is a separate message.
-
-    `path`: location of the message in the request, for error messages.
-    """
+    """Converts an Anthropic message to chat-template messages, in which every tool result is a separate message.
+    `path`: location of the message in the request, for error messages."""
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(message, dict) or role not in ("user", "assistant"):
         raise invalid(f"{path}.role", "is not one of user, assistant")
@@ -308,6 +306,6 @@ def _stop(fields: Json) -> list[str]:
 
 
 MESSAGES = ChatApi(read_messages, MessageWriter, refusal)
-"""Parser, writer and error format of Anthropic's API /v1/messages."""
+"""Parser, writer and error format for Anthropic's endpoint /v1/messages."""
 COUNT_TOKENS = ChatApi(partial(read_messages, counts=True), MessageWriter, refusal)
-"""Parser, writer and error format of Anthropic's API /v1/messages/count_tokens."""
+"""Parser, writer and error format for Anthropic's endpoint /v1/messages/count_tokens."""

@@ -15,7 +15,7 @@ from slimx.rollout.client.completion import Completion
 
 @dataclass
 class AnswerWriter(ABC):
-    """Writes one response, as a whole or as server-sent events."""
+    """Base class of response writers; each instance writes one response, as a whole or as server-sent events."""
 
     request: ChatRequest
     index: int
@@ -29,11 +29,11 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def complete(self, message: Message, completion: Completion) -> Json:
-        """Returns the JSON body of a response that is not streamed."""
+        """Returns the JSON body of the response to a non-streaming request."""
 
     @abstractmethod
     def begin(self) -> bytes:
-        """Returns the events that precede the first piece."""
+        """Returns the events that precede the first piece of text."""
 
     @abstractmethod
     def piece(self, shown: str, piece: Completion) -> bytes:
@@ -43,8 +43,8 @@ class AnswerWriter(ABC):
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
         """Returns the events that send the rest of the response and end it.
 
-        `rest`: text that has not been sent; None if nothing was sent incrementally, so that all of `message` must be
-        sent.
+        `rest`: text that has not been sent yet; None if nothing was sent incrementally and therefore all of `message`
+        must be sent.
         """
 
     @abstractmethod
@@ -54,7 +54,7 @@ class AnswerWriter(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ChatApi:
-    """The parser, the writer and the error format of one API."""
+    """Parser, writer and error format of one API."""
 
     read: Callable[..., ChatRequest]
     """Function that parses a JSON body, given the run's sampling parameters and `strict`. Raises ApiError for an

@@ -35,8 +35,8 @@ IGNORED = frozenset(
         "user",
     }
 )
-"""Parameters that are accepted without effect, because they concern OpenAI's service or, like the seed, are set by the
-run."""
+"""Parameters that are accepted without effect, because they concern only OpenAI's hosted service or, like the seed, are
+set by the run."""
 NEUTRAL = {
     "frequency_penalty": 0,
     "logit_bias": {},
@@ -94,10 +94,10 @@ def read_chat(body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
 
 
 class ChatWriter(AnswerWriter):
-    """Writes one chat completion."""
+    """Writer of one chat completion, as a whole or as a stream of chunks."""
 
     def complete(self, message: Message, completion: Completion) -> Json:
-        """Returns the JSON body of a response that is not streamed."""
+        """Returns the JSON body of the response to a non-streaming request."""
         choice = {"message": message, "finish_reason": _finish_reason(message, completion)}
         frame = self._frame("chat.completion", choice, self._logprobs(completion))
         return frame | {"usage": self._usage(completion)}
@@ -130,7 +130,7 @@ class ChatWriter(AnswerWriter):
         return out + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """Returns the error as the last event."""
+        """Returns the error as the stream's last event."""
         return _event(error.body) + DONE
 
     def _chunk(self, delta: Json, finish: str | None = None, logprobs: list[Any] | None = None) -> bytes:
@@ -163,7 +163,8 @@ class ChatWriter(AnswerWriter):
         }
 
     def _logprobs(self, completion: Completion) -> list[Json] | None:
-        """Returns each sampled token's log-prob in the API's format, without alternatives; None if not requested."""
+        """Returns the log-prob of each sampled token in the API's format, without alternatives; None if the request
+        does not ask for log-probs."""
         if not self.request.logprobs:
             return None
         out = []
@@ -205,4 +206,4 @@ def _stop(fields: Json) -> list[str]:
 
 
 CHAT = ChatApi(read_chat, ChatWriter)
-"""Parser, writer and error format of OpenAI's API /v1/chat/completions."""
+"""Parser, writer and error format for OpenAI's endpoint /v1/chat/completions."""

@@ -40,7 +40,7 @@ IGNORED = frozenset(
         "user",
     }
 )
-"""Parameters that are accepted without effect, because they concern OpenAI's service."""
+"""Parameters that are accepted without effect, because they concern only OpenAI's hosted service."""
 NEUTRAL = {"background": False, "top_logprobs": 0, "truncation": "disabled"}
 """Unsupported parameters and their neutral values: a request may set each parameter only to null or to its neutral
 value."""
@@ -88,13 +88,13 @@ def read_responses(body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
 
 
 class ResponseWriter(AnswerWriter):
-    """Writes one response of the API."""
+    """Writer of one response in the format of OpenAI's Responses API."""
 
     _events = 0
     """Number of events so far, which is the next sequence number."""
 
     def complete(self, message: Message, completion: Completion) -> Json:
-        """Returns the JSON body of a response that is not streamed."""
+        """Returns the JSON body of the response to a non-streaming request."""
         status = "completed"
         details = None
         if completion.finish_reason == "length":
@@ -107,7 +107,7 @@ class ResponseWriter(AnswerWriter):
         }
 
     def begin(self) -> bytes:
-        """Returns the events that precede the first item."""
+        """Returns the events that precede the first output item."""
         frame = self._frame("in_progress")
         return self._event("response.created", response=frame) + self._event("response.in_progress", response=frame)
 
@@ -122,7 +122,8 @@ class ResponseWriter(AnswerWriter):
         return out + self._text_event("output_text.delta", 0, delta=shown, logprobs=[])
 
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
-        """Returns the events that send the remaining items, and the last event with the whole response."""
+        """Returns the events that send the remaining items, followed by the final event, which contains the whole
+        response."""
         response = self.complete(message, completion)
         out = b""
         if rest:
@@ -314,7 +315,7 @@ def _message(item: Json, path: str) -> Message:
 
 
 def _part(part: Any) -> Any:
-    """Converts a text part to the format of chat completions. Returns other parts unchanged; `read_message` refuses
+    """Converts a text part to the Chat Completions format. Returns other parts unchanged; `read_message` refuses
     them."""
     if type_of(part) in ("input_text", "output_text"):
         return {"type": "text", "text": part.get("text", "")}
@@ -338,4 +339,4 @@ def _tool(tool: object, path: str) -> Json:
 
 
 RESPONSES = ChatApi(read_responses, ResponseWriter)
-"""Parser, writer and error format of OpenAI's API /v1/responses."""
+"""Parser, writer and error format for OpenAI's endpoint /v1/responses."""
