@@ -19,7 +19,7 @@ totals in order."""
 
 def check_leaves(leaves: int, columns: int | None = None) -> None:
     """Raises SlimxError unless `leaves`, a number of leaves, is a power of two and divides `columns`, the number of
-    elements of a dot product. If `columns` is None, only the power of two is checked."""
+    elements of a dot product. If `columns` is None, only the first condition is checked."""
     if leaves < 1 or leaves & (leaves - 1):
         raise SlimxError(
             f"{leaves} leaves do not form a complete binary tree; set numerics.leaves to a power of two",

@@ -292,7 +292,7 @@ class ExactAttention(PackedAttention):
 
 class ExactLatentAttention(LatentAttention):
     """Latent attention (MLA) whose core attention applies the rotary embedding. megatron-core's code only reorders the
-    rotary pairs, because it gets zero angles."""
+    rotary pairs, because the angles passed to it are zero."""
 
     rotary_pos_emb: Any
 
@@ -305,8 +305,8 @@ class ExactLatentAttention(LatentAttention):
 
 
 class _ZeroRotary(torch.nn.Module):
-    """Substitute for the rotary embedding `rotary` with the same shapes, but with angles that are all zero, so that
-    rotating changes no value."""
+    """Substitute for the rotary embedding `rotary`. It returns angles of the same shapes that are all zero, so that
+    rotation changes no value."""
 
     def __init__(self, rotary: RotaryEmbedding):
         super().__init__()
