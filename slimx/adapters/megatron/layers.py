@@ -32,8 +32,9 @@ from slimx.numerics.norm import rms_norm, zero_centered_rms_norm
 
 
 def install(*, always: bool = False) -> bool:
-    """Makes megatron.core build these layers if CUDA or Transformer Engine is missing, or if `always`; returns True if
-    it did. Also installs `Adam`, unless a FusedAdam of apex or Transformer Engine is available on a GPU."""
+    """Makes megatron.core build this module's layers if CUDA or Transformer Engine is missing, or if `always` is True;
+    returns True if it did so. Also installs `Adam`, unless a FusedAdam of apex or Transformer Engine is available on a
+    GPU."""
     if torch.cuda.is_available() and HAVE_TE and not always:
         return False
     repair_upstream()
