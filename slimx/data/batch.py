@@ -48,7 +48,7 @@ class MicroBatch(TokenColumns):
 @dataclass(kw_only=True, slots=True)
 class TrainBatch:
     """Batch of one optimizer step (an update). `shards[d]` contains the micro-batches of data-parallel rank d; every
-    rank has the same number."""
+    rank has the same number of them."""
 
     shards: list[list[MicroBatch]]
     tokens: int

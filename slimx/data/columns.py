@@ -21,11 +21,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Type and source of a column: an array with one entry per predicted token."""
+    """Description of a column, which is an array with one entry per predicted token: its type, fill value and source."""
 
     dtype: type[np.generic] = np.float32
     fill: float = 0
-    """Value of the column at padding, and in place of NaN."""
+    """Value of the column at padding positions, and in place of NaN."""
     source: str | None = None
     """Field of `Trajectory` with L entries, from which the column is copied without the first entry, because the first
     token is not predicted. None: the column is computed."""

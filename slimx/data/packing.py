@@ -187,15 +187,15 @@ def _microbatches(
 
 
 def padded(number: int, multiple: int) -> int:
-    """Rounds `number` up to a multiple of `multiple`."""
+    """Rounds `number` up to the nearest multiple of `multiple`."""
     return -(-number // multiple) * multiple
 
 
 def _pack_rows(
     all_rows: Sequence[TrainingRow], indices: list[int], multiple_of: int, sequence_multiple: int
 ) -> MicroBatch:
-    """Packs the rows of `all_rows` at `indices` into a micro-batch. Without indices the micro-batch has only
-    `multiple_of` positions of padding."""
+    """Packs the rows of `all_rows` at `indices` into a micro-batch. If `indices` is empty, the micro-batch consists of
+    `multiple_of` padding positions."""
     rows = [all_rows[index] for index in indices]
     lengths = [padded(len(row), sequence_multiple) for row in rows]
     tail = -sum(lengths) % multiple_of

@@ -20,7 +20,7 @@ class Support:
     ids: np.ndarray
     """int32 [sum(counts)]: token ids, position by position."""
     counts: np.ndarray
-    """int32 [n]: number of ids per position; 0: the whole vocabulary."""
+    """int32 [n]: number of ids per position; 0 allows the whole vocabulary."""
 
     def __post_init__(self) -> None:
         if self.counts.sum() != len(self.ids):
@@ -50,12 +50,12 @@ class Support:
 
     @staticmethod
     def everything(length: int) -> Support:
-        """Returns a support of `length` positions that allows the whole vocabulary at each."""
+        """Returns a support that allows the whole vocabulary at each of `length` positions."""
         return Support(ids=np.zeros(0, np.int32), counts=np.zeros(length, np.int32))
 
     @staticmethod
     def join(parts: Sequence[Support]) -> Support:
-        """Concatenates `parts`, which must not be empty, along the positions."""
+        """Concatenates `parts`, of which there must be at least one, along the position dimension."""
         return Support(
             ids=np.concatenate([part.ids for part in parts]), counts=np.concatenate([part.counts for part in parts])
         )

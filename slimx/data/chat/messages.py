@@ -81,7 +81,7 @@ def unseen(messages: Sequence[Json], rendered: str, render: Callable[[Sequence[J
 
 
 def _contains(rendered: str, texts: Sequence[str]) -> bool:
-    """Returns True if `rendered` contains `texts` in this order."""
+    """Returns True if `rendered` contains all `texts` in this order, without overlap."""
     position = 0
     for text in texts:
         position = rendered.find(text, position)

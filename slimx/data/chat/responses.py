@@ -86,7 +86,8 @@ def _sampled_runs(trajectory: Trajectory) -> list[tuple[int, int]]:
 
 
 def _is_thinking(text: str, thinking: bool) -> bool:
-    """Returns True if the text of a turn ends inside thinking. `thinking`: True if the turn began inside thinking."""
+    """Returns True if the text of a turn ends inside an unfinished thinking section. `thinking`: True if the turn began
+    inside one."""
     _, ended, rest = text.rpartition(THOUGHT_ENDS)
     return THOUGHT_BEGINS in rest or (thinking and not ended)
 

@@ -246,8 +246,8 @@ def _hints(kind: type) -> dict[str, object]:
 
 @functools.cache
 def _nested(kind: type) -> tuple[str, ...]:
-    """Returns the fields of `kind` that contain records. Other fields, such as long lists of integers, need no
-    check."""
+    """Returns the names of the fields of `kind` that contain records, which must be checked in turn. Other fields, such
+    as long lists of integers, need no check."""
     names = []
     for name, hint in _hints(kind).items():
         if _contains_record(hint):

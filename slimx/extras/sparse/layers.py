@@ -23,7 +23,7 @@ class SparseAttention(LayerKind):
     earlier layer with an indexer selected."""
 
     indexers: tuple[bool, ...]
-    """For each layer, in order: True if it has an indexer."""
+    """True for each layer that has an indexer, in layer order."""
 
     unproven = {"megatron-core's experimental attention": ("trainer.offload_activations",)}
     fuses_rotation = False
@@ -87,7 +87,8 @@ class SparseAttention(LayerKind):
 
     @property
     def shares(self) -> bool:
-        """True if some layers have no indexer, so that layers share selected tokens."""
+        """True if only some layers have an indexer, which means that the other layers reuse the tokens that it
+        selected."""
         return not all(self.indexers)
 
     def microbatch_bytes(self, model: Mapping[str, Any], setting: Any, layers: Sequence[int]) -> float:
@@ -106,8 +107,8 @@ class SparseAttention(LayerKind):
         return trainer.megatron.get("dsa_kernel_backend", "none") == "none"
 
     def cache_bytes(self, model: Mapping[str, Any]) -> int:
-        """Returns the bytes per token and layer of the indexer's key, which is fp8 with a scale of four bytes per 128
-        elements, regardless of the KV cache's dtype."""
+        """Returns the size in bytes of the indexer's key per token and layer. The key is fp8 with a scale of four bytes
+        per 128 elements, regardless of the KV cache's dtype."""
         key = model["dsa_indexer_head_dim"]
         return key + key // 128 * 4
 
@@ -144,9 +145,10 @@ class SparseAttention(LayerKind):
 
 
 def indexers(hf: HfConfig) -> tuple[bool, ...]:
-    """Returns, for each layer, True if it has an indexer, as transformers and SGLang read config.json: from
-    `indexer_types`, else from `index_topk_pattern`, else every `index_topk_freq` layers after the first
-    `index_skip_topk_offset` (default 2). Raises ValueError for an unknown type or a wrong number of layers."""
+    """Returns, for each layer, True if it has an indexer. config.json is read as in transformers and SGLang:
+    `indexer_types` determines the layers, otherwise `index_topk_pattern`; without both, every `index_topk_freq`-th
+    layer after the first `index_skip_topk_offset` (default 2) has an indexer. Raises ValueError for an unknown type or
+    a wrong number of layers."""
     layers = hf["num_hidden_layers"]
     pattern = hf.get("index_topk_pattern")
     types = hf.get("indexer_types") or pattern
@@ -167,7 +169,7 @@ def _periodic(layers: int, interval: int, offset: int) -> tuple[bool, ...]:
 
 
 def sharing_field(hf: HfConfig) -> str:
-    """Returns the name of the config.json field from which `indexers` reads which layers have an indexer."""
+    """Returns the name of the config.json field that determines which layers have an indexer (see `indexers`)."""
     return next((name for name in ("indexer_types", "index_topk_pattern") if hf.get(name)), "index_topk_freq")
 
 

@@ -99,7 +99,7 @@ class ReplayableAttention(DSAttention):
 
 
 _IN_TORCH = {Linear: Replicated, Norm: KeyNorm}
-"""Class of an indexer's submodule -> the class that replaces it."""
+"""Replacements for an indexer's submodules: class in megatron-core's spec -> class that replaces it."""
 
 
 def block_spec(transformer: Any, *, vp_stage: int | None) -> TransformerBlockSubmodules:
