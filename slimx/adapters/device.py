@@ -31,7 +31,8 @@ class HookKinds(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A gap in SGLang's support for a device: a missing function or a refused argument, and how slimx supplies it."""
+    """A gap in SGLang's support for a device, such as a missing function or a refused argument, and the function with
+    which slimx closes it."""
 
     name: str
     reason: str

@@ -28,8 +28,8 @@ _PRINTS = "_worker_logs_enabled"
 
 @contextlib.contextmanager
 def without_unused() -> Iterator[None]:
-    """Makes `ray.init` inside the block skip the programs in `UNUSED`. Raises AttributeError if Ray's `Node` lacks one
-    of the methods that start them."""
+    """Prevents `ray.init` inside the block from starting the programs in `UNUSED`. Raises AttributeError if Ray's
+    `Node` lacks one of the methods that start them."""
     starts = {name: getattr(Node, name) for name in UNUSED}
     for name in starts:
         setattr(Node, name, _start_nothing)

@@ -21,7 +21,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Description of a column, which is an array with one entry per predicted token: its type, fill value and source."""
+    """Description of a column, which is an array with one entry per predicted token: its type, fill value and
+    source."""
 
     dtype: type[np.generic] = np.float32
     fill: float = 0
@@ -64,7 +65,7 @@ class LossColumns[Array]:
     values: Array | None = field(default=None, metadata=column())
     """float32 [n]: the critic's value estimates before the step's first update; None without a critic."""
     returns: Array | None = field(default=None, metadata=column())
-    """float32 [n]: regression targets of the critic's values; 0 at tokens that are not trained on."""
+    """float32 [n]: regression targets for the critic's values; 0 at tokens that are not trained on."""
     selected: Array | None = field(default=None, metadata=column())
     """float32 [n]: 1 at the tokens that the losses clip_cov and kl_cov select by the covariance of log-prob and
     advantage, else 0; None for other losses."""

@@ -123,8 +123,8 @@ def distribute(
 
 
 def slowdown(split: Split, costs: Sequence[float], *, lockstep: bool) -> float:
-    """Returns the predicted time of a step divided by its time under perfect balance, at least 1. `lockstep`: True if
-    ranks wait for each other in every micro-batch (see `distribute`)."""
+    """Returns the predicted time of a step divided by its time under perfect balance; the quotient is at least 1.
+    `lockstep`: True if ranks wait for each other in every micro-batch (see `distribute`)."""
     table = []
     for parts in split:
         table.append([total(costs, part) for part in parts])
@@ -238,7 +238,7 @@ def _pack_rows(
 def _joined_routes(
     rows: Sequence[TrainingRow], joined: Callable[..., np.ndarray]
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Returns `routed_experts` and `routed` of the micro-batch with these rows (see `MicroBatch`). `joined`:
+    """Returns `routed_experts` and `routed` of the micro-batch that consists of `rows` (see `MicroBatch`). `joined`:
     concatenates one array per row, with padding."""
     known = [row.routed_experts for row in rows if row.routed_experts is not None]
     if not known:

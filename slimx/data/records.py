@@ -26,11 +26,11 @@ class Prompt:
     """One task, with either `messages` (to which the tokenizer's chat template is applied) or `token_ids`."""
 
     id: str
-    """Identifier that is unique in the prompt's source and stable between runs."""
+    """Identifier that is unique in the prompt's source and stable across runs."""
     messages: list[Json] | None = None
     """Chat messages, `{"role": ..., "content": ...}`."""
     token_ids: list[int] | None = None
-    """Token ids that the engine gets unchanged, instead of `messages`."""
+    """Token ids that are passed to the engine unchanged, instead of `messages`."""
     answer: str | None = None
     """Reference answer with which a verifier compares responses; in supervised fine-tuning, the demonstration to learn
     from."""

@@ -21,9 +21,9 @@ class RouteShape:
     layers: int
     """Number of decoder layers. Engines report experts for all of them, with arbitrary values for dense layers."""
     moe_layers: tuple[int, ...]
-    """Global indices of the MoE layers."""
+    """Indices of the MoE layers among all decoder layers of the model."""
     experts: int
-    """Number of experts of an MoE layer."""
+    """Number of experts in an MoE layer."""
     topk: int
     """Number of experts selected for each token."""
 

@@ -76,8 +76,8 @@ def _norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
 
 
 class Norm(torch.nn.Module):
-    """RMSNorm with a `weight` [hidden]; with the configuration's `layernorm_zero_centered_gamma` it multiplies by 1 +
-    weight."""
+    """RMSNorm with a `weight` [hidden]. If the configuration sets `layernorm_zero_centered_gamma`, the norm multiplies
+    by 1 + weight."""
 
     norm = staticmethod(rms_norm)
 

@@ -202,7 +202,7 @@ def _sizes() -> dict[str, int]:
 
 
 def _backends() -> Json:
-    """Returns the kernel backends that SGLang chose from its arguments, the model and this machine, by purpose."""
+    """Returns the kernel backends that SGLang chose based on its arguments, the model and this machine, by purpose."""
     from sglang.srt.runtime_context import attention_backends, get_exec
 
     execution = get_exec()

@@ -92,8 +92,8 @@ def _contains(rendered: str, texts: Sequence[str]) -> bool:
 
 
 def _text(message: Json) -> str:
-    """Returns the part of a message's text that a rendering must contain: the whole text, or for an assistant's message
-    the text after its thinking."""
+    """Returns the part of a message's text that a rendering must contain: the text after the thinking in an assistant
+    message, the whole text in any other message."""
     content = message.get("content")
     if not isinstance(content, str):
         return ""

@@ -39,7 +39,7 @@ prompt."""
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a local Hugging Face directory.
+    """Loads the tokenizer in a local Hugging Face directory.
 
     Raises SlimxError naming the directory and what is missing or unreadable.
     """
@@ -301,8 +301,8 @@ def _encoded(
 
 
 def _full_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str | SlimxError:
-    """Returns a prompt's messages rendered by the chat template, or a SlimxError if the template omits a message or
-    refuses the prompt."""
+    """Returns a prompt's messages rendered by the chat template. If the template omits a message or refuses the prompt,
+    returns a SlimxError instead of raising it."""
     messages = prompt.messages or []
     try:
         prompt_tokenizer = templated(tokenizer, prompt)

@@ -15,7 +15,7 @@ from slimx.errors import SlimxError, raised
 from slimx.json_types import Json
 
 MAPS = "slimx.maps"
-"""Entry point group of mapping hooks, to which configurations refer by name."""
+"""Entry point group of mapping hooks, which configurations refer to by name."""
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "conversations", "messages", "input")
 """Usual names of the column with the question in published data sets, the most likely first, in lower case."""
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DIRECTORY = "rollouts"
-"""Name of the folder in a run directory that contains the rollout files."""
+"""Name of the run directory's subdirectory that contains the rollout files."""
 TOKENIZER = "tokenizer"
-"""Name of the folder in a run directory that contains a copy of the tokenizer, which decodes the tokens in the rollout
-files."""
+"""Name of the run directory's subdirectory that contains a copy of the tokenizer, which decodes the tokens in the
+rollout files."""
 _NAME = re.compile(r"step-(\d{7,})\.groups")
 _UNRELATED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "quantization_config")
 """Keys of config.json that may differ between copies of the same model."""
@@ -60,8 +60,8 @@ class Origin:
 
     def differences(self, other: Origin) -> dict[str, str]:
         """Returns, by configuration key, the properties in which `self`, the origin of a file, differs from `other`,
-        the origin of the run that would train on the file. Each difference is worded as a clause of an error message.
-        """
+        the origin of the run that would train on the file. Each difference is worded as a clause of an error
+        message."""
         clauses = {}
         keys = sorted(self.model.keys() | other.model.keys())
         changed = [key for key in keys if self.model.get(key) != other.model.get(key)]

@@ -26,7 +26,8 @@ class Exact(NumericsMode):
     replaces_layers: ClassVar[bool] = True
 
     leaves: int
-    """Number of leaves of row-parallel sums: equal parts whose partial sums are added in a binary tree."""
+    """Number of leaves into which row-parallel sums are cut: equal parts whose partial sums are added in a binary
+    tree."""
 
     @classmethod
     def configured(cls, config: Config) -> Self:

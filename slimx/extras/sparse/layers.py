@@ -19,8 +19,8 @@ _INDEXER_ROWS = 8192
 
 @dataclass(frozen=True)
 class SparseAttention(LayerKind):
-    """Decoder with sparse attention in every layer. A layer without an indexer reads the tokens that the closest
-    earlier layer with an indexer selected."""
+    """Decoder with sparse attention in every layer. A layer without an indexer attends to the tokens selected by the
+    closest earlier layer that has one."""
 
     indexers: tuple[bool, ...]
     """True for each layer that has an indexer, in layer order."""
@@ -134,9 +134,9 @@ class SparseAttention(LayerKind):
             yield from module.k_norm.parameters()
 
     def recorder(self, trainer: Trainer) -> Callable[[], Packing] | None:
-        """Returns None unless `trainer.indexer_replay` is R2, and otherwise a function that creates one callable per
-        micro-batch. The SparseSequences objects that one such callable creates share one record of selected tokens, so
-        that later passes can replay them."""
+        """Returns a function that creates one callable per micro-batch if `trainer.indexer_replay` is R2; otherwise
+        None. The SparseSequences objects that one such callable creates share one record of selected tokens, so that
+        later passes can replay them."""
         if trainer.indexer_replay != "R2":
             return None
         from slimx.extras.sparse.adapters.megatron.sparse import SparseSequences

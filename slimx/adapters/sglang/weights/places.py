@@ -318,7 +318,7 @@ def differing(places: dict[str, Destination], known: dict[str, int], parameters:
 
 
 def derived(model: nn.Module, published: Iterable[torch.Tensor]) -> Iterator[str]:
-    """Yields the names of the tensors that SGLang derived from weights: attributes of modules that share memory neither
+    """Yields the names of the tensors that SGLang derived from weights: module attributes that share memory neither
     with parameters nor with `published` tensors. Registered buffers are not included."""
     storages = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *published)}
     for name, module in model.named_modules():

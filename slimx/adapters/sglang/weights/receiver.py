@@ -76,7 +76,7 @@ class RankReceiver:
     def begin(self, *, manifest: Json, staging: Staging = "model") -> Json:
         """Opens the publication that `manifest` describes, and drops an open publication of an older membership epoch.
         `staging`: as in `OpenPublication`. Raises SlimxError if a publication of the same epoch is open, a publication
-        of a newer epoch was begun, or the publication does not cover all parameters."""
+        of a newer epoch has begun, or the publication does not cover all parameters."""
         new = Manifest.from_json(manifest)
         check_manifest(new, staging)
         if new.membership_epoch < self.epoch:
@@ -337,7 +337,8 @@ class RankReceiver:
         return {name: share for name, share in self.copied.loaded.items() if not is_adapter(name)}
 
     def _others(self, policy: str) -> Iterator[tuple[str, Slot, dict[str, int]]]:
-        """Yields (name, slot, checksum shares) of each policy other than `policy` whose adapters have been published."""
+        """Yields (name, slot, checksum shares) of each policy other than `policy` whose adapters have been
+        published."""
         for name, slot in self.adapters.items():
             if name != policy and slot.shares is not None:
                 yield name, slot, slot.shares

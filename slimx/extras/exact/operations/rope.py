@@ -136,8 +136,8 @@ class Yarn:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Settings of a model's rotary embedding. `dimensions`: rotated dimensions of each head; `base`: rope_theta;
-    `scaling`: None if frequencies are not scaled."""
+    """Settings of a model's rotary embedding. `dimensions`: number of rotated dimensions of each head; `base`:
+    rope_theta; `scaling`: None if frequencies are not scaled."""
 
     dimensions: int
     base: float

@@ -4,14 +4,15 @@
 from slimx.errors import SlimxError
 
 CONTRACT_VERSION = 3
-"""Version of exact mode's contract: order of operations, roundings, and the constants in this file. Trainer and engines
-must have the same version."""
+"""Version of exact mode's contract, which comprises the order of operations, the roundings and the constants in this
+file. Trainer and engines must have the same version."""
 
 LANES = 16
 """Number of separate partial sums (lanes) from which the sum of a row, and the dot product of a query and a key, are
 computed."""
 SUM_BLOCK = 1024
-"""Number of elements in each block of a row that is summed; the sums of the blocks are added in order."""
+"""Number of elements in each of the blocks into which a row is divided to sum it; the sums of the blocks are added in
+order."""
 KEY_BLOCK = 128
 """Number of keys in a block of attention; each block's sum of weights and weighted sum of values are added to the
 totals in order."""

@@ -32,5 +32,5 @@ def _has_kernels() -> bool:
 
 @functools.cache
 def _has_cuda_kernels() -> bool:
-    """Returns True if the CUDA library is built. Raises SlimxError if it is outdated or cannot be loaded."""
+    """Returns True if the CUDA library is built. Raises SlimxError if the library is outdated or cannot be loaded."""
     return kernel_cuda.LIBRARY.exists() and kernel_cuda.load(kernel_cuda.LIBRARY) is not None

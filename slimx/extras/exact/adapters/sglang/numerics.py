@@ -150,8 +150,8 @@ class ExactServer:
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Applies the module `rotary` to query and key, [T, heads * head size] each, at `positions` [T].
-        `fused_set_kv_buffer_arg`: KV cache to which keys and values are also written, because some models do so in this
-        call on CUDA; None: no cache."""
+        `fused_set_kv_buffer_arg`: KV cache to which keys and values are also written, because on CUDA some models write
+        them in this call; None: no cache."""
         if offsets is not None:
             positions = positions + offsets
         positions = positions.flatten()
