@@ -161,8 +161,8 @@ def _prompt(row: Json, default_id: str, where: str) -> Prompt:
 
 
 def _mistyped(row: Json, error: msgspec.ValidationError) -> str:
-    """Returns a message clause about the value of `row` that has the wrong type according to `error`, and the type that
-    its key requires."""
+    """Returns a clause for an error message about the value of `row` that has the wrong type according to `error`, and
+    the type that its key requires."""
     path = re.search(r"`\$\.((\w+)[^`]*)`$", str(error))
     if path is None or path[2] not in VALUE_KINDS:
         return f"a value has the wrong type ({error}); correct it"

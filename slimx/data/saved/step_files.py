@@ -144,8 +144,8 @@ class StepFiles:
         return self.every > 0 and (step - 1) % self.every == 0
 
     def write(self, step: int, version: int, groups: Sequence[Group], dropped: Mapping[str, int]) -> Path:
-        """Writes the file of a step's groups, and removes the oldest files beyond the number `keep`. `version`: version
-        of the trainers' weights; `dropped`: number of groups dropped during the step, by reason."""
+        """Writes the file of a step's groups, and then removes all but the newest `keep` files, or none if `keep` is 0.
+        `version`: version of the trainers' weights; `dropped`: number of groups dropped during the step, by reason."""
         about = describe(step, version, groups, dropped, self.origin)
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / file_name(step)

@@ -82,8 +82,8 @@ ON_GPUS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Architectures with which exact mode may run on GPUs. A review of their code in SGLang found that exact mode disables
 all special kernels that this code uses on GPUs."""
 IN_BLOCKS = ("DeepseekV3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""Architectures in `FAMILIES` whose log-probs have been shown to be bitwise equal in trainer and engines with block-fp8
-weights, too."""
+"""Architectures in `FAMILIES` whose log-probs have been shown to be bitwise equal in trainer and engines even with
+block-fp8 weights."""
 
 
 MODE = "numerics.mode is exact"

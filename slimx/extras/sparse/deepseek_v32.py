@@ -27,7 +27,8 @@ from slimx.models.rows import Layer
 ARCHITECTURE = "DeepseekV32ForCausalLM"
 NO_CPU_ENGINE = "SGLang has indexers and sparse attention only as CUDA kernels"
 UNTRAINED = ("*.core_attention.indexer.*",)
-"""Glob patterns for the names of parameters that receive no gradient from any loss, and have no optimizer state."""
+"""Glob patterns for the names of parameters that receive no gradient from any loss and therefore have no optimizer
+state."""
 
 
 def transformer_config(hf: HfConfig, *, interleaved: bool = False) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class SparseAttention(LayerKind):
     closest earlier layer that has one."""
 
     indexers: tuple[bool, ...]
-    """True for each layer that has an indexer, in layer order."""
+    """One entry per layer, in order: True if the layer has an indexer."""
 
     unproven = {"megatron-core's experimental attention": ("trainer.offload_activations",)}
     fuses_rotation = False
@@ -87,8 +87,7 @@ class SparseAttention(LayerKind):
 
     @property
     def shares(self) -> bool:
-        """True if only some layers have an indexer, which means that the other layers reuse the tokens that it
-        selected."""
+        """True if some layers have no indexer and therefore reuse the tokens that another layer's indexer selected."""
         return not all(self.indexers)
 
     def microbatch_bytes(self, model: Mapping[str, Any], setting: Any, layers: Sequence[int]) -> float:
@@ -145,10 +144,10 @@ class SparseAttention(LayerKind):
 
 
 def indexers(hf: HfConfig) -> tuple[bool, ...]:
-    """Returns, for each layer, True if it has an indexer. config.json is read as in transformers and SGLang:
-    `indexer_types` determines the layers, otherwise `index_topk_pattern`; without both, every `index_topk_freq`-th
-    layer after the first `index_skip_topk_offset` (default 2) has an indexer. Raises ValueError for an unknown type or
-    a wrong number of layers."""
+    """Returns, for each layer, True if it has an indexer. Reads config.json as transformers and SGLang do: the field
+    `indexer_types`, or else `index_topk_pattern`. If neither is set, the first `index_skip_topk_offset` layers (default
+    2) and every `index_topk_freq`-th layer after them have an indexer. Raises ValueError for an unknown type or a wrong
+    number of layers."""
     layers = hf["num_hidden_layers"]
     pattern = hf.get("index_topk_pattern")
     types = hf.get("indexer_types") or pattern

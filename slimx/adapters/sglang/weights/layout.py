@@ -299,7 +299,7 @@ def _add(layout: Layout, name: str, served: ServedParameter, weights: Parameters
 
 def place(layout: Layout, name: str, parameter: torch.Tensor, pieces: list[ServedPiece]) -> None:
     """Records in `layout` where the parameter `name` stores the tensors of `pieces`. Raises SlimxError unless they
-    cover it exactly, Unexpected if the parameter is not contiguous or the rank stores different parts of a tensor."""
+    cover it exactly, and Unexpected if it is not contiguous or the rank stores different parts of a tensor."""
     _expect(parameter.data.is_contiguous(), f"strides {parameter.stride()} are not those of a contiguous tensor")
     rects = chain.from_iterable(piece.rects for piece in pieces)
     boxes = [(rect.local_row, rect.local_col, rect.rows, rect.cols) for rect in rects]
@@ -377,7 +377,7 @@ def _columns(tensor: str, local: tuple[int, int], total: int, rank: int, start: 
 
 
 def rank_in(group: places.ParallelGroup | None) -> int:
-    """Returns this rank's index in `group`, which splits a layer; 0 if `group` is None (layer not split)."""
+    """Returns this rank's index in `group`, the process group that splits a layer; 0 if no group splits it (None)."""
     return 0 if group is None else group.rank_in_group
 
 

@@ -308,8 +308,9 @@ class RankReceiver:
         return self._hf_layout()
 
     def _hf_layout(self) -> Layout:
-        """Returns the layout of Hugging Face tensors. It is recomputed only after experts were rebalanced, because this
-        takes a second for DeepSeek-V3's 45,395 tensors, during which the server does not generate."""
+        """Returns the layout of Hugging Face tensors. The layout is recomputed only after experts were rebalanced,
+        because computing it for DeepSeek-V3's 45,395 tensors takes a second, during which the server does not
+        generate."""
         slots = None if self.experts is None else self.experts.physical_to_logical_map_cpu
         if self._layout is not None:
             known, layout = self._layout
@@ -330,7 +331,7 @@ class RankReceiver:
         return parameters
 
     def _base_of_others(self, publication: OpenPublication) -> dict[str, int]:
-        """Returns the checksum shares of the base weights if other published policies depend on them, so that
+        """Returns the checksum shares of the base weights if other published policies depend on them, in which case
         `publication` must not change them; otherwise {}."""
         if self.copied is None or not any(self._others(publication.manifest.policy)):
             return {}
@@ -355,8 +356,8 @@ class RankReceiver:
         return base_shares(new, layout, {} if self.copied is None else self.copied.loaded)
 
     def _check_open(self, policy: str, version: int, epoch: int) -> OpenPublication:
-        """Returns the open publication. Raises SlimxError if none is open, or if its policy, version or membership
-        epoch is not the given one."""
+        """Returns the open publication. Raises SlimxError if no publication is open, or if the open one has another
+        policy, version or membership epoch."""
         if self.open is None or self.open.key != (policy, version, epoch):
             raise self._not_open(f"version {version}", f"received for {policy} in epoch {epoch}")
         return self.open

@@ -8,7 +8,7 @@ from slimx.extras.exact.operations.forward import forward_on
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Computes the log-softmax of `logits`, fp32 [rows, vocabulary]: (z - max z) - log(sum(exp(z - max z))) for each
+    """Computes the log-softmax of `logits` [rows, vocabulary] in fp32: (z - max z) - log(sum(exp(z - max z))) for each
     row z.
 
     `logits`: any dtype, already divided by the temperature.
