@@ -53,8 +53,8 @@ def _start_nothing(node: Node, **_: object) -> None:
 
 
 class SearchPath(JobConfig):
-    """Configuration of a job whose workers search for modules in the order of this process's `sys.path`; Ray would put
-    the working directory first."""
+    """Configuration of a Ray job whose workers search for modules in the order of this process's `sys.path`; Ray would
+    put the working directory first."""
 
     def __init__(self) -> None:
         # Reversed, because each worker inserts the paths one by one at the front of its sys.path.

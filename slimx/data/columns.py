@@ -84,11 +84,11 @@ class TokenColumns(LossColumns[np.ndarray]):
     tokens: np.ndarray = field(metadata=column(np.int64))
     """int64 [n]: input tokens of the model."""
     labels: np.ndarray = field(metadata=column(np.int64, source="token_ids"))
-    """int64 [n]: the predicted tokens, each the successor of the input token."""
+    """int64 [n]: the predicted tokens; each follows the input token with the same index."""
     versions: np.ndarray = field(metadata=column(np.int64, -1))
     """int64 [n]: version of the weights that sampled the label; -1 at labels that were not sampled."""
     temperature: np.ndarray = field(metadata=column(fill=1))
-    """float32 [n]: temperature at which the trajectory was sampled; 1 if it has none."""
+    """float32 [n]: temperature at which the trajectory was sampled; 1 for trajectories without one."""
     teacher_top_ids: np.ndarray | None = field(
         default=None, metadata=column(np.int64, source="teacher_top_ids", needed=_top)
     )

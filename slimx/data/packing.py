@@ -207,8 +207,8 @@ def _pack_rows(
     def joined(
         parts: Sequence[np.ndarray], dtype: npt.DTypeLike, pad: float = 0, shape: tuple[int, ...] = ()
     ) -> np.ndarray:
-        """Concatenates `parts`, one array per row, with the value `pad` at padding. `shape`: shape of one position's
-        entry, used if `parts` is empty."""
+        """Concatenates `parts`, one array per row, with the value `pad` at padding positions. `shape`: shape of one
+        position's entry, used if `parts` is empty."""
         shape = parts[0].shape[1:] if parts else shape
         out = np.full((sum(lengths), *shape), pad, dtype)
         start = 0

@@ -28,7 +28,7 @@ class Prompt:
     id: str
     """Identifier that is unique in the prompt's source and stable across runs."""
     messages: list[Json] | None = None
-    """Chat messages, `{"role": ..., "content": ...}`."""
+    """Chat messages, each `{"role": ..., "content": ...}`."""
     token_ids: list[int] | None = None
     """Token ids that are passed to the engine unchanged, instead of `messages`."""
     answer: str | None = None
@@ -71,7 +71,7 @@ class Turn:
     """Reward and state of one turn, which a generate hook sets so that advantages can be computed per turn."""
 
     reward: float = 0.0
-    """Reward of this turn alone; a trajectory's `reward` is for all turns together."""
+    """Reward of this turn alone; the trajectory's `reward` covers all turns."""
     state_key: str | None = None
     """Key shared by all turns of a group that began in the same environment state; None if no state was reported."""
 
@@ -192,7 +192,8 @@ class Group:
     prompt: Prompt
     trajectories: list[Trajectory]
     baseline: float | None = None
-    """Reward of a greedy rollout of the prompt, which is not trained on; None if the algorithm does not need it."""
+    """Reward of a greedy rollout of the prompt, a rollout that is not trained on; None if the algorithm does not need
+    it."""
     schema_version: int = SCHEMA_VERSION
 
     def newest_only(self) -> Group:

@@ -13,8 +13,8 @@ class Support:
     """Ragged table of the tokens that top-k and top-p leave for sampling: position i has `counts[i]` entries of `ids`,
     in the order of the positions.
 
-    Example: of four positions the two inner ones were sampled, from 2 and 3 tokens: `counts` is [0, 2, 3, 0], and `ids`
-    has five entries.
+    Example: if only the middle two of four positions were sampled, from 2 and 3 tokens, `counts` is [0, 2, 3, 0], and
+    `ids` has five entries.
     """
 
     ids: np.ndarray
@@ -34,7 +34,7 @@ class Support:
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
     def take(self, index: np.ndarray) -> Support:
-        """Returns a support of the positions in `index`, in that order."""
+        """Returns the support at the positions in `index`, in that order."""
         starts = np.cumsum(self.counts) - self.counts
         counts = self.counts[index]
         # The index of an id in `ids` is the start of its position plus its offset in the position.

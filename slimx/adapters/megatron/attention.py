@@ -32,7 +32,7 @@ class PackedAttention(MegatronModule):
     """Core attention over packed sequences (qkv_format thd) in plain torch.
 
     If the configuration's `softmax_type` is "learnable", the layer has a parameter `softmax_offset` [heads / TP], the
-    logits of the attention sinks. With `window_size`, the layers that `window_attn_skip_freq` selects use
+    logits of the attention sinks. If `window_size` is set, the layers that `window_attn_skip_freq` selects use
     sliding-window attention."""
 
     def __init__(

@@ -314,8 +314,8 @@ def repair_upstream() -> None:
 
 
 def _router() -> None:
-    """Makes moe_utils.router_gating_linear multiply with torch. Upstream uses te_general_gemm whenever Transformer
-    Engine is installed, even on a CPU."""
+    """Makes moe_utils.router_gating_linear use torch's matrix product. Upstream uses te_general_gemm whenever
+    Transformer Engine is installed, even on a CPU."""
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None

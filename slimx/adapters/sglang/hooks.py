@@ -35,7 +35,7 @@ ADJUST = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_fro
 """Dotted name of the SGLang method that is called after the sampling parameters of a batch have been built; without a
 hook, the method does nothing."""
 UNSEEDED = 42
-"""Seed of requests that set none: SGLang's default in deterministic inference."""
+"""Seed for requests that set none: SGLang's default in deterministic inference."""
 PAUSED = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 """Dotted name of the SGLang method that is called once per iteration of a paused scheduler's loop, and nowhere else."""
 CREATE_STORE = "torch.distributed.rendezvous._create_c10d_store"

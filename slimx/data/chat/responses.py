@@ -40,8 +40,8 @@ class Response:
 
 
 def final_answer(text: str, *, thinking: bool = False) -> str:
-    """Returns the answer in a turn's `text`: the text after the last </think>, or in the Harmony format the last
-    message of the channel `final`. Without thinking the answer is the whole text; if the thinking did not end, the
+    """Returns the answer in a turn's `text`: the text after the last </think>, or, in the Harmony format, the last
+    message of the channel `final`. Without thinking, the answer is the whole text; if the thinking did not end, the
     answer is "".
 
     `thinking`: True for a turn that begins inside thinking, because the chat template opened it."""

@@ -155,8 +155,8 @@ def gate_up(served: ServedParameter) -> Iterator[ServedPiece]:
 
 
 def heads_norm(served: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields the weight of a query or key norm. A norm per head is stored completely on every rank. In a norm over all
-    heads (MiniMaxM2RMSNormTP), each rank stores the part for its own heads."""
+    """Yields the weight of a query or key norm. Every rank stores a per-head norm completely. A norm over all heads
+    (MiniMaxM2RMSNormTP) is split: each rank stores the part for its heads."""
     if not hasattr(served.owner, "num_head_replicas"):
         yield from whole(served)
         return

@@ -240,8 +240,8 @@ def staged_sums(
     the bytes.
 
     The share is the amount that this rank's part of the tensor contributes to the checksum; it does not depend on where
-    the bytes are stored. `places`: location of each tensor on this rank; `device`: GPU where `views` are; None: host
-    memory.
+    the bytes are stored. `places`: location of each tensor on this rank; `device`: GPU that stores `views`; None if
+    they are in host memory.
     """
     records: list[tuple[int, ...]] = []
     for index, (name, view) in enumerate(views.items()):
@@ -351,8 +351,8 @@ def sum_rects(pieces: np.ndarray, count: int, device: torch.device | None) -> np
     """Returns, for each of `count` tensors, the sum of the contributions of `pieces` to its checksum, uint64 [count].
     `pieces`: `PIECE` records [n]. Checksum seeds, which depend only on the tensors' sizes, are not included.
 
-    `device`: GPU where the source bytes are; None: host memory. The computation runs in the GPU's current stream, and
-    so sees the results of earlier operations there; the call returns when the computation is done.
+    `device`: GPU that stores the source bytes; None if they are in host memory. The computation runs in the GPU's
+    current stream, and so sees the results of earlier operations there; the call returns when the computation is done.
     """
     sums = np.zeros(count, dtype=np.uint64)
     if device is None:

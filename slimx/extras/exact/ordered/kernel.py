@@ -17,7 +17,7 @@ ABI = 1
 """Version of the library's interface; must equal SLIMX_EXACT_ABI in csrc/exact.h."""
 ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3, "amx": 4}
 FP32 = 1
-"""Number that stands for the dtype fp32 in the arguments of kernels."""
+"""Code for the dtype fp32 in kernel arguments."""
 
 
 class WeightGroup(ctypes.Structure):

@@ -370,7 +370,8 @@ class ExactMoe(MoELayer):
     """MoE layer that adds each token's weighted expert outputs in fp32, in ascending order of expert id."""
 
     _routed: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Router probabilities and routing map of the current call, from `preprocess` until `postprocess`."""
+    """Router probabilities and routing map of the current call, stored by `preprocess` for `postprocess`; None at other
+    times."""
 
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         self._routed = probs, routing_map

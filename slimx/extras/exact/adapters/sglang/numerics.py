@@ -45,8 +45,8 @@ def open_choices() -> None:
 
 
 def register(registry: Any, kinds: Any, leaves: int) -> None:
-    """Registers exact mode's operations and its attention backend with SGLang, the operations through the HookRegistry
-    `registry`. `kinds`: SGLang's HookType; `leaves`: number of equal parts (leaves) into which each row-parallel sum is
+    """Registers exact mode's operations in `registry`, SGLang's HookRegistry, and exact mode's attention backend with
+    SGLang. `kinds`: SGLang's HookType; `leaves`: number of equal parts (leaves) into which each row-parallel sum is
     cut."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 

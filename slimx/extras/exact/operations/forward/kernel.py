@@ -171,8 +171,8 @@ def _declare() -> None:
 
 
 def wide_of(t: torch.Tensor) -> int:
-    """Returns the number that stands for the dtype of `t` in the arguments of kernels: 1 for fp32, 0 for bf16. Raises
-    SlimxError for any other dtype."""
+    """Returns the code for the dtype of `t` in kernel arguments: 1 for fp32, 0 for bf16. Raises SlimxError for any
+    other dtype."""
     if t.dtype not in _WIDE:
         raise SlimxError(
             f"exact mode computes in bf16 or fp32, but got a tensor of {t.dtype} on {t.device}; convert it",
