@@ -13,7 +13,7 @@ GROUP = "slimx.devices"
 
 
 class HookRegistry(Protocol):
-    """SGLang's HookRegistry, with the only method that slimx uses."""
+    """Interface of SGLang's HookRegistry, reduced to the only method that slimx uses."""
 
     def register(self, target: str, hook: object, kind: object) -> object:
         """Registers `hook` for the function with dotted name `target`. `kind`, a member of `HookKinds`, determines
@@ -31,17 +31,18 @@ class HookKinds(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A gap in SGLang's support for a device: a missing function or a refused argument, and how slimx supplies it."""
+    """A gap in SGLang's support for a device, such as a missing function or a refused argument, and the function with
+    which slimx closes it."""
 
     name: str
     reason: str
     open: Callable[[], bool]
-    """Function that returns True while the gap exists, which is until `close` has been called."""
+    """Function that returns True until `close` has closed the gap."""
     close: Callable[[], None]
 
 
 class Device:
-    """Changes that one device type needs. Each method changes nothing unless a subclass overrides it."""
+    """Adaptations that slimx needs for one device type. Each method does nothing unless a subclass overrides it."""
 
     def prepare_megatron(self, *, deep_ep: bool) -> list[str]:
         """Makes the changes that a trainer's process needs before it imports megatron-core, and returns their names.
@@ -53,7 +54,7 @@ class Device:
         return []
 
     def prepare_sglang(self) -> None:
-        """Prepares a server's process for the first import of SGLang."""
+        """Prepares a server's process for SGLang; must be called before the first import of SGLang."""
 
     def open_choices(self) -> None:
         """Makes SGLang's server arguments also accept the values that work on this device only with slimx's changes."""
@@ -63,7 +64,7 @@ class Device:
         SGLang's own MoE layers compute the experts, False if a numerics mode replaces those layers."""
 
     def attest(self) -> dict[str, bool] | None:
-        """Returns whether each change that is made to SGLang without a hook is active, by the change's name; None if
+        """Returns, for each change to SGLang that is made without a hook, its name and whether it is active; None if
         the device needs no such changes."""
         return None
 

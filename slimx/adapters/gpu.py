@@ -6,7 +6,8 @@ from slimx.adapters.device import Device, HookKinds, HookRegistry
 
 
 class Gpu(Device):
-    """Changes for NVIDIA GPUs: DeepEP's import in trainers, and seeded sampling with few fp64 operations in engines."""
+    """Adaptations for NVIDIA GPUs: the import of DeepEP in trainers, and seeded sampling with few fp64 operations in
+    engines."""
 
     def prepare_megatron(self, *, deep_ep: bool) -> list[str]:
         from slimx.adapters.megatron.imports import prepare_deep_ep

@@ -28,8 +28,8 @@ _PRINTS = "_worker_logs_enabled"
 
 @contextlib.contextmanager
 def without_unused() -> Iterator[None]:
-    """Makes `ray.init` inside the block skip the programs in `UNUSED`. Raises AttributeError if Ray's `Node` lacks one
-    of the methods that start them."""
+    """Prevents `ray.init` inside the block from starting the programs in `UNUSED`. Raises AttributeError if Ray's
+    `Node` lacks one of the methods that start them."""
     starts = {name: getattr(Node, name) for name in UNUSED}
     for name in starts:
         setattr(Node, name, _start_nothing)
@@ -53,8 +53,8 @@ def _start_nothing(node: Node, **_: object) -> None:
 
 
 class SearchPath(JobConfig):
-    """Configuration of a job whose workers search for modules in the order of this process's `sys.path`; Ray would put
-    the working directory first."""
+    """Configuration of a Ray job whose workers search for modules in the order of this process's `sys.path`; Ray would
+    put the working directory first."""
 
     def __init__(self) -> None:
         # Reversed, because each worker inserts the paths one by one at the front of its sys.path.

@@ -18,8 +18,9 @@ from importlib import metadata
 
 
 def import_transformers() -> None:
-    """Imports transformers and its Auto classes: packages are mapped by `recorded_packages`, and text generation is
-    imported only when a model needs it. Modules that are already imported stay unchanged."""
+    """Imports transformers and its Auto classes faster than an ordinary import does. Modules are mapped to packages by
+    `recorded_packages`, and text generation is imported only when a model needs it. Modules that are already imported
+    stay unchanged."""
     original = metadata.packages_distributions
     metadata.packages_distributions = recorded_packages
     try:
@@ -52,8 +53,8 @@ class _Later:
 
 
 def recorded_packages() -> dict[str, list[str]]:
-    """Maps each top-level module to the packages that contain it, like `importlib.metadata.packages_distributions`, but
-    from their metadata alone (top_level.txt, else RECORD) without checking files."""
+    """Returns, like `importlib.metadata.packages_distributions`, the packages that contain each top-level module, but
+    reads only their metadata (top_level.txt, else RECORD) and does not check whether files exist."""
     packages: dict[str, list[str]] = {}
     for package in metadata.distributions():
         names = set((package.read_text("top_level.txt") or "").split())

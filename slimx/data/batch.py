@@ -35,9 +35,9 @@ class MicroBatch(TokenColumns):
     """Number of positions of each packed sequence, including its padding; the sum is T. If the micro-batch itself is
     padded, its padding is an additional last sequence."""
     padding: np.ndarray
-    """bool [T]: True at positions of padding, which the router's auxiliary losses ignore."""
+    """bool [T]: True at padding positions, which the router's auxiliary losses ignore."""
     rows: list[int]
-    """For each packed sequence, the index of its row in the update; the micro-batch's own padding has no entry."""
+    """For each packed sequence, the index of its row in the update; padding of the micro-batch itself has no entry."""
     route_layers: tuple[int, ...] | None = None
     """Global indices of the decoder layers on the second axis of `routed_experts`; None: all decoder layers, in
     order."""
@@ -48,7 +48,7 @@ class MicroBatch(TokenColumns):
 @dataclass(kw_only=True, slots=True)
 class TrainBatch:
     """Batch of one optimizer step (an update). `shards[d]` contains the micro-batches of data-parallel rank d; every
-    rank has the same number."""
+    rank has the same number of them."""
 
     shards: list[list[MicroBatch]]
     tokens: int

@@ -21,11 +21,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Type and source of a column: an array with one entry per predicted token."""
+    """Description of a column, which is an array with one entry per predicted token: its type, fill value and
+    source."""
 
     dtype: type[np.generic] = np.float32
     fill: float = 0
-    """Value of the column at padding, and in place of NaN."""
+    """Value of the column at padding positions, and in place of NaN."""
     source: str | None = None
     """Field of `Trajectory` with L entries, from which the column is copied without the first entry, because the first
     token is not predicted. None: the column is computed."""
@@ -64,7 +65,7 @@ class LossColumns[Array]:
     values: Array | None = field(default=None, metadata=column())
     """float32 [n]: the critic's value estimates before the step's first update; None without a critic."""
     returns: Array | None = field(default=None, metadata=column())
-    """float32 [n]: regression targets of the critic's values; 0 at tokens that are not trained on."""
+    """float32 [n]: regression targets for the critic's values; 0 at tokens that are not trained on."""
     selected: Array | None = field(default=None, metadata=column())
     """float32 [n]: 1 at the tokens that the losses clip_cov and kl_cov select by the covariance of log-prob and
     advantage, else 0; None for other losses."""
@@ -83,11 +84,11 @@ class TokenColumns(LossColumns[np.ndarray]):
     tokens: np.ndarray = field(metadata=column(np.int64))
     """int64 [n]: input tokens of the model."""
     labels: np.ndarray = field(metadata=column(np.int64, source="token_ids"))
-    """int64 [n]: the predicted tokens, each the successor of the input token."""
+    """int64 [n]: the predicted tokens; each follows the input token with the same index."""
     versions: np.ndarray = field(metadata=column(np.int64, -1))
     """int64 [n]: version of the weights that sampled the label; -1 at labels that were not sampled."""
     temperature: np.ndarray = field(metadata=column(fill=1))
-    """float32 [n]: temperature at which the trajectory was sampled; 1 if it has none."""
+    """float32 [n]: temperature at which the trajectory was sampled; 1 for trajectories without one."""
     teacher_top_ids: np.ndarray | None = field(
         default=None, metadata=column(np.int64, source="teacher_top_ids", needed=_top)
     )

@@ -123,8 +123,8 @@ def distribute(
 
 
 def slowdown(split: Split, costs: Sequence[float], *, lockstep: bool) -> float:
-    """Returns the predicted time of a step divided by its time under perfect balance, at least 1. `lockstep`: True if
-    ranks wait for each other in every micro-batch (see `distribute`)."""
+    """Returns the predicted time of a step divided by its time under perfect balance; the quotient is at least 1.
+    `lockstep`: True if ranks wait for each other in every micro-batch (see `distribute`)."""
     table = []
     for parts in split:
         table.append([total(costs, part) for part in parts])
@@ -187,15 +187,15 @@ def _microbatches(
 
 
 def padded(number: int, multiple: int) -> int:
-    """Rounds `number` up to a multiple of `multiple`."""
+    """Rounds `number` up to the nearest multiple of `multiple`."""
     return -(-number // multiple) * multiple
 
 
 def _pack_rows(
     all_rows: Sequence[TrainingRow], indices: list[int], multiple_of: int, sequence_multiple: int
 ) -> MicroBatch:
-    """Packs the rows of `all_rows` at `indices` into a micro-batch. Without indices the micro-batch has only
-    `multiple_of` positions of padding."""
+    """Packs the rows of `all_rows` at `indices` into a micro-batch. If `indices` is empty, the micro-batch consists of
+    `multiple_of` padding positions."""
     rows = [all_rows[index] for index in indices]
     lengths = [padded(len(row), sequence_multiple) for row in rows]
     tail = -sum(lengths) % multiple_of
@@ -207,8 +207,8 @@ def _pack_rows(
     def joined(
         parts: Sequence[np.ndarray], dtype: npt.DTypeLike, pad: float = 0, shape: tuple[int, ...] = ()
     ) -> np.ndarray:
-        """Concatenates `parts`, one array per row, with the value `pad` at padding. `shape`: shape of one position's
-        entry, used if `parts` is empty."""
+        """Concatenates `parts`, one array per row, with the value `pad` at padding positions. `shape`: shape of one
+        position's entry, used if `parts` is empty."""
         shape = parts[0].shape[1:] if parts else shape
         out = np.full((sum(lengths), *shape), pad, dtype)
         start = 0
@@ -238,7 +238,7 @@ def _pack_rows(
 def _joined_routes(
     rows: Sequence[TrainingRow], joined: Callable[..., np.ndarray]
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Returns `routed_experts` and `routed` of the micro-batch with these rows (see `MicroBatch`). `joined`:
+    """Returns `routed_experts` and `routed` of the micro-batch that consists of `rows` (see `MicroBatch`). `joined`:
     concatenates one array per row, with padding."""
     known = [row.routed_experts for row in rows if row.routed_experts is not None]
     if not known:

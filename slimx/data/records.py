@@ -26,16 +26,16 @@ class Prompt:
     """One task, with either `messages` (to which the tokenizer's chat template is applied) or `token_ids`."""
 
     id: str
-    """Identifier that is unique in the prompt's source and stable between runs."""
+    """Identifier that is unique in the prompt's source and stable across runs."""
     messages: list[Json] | None = None
-    """Chat messages, `{"role": ..., "content": ...}`."""
+    """Chat messages, each `{"role": ..., "content": ...}`."""
     token_ids: list[int] | None = None
-    """Token ids that the engine gets unchanged, instead of `messages`."""
+    """Token ids that are passed to the engine unchanged, instead of `messages`."""
     answer: str | None = None
     """Reference answer with which a verifier compares responses; in supervised fine-tuning, the demonstration to learn
     from."""
     metadata: Json = field(default_factory=dict)
-    """Arbitrary values for hooks. `dataset` is the name of the prompt's data set."""
+    """Arbitrary values for hooks. The key `dataset` contains the name of the prompt's data set."""
     schema_version: int = SCHEMA_VERSION
     tools: list[Json] | None = None
     """Tools that the chat template renders, as JSON schemas."""
@@ -44,7 +44,7 @@ class Prompt:
 
     @property
     def source(self) -> str | None:
-        """Name of the prompt's data set: `metadata.dataset`, or None without it."""
+        """Name of the prompt's data set: `metadata.dataset`, or None if that is not set."""
         name = self.metadata.get("dataset")
         return None if name is None else str(name)
 
@@ -56,8 +56,8 @@ class Span:
     start: int
     stop: int
     source: Source
-    """Origin of the tokens: `prompt`: the prompt; `sampled`: an engine; `inserted`: a tool, a template or a
-    demonstration."""
+    """Origin of the tokens: the prompt (`prompt`), an engine (`sampled`), or a tool, a template or a demonstration
+    (`inserted`)."""
     turn: int = 0
     """Index of the turn to which the tokens belong."""
     policy: str = "actor"
@@ -71,9 +71,9 @@ class Turn:
     """Reward and state of one turn, which a generate hook sets so that advantages can be computed per turn."""
 
     reward: float = 0.0
-    """Reward of this turn alone; a trajectory's `reward` is for all turns together."""
+    """Reward of this turn alone; the trajectory's `reward` covers all turns."""
     state_key: str | None = None
-    """Key that is equal for those turns of a group that began in the same state of the environment."""
+    """Key shared by all turns of a group that began in the same environment state; None if no state was reported."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,23 +104,23 @@ class Trajectory:
     """uint8 or uint16 [L-1, layers, k]: the engine's logical expert ids for each input position and decoder layer."""
     teacher_logprobs: np.ndarray | None = None
     """float32 [L]: log-probs of the tokens under a served teacher, from the first trained token on; NaN before it. None
-    if not requested."""
+    if they were not requested."""
     teacher_top_ids: np.ndarray | None = None
     """int32 [L, k]: the teacher's top-k token ids at each position from the first trained token on, 0 before it. None,
-    like `teacher_top_logprobs`, if not requested."""
+    like `teacher_top_logprobs`, if they were not requested."""
     teacher_top_logprobs: np.ndarray | None = None
     """float32 [L, k]: the teacher's log-probs of `teacher_top_ids`; NaN before the first trained token."""
     turns: list[Turn] = field(default_factory=list)
-    """Data of the trajectory's turns, by index of the turn; empty if the hook provides none."""
+    """Data about each of the trajectory's turns, in order; empty if the hook provides none."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     """Values that hooks logged for the trajectory, by name; may be NaN or infinite."""
     status: Status = "completed"
     finish_reason: str | None = None
-    """Reason why generation ended: stop, length or abort; for a failed trajectory the exception's text."""
+    """Reason why generation ended: stop, length or abort. For a failed trajectory, the text of the exception."""
     timings: dict[str, float] = field(default_factory=dict)
-    """Durations in seconds, by name, such as `generate` for the engines' completions."""
+    """Durations in seconds by name; for example, `generate` is the time spent on the engines' completions."""
     metadata: Json = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
@@ -192,7 +192,8 @@ class Group:
     prompt: Prompt
     trajectories: list[Trajectory]
     baseline: float | None = None
-    """Reward of a greedy rollout of the prompt, which is not trained on; None if the algorithm does not need it."""
+    """Reward of a greedy rollout of the prompt, a rollout that is not trained on; None if the algorithm does not need
+    it."""
     schema_version: int = SCHEMA_VERSION
 
     def newest_only(self) -> Group:

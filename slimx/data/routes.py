@@ -21,18 +21,18 @@ class RouteShape:
     layers: int
     """Number of decoder layers. Engines report experts for all of them, with arbitrary values for dense layers."""
     moe_layers: tuple[int, ...]
-    """Global indices of the MoE layers."""
+    """Indices of the MoE layers among all decoder layers of the model."""
     experts: int
-    """Number of experts of an MoE layer."""
+    """Number of experts in an MoE layer."""
     topk: int
-    """Number of experts per token."""
+    """Number of experts selected for each token."""
 
 
 def check_routes(trajectories: Sequence[Trajectory], shape: RouteShape) -> None:
     """Checks that `routed_experts` of every trajectory has `topk` different experts of the model for each input
     position and MoE layer.
 
-    Raises SlimxError naming the first trajectory for which this is not true, and the layer."""
+    If not, raises SlimxError naming the first faulty trajectory and the layer."""
     for trajectory in trajectories:
         routes = trajectory.routed_experts
         expected = (len(trajectory.token_ids) - 1, shape.layers, shape.topk)

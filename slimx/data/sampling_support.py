@@ -13,14 +13,14 @@ class Support:
     """Ragged table of the tokens that top-k and top-p leave for sampling: position i has `counts[i]` entries of `ids`,
     in the order of the positions.
 
-    Example: of four positions the two inner ones were sampled, from 2 and 3 tokens: `counts` is [0, 2, 3, 0], and `ids`
-    has five entries.
+    Example: if only the middle two of four positions were sampled, from 2 and 3 tokens, `counts` is [0, 2, 3, 0], and
+    `ids` has five entries.
     """
 
     ids: np.ndarray
     """int32 [sum(counts)]: token ids, position by position."""
     counts: np.ndarray
-    """int32 [n]: number of ids per position; 0: the whole vocabulary."""
+    """int32 [n]: number of ids per position; 0 allows the whole vocabulary."""
 
     def __post_init__(self) -> None:
         if self.counts.sum() != len(self.ids):
@@ -34,7 +34,7 @@ class Support:
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
     def take(self, index: np.ndarray) -> Support:
-        """Returns a support of the positions in `index`, in that order."""
+        """Returns the support at the positions in `index`, in that order."""
         starts = np.cumsum(self.counts) - self.counts
         counts = self.counts[index]
         # The index of an id in `ids` is the start of its position plus its offset in the position.
@@ -50,12 +50,12 @@ class Support:
 
     @staticmethod
     def everything(length: int) -> Support:
-        """Returns a support of `length` positions that allows the whole vocabulary at each."""
+        """Returns a support that allows the whole vocabulary at each of `length` positions."""
         return Support(ids=np.zeros(0, np.int32), counts=np.zeros(length, np.int32))
 
     @staticmethod
     def join(parts: Sequence[Support]) -> Support:
-        """Concatenates `parts`, which must not be empty, along the positions."""
+        """Concatenates `parts`, of which there must be at least one, along the position dimension."""
         return Support(
             ids=np.concatenate([part.ids for part in parts]), counts=np.concatenate([part.counts for part in parts])
         )

@@ -46,8 +46,8 @@ def offloading(transformer: TransformerConfig, *, training: bool) -> Iterator[No
 
 
 def _forget() -> None:
-    """Resets upstream's manager, so that it treats the next pass as the first. CUDA streams are kept; pinned buffers
-    return to torch's allocator."""
+    """Resets upstream's offload manager, so that it treats the next pass as the first. CUDA streams are kept; pinned
+    buffers return to torch's allocator."""
     manager = upstream.PipelineOffloadManager.get_instance()
     for cache in (manager._queue, manager._cached_chunks_forward, manager._cached_chunks_backward):
         cache.clear()

@@ -32,7 +32,7 @@ class PackedAttention(MegatronModule):
     """Core attention over packed sequences (qkv_format thd) in plain torch.
 
     If the configuration's `softmax_type` is "learnable", the layer has a parameter `softmax_offset` [heads / TP], the
-    logits of the attention sinks. With `window_size`, the layers that `window_attn_skip_freq` selects use
+    logits of the attention sinks. If `window_size` is set, the layers that `window_attn_skip_freq` selects use
     sliding-window attention."""
 
     def __init__(
@@ -81,7 +81,7 @@ class PackedAttention(MegatronModule):
         """Computes causal attention for packed sequences; returns [T, 1, heads * d], as megatron-core's packed path
         expects. `query`, `key`, `value`: [T, heads, d] or [T, 1, heads, d].
 
-        Under context parallelism, T counts this rank's part of the tokens, and every rank gathers all keys and
+        Under context parallelism, T is the number of this rank's tokens only, and every rank gathers all keys and
         values."""
         assert packed_seq_params is not None
         query, key, value = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
@@ -147,8 +147,8 @@ class LatentAttention(MLASelfAttention):
     """MLASelfAttention that uses its spec unchanged.
 
     Upstream resolves norms and projections again from the configuration (`QKNormConfigResolver`). That would silently
-    replace every projection that is not of the backend's class, and would give a query projection without low-rank
-    compression a norm, which none of slimx's models has."""
+    replace every projection that is not of the backend's class, and would add a norm to a query projection without
+    low-rank compression, although none of slimx's models has such a norm."""
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
         return {name: getattr(submodules, name) for name in _RESOLVED}

@@ -32,8 +32,9 @@ from slimx.numerics.norm import rms_norm, zero_centered_rms_norm
 
 
 def install(*, always: bool = False) -> bool:
-    """Makes megatron.core build these layers if CUDA or Transformer Engine is missing, or if `always`; returns True if
-    it did. Also installs `Adam`, unless a FusedAdam of apex or Transformer Engine is available on a GPU."""
+    """Makes megatron.core build this module's layers if CUDA or Transformer Engine is missing, or if `always` is True;
+    returns True if it did so. Also installs `Adam`, unless a FusedAdam of apex or Transformer Engine is available on a
+    GPU."""
     if torch.cuda.is_available() and HAVE_TE and not always:
         return False
     repair_upstream()
@@ -75,8 +76,8 @@ def _norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
 
 
 class Norm(torch.nn.Module):
-    """RMSNorm with a `weight` [hidden]; with the configuration's `layernorm_zero_centered_gamma` it multiplies by 1 +
-    weight."""
+    """RMSNorm with a `weight` [hidden]. If the configuration sets `layernorm_zero_centered_gamma`, the norm multiplies
+    by 1 + weight."""
 
     norm = staticmethod(rms_norm)
 
@@ -313,8 +314,8 @@ def repair_upstream() -> None:
 
 
 def _router() -> None:
-    """Makes moe_utils.router_gating_linear multiply with torch. Upstream uses te_general_gemm whenever Transformer
-    Engine is installed, even on a CPU."""
+    """Makes moe_utils.router_gating_linear use torch's matrix product. Upstream uses te_general_gemm whenever
+    Transformer Engine is installed, even on a CPU."""
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None

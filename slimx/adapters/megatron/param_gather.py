@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 
 def wait_by_layer(chunk: DistributedDataParallel, model: GPTModel) -> None:
-    """Replaces megatron-core's per-module hooks with hooks that wait once per decoder layer, once for the embedding,
-    and once for the modules after the decoder. `chunk`: the DistributedDataParallel wrapper around `model`."""
+    """Replaces megatron-core's per-module hooks with hooks that wait for gathered parameters once per decoder layer,
+    once for the embedding, and once for the modules after the decoder. `chunk`: the DistributedDataParallel wrapper
+    around `model`."""
     chunk.disable_forward_pre_hook(param_sync=False)
     decoder = model.decoder
 

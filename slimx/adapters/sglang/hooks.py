@@ -23,7 +23,7 @@ from slimx.layout.form import ServedForm
 from slimx.runtime.ports import meet
 
 START_METHOD = "sglang.srt.entrypoints.engine._set_envs_and_config"
-"""SGLang's function that sets the multiprocessing start method of the server's other processes."""
+"""Dotted name of the SGLang function that sets the multiprocessing start method of the server's other processes."""
 LOADS_PATH = "sglang.srt.managers.load_snapshot.shm_path_for"
 LOADS = "slimx-loads"
 """Name of the memory file (memfd) that replaces SGLang's file of scheduler loads in /dev/shm."""
@@ -32,12 +32,12 @@ KEYS = ("api_key", "admin_api_key")
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 LABEL = "slimx"
 ADJUST = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_from_schedule_batch"
-"""SGLang's method that is called after the sampling parameters of a batch have been built; without a hook, the method
-does nothing."""
+"""Dotted name of the SGLang method that is called after the sampling parameters of a batch have been built; without a
+hook, the method does nothing."""
 UNSEEDED = 42
-"""Seed of requests that set none: SGLang's default in deterministic inference."""
+"""Seed for requests that set none: SGLang's default in deterministic inference."""
 PAUSED = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
-"""SGLang's method that is called once per iteration of a paused scheduler's loop, and nowhere else."""
+"""Dotted name of the SGLang method that is called once per iteration of a paused scheduler's loop, and nowhere else."""
 CREATE_STORE = "torch.distributed.rendezvous._create_c10d_store"
 
 

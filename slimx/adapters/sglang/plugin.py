@@ -48,8 +48,8 @@ PREFIX = "slimx."
 """Prefix of /weights_checker actions that call a verb of slimx: a method of `RankReceiver` or an entry point of
 `VERBS`."""
 VERBS = "slimx.server_verbs"
-"""Entry point group of further verbs, which are functions that clients call by name on every rank: they take the model
-runner and the verb's arguments, and return JSON."""
+"""Entry point group of additional verbs: functions that clients call by name on every rank. They take the model runner
+and the verb's arguments, and return JSON."""
 
 
 class Parallelism(Protocol):
@@ -202,7 +202,7 @@ def _sizes() -> dict[str, int]:
 
 
 def _backends() -> Json:
-    """Returns the kernel backends that SGLang chose from its arguments, the model and this machine, by purpose."""
+    """Returns the kernel backends that SGLang chose based on its arguments, the model and this machine, by purpose."""
     from sglang.srt.runtime_context import attention_backends, get_exec
 
     execution = get_exec()

@@ -41,16 +41,17 @@ def estimated_scores(hashed: torch.Tensor, logprobs: torch.Tensor) -> torch.Tens
 
 
 def scores(hashed: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Returns the score of each token in fp64: its log-prob plus Gumbel noise, with SGLang's operations in SGLang's
-    order. `hashed`: int64, with the shape of `logprobs`."""
+    """Returns the score of each token in fp64: its log-prob plus Gumbel noise, computed by the same operations in the
+    same order as in SGLang. `hashed`: int64, with the shape of `logprobs`."""
     uniform = hashed.double() / LARGEST_HASH
     exponential = -torch.clamp(torch.log(uniform), min=torch.finfo(torch.float64).min, max=-LEAST_NOISE)
     return -torch.log(exponential) + logprobs.double()
 
 
 def highest(hashed: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Returns the column with the highest score in each row, int64 [rows, 1]. `hashed`: uint32 [rows, columns];
-    `logprobs`: fp32 or fp64 of the same shape."""
+    """Returns the column with the highest score in each row, int64 [rows, 1]. The score of a column is its log-prob
+    plus the Gumbel noise derived from its hash. `hashed`: uint32 [rows, columns]; `logprobs`: fp32 or fp64 of the same
+    shape."""
     rows, columns = logprobs.shape
     bits = hashed.view(torch.int32)  # few torch operations accept uint32
     estimate = estimated_scores(bits.long() & LARGEST_HASH, logprobs)

@@ -81,7 +81,7 @@ def unseen(messages: Sequence[Json], rendered: str, render: Callable[[Sequence[J
 
 
 def _contains(rendered: str, texts: Sequence[str]) -> bool:
-    """Returns True if `rendered` contains `texts` in this order."""
+    """Returns True if `rendered` contains all `texts` in this order, without overlap."""
     position = 0
     for text in texts:
         position = rendered.find(text, position)
@@ -92,8 +92,8 @@ def _contains(rendered: str, texts: Sequence[str]) -> bool:
 
 
 def _text(message: Json) -> str:
-    """Returns the part of a message's text that a rendering must contain: the whole text, or for an assistant's message
-    the text after its thinking."""
+    """Returns the part of a message's text that a rendering must contain: the text after the thinking in an assistant
+    message, the whole text in any other message."""
     content = message.get("content")
     if not isinstance(content, str):
         return ""

@@ -40,8 +40,8 @@ class Response:
 
 
 def final_answer(text: str, *, thinking: bool = False) -> str:
-    """Returns the answer in a turn's `text`: the text after the last </think>, or in the Harmony format the last
-    message of the channel `final`. Without thinking the answer is the whole text; if the thinking did not end, the
+    """Returns the answer in a turn's `text`: the text after the last </think>, or, in the Harmony format, the last
+    message of the channel `final`. Without thinking, the answer is the whole text; if the thinking did not end, the
     answer is "".
 
     `thinking`: True for a turn that begins inside thinking, because the chat template opened it."""
@@ -86,7 +86,8 @@ def _sampled_runs(trajectory: Trajectory) -> list[tuple[int, int]]:
 
 
 def _is_thinking(text: str, thinking: bool) -> bool:
-    """Returns True if the text of a turn ends inside thinking. `thinking`: True if the turn began inside thinking."""
+    """Returns True if the text of a turn ends inside an unfinished thinking section. `thinking`: True if the turn began
+    inside one."""
     _, ended, rest = text.rpartition(THOUGHT_ENDS)
     return THOUGHT_BEGINS in rest or (thinking and not ended)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "spiece.model")
-"""Names of vocabulary files; a Hugging Face tokenizer has at least one of them."""
+"""Names of vocabulary files; a Hugging Face tokenizer directory contains at least one of them."""
 COMPANIONS = (
     "config.json",
     "tokenizer_config.json",
@@ -28,7 +28,7 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
 )
-"""Names of other files that a tokenizer may have."""
+"""Names of the other files that a Hugging Face tokenizer directory may contain."""
 
 MARKER = "(the answer 8d1f)"
 """Placeholder for the assistant's answer in a short conversation; its position in the rendered text shows what the chat
@@ -39,7 +39,7 @@ prompt."""
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a local Hugging Face directory.
+    """Loads the tokenizer in a local Hugging Face directory.
 
     Raises SlimxError naming the directory and what is missing or unreadable.
     """
@@ -233,7 +233,8 @@ def _encode_after_calls(
 
 
 def answered(**answer: object) -> list[Json]:
-    """Returns a short conversation whose assistant message has the fields `answer`, such as content or tool_calls."""
+    """Returns a short conversation that ends with an assistant message. `answer`: fields of this message, such as
+    content or tool_calls."""
     return [{"role": "user", "content": "(the question)"}, {"role": "assistant", **answer}]
 
 
@@ -300,8 +301,8 @@ def _encoded(
 
 
 def _full_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str | SlimxError:
-    """Returns a prompt's messages rendered by the chat template, or a SlimxError if the template omits a message or
-    refuses the prompt."""
+    """Returns a prompt's messages rendered by the chat template. If the template omits a message or refuses the prompt,
+    returns a SlimxError instead of raising it."""
     messages = prompt.messages or []
     try:
         prompt_tokenizer = templated(tokenizer, prompt)
@@ -321,8 +322,8 @@ def _full_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str | Slim
 
 
 def templated(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> PreTrainedTokenizerBase:
-    """Returns a tokenizer whose chat template has the prompt's template arguments as defaults. Raises SlimxError naming
-    the prompt and an argument that the chat template does not use."""
+    """Returns a tokenizer whose chat template has the prompt's template arguments as defaults. If the chat template
+    does not use one of the arguments, raises SlimxError naming it and the prompt."""
     try:
         check_arguments(tokenizer, prompt.template, "its template")
     except SlimxError as error:

@@ -15,7 +15,7 @@ from slimx.errors import SlimxError, raised
 from slimx.json_types import Json
 
 MAPS = "slimx.maps"
-"""Entry point group of mapping hooks, to which configurations refer by name."""
+"""Entry point group of mapping hooks, which configurations refer to by name."""
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "conversations", "messages", "input")
 """Usual names of the column with the question in published data sets, the most likely first, in lower case."""
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -25,7 +25,7 @@ ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "label", "solu
 
 @dataclass(frozen=True, slots=True)
 class RowMapping:
-    """Mapping of the rows of a file to prompts."""
+    """Conversion of data set rows to prompts, as the configuration specifies it."""
 
     fields: RowFields | None = None
     hook: Callable[[Json], object] | None = None
@@ -36,8 +36,8 @@ class RowMapping:
     """Name of the configuration section that sets `fields` and `hook`, for error messages."""
 
     def __call__(self, row: Json, where: str) -> Json:
-        """Returns the fields of the row's prompt. `where`: location of the row. Raises SlimxError naming `where` and
-        the column or the hook that is wrong."""
+        """Returns the fields of the prompt that `row` contains. `where`: location of the row. Raises SlimxError naming
+        `where` and the column or the hook that is wrong."""
         if self.hook is not None:
             row = _hooked(self.hook, row, where, f"{self.section}.map")
         elif self.fields is not None:
@@ -117,7 +117,7 @@ def as_text(value: object) -> str | None:
 
 
 def fitting_fields(row: Mapping[str, object]) -> dict[str, str] | None:
-    """Returns a suggestion of `rollout.fields` that fits a row; None if no column looks like a question."""
+    """Returns a suggested value of `rollout.fields` that fits a row; None if no column looks like a question."""
     columns = {name.lower(): name for name in _columns(row)}
     prompt = _first_of(PROMPTS, columns)
     if prompt is None:

@@ -85,7 +85,7 @@ def read_prompts(
 
     Lines and rows are counted from 1; blank lines are skipped. `mapping`: converts rows in other formats; `dataset`:
     value of metadata.dataset for rows that have none; `subset` and `split`: parts of a data set to read. Raises
-    SlimxError naming file, line and problem.
+    SlimxError naming the file, the line and the problem.
     """
     return list(iter_prompts(path, mapping, dataset=dataset, subset=subset, split=split))
 
@@ -161,7 +161,8 @@ def _prompt(row: Json, default_id: str, where: str) -> Prompt:
 
 
 def _mistyped(row: Json, error: msgspec.ValidationError) -> str:
-    """Describes the value of `row` that has the wrong type according to `error`, and the type that its key requires."""
+    """Returns a clause for an error message about the value of `row` that has the wrong type according to `error`, and
+    the type that its key requires."""
     path = re.search(r"`\$\.((\w+)[^`]*)`$", str(error))
     if path is None or path[2] not in VALUE_KINDS:
         return f"a value has the wrong type ({error}); correct it"
@@ -174,8 +175,8 @@ def _mistyped(row: Json, error: msgspec.ValidationError) -> str:
 
 
 class PromptSource:
-    """Endless stream of `prompts`. Each epoch contains all of them, in a random order that depends only on seed and
-    epoch."""
+    """Endless stream of `prompts`. Each epoch contains all of them, in a random order that depends only on the seed and
+    the epoch."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int):
         if not prompts:
@@ -207,8 +208,8 @@ class PromptSource:
     def restore(self, state: Json) -> None:
         """Continues at the position in `state`.
 
-        Raises SlimxError if seed or prompts differ from those of `state`, because the stream would then silently repeat
-        some prompts and skip others.
+        Raises SlimxError if the seed or the prompts differ from those recorded in `state`, because the stream would
+        then silently repeat some prompts and skip others.
         """
         missing = [key for key in ("epoch", "position", *self._identity) if key not in state]
         if missing:
@@ -240,7 +241,8 @@ class PromptSource:
         self._position = position
 
     def _changes(self, old: Json) -> str:
-        """Describes how the identity of this stream differs from `old`, the saved one; "" if it does not."""
+        """Returns a description of the differences between this stream's identity and `old`, the saved identity; "" if
+        there are none."""
         new = self._identity
         changes = []
         if old["seed"] != new["seed"]:

@@ -67,7 +67,7 @@ def as_row(fields: object, where: str) -> Json:
 
 
 def kind_of(value: object) -> str:
-    """Describes the type of a JSON value, for error messages."""
+    """Returns a description of a JSON value's type, for error messages."""
     if value is None:
         return "null"
     if isinstance(value, bool):

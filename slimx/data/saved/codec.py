@@ -32,7 +32,8 @@ from slimx.json_types import Json
 ARRAY = 1
 """Type code of the MessagePack extension for arrays."""
 NUMERIC = re.compile(r"[<>|][biufc]\d{1,2}")
-"""Pattern of NumPy's bool, int, unsigned, float and complex dtypes, whose arrays consist only of raw bytes."""
+"""Pattern that matches the type strings of NumPy's bool, int, unsigned, float and complex dtypes, whose arrays consist
+only of raw bytes."""
 FORMAT = "slimx-groups-1"
 """Value of `format` in a file's header line: name and version of the file format."""
 
@@ -72,8 +73,8 @@ def decode[T](kind: type[T], data: bytes) -> T:
 
 
 def encode_groups(groups: Sequence[Group]) -> bytes:
-    """Encodes groups, and decodes each one once as a check. Raises SlimxError naming a group with a value that cannot
-    be encoded and decoded."""
+    """Encodes groups, and decodes each one once as a check. If a value cannot be encoded and decoded, raises SlimxError
+    naming its group."""
     parts = []
     for group in groups:
         try:
@@ -105,7 +106,7 @@ def save_groups(path: str | Path, groups: Sequence[Group], about: Mapping[str, o
 
 
 def load_groups(path: str | Path) -> list[Group]:
-    """Reads the groups of a file that `save_groups` wrote.
+    """Reads the groups from a file that `save_groups` wrote.
 
     Raises SlimxError naming the file if it is missing, truncated, edited or in another format.
     """
@@ -199,8 +200,9 @@ def _to_numpy(code: int, data: memoryview) -> np.ndarray:
 
 
 def _check_schema(kind: object, value: object, where: str) -> None:
-    """Raises SlimxError for unsupported record versions and for unknown fields, neither of which msgspec refuses; it
-    checks only the types. `kind`: type of the decoded `value`; `where`: path of the value in the record, for errors."""
+    """Raises SlimxError for unsupported record versions and for unknown fields, neither of which msgspec refuses,
+    because it checks only types. `kind`: type of the decoded `value`; `where`: path of the value in the record, for
+    errors."""
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         for option in typing.get_args(kind):
@@ -246,8 +248,8 @@ def _hints(kind: type) -> dict[str, object]:
 
 @functools.cache
 def _nested(kind: type) -> tuple[str, ...]:
-    """Returns the fields of `kind` that contain records. Other fields, such as long lists of integers, need no
-    check."""
+    """Returns the names of the fields of `kind` that contain records, which must be checked in turn. Other fields, such
+    as long lists of integers, need no check."""
     names = []
     for name, hint in _hints(kind).items():
         if _contains_record(hint):

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DIRECTORY = "rollouts"
-"""Name of the folder in a run directory that contains the rollout files."""
+"""Name of the run directory's subdirectory that contains the rollout files."""
 TOKENIZER = "tokenizer"
-"""Name of the folder in a run directory that contains a copy of the tokenizer, which decodes the tokens in the rollout
-files."""
+"""Name of the run directory's subdirectory that contains a copy of the tokenizer, which decodes the tokens in the
+rollout files."""
 _NAME = re.compile(r"step-(\d{7,})\.groups")
 _UNRELATED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "quantization_config")
 """Keys of config.json that may differ between copies of the same model."""
@@ -47,7 +47,7 @@ class Origin:
     properties."""
 
     model: Json
-    """Content of the model's config.json, without keys that may differ between copies."""
+    """Contents of the model's config.json, without keys that may differ between copies."""
     vocabulary: str
     """Digest of the tokenizer's tokens and their ids."""
     prompts_per_step: int
@@ -59,8 +59,9 @@ class Origin:
     """Names of the policies that the run trains."""
 
     def differences(self, other: Origin) -> dict[str, str]:
-        """Returns the properties in which `self`, the origin of a file, differs from `other`, the origin of the run
-        that would train on the file, by configuration key. Each value is a clause of an error message."""
+        """Returns, by configuration key, the properties in which `self`, the origin of a file, differs from `other`,
+        the origin of the run that would train on the file. Each difference is worded as a clause of an error
+        message."""
         clauses = {}
         keys = sorted(self.model.keys() | other.model.keys())
         changed = [key for key in keys if self.model.get(key) != other.model.get(key)]
@@ -89,7 +90,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class About:
-    """Description of one step's groups, which the header of the step's file contains."""
+    """Description of one step's groups, stored in the header of the step's file."""
 
     step: int
     version: int
@@ -128,7 +129,7 @@ class StepFiles:
 
     def __init__(self, directory: Path, origin: Origin, *, every: int, keep: int, resume_step: int):
         """Removes the files of `resume_step` and later steps, because the run repeats these steps. `every`: number of
-        steps between files, 0: no files; `keep`: number of newest files to keep, 0: all."""
+        steps between files, or 0 to write none; `keep`: number of newest files to keep, or 0 to keep all."""
         self.directory = directory
         self.origin = origin
         self.every = every
@@ -138,12 +139,13 @@ class StepFiles:
                 _remove(path)
 
     def due(self, step: int) -> bool:
-        """Returns True if a file is written for `step`, counted from 1: every `every` steps, starting with step 1."""
+        """Returns True if a file is written for `step`, counted from 1. Files are written every `every` steps, starting
+        with step 1; never if `every` is 0."""
         return self.every > 0 and (step - 1) % self.every == 0
 
     def write(self, step: int, version: int, groups: Sequence[Group], dropped: Mapping[str, int]) -> Path:
-        """Writes the file of a step's groups, and removes old files beyond `keep`. `version`: version of the trainers'
-        weights; `dropped`: number of groups dropped during the step, by reason."""
+        """Writes the file of a step's groups, and then removes all but the newest `keep` files, or none if `keep` is 0.
+        `version`: version of the trainers' weights; `dropped`: number of groups dropped during the step, by reason."""
         about = describe(step, version, groups, dropped, self.origin)
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / file_name(step)
@@ -155,8 +157,8 @@ class StepFiles:
         return path
 
     def write_trained(self, step: int, tokens: Sequence[TrainedTokens]) -> Path:
-        """Writes the values that training computed for every token of `step`, whose groups must have been written
-        before."""
+        """Writes the values that training computed for every token of `step`. The step's groups must already have been
+        written."""
         path = self.directory / file_name(step)
         with _writing(path.with_suffix(SUFFIX)):
             return write_trained(path, tokens)
@@ -196,7 +198,7 @@ def describe(step: int, version: int, groups: Sequence[Group], dropped: Mapping[
 
 
 def without_routes(groups: Sequence[Group]) -> list[Group]:
-    """Returns copies of the groups without `routed_experts`."""
+    """Returns copies of the groups in which `routed_experts` of every trajectory is None."""
     copies = []
     for group in groups:
         trajectories = [replace(trajectory, routed_experts=None) for trajectory in group.trajectories]
@@ -238,7 +240,7 @@ def step_files(directory: Path) -> dict[int, Path]:
 
 
 def read_step_about(path: Path) -> About:
-    """Reads the description of a step from its file. Raises SlimxError naming a file that is damaged or has no
+    """Reads the description of a step from its file. Raises SlimxError naming the file if it is damaged or contains no
     description."""
     try:
         return msgspec.convert(read_about(path), About)
@@ -251,5 +253,5 @@ def read_step_about(path: Path) -> About:
 
 
 def read_step(path: Path) -> tuple[About, list[Group]]:
-    """Reads the description and the groups of one step. Raises SlimxError naming a damaged file."""
+    """Reads the description and the groups of one step. Raises SlimxError naming the file if it is damaged."""
     return read_step_about(path), load_groups(path)

@@ -40,8 +40,8 @@ class TrainedTokens:
 
     @classmethod
     def of_row(cls, row: TrainingRow, logprobs: np.ndarray, other_experts: np.ndarray) -> TrainedTokens:
-        """Aligns the values of a trajectory's row with its tokens: entry t of the row, of `logprobs` and of
-        `other_experts`, all of length L - 1, belongs to token t + 1."""
+        """Creates the values of a trajectory's tokens from its `row`, `logprobs` and `other_experts`, which contain L -
+        1 entries because the first token is not predicted: entry t belongs to token t + 1."""
         by_token = None if row.routed_experts is None else np.concatenate([[False], other_experts])
         return cls(logprobs=_after_nan(logprobs), advantages=_after_nan(row.advantages), other_experts=by_token)
 
@@ -76,7 +76,7 @@ def read_trained(groups_file: Path, groups: Sequence[Group]) -> dict[str, Traine
     """Returns the values of a step's tokens by trajectory id; {} if there is no file. `groups`: all groups of
     `groups_file`.
 
-    Raises SlimxError naming a file that is damaged or belongs to another step."""
+    Raises SlimxError naming the file if it is damaged or belongs to another step."""
     path = groups_file.with_suffix(SUFFIX)
     trajectories: list[Trajectory] = []
     for group in groups:

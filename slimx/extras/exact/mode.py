@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Exact(NumericsMode):
-    """Exact mode of a run with `numerics.mode: exact`, or of a server started with `--exact-leaves N`."""
+    """Exact mode, enabled for a run by `numerics.mode: exact`, and for a server by `--exact-leaves N`."""
 
     OPTION: ClassVar[str] = "--exact-leaves"
     replaces_layers: ClassVar[bool] = True
 
     leaves: int
-    """Number of leaves of row-parallel sums: equal parts whose partial sums are added in a binary tree."""
+    """Number of leaves into which row-parallel sums are cut: equal parts whose partial sums are added in a binary
+    tree."""
 
     @classmethod
     def configured(cls, config: Config) -> Self:
@@ -105,13 +106,13 @@ class Exact(NumericsMode):
 
 
 def tree_leaves(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> int:
-    """Returns the number of leaves of row-parallel sums: `numerics.leaves`, or the run's largest tensor parallel size
-    if `numerics.leaves` is not set."""
+    """Returns the number of leaves into which row-parallel sums are cut: `numerics.leaves`, or if it is not set, the
+    run's largest tensor-parallel size."""
     return numerics.leaves or max(tensor_sizes(trainer, rollout).values())
 
 
 def tensor_sizes(trainer: Trainer, rollout: Rollout) -> dict[str, int]:
-    """Returns the tensor parallel sizes of the trainer and of engines that serve the policy, keyed by a description for
+    """Returns the tensor-parallel sizes of the trainer and of engines that serve the policy, keyed by a description for
     error messages."""
     sizes = {"trainer.tensor": trainer.tensor, "trainer.expert_tensor": trainer.expert_tensor_size}
     # Frozen groups need not agree with the trainer. A replay starts no engines, but must compute the sums of the run

@@ -77,13 +77,13 @@ FAMILIES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
-"""Architectures whose log-probs were shown to be bitwise equal in trainer and engines (docs/support.md)."""
+"""Architectures whose log-probs have been shown to be bitwise equal in trainer and engines (docs/support.md)."""
 ON_GPUS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""Architectures with which exact mode may run on GPUs, because their code in SGLang was reviewed: exact mode disables
+"""Architectures with which exact mode may run on GPUs. A review of their code in SGLang found that exact mode disables
 all special kernels that this code uses on GPUs."""
 IN_BLOCKS = ("DeepseekV3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""Architectures in `FAMILIES` whose log-probs were shown to be bitwise equal in trainer and engines even with block-fp8
-weights."""
+"""Architectures in `FAMILIES` whose log-probs have been shown to be bitwise equal in trainer and engines even with
+block-fp8 weights."""
 
 
 MODE = "numerics.mode is exact"
@@ -325,8 +325,8 @@ def serves_blocks(numerics: Numerics, publish: Publish, rollout: Rollout, spec: 
 
 
 def _row_parallel_widths(fields: dict[str, Any]) -> dict[str, int]:
-    """Returns the number of elements over which each row-parallel linear layer of a model sums, by a description of the
-    layer. `fields`: fields of megatron-core's TransformerConfig."""
+    """Returns the number of elements over which each row-parallel linear layer of a model sums, keyed by a description
+    of the layer. `fields`: fields of megatron-core's TransformerConfig."""
     experts = fields.get("moe_ffn_hidden_size")
     # In latent attention, the heads of values have a width of their own.
     head_width = fields.get("v_head_dim") or fields["kv_channels"]

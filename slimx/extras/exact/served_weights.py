@@ -60,8 +60,8 @@ class ServedWeights:
             self._rounded[name] = codes.view(codes_shape), scales.view(torch.float32).view(scales_shape)
 
     def refresh(self) -> None:
-        """Updates `values` from the parameters' current values. Non-finite values are not checked here: they appear in
-        the loss, and a publication refuses them by name."""
+        """Updates `values` from the parameters' current values. Does not check for non-finite values: they become
+        visible in the loss, and a publication refuses parameters that contain them."""
         if not self.values:
             return
         self._packer.refresh_addresses()

@@ -27,12 +27,13 @@ from slimx.models.rows import Layer
 ARCHITECTURE = "DeepseekV32ForCausalLM"
 NO_CPU_ENGINE = "SGLang has indexers and sparse attention only as CUDA kernels"
 UNTRAINED = ("*.core_attention.indexer.*",)
-"""Glob patterns of parameters that get no gradient from any loss, and have no optimizer state."""
+"""Glob patterns for the names of parameters that receive no gradient from any loss and therefore have no optimizer
+state."""
 
 
 def transformer_config(hf: HfConfig, *, interleaved: bool = False) -> dict[str, Any]:
-    """Returns the fields of megatron-core's MLATransformerConfig that define the model, except parallelism and dtype.
-    `interleaved`: True if the indexer's rotary embedding rotates adjacent pairs."""
+    """Returns the fields of megatron-core's MLATransformerConfig that define the model; fields for parallelism and
+    dtype are not included. `interleaved`: True if the indexer's rotary embedding rotates adjacent pairs."""
     interval, offset = period(indexers(hf)) or (1, 0)
     return {
         **deepseek_v3.transformer_config(hf),
@@ -123,7 +124,7 @@ def engine_indexer(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
 
 def _attention(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
     """Returns the weight-table rows of latent attention, of the norm before it, and of the indexer, which every
-    tensor-parallel rank stores completely. Norms of latents are modules of their own, because the indexer reads the
+    tensor-parallel rank stores completely. Norms of latents are separate modules, because the indexer reads the
     normalized query latent."""
     return *deepseek_v3.attention(hf, layer, fused=False), *_indexer(hf, with_indexers(hf, layer))
 

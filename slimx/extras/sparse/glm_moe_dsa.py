@@ -23,8 +23,8 @@ ARCHITECTURE = "GlmMoeDsaForCausalLM"
 
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
-    """Returns the fields of megatron-core's MLATransformerConfig that define the model, except parallelism and
-    dtype."""
+    """Returns the fields of megatron-core's MLATransformerConfig that define the model; fields for parallelism and
+    dtype are not included."""
     return deepseek_v32.transformer_config(hf, interleaved=True)
 
 

@@ -19,11 +19,11 @@ _INDEXER_ROWS = 8192
 
 @dataclass(frozen=True)
 class SparseAttention(LayerKind):
-    """Decoder with sparse attention in every layer. A layer without an indexer reads the tokens that the closest
-    earlier layer with an indexer selected."""
+    """Decoder with sparse attention in every layer. A layer without an indexer attends to the tokens selected by the
+    closest earlier layer that has one."""
 
     indexers: tuple[bool, ...]
-    """For each layer, in order: True if it has an indexer."""
+    """One entry per layer, in order: True if the layer has an indexer."""
 
     unproven = {"megatron-core's experimental attention": ("trainer.offload_activations",)}
     fuses_rotation = False
@@ -87,7 +87,7 @@ class SparseAttention(LayerKind):
 
     @property
     def shares(self) -> bool:
-        """True if some layers have no indexer, so that layers share selected tokens."""
+        """True if some layers have no indexer and therefore reuse the tokens that another layer's indexer selected."""
         return not all(self.indexers)
 
     def microbatch_bytes(self, model: Mapping[str, Any], setting: Any, layers: Sequence[int]) -> float:
@@ -106,8 +106,8 @@ class SparseAttention(LayerKind):
         return trainer.megatron.get("dsa_kernel_backend", "none") == "none"
 
     def cache_bytes(self, model: Mapping[str, Any]) -> int:
-        """Returns the bytes per token and layer of the indexer's key, which is fp8 with a scale of four bytes per 128
-        elements, regardless of the KV cache's dtype."""
+        """Returns the size in bytes of the indexer's key per token and layer. The key is fp8 with a scale of four bytes
+        per 128 elements, regardless of the KV cache's dtype."""
         key = model["dsa_indexer_head_dim"]
         return key + key // 128 * 4
 
@@ -133,9 +133,9 @@ class SparseAttention(LayerKind):
             yield from module.k_norm.parameters()
 
     def recorder(self, trainer: Trainer) -> Callable[[], Packing] | None:
-        """Returns None unless `trainer.indexer_replay` is R2, and otherwise a function that creates one callable per
-        micro-batch. The SparseSequences objects that one such callable creates share one record of selected tokens, so
-        that later passes can replay them."""
+        """Returns a function that creates one callable per micro-batch if `trainer.indexer_replay` is R2; otherwise
+        None. The SparseSequences objects that one such callable creates share one record of selected tokens, so that
+        later passes can replay them."""
         if trainer.indexer_replay != "R2":
             return None
         from slimx.extras.sparse.adapters.megatron.sparse import SparseSequences
@@ -144,9 +144,10 @@ class SparseAttention(LayerKind):
 
 
 def indexers(hf: HfConfig) -> tuple[bool, ...]:
-    """Returns, for each layer, True if it has an indexer, as transformers and SGLang read config.json: from
-    `indexer_types`, else from `index_topk_pattern`, else every `index_topk_freq` layers after the first
-    `index_skip_topk_offset` (default 2). Raises ValueError for an unknown type or a wrong number of layers."""
+    """Returns, for each layer, True if it has an indexer. Reads config.json as transformers and SGLang do: the field
+    `indexer_types`, or else `index_topk_pattern`. If neither is set, the first `index_skip_topk_offset` layers (default
+    2) and every `index_topk_freq`-th layer after them have an indexer. Raises ValueError for an unknown type or a wrong
+    number of layers."""
     layers = hf["num_hidden_layers"]
     pattern = hf.get("index_topk_pattern")
     types = hf.get("indexer_types") or pattern
@@ -167,7 +168,7 @@ def _periodic(layers: int, interval: int, offset: int) -> tuple[bool, ...]:
 
 
 def sharing_field(hf: HfConfig) -> str:
-    """Returns the name of the config.json field from which `indexers` reads which layers have an indexer."""
+    """Returns the name of the config.json field that determines which layers have an indexer (see `indexers`)."""
     return next((name for name in ("indexer_types", "index_topk_pattern") if hf.get(name)), "index_topk_freq")
 
 

@@ -43,8 +43,8 @@ else:
 
 
 class Scored(_Policy):
-    """Mixin for SGLang's causal language model classes that makes the model return a score of the last token instead of
-    logits, as a reward model does."""
+    """Mixin for SGLang's causal language model classes that makes the model return a score computed at the last token
+    instead of logits, as a reward model does."""
 
     def __init__(self, config: _HeadConfig, quant_config: object = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)

@@ -34,12 +34,12 @@ class Staged:
 
 @dataclass(slots=True)
 class OpenPublication:
-    """A publication that this rank is receiving, and which of its tensors have arrived."""
+    """A publication that this rank is receiving, with a record of the tensors that have arrived."""
 
     manifest: Manifest
     staging: Staging
-    """When staged tensors are copied into the model. "model": only after all tensors are staged. "bucket": at each
-    load, those staged so far."""
+    """Time at which staged tensors are copied into the model. "model": only after all tensors have been staged.
+    "bucket": at each load request, which copies those staged so far."""
     layout: Layout
     taken: set[str] = field(default_factory=set)
     """Names of the tensors received so far, including those of which this rank stores no part."""
@@ -79,11 +79,11 @@ class Slot(Protocol):
     have; None before the first publication."""
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Returns the slot's tensors by the names that `place` records in a layout."""
+        """Returns the slot's tensors, keyed by the names under which `place` records them in a layout."""
         ...
 
     def place(self, layout: Layout) -> None:
-        """Adds the location in this slot of each published adapter tensor to `layout`. A layer whose adapters cannot be
+        """Adds to `layout` the location in this slot of each published adapter tensor. A layer whose adapters cannot be
         located is recorded in `layout.uncovered`."""
         ...
 

@@ -53,7 +53,7 @@ class WithDraft(nn.Module):
             yield name.removeprefix(_TARGET), module
 
     def post_load_weights(self) -> None:
-        """Makes both models recompute the tensors that SGLang derives from loaded weights."""
+        """Makes both the target and the draft model recompute the tensors that SGLang derives from loaded weights."""
         for model in self.children():
             if isinstance(model, PostLoads):
                 model.post_load_weights()

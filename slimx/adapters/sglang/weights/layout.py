@@ -155,8 +155,8 @@ def gate_up(served: ServedParameter) -> Iterator[ServedPiece]:
 
 
 def heads_norm(served: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields the weight of a query or key norm. A norm per head is stored completely on every rank. In a norm over all
-    heads (MiniMaxM2RMSNormTP), each rank stores the part for its own heads."""
+    """Yields the weight of a query or key norm. Every rank stores a per-head norm completely. A norm over all heads
+    (MiniMaxM2RMSNormTP) is split: each rank stores the part for its heads."""
     if not hasattr(served.owner, "num_head_replicas"):
         yield from whole(served)
         return
@@ -231,7 +231,7 @@ ROWS: tuple[tuple[str, Split], ...] = (
     (r"(?P<mlp>.+\.block_sparse_moe)\.experts\.w2_weight", partial(experts_down, part="w2")),
 )
 GROUP = "slimx.engine_layers"
-"""Entry point group of modules whose `ROWS` add further kinds of layers to the parameter table."""
+"""Entry point group of modules whose `ROWS` extend the parameter table to additional kinds of layers."""
 
 TOGETHER: tuple[Split, ...] = (latent_down,)
 """Split functions of table rows whose Hugging Face tensors must be loaded together: SGLang's `load_weights` fuses the
@@ -299,7 +299,7 @@ def _add(layout: Layout, name: str, served: ServedParameter, weights: Parameters
 
 def place(layout: Layout, name: str, parameter: torch.Tensor, pieces: list[ServedPiece]) -> None:
     """Records in `layout` where the parameter `name` stores the tensors of `pieces`. Raises SlimxError unless they
-    cover it exactly; Unexpected if the parameter is not contiguous or the rank stores different parts of a tensor."""
+    cover it exactly, and Unexpected if it is not contiguous or the rank stores different parts of a tensor."""
     _expect(parameter.data.is_contiguous(), f"strides {parameter.stride()} are not those of a contiguous tensor")
     rects = chain.from_iterable(piece.rects for piece in pieces)
     boxes = [(rect.local_row, rect.local_col, rect.rows, rect.cols) for rect in rects]
@@ -377,13 +377,13 @@ def _columns(tensor: str, local: tuple[int, int], total: int, rank: int, start: 
 
 
 def rank_in(group: places.ParallelGroup | None) -> int:
-    """Returns this rank's index in the process group that splits a layer; 0 if `group` is None: no group splits it."""
+    """Returns this rank's index in `group`, the process group that splits a layer; 0 if no group splits it (None)."""
     return 0 if group is None else group.rank_in_group
 
 
 def _part(rects: tuple[Rect, ...]) -> tuple[tuple[int, ...], ...]:
-    """Returns the position and size in the tensor of each of `rects`, to check that all copies of the tensor on this
-    rank contain the same part of it."""
+    """Returns, for each of `rects`, its position in the tensor and its size, to check that all copies of the tensor on
+    this rank contain the same part of it."""
     return tuple((rect.row, rect.col, rect.rows, rect.cols) for rect in rects)
 
 

@@ -28,7 +28,7 @@ from slimx.reshard.kernels.record import PIECE, rectangle
 
 Parameters = Mapping[str, torch.Tensor]
 BASE = "base_layer"
-"""Name of the attribute in which a layer that SGLang wrapped for LoRA adapters stores the original layer."""
+"""Name of the attribute that contains the original layer in a layer that SGLang has wrapped for LoRA adapters."""
 CACHE_SCALES = ("k_scale", "v_scale")
 """Last components of the names of parameters that contain the scales of an fp8 KV cache."""
 
@@ -38,14 +38,14 @@ CACHE_SCALES = ("k_scale", "v_scale")
 
 
 class ParallelGroup(Protocol):
-    """The part of SGLang's GroupCoordinator, a process group, that layouts read."""
+    """The part of SGLang's GroupCoordinator, a process group, that is read to locate weights."""
 
     rank_in_group: int
 
 
 class Linear(Protocol):
-    """Attributes of SGLang's ColumnParallelLinear, MergedColumnParallelLinear and RowParallelLinear that layouts
-    read."""
+    """Attributes of SGLang's ColumnParallelLinear, MergedColumnParallelLinear and RowParallelLinear that are read to
+    locate their weights."""
 
     tp_group: ParallelGroup | None
     input_size: int
@@ -55,7 +55,7 @@ class Linear(Protocol):
 
 
 class QkvLinear(Protocol):
-    """Attributes of SGLang's QKVParallelLinear that layouts read."""
+    """Attributes of SGLang's QKVParallelLinear that are read to locate its weights."""
 
     tp_group: ParallelGroup | None
     kv_tp_group: ParallelGroup | None
@@ -78,20 +78,20 @@ class VocabularyShard(Protocol):
 
 
 class Vocabulary(Protocol):
-    """Attributes of SGLang's VocabParallelEmbedding and ParallelLMHead that layouts read."""
+    """Attributes of SGLang's VocabParallelEmbedding and ParallelLMHead that are read to locate their weights."""
 
     shard_indices: VocabularyShard
     org_vocab_size: int
 
 
 class LatentLayer(Protocol):
-    """Attributes of SGLang's MLA attention layer that layouts read."""
+    """Attributes of SGLang's MLA attention layer that are read to locate its weights."""
 
     q_lora_rank: int
 
 
 class HeadsNorm(Protocol):
-    """Attributes of SGLang's MiniMaxM2RMSNormTP that layouts read."""
+    """Attributes of SGLang's MiniMaxM2RMSNormTP that are read to locate its weights."""
 
     num_head_replicas: int
     attn_tp_size: int
@@ -99,7 +99,7 @@ class HeadsNorm(Protocol):
 
 
 class Experts(Protocol):
-    """Attributes of SGLang's FusedMoE that layouts read."""
+    """Attributes of SGLang's FusedMoE that are read to locate its weights."""
 
     quant_method: object
     layer_id: int
@@ -185,8 +185,8 @@ class Layout:
     uncovered: dict[str, str] = field(default_factory=dict)
     """Parameter of this rank that no published tensor covers -> reason."""
     together: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Name of each tensor that the model's `load_weights` accepts only together with other tensors in one call -> names
-    of those other tensors."""
+    """Name of a tensor -> names of the other tensors that must be passed to the model's `load_weights` in the same
+    call. Tensors that can be loaded alone are not included."""
 
     @property
     def local(self) -> list[str]:
@@ -219,7 +219,7 @@ def restore_cache_scales(model: nn.Module) -> None:
 
 
 def local_layout(model: nn.Module) -> Layout:
-    """Returns the layout for encoding "local", in which every parameter of this rank is a tensor of its own under its
+    """Returns the layout for encoding "local", in which every parameter of this rank is a separate tensor with its
     SGLang name. Parameters in non-contiguous memory are `uncovered`."""
     layout = Layout()
     for name, weight in weights_of(model).items():
@@ -240,8 +240,8 @@ def staged_sums(
     the bytes.
 
     The share is the amount that this rank's part of the tensor contributes to the checksum; it does not depend on where
-    the bytes are stored. `places`: location of each tensor on this rank; `device`: GPU where `views` are; None: host
-    memory.
+    the bytes are stored. `places`: location of each tensor on this rank; `device`: GPU that stores `views`; None if
+    they are in host memory.
     """
     records: list[tuple[int, ...]] = []
     for index, (name, view) in enumerate(views.items()):
@@ -312,13 +312,13 @@ def derive(model: nn.Module) -> None:
 
 def differing(places: dict[str, Destination], known: dict[str, int], parameters: Parameters) -> list[str]:
     """Returns the names of the tensors whose checksum share in `parameters` differs from the expected one in `known`,
-    or whose copies differ."""
+    or differs between their copies in `parameters`."""
     sums = local_sums(places, known, parameters)
     return [name for name, share in known.items() if sums[name] != {share}]
 
 
 def derived(model: nn.Module, published: Iterable[torch.Tensor]) -> Iterator[str]:
-    """Yields the names of the tensors that SGLang derived from weights: attributes of modules that share memory neither
+    """Yields the names of the tensors that SGLang derived from weights: module attributes that share memory neither
     with parameters nor with `published` tensors. Registered buffers are not included."""
     storages = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *published)}
     for name, module in model.named_modules():
@@ -351,8 +351,8 @@ def sum_rects(pieces: np.ndarray, count: int, device: torch.device | None) -> np
     """Returns, for each of `count` tensors, the sum of the contributions of `pieces` to its checksum, uint64 [count].
     `pieces`: `PIECE` records [n]. Checksum seeds, which depend only on the tensors' sizes, are not included.
 
-    `device`: GPU where the source bytes are; None: host memory. The computation runs in the GPU's current stream, and
-    so sees the results of earlier operations there; the call returns when the computation is done.
+    `device`: GPU that stores the source bytes; None if they are in host memory. The computation runs in the GPU's
+    current stream, and so sees the results of earlier operations there; the call returns when the computation is done.
     """
     sums = np.zeros(count, dtype=np.uint64)
     if device is None:

@@ -76,7 +76,7 @@ class RankReceiver:
     def begin(self, *, manifest: Json, staging: Staging = "model") -> Json:
         """Opens the publication that `manifest` describes, and drops an open publication of an older membership epoch.
         `staging`: as in `OpenPublication`. Raises SlimxError if a publication of the same epoch is open, a publication
-        of a newer epoch was begun, or the publication does not cover all parameters."""
+        of a newer epoch has begun, or the publication does not cover all parameters."""
         new = Manifest.from_json(manifest)
         check_manifest(new, staging)
         if new.membership_epoch < self.epoch:
@@ -251,7 +251,7 @@ class RankReceiver:
         }
 
     def commit(self, *, version: int) -> Json:
-        """Closes the open, verified publication `version`, which is this rank's version from now on."""
+        """Closes the open, verified publication `version` and makes it this rank's current version."""
         publication = self.open
         if publication is None or publication.manifest.version != version:
             raise self._not_open(f"version {version}", "committed")
@@ -308,8 +308,9 @@ class RankReceiver:
         return self._hf_layout()
 
     def _hf_layout(self) -> Layout:
-        """Returns the layout of Hugging Face tensors, recomputed only after experts were rebalanced: DeepSeek-V3's
-        45,395 tensors take a second, during which the server does not generate."""
+        """Returns the layout of Hugging Face tensors. The layout is recomputed only after experts were rebalanced,
+        because computing it for DeepSeek-V3's 45,395 tensors takes a second, during which the server does not
+        generate."""
         slots = None if self.experts is None else self.experts.physical_to_logical_map_cpu
         if self._layout is not None:
             known, layout = self._layout
@@ -330,14 +331,15 @@ class RankReceiver:
         return parameters
 
     def _base_of_others(self, publication: OpenPublication) -> dict[str, int]:
-        """Returns checksum shares of base weights that other published policies need and `publication` must not
-        change."""
+        """Returns the checksum shares of the base weights if other published policies depend on them, in which case
+        `publication` must not change them; otherwise {}."""
         if self.copied is None or not any(self._others(publication.manifest.policy)):
             return {}
         return {name: share for name, share in self.copied.loaded.items() if not is_adapter(name)}
 
     def _others(self, policy: str) -> Iterator[tuple[str, Slot, dict[str, int]]]:
-        """Yields (name, slot, checksum shares) of each policy other than `policy` whose adapters were published."""
+        """Yields (name, slot, checksum shares) of each policy other than `policy` whose adapters have been
+        published."""
         for name, slot in self.adapters.items():
             if name != policy and slot.shares is not None:
                 yield name, slot, slot.shares
@@ -354,7 +356,8 @@ class RankReceiver:
         return base_shares(new, layout, {} if self.copied is None else self.copied.loaded)
 
     def _check_open(self, policy: str, version: int, epoch: int) -> OpenPublication:
-        """Returns the open publication. Raises SlimxError if its policy, version or membership epoch differs."""
+        """Returns the open publication. Raises SlimxError if no publication is open, or if the open one has another
+        policy, version or membership epoch."""
         if self.open is None or self.open.key != (policy, version, epoch):
             raise self._not_open(f"version {version}", f"received for {policy} in epoch {epoch}")
         return self.open
@@ -373,7 +376,7 @@ class RankReceiver:
 
 
 def receiver_of(model: nn.Module) -> RankReceiver:
-    """Returns the model's receiver, which is created at first use and lives as long as the model that stores it."""
+    """Returns the model's receiver, which is created at the first call and stored in the model."""
     if not hasattr(model, ATTRIBUTE):
         object.__setattr__(model, ATTRIBUTE, RankReceiver(model))
     return getattr(model, ATTRIBUTE)

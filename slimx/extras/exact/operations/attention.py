@@ -22,10 +22,10 @@ def attention(
     its keys in order of position.
 
     `query` [T, heads, d], `key` [T, groups, d], `value` [T, groups, dv]; `cu_seqlens` [sequences + 1]: bounds of the
-    sequences, from 0 to T. `scale`: factor of the scores. `rows` [R]: under context parallelism, the positions of this
-    rank's queries among the T packed tokens (the same fraction of every sequence); `query` is then [R, heads, d], and
-    the result [R, heads, dv]. `window`: number of tokens to which a token attends, including itself; None: all before
-    it. `sinks` [heads]: score of each head's attention sink, which precedes the keys and has no value.
+    sequences, from 0 to T. `scale`: factor by which scores are multiplied. `rows` [R]: under context parallelism, the
+    positions of this rank's queries among the T packed tokens (the same fraction of every sequence); `query` is then
+    [R, heads, d], and the result [R, heads, dv]. `window`: number of tokens to which a token attends, including itself;
+    None: all before it. `sinks` [heads]: score of each head's attention sink, which precedes the keys and has no value.
     """
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
 

@@ -8,16 +8,17 @@ from slimx.extras.exact.operations.forward import forward_on
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Computes the log-softmax (z - max z) - log(sum(exp(z - max z))) of logits z, in fp32 with the shape of z.
+    """Computes the log-softmax of `logits` [rows, vocabulary] in fp32: (z - max z) - log(sum(exp(z - max z))) for each
+    row z.
 
-    `logits` [rows, vocabulary] of any dtype, already divided by the temperature.
+    `logits`: any dtype, already divided by the temperature.
     """
     return _LogSoftmax.apply(logits)
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the log-prob of one token per row, fp32 [rows]: the value that `log_softmax` gives, without computing
-    those of all other tokens. `logits`: as in `log_softmax`; `tokens`: token ids [rows]."""
+    """Returns the log-prob of one token per row, fp32 [rows]. The value is the same as in `log_softmax`, but those of
+    all other tokens are not computed. `logits`: as in `log_softmax`; `tokens`: token ids [rows]."""
     return _TokenLogprobs.apply(logits, tokens)
 
 

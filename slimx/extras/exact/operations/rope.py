@@ -15,8 +15,8 @@ from slimx.extras.exact.operations.forward.elementary import sine_and_cosine
 
 
 def rope_table(frequencies: torch.Tensor, positions: int, factor: float = 1.0) -> torch.Tensor:
-    """Computes the fp32 table [positions, 2 f] of the cosines, then the sines, of position * frequency, all times
-    `factor`. `factor`: YaRN's magnitude.
+    """Computes the fp32 table [positions, 2 f] of the cosines, then the sines, of position * frequency, all multiplied
+    by `factor` (YaRN's magnitude).
 
     `frequencies` [f]: radians per position. The table is computed in fp64 in a fixed order of operations and rounded
     once, so it is bitwise equal on every machine.
@@ -91,7 +91,7 @@ class Llama3:
     """Context length for which the model was trained before the extension."""
 
     def scaled(self, frequencies: torch.Tensor) -> torch.Tensor:
-        """Returns the scaled fp64 `frequencies` [f], rounded to fp32."""
+        """Scales `frequencies`, fp64 [f], and rounds the result to fp32."""
         turns = self.original * frequencies / (2 * math.pi)  # rotations within the original context length
         blend = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
         return ((1 - blend) * frequencies / self.factor + blend * frequencies).float()
@@ -120,8 +120,8 @@ class Yarn:
     """Factor by which both queries and keys are multiplied."""
 
     def scaled(self, frequencies: torch.Tensor, base: float) -> torch.Tensor:
-        """Returns the scaled fp64 `frequencies` [f] of 2 f dimensions, rounded to fp32. `base`: the embedding's base
-        (rope_theta)."""
+        """Scales `frequencies`, fp64 [f], of 2 f rotated dimensions, and rounds the result to fp32. `base`: the
+        embedding's base (rope_theta)."""
         dimensions = 2 * len(frequencies)
 
         def dimension(turns: float) -> float:
@@ -136,8 +136,8 @@ class Yarn:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Settings of a model's rotary embedding. `dimensions`: rotated dimensions of each head; `base`: rope_theta;
-    `scaling`: None if frequencies are not scaled."""
+    """Settings of a model's rotary embedding. `dimensions`: number of rotated dimensions of each head; `base`:
+    rope_theta; `scaling`: None if frequencies are not scaled."""
 
     dimensions: int
     base: float

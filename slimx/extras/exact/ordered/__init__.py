@@ -25,12 +25,12 @@ def module_for(device: torch.device, cpu: ModuleType, cuda: ModuleType, plain: M
 
 @functools.cache
 def _has_kernels() -> bool:
-    """Returns True if the CPU library is built and has kernels for this processor. Raises SlimxError if it is outdated
-    or cannot be loaded."""
+    """Returns True if the CPU library is built and has kernels for this processor. Raises SlimxError if the library is
+    outdated or cannot be loaded."""
     return kernel.LIBRARY.exists() and bool(kernel.isas())
 
 
 @functools.cache
 def _has_cuda_kernels() -> bool:
-    """Returns True if the CUDA library is built. Raises SlimxError if it is outdated or cannot be loaded."""
+    """Returns True if the CUDA library is built. Raises SlimxError if the library is outdated or cannot be loaded."""
     return kernel_cuda.LIBRARY.exists() and kernel_cuda.load(kernel_cuda.LIBRARY) is not None

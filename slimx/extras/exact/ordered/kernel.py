@@ -14,20 +14,21 @@ from slimx.library import load_library
 
 LIBRARY = Path(__file__).parents[3] / "_lib" / "libslimx_exact.so"
 ABI = 1
-"""Version of the library's interface: SLIMX_EXACT_ABI in csrc/exact.h."""
+"""Version of the library's interface; must equal SLIMX_EXACT_ABI in csrc/exact.h."""
 ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3, "amx": 4}
 FP32 = 1
-"""Number that stands for the dtype fp32 in the arguments of kernels."""
+"""Code for the dtype fp32 in kernel arguments."""
 
 
 class WeightGroup(ctypes.Structure):
-    """A weight matrix and the number of input rows that it multiplies: the struct SlimxExactGroup in csrc/exact.h."""
+    """A weight matrix and the number of input rows that it multiplies; corresponds to the struct SlimxExactGroup in
+    csrc/exact.h."""
 
     _fields_ = [("weight", ctypes.c_void_p), ("rows", ctypes.c_int64)]
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Computes the matrix product of fp32 tensors on the CPU, like `reference.product`."""
+    """Computes the matrix product of fp32 tensors on the CPU, bitwise equal to that of `reference.product`."""
     x = x.contiguous()
     weight = weight.contiguous()
     out = x.new_empty(len(x), len(weight))
@@ -53,8 +54,8 @@ def isas() -> tuple[str, ...]:
 
 @functools.cache
 def load(path: Path = LIBRARY) -> ctypes.CDLL:
-    """Loads the compiled library at `path` and declares the signature of its linear kernel. Raises SlimxError if it is
-    missing, outdated or cannot be loaded."""
+    """Loads the compiled library at `path` and declares the signature of its linear kernel. Raises SlimxError if the
+    library is missing, outdated or cannot be loaded."""
     library = load_library(
         path,
         what="the library of products with ordered sums",

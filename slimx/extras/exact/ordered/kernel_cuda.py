@@ -19,11 +19,11 @@ from slimx.library import load_library
 
 LIBRARY = Path(__file__).parents[3] / "_lib" / "libslimx_exact_cuda.so"
 ABI = 102
-"""Version of the library's interface: SLIMX_EXACT_CUDA_ABI in csrc/exact_interface.cuh."""
+"""Version of the library's interface; must equal SLIMX_EXACT_CUDA_ABI in csrc/exact_interface.cuh."""
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Computes the matrix product of fp32 tensors on a GPU, like `reference.product`."""
+    """Computes the matrix product of fp32 tensors on a GPU, bitwise equal to that of `reference.product`."""
     x = x.contiguous()
     weight = weight.contiguous()
     rows = len(x)
@@ -54,8 +54,8 @@ def call(name: str, on: torch.Tensor, *arguments: object) -> None:
 
 @functools.cache
 def load(path: Path) -> ctypes.CDLL:
-    """Loads the compiled library at `path` and declares the signature of its linear kernel. Raises SlimxError if it is
-    missing, outdated or cannot be loaded."""
+    """Loads the compiled library at `path` and declares the signature of its linear kernel. Raises SlimxError if the
+    library is missing, outdated or cannot be loaded."""
     library = load_library(
         path,
         what="the CUDA library of products with ordered sums",

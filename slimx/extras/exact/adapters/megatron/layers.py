@@ -292,7 +292,7 @@ class ExactAttention(PackedAttention):
 
 class ExactLatentAttention(LatentAttention):
     """Latent attention (MLA) whose core attention applies the rotary embedding. megatron-core's code only reorders the
-    rotary pairs, because it gets zero angles."""
+    rotary pairs, because the angles passed to it are zero."""
 
     rotary_pos_emb: Any
 
@@ -305,8 +305,8 @@ class ExactLatentAttention(LatentAttention):
 
 
 class _ZeroRotary(torch.nn.Module):
-    """Substitute for the rotary embedding `rotary` with the same shapes, but with angles that are all zero, so that
-    rotating changes no value."""
+    """Substitute for the rotary embedding `rotary`. It returns angles of the same shapes that are all zero, so that
+    rotation changes no value."""
 
     def __init__(self, rotary: RotaryEmbedding):
         super().__init__()
@@ -370,7 +370,8 @@ class ExactMoe(MoELayer):
     """MoE layer that adds each token's weighted expert outputs in fp32, in ascending order of expert id."""
 
     _routed: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Router probabilities and routing map of the current call, from `preprocess` until `postprocess`."""
+    """Router probabilities and routing map of the current call, stored by `preprocess` for `postprocess`; None at other
+    times."""
 
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         self._routed = probs, routing_map

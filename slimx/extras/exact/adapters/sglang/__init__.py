@@ -1,4 +1,4 @@
 """Installs exact mode in SGLang's servers."""
 
 ATTENTION = "slimx_exact"
-"""Name under which exact mode's attention backend is registered in SGLang."""
+"""Name under which exact mode's attention backend is registered with SGLang."""

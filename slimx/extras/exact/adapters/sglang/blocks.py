@@ -22,7 +22,7 @@ EXPERTS_LOADED = f"{_MODULE}.Fp8MoEMethod.process_weights_after_loading"
 
 
 class BlockOperations:
-    """Functions of exact mode that replace those of SGLang's fp8 layers, through SGLang's HookRegistry."""
+    """Exact mode's replacements for functions of SGLang's fp8 layers, installed through SGLang's HookRegistry."""
 
     def __init__(self, linear: Callable[..., torch.Tensor]):
         """Stores `linear`, the function (quantization method, layer, input, bias) -> output that replaces the matrix
@@ -35,7 +35,7 @@ class BlockOperations:
         return {LINEAR: self._linear, EXPERTS: self.experts, **loaded}
 
     def used(self, model: torch.nn.Module) -> set[str]:
-        """Returns the dotted names of the replaced functions that `model` calls."""
+        """Returns the dotted names of those functions replaced by exact mode that `model` calls."""
         targets = set()
         methods = methods_of(model)
         if "Fp8LinearMethod" in methods:
@@ -64,7 +64,7 @@ def methods_of(model: torch.nn.Module) -> set[str]:
 
 
 def quantized_otherwise(module: Any) -> str | None:
-    """Returns a description, for an error message, of why exact mode does not support the weights of a linear layer or
+    """Returns the reason, worded for an error message, why exact mode does not support the weights of a linear layer or
     of experts; None if exact mode supports them.
 
     It supports unquantized weights, and e4m3 codes with one fp32 scale per block in host memory.
@@ -84,7 +84,8 @@ def quantized_otherwise(module: Any) -> str | None:
 
 
 def weight_of(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the weight of a linear layer, [rows, cols]; fp8 codes are dequantized to `dtype`."""
+    """Returns the weight of a linear layer, [rows, cols]: an fp8 weight dequantized to `dtype`, any other weight
+    unchanged."""
     weight = layer.weight
     if weight.dtype != torch.float8_e4m3fn:
         return weight

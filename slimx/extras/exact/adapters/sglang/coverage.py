@@ -21,8 +21,8 @@ compute logits."""
 
 
 def uncovered(model: torch.nn.Module) -> Iterator[str]:
-    """Yields a clause for each module of `model` that exact mode does not cover: its name, its class, and what it does
-    differently."""
+    """Yields a clause for each module of `model` that exact mode does not cover: its name, its class, and the
+    unsupported property."""
     latent = {id(module.rotary_emb) for module in model.modules() if type(module).__name__ == "DeepseekV2AttentionMLA"}
     for name, module in model.named_modules():
         problem = _problem(module, in_latent=id(module) in latent)
@@ -31,8 +31,8 @@ def uncovered(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _problem(module: torch.nn.Module, *, in_latent: bool = False) -> str | None:
-    """Returns what makes `module` unsupported in exact mode, worded as the end of a sentence ("has a bias") for an
-    error message; None if exact mode supports it. Submodules are not considered.
+    """Returns the property that makes `module` unsupported in exact mode, worded as the end of a sentence ("has a
+    bias") for an error message; None if exact mode supports it. Submodules are not considered.
 
     `in_latent`: True if the module is the rotary embedding of latent attention.
     """
@@ -83,8 +83,8 @@ def _problem(module: torch.nn.Module, *, in_latent: bool = False) -> str | None:
 
 
 def _problem_of_experts(module: Any) -> str | None:
-    """Returns what makes SGLang's FusedMoE `module` unsupported in exact mode, worded as the end of a sentence ("is not
-    a plain SwiGLU"); None if exact mode supports it."""
+    """Returns the property that makes SGLang's FusedMoE `module` unsupported in exact mode, worded as the end of a
+    sentence ("is not a plain SwiGLU"); None if exact mode supports it."""
     reason = quantized_otherwise(module)
     if reason is not None:
         return reason
@@ -98,9 +98,9 @@ def _problem_of_experts(module: Any) -> str | None:
 
 
 def _problem_of_choice(config: Any) -> str | None:
-    """Returns the reason why exact mode does not support the selection of experts by SGLang's TopKConfig `config`,
-    worded as the end of a sentence ("selects ..."); None if exact mode supports it. With groups and a bias, SGLang uses
-    sigmoid scores regardless of `scoring_func`."""
+    """Returns the reason why exact mode does not support the expert selection that SGLang's TopKConfig `config`
+    describes, worded as the end of a sentence ("selects ..."); None if exact mode supports it. With groups and a bias,
+    SGLang uses sigmoid scores regardless of `scoring_func`."""
     if config.use_grouped_topk:
         plain = config.correction_bias is not None
     else:

@@ -42,8 +42,8 @@ class ExpertOperations:
         return {TOP_K: self.top_k, GROUPED_TOP_K: self.grouped_top_k, EXPERTS: self.experts, **blocks}
 
     def used(self, kinds: set[str]) -> set[str]:
-        """Returns the dotted names of the replaced functions that a model calls. `kinds`: class names of the model's
-        modules."""
+        """Returns the dotted names of those functions replaced by exact mode that a model calls. `kinds`: class names
+        of the model's modules."""
         blocks = {target for kind, target in BLOCKS.items() if kind in kinds}
         if not blocks and "FusedMoE" not in kinds:
             return set()

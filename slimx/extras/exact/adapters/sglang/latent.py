@@ -38,8 +38,8 @@ class LatentOperations:
         return {PREPARE: self.prepare, CORE: self.attend}
 
     def used(self, kinds: set[str]) -> set[str]:
-        """Returns the dotted names of the replaced functions that a model calls. `kinds`: class names of the model's
-        modules."""
+        """Returns the dotted names of those functions replaced by exact mode that a model calls. `kinds`: class names
+        of the model's modules."""
         return {PREPARE, CORE} if is_latent(kinds) else set()
 
     def prepare(self, attention: Any, positions: torch.Tensor, hidden: torch.Tensor, batch: Any, *_: Any) -> tuple:

@@ -45,8 +45,8 @@ def open_choices() -> None:
 
 
 def register(registry: Any, kinds: Any, leaves: int) -> None:
-    """Registers exact mode's operations and its attention backend with SGLang, the operations through the HookRegistry
-    `registry`. `kinds`: SGLang's HookType; `leaves`: number of equal parts (leaves) into which each row-parallel sum is
+    """Registers exact mode's operations in `registry`, SGLang's HookRegistry, and exact mode's attention backend with
+    SGLang. `kinds`: SGLang's HookType; `leaves`: number of equal parts (leaves) into which each row-parallel sum is
     cut."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
@@ -73,7 +73,7 @@ ROTARY = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native
 LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
 HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
 LOG_SOFTMAX = "torch.nn.functional.log_softmax"
-"""Function with which SGLang's sampler and prompt scoring compute log-probs."""
+"""Dotted name of the function with which SGLang's sampler and prompt scoring compute log-probs."""
 
 
 class ExactServer:
@@ -110,9 +110,9 @@ class ExactServer:
         return operation(*args, **kwargs)
 
     def in_force(self, registry: Any, model: torch.nn.Module) -> dict[str, bool]:
-        """Returns, by dotted name of each function that exact mode replaces, True if the replacement is installed and,
-        where `model` needs the function to generate, has been called. Call this after the server has generated its
-        first token."""
+        """Returns, for each function that exact mode replaces, its dotted name and whether the replacement is in force:
+        it must be installed and, if `model` needs it to generate, have been called. Call this after the server has
+        generated its first token."""
         kinds = {type(module).__name__ for module in model.modules()}
         used = {NORM, HEAD} | self.experts.used(kinds) | self.latent.used(kinds) | self.blocks.used(model)
         if "SiluAndMul" in kinds:
@@ -150,8 +150,8 @@ class ExactServer:
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Applies the module `rotary` to query and key, [T, heads * head size] each, at `positions` [T].
-        `fused_set_kv_buffer_arg`: KV cache to which keys and values are also written, because some models do so in this
-        call on CUDA; None: no cache."""
+        `fused_set_kv_buffer_arg`: KV cache to which keys and values are also written, because on CUDA some models write
+        them in this call; None: no cache."""
         if offsets is not None:
             positions = positions + offsets
         positions = positions.flatten()

@@ -102,8 +102,8 @@ def exp(x: torch.Tensor) -> torch.Tensor:
 
 
 def log(x: torch.Tensor) -> torch.Tensor:
-    """Computes the natural logarithm of normal fp32 numbers within 2 ulp, with the operations of Cephes' logf in their
-    order."""
+    """Computes the natural logarithm of normal fp32 numbers within 2 ulp, by the same operations in the same order as
+    Cephes' logf."""
     bits = x.view(torch.int32)
     exponent = (bits >> 23) - 126
     m = ((bits & 0x007FFFFF) | 0x3F000000).view(torch.float32)  # 1/2 <= m < 1
@@ -126,10 +126,11 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 
 def sine_and_cosine(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes sine and cosine of fp64 angles up to 2^20 within 1e-15, using only additions and multiplications,
-    independently of any library.
+    """Computes the sine and the cosine of fp64 angles up to 2^20 within 1e-15, using only additions and
+    multiplications, independently of any library.
 
-    Reduces angles modulo pi / 2, given in three parts (Cody and Waite), then sums Taylor series to fp64 precision.
+    Reduces the angles modulo pi / 2, which is split into three parts (Cody and Waite), then sums Taylor series to fp64
+    precision.
     """
     # fdlibm's three parts of pi / 2: two of 33 bits, whose products with integers below 2^20 are exact, and the
     # remainder.

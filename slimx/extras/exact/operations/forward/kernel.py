@@ -18,12 +18,12 @@ from slimx.extras.exact.operations.forward.reference import rotate as rotate
 from slimx.extras.exact.ordered.kernel import ISAS, WeightGroup, load
 
 MOST_LEAVES = 64
-"""Maximum number of leaves that the kernels support: SLIMX_MOST_LEAVES in csrc/exact.h."""
+"""Maximum number of leaves per sum that the kernels support; equals SLIMX_MOST_LEAVES in csrc/exact.h."""
 _WIDE = {torch.float32: 1, torch.bfloat16: 0}
 
 
 class AttentionCall(ctypes.Structure):
-    """Arguments of an attention kernel: the struct SlimxExactAttention in csrc/exact.h."""
+    """Arguments of an attention kernel, in the layout of the struct SlimxExactAttention in csrc/exact.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "index", "begin", "length", "sinks", "out")),
@@ -64,8 +64,8 @@ def linear(
     *,
     isa: str = "best",
 ) -> torch.Tensor:
-    """Computes one linear layer per expert, like `reference.linear`. `isa`: instruction set of the kernel, one of
-    `ordered.kernel.isas()`; "best": the fastest that this processor supports."""
+    """Computes one linear layer per expert, bitwise equal to `reference.linear`. `isa`: instruction set of the kernel,
+    one of `ordered.kernel.isas()`; "best": the fastest that this processor supports."""
     if leaves > MOST_LEAVES:
         raise SlimxError(
             f"row-parallel sums of {leaves} leaves exceed the kernels' limit of {MOST_LEAVES}; lower numerics.leaves",
@@ -107,8 +107,8 @@ def check_weights(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, isa: str = "best") -> torch.Tensor:
-    """Computes RMSNorm, like `reference.rms_norm`. If the dtypes of x and weight differ, both are first converted to
-    fp32. `isa`: as in `linear`."""
+    """Computes RMSNorm, bitwise equal to that of `reference.rms_norm`. If the dtypes of x and weight differ, both are
+    first converted to fp32. `isa`: as in `linear`."""
     if weight.dtype != x.dtype:
         return rms_norm(x.float(), weight.float(), eps, isa=isa).to(x.dtype)
     x = x.contiguous()
@@ -119,7 +119,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, isa: str = "b
 
 
 def silu_and_mul(x: torch.Tensor, *, isa: str = "best") -> torch.Tensor:
-    """Computes SwiGLU's product silu(gate) * up, like `reference.silu_and_mul`. `isa`: as in `linear`."""
+    """Computes SwiGLU's product silu(gate) * up, bitwise equal to that of `reference.silu_and_mul`. `isa`: as in
+    `linear`."""
     x = x.contiguous()
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     _call("silu_and_mul", isa, x.data_ptr(), *out.shape, wide_of(x), out.data_ptr())
@@ -129,8 +130,8 @@ def silu_and_mul(x: torch.Tensor, *, isa: str = "best") -> torch.Tensor:
 def log_normalizer(
     logits: torch.Tensor, temperature: torch.Tensor, *, isa: str = "best"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the two terms that log-softmax subtracts from logits, like `reference.log_normalizer`. `isa`: as in
-    `linear`."""
+    """Computes the two terms that log-softmax subtracts from logits, bitwise equal to those of
+    `reference.log_normalizer`. `isa`: as in `linear`."""
     check_dtype("temperature", temperature, torch.float32)
     logits = logits.contiguous()
     temperature = temperature.contiguous()
@@ -143,8 +144,8 @@ def log_normalizer(
 def attend(
     query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None, *, isa: str = "best"
 ) -> torch.Tensor:
-    """Computes attention over cached keys and values, like `reference.attend`. All tensors except `sinks` must be
-    contiguous. `isa`: as in `linear`."""
+    """Computes attention over cached keys and values, bitwise equal to that of `reference.attend`. All tensors except
+    `sinks` must be contiguous. `isa`: as in `linear`."""
     sinks = None if sinks is None else sinks.float().contiguous()
     out = query.new_empty(*query.shape[:2], read.value.shape[2])
     record = AttentionCall.of(query, read, scale, sinks, out)
@@ -170,8 +171,8 @@ def _declare() -> None:
 
 
 def wide_of(t: torch.Tensor) -> int:
-    """Returns the number that stands for the dtype of `t` in the arguments of kernels: 1 for fp32, 0 for bf16. Raises
-    SlimxError for any other dtype."""
+    """Returns the code for the dtype of `t` in kernel arguments: 1 for fp32, 0 for bf16. Raises SlimxError for any
+    other dtype."""
     if t.dtype not in _WIDE:
         raise SlimxError(
             f"exact mode computes in bf16 or fp32, but got a tensor of {t.dtype} on {t.device}; convert it",

@@ -25,7 +25,8 @@ from slimx.extras.exact.operations.forward.reference import rotate as rotate
 from slimx.extras.exact.ordered import kernel_cuda as ordered
 
 MOST_WIDTH = 524288
-"""Maximum number of elements in a row that the kernels can sum: SLIMX_EXACT_MOST_WIDTH in csrc/exact_interface.cuh."""
+"""Maximum number of elements in a row that the kernels can sum; equals SLIMX_EXACT_MOST_WIDTH in
+csrc/exact_interface.cuh."""
 _MOST_SCORES = 2**26
 """Maximum number of fp32 attention scores in memory at a time (256 MiB); queries are processed in parts of at most this
 size."""
@@ -38,8 +39,8 @@ def linear(
     leaves: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Computes one linear layer per expert, like `reference.linear`, with one kernel launch per leaf of the sum; torch
-    adds the leaves' results."""
+    """Computes one linear layer per expert, bitwise equal to `reference.linear`, with one kernel launch per leaf of the
+    sum; torch adds the leaves' results."""
     x = x.contiguous()
     weights = [weight.contiguous() for weight in weights]
     columns = check_weights(x, weights)
@@ -59,8 +60,8 @@ def linear(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Computes RMSNorm, like `reference.rms_norm`. If the dtypes of x and weight differ, both are first converted to
-    fp32."""
+    """Computes RMSNorm, bitwise equal to that of `reference.rms_norm`. If the dtypes of x and weight differ, both are
+    first converted to fp32."""
     if weight.dtype != x.dtype:
         return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
     x = x.contiguous()
@@ -73,7 +74,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Computes SwiGLU's product silu(gate) * up, like `reference.silu_and_mul`."""
+    """Computes SwiGLU's product silu(gate) * up, bitwise equal to that of `reference.silu_and_mul`."""
     x = x.contiguous()
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     if len(x):
@@ -82,7 +83,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def log_normalizer(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the two terms that log-softmax subtracts from logits, like `reference.log_normalizer`."""
+    """Computes the two terms that log-softmax subtracts from logits, bitwise equal to those of
+    `reference.log_normalizer`."""
     check_dtype("temperature", temperature, torch.float32)
     logits = logits.contiguous()
     temperature = temperature.contiguous()
@@ -94,8 +96,8 @@ def log_normalizer(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[tor
 
 
 def attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Computes attention over cached keys and values, like `reference.attend`. Waits for the GPU once, to read the
-    largest number of keys of a query and whether queries share keys."""
+    """Computes attention over cached keys and values, bitwise equal to that of `reference.attend`. Waits for the GPU
+    once, to read the largest number of keys of a query and whether queries share keys."""
     out = query.new_empty(*query.shape[:2], read.value.shape[2])
     if not len(query):
         return out
@@ -141,7 +143,7 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def _checked_shape(x: torch.Tensor) -> tuple[int, int]:
-    """Returns the number of rows of `x` and of elements in each row. Raises SlimxError if a row has more than
+    """Returns the number of rows of `x` and the number of elements per row. Raises SlimxError if a row has more than
     MOST_WIDTH elements."""
     if x.shape[1] > MOST_WIDTH:
         raise SlimxError(

@@ -149,8 +149,8 @@ def combine(outputs: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor |
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotates pairs of dimensions of x [T, heads, d] by the angles with `cosine` and `sine` [T, rotated / 2] fp32, and
-    rounds to x's dtype.
+    """Rotates pairs of dimensions of x [T, heads, d] by angles whose cosines and sines are `cosine` and `sine` [T,
+    rotated / 2] fp32, and rounds to x's dtype.
 
     Dimensions from `rotated` on are unchanged. Pairs are (i, i + rotated / 2), or (2 i, 2 i + 1) if `interleaved`. A
     pair (a, b) becomes (a * cos - b * sin, b * cos + a * sin), computed in fp32.

@@ -61,10 +61,10 @@ class ReplayableAttention(DSAttention):
     """megatron-core's DSAttention, extended to record the tokens that the indexer selects, and to replay them
     (`SparseSequences`).
 
-    Upstream supports layers that share another layer's selected tokens. Those layers read the tokens from a dictionary
-    in the micro-batch's PackedSeqParams, do not run the indexer, and avoid the only fused kernel that does not return
-    its selection. To replay, a layer reads its own recorded tokens from that dictionary. Recomputation gets the same
-    PackedSeqParams object, and therefore the same tokens.
+    It uses upstream's support for layers that share another layer's selected tokens. Such layers read the tokens from a
+    dictionary in the micro-batch's PackedSeqParams instead of running the indexer, and avoid the only fused kernel that
+    does not return the tokens it selects. To replay, a layer reads its recorded tokens from that dictionary.
+    Recomputation gets the same PackedSeqParams object, and therefore the same tokens.
     """
 
     index_share: bool
@@ -99,7 +99,7 @@ class ReplayableAttention(DSAttention):
 
 
 _IN_TORCH = {Linear: Replicated, Norm: KeyNorm}
-"""Class of an indexer's submodule -> the class that replaces it."""
+"""Replacements for an indexer's submodules: class in megatron-core's spec -> class that replaces it."""
 
 
 def block_spec(transformer: Any, *, vp_stage: int | None) -> TransformerBlockSubmodules:

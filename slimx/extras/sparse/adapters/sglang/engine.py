@@ -10,13 +10,13 @@ from slimx.adapters.sglang.weights.layout import ServedParameter, ServedPiece, s
 
 
 class _Indexer(Protocol):
-    """Attributes of SGLang's Indexer that layouts read."""
+    """Attributes of SGLang's Indexer that are read to locate its weights."""
 
     head_dim: int
 
 
 class _KeyProjection(Protocol):
-    """Attributes, read by layouts, of the linear layer that contains an indexer's key projection."""
+    """Attributes of the linear layer with an indexer's key projection that are read to locate its weights."""
 
     output_size: int
 
@@ -36,7 +36,7 @@ ROWS = (
     (_INDEXER + r"k_norm\.(weight|bias)", whole),
     (_INDEXER + r"wk_weights_proj\.weight", indexer_keys),
 )
-"""Pairs of a pattern of parameter names and the function that locates matching parameters' tensors; they extend the
-table in `slimx.adapters.sglang.weights.layout`."""
+"""Pairs of a regular expression for parameter names and the function that locates the tensors of a matching parameter;
+they extend the table in `slimx.adapters.sglang.weights.layout`."""
 GAPS = ()
 REPLACEMENTS = ()
