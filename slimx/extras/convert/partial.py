@@ -33,7 +33,7 @@ _WRITING = ".writing"
 
 
 class Done(msgspec.Struct, frozen=True):
-    """Record of a finished file."""
+    """Size, digest and `write` result of a finished file, recorded so that a retry can keep the file."""
 
     record: FileRecord
     notes: Any
@@ -41,7 +41,7 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class Partial:
-    """The directory OUT.partial of an unfinished conversion."""
+    """Directory OUT.partial of an unfinished conversion."""
 
     def __init__(self, out: Path, planned: Collection[str], small: Collection[str]):
         """Describes the directory of a conversion to `out`, without creating it. `planned`: names of the files that the
@@ -82,7 +82,8 @@ class Partial:
         """Creates the directory and locks it during the `with` block, so that no other process and no conversion with
         another `fingerprint` uses it.
 
-        Raises SlimxError, without changing anything, for a directory of another conversion."""
+        Raises SlimxError, without changing anything, if another process has locked the directory, or if it belongs to
+        another conversion."""
         self._make()
         handle = os.open(self._state, os.O_RDONLY)
         try:
@@ -138,7 +139,7 @@ class Partial:
         )
 
     def finished(self, names: Collection[str], threads: int) -> dict[str, Done]:
-        """Returns the records of the files that an earlier attempt finished and whose content is unchanged, by name.
+        """Returns, by name, the records of the files that an earlier attempt finished and that have not changed since.
         `threads`: number of files that are read in parallel."""
         for name in names:
             self.writing(self.path / name).unlink(missing_ok=True)

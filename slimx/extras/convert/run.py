@@ -277,8 +277,8 @@ def _prediction_layers(path: Path) -> int:
 
 
 def _tensors(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], str | None]]:
-    """Returns, for every checkpoint tensor that a trainer has, its shape and the dtype that the weight table declares,
-    or None."""
+    """Returns, for every checkpoint tensor that a trainer has, its shape and the dtype that the weight table declares
+    for it (None if the table declares none)."""
     out: dict[str, tuple[tuple[int, ...], str | None]] = {}
     for entry in spec.table.entries():
         for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):

@@ -27,7 +27,7 @@ _SPARE_BYTES = 64 * 2**20
 
 
 class PlannedFile(Protocol):
-    """File of the output, planned but not yet written."""
+    """Output file that has been planned but not yet written."""
 
     name: str
     """Path relative to the output directory."""
@@ -84,7 +84,7 @@ class Stream:
         """Error of a failed write. It is kept here, because `torch.save` raises another error without the cause."""
 
     def write(self, data: Buffer) -> int:
-        """Writes the bytes of `data`, and returns their number."""
+        """Writes all bytes of `data`, and returns the number of bytes written."""
         view = memoryview(data).cast("B")
         try:
             if self._stop.is_set():
@@ -121,7 +121,7 @@ class ProgressListener(Protocol):
         `done`: number of those that an earlier attempt processed."""
 
     def add(self, nbytes: int) -> None:
-        """Reports that `nbytes` more bytes are finished."""
+        """Reports that `nbytes` more bytes have been processed."""
 
 
 class _Silent:
@@ -232,8 +232,8 @@ def _collect(running: Mapping[Future[Done], PlannedFile], done: dict[str, Done])
 
 
 def _failure(future: Future[Done]) -> BaseException | None:
-    """Returns the error with which writing a file failed; None if the file was written, or stopped because another one
-    failed."""
+    """Returns the error with which writing a file failed; None if the file was written, or if its writing was stopped
+    because another file failed."""
     error = None if future.cancelled() else future.exception()
     return None if isinstance(error, _Stopped) else error
 

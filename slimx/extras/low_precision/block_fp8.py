@@ -83,7 +83,7 @@ def quantization(rule: str, block: Block | None = None) -> Quantization:
 
 
 class BlockFp8(NumberFormat):
-    """The number format of checkpoints with `quant_method: fp8` in config.json."""
+    """Number format of checkpoints with `quant_method: fp8` in config.json."""
 
     RULES: ClassVar[tuple[str, ...]] = ("ieee", "triton", "te", "ue8m0", "mxfp8")
     CONVERTED: ClassVar[bool] = True
@@ -138,7 +138,7 @@ class BlockFp8(NumberFormat):
 
     def scales(self, pieces: Iterable[Any], owner: Any) -> Iterator[Any]:
         """Yields, for each of `pieces` (the parts of code tensors that a parameter stores), the part of the scale
-        tensor for the same blocks. Its rectangles are in units of blocks."""
+        tensor for the same blocks. Rectangles of the yielded parts are in units of blocks."""
         block = tuple(owner.quant_method.quant_config.weight_block_size)
         for piece in pieces:
             if piece.tensor is None:

@@ -30,7 +30,7 @@ SCALES = "_scale"
 SHAPE = "_shape"
 """Suffix that is appended to a matrix's name to form the name of its shape tensor."""
 DTYPES = {CODES: ("I32",), SCALES: ("BF16",), SHAPE: ("I32", "I64")}
-"""Suffix -> accepted dtypes of the tensor, as named in safetensors files."""
+"""Suffix -> accepted dtypes of the tensor with this suffix, as named in safetensors files."""
 PER_WORD = 8
 """Number of codes in an int32."""
 GROUP = 32

@@ -62,8 +62,9 @@ def quantize(weight: torch.Tensor, *, threads: int | None = None) -> tuple[torch
 
 
 def round_(weight: torch.Tensor, *, threads: int | None = None) -> None:
-    """Rounds `weight` [rows, cols], bf16 or fp32, in place to the values of its INT4 codes. A group with a non-finite
-    value becomes NaN. On a GPU, the kernel runs on the current stream, and this function does not wait for it."""
+    """Rounds `weight` [rows, cols], bf16 or fp32, in place to the values that its INT4 codes represent. A group with a
+    non-finite value becomes NaN. On a GPU, the kernel runs on the current stream, and this function does not wait for
+    it."""
     record = _record(weight)
     record["values"] = record["src"]
     record["values_ld"] = record["src_ld"]

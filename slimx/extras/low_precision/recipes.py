@@ -13,7 +13,8 @@ class Recipe:
     name: str
     rule: str
     vector: tuple[int, int]
-    """Rows and columns of a block of inputs and of output gradients, which extends along the summed dimension."""
+    """Rows and columns of a quantization block of inputs or output gradients; the block extends along the summed
+    dimension."""
     weight: tuple[int, int]
     """Rows and columns of a block of weights. A block that is not square extends along the summed dimension, like
     blocks of inputs."""

@@ -16,8 +16,8 @@ from slimx.trainer.checkpoint.load import fill, load_sharded, unusable
 
 
 def load_weights(fit: Fit, chunks: Sequence[torch.nn.Module]) -> None:
-    """Loads the weights of the checkpoint of `fit`, saved under any layout, into the model `chunks` of this rank. All
-    ranks must call it, before the optimizer is built."""
+    """Loads the weights of the checkpoint that `fit` describes, saved under any parallel layout, into the model
+    `chunks` of this rank. All ranks must call this function before the optimizer is built."""
     try:
         state = states.model_state(chunks, non_homogeneous_layers=fit.per_layer)
         for value in nested_values(state):

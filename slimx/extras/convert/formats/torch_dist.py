@@ -59,7 +59,7 @@ _RELEASE = "release"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rectangle of a tensor that is stored as a separate entry of a file."""
+    """Rectangular part of a tensor, stored as a separate entry of a file."""
 
     location: TensorLocation
     box: ShardBox
@@ -195,8 +195,8 @@ class ToMegatron:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Disables the checksums of `torch.save`, which take half of its time, while files are written. They are not
-        needed, because `torch.load` ignores them, and a conversion has digests of its own."""
+        """Disables, while files are written, the checksums of `torch.save`, which take half of its time. `torch.load`
+        ignores these checksums, and a conversion computes digests anyway."""
         before = get_crc32_options()
         set_crc32_options(False)
         try:
@@ -225,7 +225,7 @@ class ToMegatron:
 
     def finish(self, directory: Path, notes: Json) -> None:
         """Writes the files of `small` to `directory`: metadata, arguments, format and tracker. `notes`: for each file,
-        what `TorchDistFile.write` returned."""
+        the return value of `TorchDistFile.write`."""
         release = directory / _RELEASE
         write_synced(release / ".metadata", pickle.dumps(self._metadata(notes)))
         common = io.BytesIO()
@@ -293,7 +293,7 @@ def _written(location: TensorLocation) -> Iterator[TensorLocation]:
 
 
 def _compare_centered(location: TensorLocation, source: Reading, release: Path) -> None:
-    """Raises SlimxError unless the key of `location` contains the source's values with 1 subtracted."""
+    """Raises SlimxError unless the output stores, under the key of `location`, the source's values minus 1."""
     (name,) = location.part.sources
     expected = source.read(name, location.part.rects[0]).float().flatten() - 1
     written = read_whole(release, location.key, read_metadata(release / ".metadata"))
