@@ -87,7 +87,7 @@ def copies_of(plan: Plan, receivers: Sequence[int]) -> tuple[int, list[int]]:
 
 
 def only(plan: Plan, target: int) -> Plan:
-    """Returns the part of a plan that fills one target, which becomes target 0 of the returned plan."""
+    """Restricts `plan` to the moves that fill `target`, which becomes target 0 of the returned plan."""
     moved = plan.moved[plan.moved["target"] == target].copy()
     moved["target"] = 0
     return Plan(plan.precision, plan.parameters, [plan.buckets[target]], moved)
@@ -135,8 +135,8 @@ def _pour(load: np.ndarray, amount: float) -> np.ndarray:
 def _cut(
     plan: Plan, holders: Holders, nbytes: np.ndarray, shares: list[np.ndarray], engines: int, grain: int
 ) -> np.ndarray:
-    """Returns the moves to all engines, [moves] of `MOVE`, with their senders. A move that several ranks send becomes
-    several moves.
+    """Returns the moves to all engines, an array [moves] of dtype `MOVE`, with their senders. A move that several ranks
+    send is divided into several moves.
 
     `nbytes`: size in bytes of each move of `plan`. `shares`: for each group of holders, the fraction of its bytes that
     each holder sends. `grain`: minimum size in bytes of a part of a divided move."""

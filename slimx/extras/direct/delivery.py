@@ -43,7 +43,7 @@ CONNECTING = -1
 UNREACHED = ("direct.metadata", "direct.connect", "direct.missing", "direct.unreached")
 """Error codes of failures that can be caused by an engine, by a trainer rank, or by the link between them."""
 INQUIRY = (1 - PATIENCE) / 4
-"""Fraction of a step's deadline for each of two checks that determine the cause of a failure."""
+"""Fraction of a step's deadline that each of the two checks for the cause of a failure may take."""
 
 
 class RankSenders:
@@ -94,7 +94,7 @@ class DeliveryOutcome:
     lacking: dict[int, str] = field(default_factory=dict)
     """Engine at which bytes are missing -> the trainer rank that should have sent these bytes."""
     known: asyncio.Event = field(default_factory=asyncio.Event)
-    """Event that is set when the outcomes at all engines are known."""
+    """Event that is set once the outcome at every engine is known."""
 
     def settle(self, engine: int) -> None:
         self.awaited.discard(engine)
@@ -110,7 +110,7 @@ class DeliveryOutcome:
 
 
 def receivers_of(machines: Mapping[str, int], ranks: int | None) -> dict[str, list[int | None]]:
-    """Returns the receivers of each engine: a GPU's index for memory of that GPU, None for host memory. `machines`:
+    """Returns each engine's receivers: a GPU's index for one in GPU memory, None for one in host memory. `machines`:
     engine -> number of its machines. `ranks`: None gives each machine one receiver in host memory; else the number of
     targets of an engine, which are divided among its receivers, one per GPU (1: all ranks load the same bytes)."""
     receivers: dict[str, list[int | None]] = {}
@@ -170,7 +170,7 @@ class DirectDelivery(Delivery):
         """Names of trainer ranks whose bytes reached no engine in the previous publication; "" if none."""
 
     def _deal(self) -> None:
-        """Chooses, among the current trainer ranks, the sender of each part of a tensor that engines receive."""
+        """Chooses which of the current trainer ranks sends each tensor part that engines receive."""
         plan = self.senders.published
         # Every engine rank has its own memory.
         self.buckets = PlannedBuckets(plan, apart=True)

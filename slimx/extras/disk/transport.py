@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class DiskTransport(Transport):
-    """Publishes weights through files (see `slimx.engines.transport.Transport`)."""
+    """Transport that publishes weights through files (see `slimx.engines.transport.Transport`)."""
 
     def end(self, publish: Publish) -> Callable[[], End] | None:
         """Returns a function that creates the receiver which assembles buckets from changes in the owner process of a

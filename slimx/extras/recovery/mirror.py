@@ -150,7 +150,7 @@ def read_back(data: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def skeleton_of(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Returns `value` with an index in place of each tensor, and appends these tensors to `tensors`."""
+    """Returns `value` with each tensor replaced by its index in `tensors`, to which the tensors are appended."""
     if isinstance(value, dict):
         return {key: skeleton_of(item, tensors) for key, item in value.items()}
     if isinstance(value, list):
@@ -189,8 +189,8 @@ def _merged(saved: Any, state: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _offsets(tensors: list[torch.Tensor], start: int) -> tuple[list[int], int]:
-    """Returns the aligned offset in bytes of each tensor, and the end of the last one. `start`: end of the data before
-    the tensors."""
+    """Returns each tensor's aligned offset in bytes, and the offset at which the last tensor ends. `start`: offset at
+    which the data before the tensors ends."""
     offsets = []
     end = start
     for tensor in tensors:

@@ -45,7 +45,8 @@ from slimx.runtime.tasks import in_thread, race
 
 
 class TrainerRecovery(RankLossHandler):
-    """Handler of rank losses that replaces all ranks of `trainers`, up to `recovery.trainers` times."""
+    """Handler that responds to the loss of a rank by replacing all ranks of `trainers`, up to `recovery.trainers`
+    times."""
 
     def __init__(self, trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan | None = None):
         """Stores the parameters. `records`: records replacements; `log_dir`: directory of the mirrors' logs; `replan`:
@@ -113,7 +114,7 @@ class TrainerRecovery(RankLossHandler):
         await self.mirrors.stop()
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics `recovery/...`, such as the number of replacements so far, the seconds without trainers
+        """Returns the `recovery/...` metrics, such as the number of replacements so far, the seconds without trainers
         since the last call, and the size of the recorded batches."""
         metrics = {
             "recovery/trainers": float(self.replaced),
@@ -132,8 +133,8 @@ class TrainerRecovery(RankLossHandler):
     # Calls of trainers -----------------------------------------------------------------------------------------------
 
     async def with_retry[T](self, work: Callable[[], Awaitable[T]]) -> T:
-        """Awaits `work`, which calls trainers and can be repeated from its beginning, and returns its result. If ranks
-        were lost in the meantime, the error of `work` is ignored, and `work` is repeated with new ranks."""
+        """Calls `work`, which uses the trainers and can be repeated from its beginning, and returns its result. If
+        ranks were lost in the meantime, the error of `work` is ignored, and `work` is repeated with new ranks."""
         while True:
             async with self._replacing:
                 epoch = self._epoch
@@ -146,7 +147,7 @@ class TrainerRecovery(RankLossHandler):
 
     async def watch(self) -> SlimxError:
         """Watches the ranks and replaces them when one is lost. Returns the first error after which they are not
-        replaced: an error of a running rank, or a replacement that failed."""
+        replaced: an error that a running rank raised, or the failure of a replacement."""
         while True:
             async with self._replacing:
                 epoch = self._epoch
@@ -161,7 +162,7 @@ class TrainerRecovery(RankLossHandler):
     # Replacement ------------------------------------------------------------------------------------------------------
 
     async def _replace(self, reason: SlimxError, epoch: int) -> None:
-        """Starts new ranks, unless all ranks have been replaced in the meantime, that is, if more than `epoch`
+        """Starts new ranks. Does nothing if all ranks have been replaced in the meantime, that is, if more than `epoch`
         replacements have been completed. `reason`: error of the lost rank. Raises SlimxError if ranks cannot be
         replaced."""
         async with self._replacing:

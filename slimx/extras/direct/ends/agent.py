@@ -32,9 +32,8 @@ class LinkError(SlimxError):
 
 
 class Agent:
-    """A NIXL agent: registers memory, connects to other agents and writes into their memory.
-
-    Only one thread at a time may call its methods."""
+    """NIXL agent that registers memory, connects to other agents and writes into their memory. Only one thread at a
+    time may call its methods."""
 
     def __init__(self, name: str, host: str):
         """Starts an agent.
@@ -210,7 +209,7 @@ def current(memory: torch.Tensor | DeviceMemory) -> AbstractContextManager[objec
 
 
 def _kind(regions: Sequence[Region]) -> str:
-    """Returns NIXL's name for the type of memory, host or GPU, that all `regions` have."""
+    """Returns NIXL's name for the memory type of `regions`, which are all in host memory or all in GPU memory."""
     return HOST if regions[0].device < 0 else GPU
 
 

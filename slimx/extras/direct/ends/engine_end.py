@@ -22,8 +22,8 @@ class DirectEnd:
         self._landings = AsyncExitStack()
 
     async def prepare(self, host: str, nodes: Any = None) -> None:
-        """Prepares for a start of the server: imports torch and NIXL, which only this transport needs in the process.
-        `host`, `nodes`: as in `slimx.engines.transport.End.prepare`."""
+        """Prepares for the start of the server by importing torch and NIXL, which only this transport needs in the
+        process. `host`, `nodes`: as in `slimx.engines.transport.End.prepare`."""
         self.host = host
         self._nodes = nodes
         await asyncio.to_thread(import_module, "slimx.extras.direct.ends.receiver")
@@ -36,8 +36,8 @@ class DirectEnd:
         return [*offered, *chain.from_iterable(others)]
 
     async def bases(self) -> list[list[int]]:
-        """Returns, for each receiver and bucket, the index of the transfer whose bytes the receiver has, so that
-        changes can be applied to them (`publish.delta`); 0 if it has none."""
+        """Returns, for each receiver and bucket, the index of the transfer whose bytes the receiver stores, to which
+        changes can therefore be applied (`publish.delta`); 0 if it stores none."""
         others = await self._others("bases")
         return [*(receiver.bases() for receiver in self._receivers), *chain.from_iterable(others)]
 

@@ -21,8 +21,8 @@ HEADER = np.dtype([("base", "<i8"), ("length", "<i8")])
 """Header of a frame: `base`, the index of the transfer to whose bytes the frame's changes apply (NO_BASE if the frame
 contains all bytes), and `length`, the size of the frame in bytes."""
 NO_BASE = 0
-"""Value that takes the place of a transfer's index if there are no earlier bytes to which changes could apply;
-transfers are numbered from 1."""
+"""Placeholder for a transfer's index if there are no earlier bytes to which changes could apply; actual indices start
+at 1."""
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -114,8 +114,8 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Notice | None:
-        """Returns the notice that `to_bytes` encoded, or None for any other message, because any process that can reach
-        the agent's port can send messages."""
+        """Decodes a notice that `to_bytes` encoded. Returns None for any other message: any process that can reach the
+        agent's port can send one."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError:
@@ -123,8 +123,9 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
 
 
 def sizes_of_runs(buckets: PlannedBuckets, bucket: int, moves: np.ndarray, by: str) -> Iterator[tuple[int, int]]:
-    """Yields (rank, bytes) for each run, the contiguous range of bytes that the `moves` of one rank form in `bucket`.
-    `by`: column of `moves` that contains the rank, "source" or "target"; `moves` are sorted by this column."""
+    """Yields (rank, number of bytes) for each run, the contiguous range of bytes that the `moves` of one rank form in
+    `bucket`. `by`: column of `moves` that contains the rank, "source" or "target"; `moves` are sorted by this
+    column."""
     if not len(moves):
         return
     nbytes = run_bytes(pieces_of(buckets.plan, moves, buckets.form(bucket), None))
