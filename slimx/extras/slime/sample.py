@@ -41,13 +41,13 @@ class Sample:
     loss_mask: list[int] | None = None
     """[response_length]: 1 for trained tokens, else 0; None: all tokens of the response are trained on."""
     weight_versions: list[str] = field(default_factory=list)
-    """Version of the weights that generated the response to each request."""
+    """For each request, the version of the weights that generated its response."""
     rollout_log_probs: list[float] | None = None
     """[response_length]: log-probs of sampled tokens; 0 for other tokens."""
     rollout_top_p_token_ids: list[int] | None = None
     rollout_top_p_token_offsets: list[int] | None = None
     rollout_routed_experts: np.ndarray | None = None
-    """int32 [tokens - 1, layers, k]: experts to which the engine routed each input token."""
+    """int32 [tokens - 1, layers, k]: the k experts to which the engine routed each input token, per layer."""
     remove_sample: bool = False
     """True if no token of the sample is trained on."""
     status: Status = Status.PENDING

@@ -30,10 +30,10 @@ RETRIES = 5
 async def post(url: str, payload: Any, max_retries: int = RETRIES, headers: dict[str, str] | None = None) -> Any:
     """Implements `http_utils.post`.
 
-    A request to /generate of the policy's router is recorded as a request of this rollout, and gets slimx's deadline,
-    retries on other engines, and weight versions. Requests to frozen engines and external servers are plain HTTP with a
-    timeout and at most `RETRIES` retries. `headers` are sent only with plain HTTP, because `rollout.affinity` chooses
-    the engine of a rollout."""
+    A request to the endpoint /generate of the policy's router is recorded as a request of this rollout; slimx's
+    deadline, retries on other engines, and weight versions apply to it. Requests to frozen engines and external servers
+    are plain HTTP with a timeout and at most `RETRIES` retries. `headers` are sent only with plain HTTP, because
+    `rollout.affinity` chooses the engine of a rollout."""
     call = current("slime.utils.http_utils.post")
     parts = urlsplit(url)
     base = f"{parts.scheme}://{parts.netloc}"
@@ -133,7 +133,7 @@ def load_tokenizer(name_or_path: str, **_: Any) -> Any:
 
 
 class SingletonMeta(type):
-    """Implements `misc.SingletonMeta`: metaclass of classes with a single instance."""
+    """Implements `misc.SingletonMeta`: metaclass for classes that have a single instance."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if "_instance" not in cls.__dict__:
@@ -143,7 +143,7 @@ class SingletonMeta(type):
 
 @dataclass
 class DynamicFilterOutput:
-    """Implements `filter_hub.base_types.DynamicFilterOutput`: decision of a dynamic filter about a group."""
+    """Dynamic filter's verdict on a group; implements slime's `filter_hub.base_types.DynamicFilterOutput`."""
 
     keep: bool
     reason: str | None = None

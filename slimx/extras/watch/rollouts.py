@@ -24,13 +24,13 @@ from slimx.rollout.flow.tickets import SavedTicket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Selection of groups, and of the details to show."""
+    """Selection of the groups to show, and of the details to show about them."""
 
     group: str | None = None
     """Id of the only group to show; None: all groups."""
     reward_below: float | None = None
-    """Upper limit of rewards: only trajectories with a lower reward are shown, and only groups that have such
-    trajectories. None: all trajectories."""
+    """Exclusive upper bound on rewards: only trajectories with a lower reward are shown, and only groups that contain
+    one; None: all trajectories are shown."""
     limit: int = 8
     """Maximum number of groups to show; 0: no limit."""
     tokens: bool = False
@@ -79,7 +79,7 @@ def show_rollouts(
 
 
 def steps_of(directory: Path) -> Json:
-    """Returns {steps: [description of each saved step], problems: [a sentence per damaged file]}."""
+    """Returns the saved steps, as {steps: [a description per step], problems: [a sentence per damaged file]}."""
     steps: list[Json] = []
     problems: list[str] = []
     for path in _files(directory).values():
@@ -240,7 +240,7 @@ def buffer_lines(values: Json) -> Iterator[str]:
 
 
 def dropped_lines(values: Json, limit: int) -> Iterator[str]:
-    """Yields the result of `dropped_of` as lines of text, for the newest `limit` groups."""
+    """Yields the result of `dropped_of` as lines of text, limited to the newest `limit` groups."""
     yield f"{len(values['dropped'])} groups were dropped"
     for reason, count in values["reasons"].items():
         yield f"{count:>6}  {reason}"
@@ -302,7 +302,7 @@ def _decoder(directory: Path) -> tuple[Decode, list[str]]:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """Describes ascending steps by their count, the first and the last step."""
+    """Describes `steps`, which are ascending, by their number, the first and the last one."""
     if len(steps) == 1:
         return f"step {steps[0]}"
     return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

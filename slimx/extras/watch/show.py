@@ -13,7 +13,7 @@ from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.saved.trained_tokens import TrainedTokens
 
 Decode = Callable[[Sequence[int]], str]
-"""Function that returns the text of token ids."""
+"""Function that decodes token ids to text."""
 Json = dict[str, Any]
 
 
@@ -151,7 +151,7 @@ def group_lines(group: Json) -> Iterator[str]:
 
 
 def prompt_line(prompt: Json) -> str:
-    """Returns a short description of a prompt, which is given as the result of `prompt_values`."""
+    """Returns a short description of `prompt`, a result of `prompt_values`."""
     line = f"prompt {prompt['id']}"
     if prompt["answer"] is not None:
         line += f" (answer {prompt['answer']!r})"

@@ -118,8 +118,8 @@ class MlflowSink:
 
     name = "mlflow"
     PARAMETER_CHARACTERS = 500
-    """Maximum length of a parameter's value, because servers refuse longer ones. The artifact config.yaml contains the
-    complete values."""
+    """Maximum number of characters in a parameter's value, because servers reject longer values. The artifact
+    config.yaml contains the complete values."""
 
     def __init__(self, run: TrackedRun, uri: str) -> None:
         self._names = _MlflowNames()
@@ -194,13 +194,14 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class _MlflowNames:
-    """Metric names that MLflow accepts. A metric always gets the same name, and no two metrics share one."""
+    """Mapping from slimx's metric names to names that MLflow accepts. The MLflow name of a metric never changes, and no
+    two metrics share one."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
 
     def name(self, key: str) -> str:
-        """Returns the MLflow name of slimx's metric `key`."""
+        """Returns the name under which MLflow stores slimx's metric `key`."""
         if key not in self._names:
             plain = re.sub(r"[^\w.\- :/]", "_", key)
             name = plain

@@ -143,7 +143,7 @@ def describe_status(status: dict[str, Any]) -> list[str]:
 
 
 def _policies(metrics: Mapping[str, float]) -> list[str]:
-    """Returns the names of the policies that have metrics of their own."""
+    """Returns the names of the policies for which `metrics` contains separate metrics."""
     names: dict[str, None] = {}
     for key in metrics:
         match = _OF_POLICY.match(key)

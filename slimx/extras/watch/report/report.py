@@ -151,7 +151,8 @@ def _extent(run: RunFiles) -> str:
 
 
 def _joined(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the summary with a single value for peak memory: the highest of all phases. Its label names the phase."""
+    """Returns the summary with a single value for peak memory: the highest among all phases, under the label that names
+    its phase."""
     peaks = {label: value for label, value in summary.items() if label.startswith(PEAK)}
     if len(peaks) < 2:
         return dict(summary)
@@ -204,8 +205,8 @@ def _samples(comparison: Comparison, rows: int) -> dict[str, Any]:
 
 
 def _training(samples: Sequence[RecordedSample]) -> list[dict[str, Any]]:
-    """Returns the first training rollout of each of at most TRAINING_ROWS recorded steps, which are spread over the
-    run."""
+    """Returns a row for each of at most TRAINING_ROWS recorded steps spread over the run, with the step's first
+    training rollout."""
     first: dict[int, RecordedSample] = {}
     for sample in samples:
         if not sample.evaluation:
@@ -239,7 +240,8 @@ def _cell(sample: RecordedSample | None, before: RecordedSample | None) -> dict[
 
 
 def _cut(text: str) -> str:
-    """Returns `text`, or its first SAMPLE_CHARACTERS characters and the number of omitted ones."""
+    """Returns `text`; if it is longer than SAMPLE_CHARACTERS characters, returns that many, followed by the number of
+    omitted ones."""
     left = len(text) - SAMPLE_CHARACTERS
     if left <= 0:
         return text
