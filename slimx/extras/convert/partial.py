@@ -44,10 +44,9 @@ class Partial:
     """Directory OUT.partial of an unfinished conversion."""
 
     def __init__(self, out: Path, planned: Collection[str], small: Collection[str]):
-        """Describes the directory of a conversion to `out`, without creating it. `planned`: names of the files that the
-        conversion writes in parallel; `small`: names of the files that it adds at the end.
-
-        Raises SlimxError if `out` exists."""
+        """Prepares to write a conversion to `out`; creates nothing yet. `planned`: names of the files that the
+        conversion writes in parallel; `small`: names of the files that it adds at the end. Raises SlimxError if `out`
+        exists."""
         if os.path.lexists(out) or out.name in ("", ".."):
             raise SlimxError(
                 f"{out} already exists; remove it or choose another directory", code="convert.exists", about=str(out)
@@ -70,7 +69,7 @@ class Partial:
         return self._state / "plan"
 
     def record_path(self, name: str) -> Path:
-        """Returns the path of the record that the file `name` is finished."""
+        """Returns the path of the record that marks the file `name` as finished."""
         return self._state / "done" / name.replace("/", "-")
 
     def writing(self, file: Path) -> Path:

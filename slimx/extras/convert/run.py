@@ -89,8 +89,8 @@ def hf_to_megatron(
 
 
 def _numbered(spec: ModelSpec, layers: Layers) -> bool:
-    """Returns True if each layer gets separate keys, False if one key stacks the layers. Raises SlimxError if `layers`
-    requires stacking but the model's layers differ.
+    """Returns True if each layer is to have separate keys, False if one key stacks the layers. Raises SlimxError if
+    `layers` requires stacking but the model's layers differ.
 
     Scripts of slime and Miles pass --moe-layer-freq as a list for every model with experts, which makes megatron-core
     expect numbered layers. Megatron-LM also loads numbered layers, because of the metadata that is written with
@@ -260,8 +260,8 @@ def _open(source: Path, family: Family | None) -> tuple[ModelSpec, CheckpointRea
 
 
 def _with_prediction(path: Path, layers: int, family: Family | None) -> ModelSpec:
-    """Reads the model description with `layers` multi-token prediction layers, or with all that the config declares if
-    these are fewer."""
+    """Reads the model description with `layers` multi-token prediction layers, or with as many as the config declares
+    if those are fewer."""
     spec = read_model(path, family=family)
     return read_model(path, mtp_layers=min(layers, spec.family.mtp_layers(spec.hf)), family=family)
 

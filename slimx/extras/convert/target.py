@@ -152,7 +152,7 @@ def _runs(local: list[Rect], full: list[Rect]) -> list[tuple[int, int]]:
 
 
 def _rows(local: Rect, full: list[Rect]) -> tuple[int, int]:
-    """Returns the range, as (first row, number of rows), in which the full tensor contains the source rows of the
+    """Returns the rows of the full tensor, as (first row, number of rows), that contain the source rows of the
     rectangle `local`. `full`: rectangles of the full tensor."""
     for rect in full:
         before, off = divmod(local.row - rect.row, rect.step)

@@ -23,7 +23,8 @@ from slimx.extras.convert.sources import Advance
 from slimx.json_types import Json
 
 _SPARE_BYTES = 64 * 2**20
-"""Disk space that is required in addition to the planned tensors, for headers, metadata and tokenizer."""
+"""Free disk space in bytes that is required in addition to the space for the planned tensors, for headers, metadata and
+tokenizer."""
 
 
 class PlannedFile(Protocol):
@@ -114,11 +115,11 @@ class Stream:
 
 
 class ProgressListener(Protocol):
-    """Receiver of a conversion's progress."""
+    """Listener to which a conversion reports its progress."""
 
     def begin(self, label: str, total: int, done: int) -> None:
-        """Starts the part of the conversion that is named `label`. `total`: number of bytes to process in this part;
-        `done`: number of those that an earlier attempt processed."""
+        """Reports that the part of the conversion named `label` starts. `total`: number of bytes to process in this
+        part; `done`: number of these bytes that an earlier attempt has processed."""
 
     def add(self, nbytes: int) -> None:
         """Reports that `nbytes` more bytes have been processed."""

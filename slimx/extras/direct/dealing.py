@@ -122,9 +122,9 @@ def share(amounts: np.ndarray, holders: Sequence[tuple[int, ...]]) -> list[np.nd
 
 
 def _pour(load: np.ndarray, amount: float) -> np.ndarray:
-    """Returns the part of `amount` that each rank gets if `amount` is distributed so that the ranks' total loads become
-    as equal as possible. `load`: bytes that each rank already sends; ranks whose load exceeds the resulting common load
-    get nothing."""
+    """Returns the part of `amount` that is assigned to each rank if `amount` is distributed so that the ranks' total
+    loads become as equal as possible. `load`: bytes that each rank already sends; ranks whose load exceeds the
+    resulting common load are assigned nothing."""
     low = np.sort(load)
     level = (amount + low.cumsum()) / np.arange(1, len(low) + 1)
     # Filling the k least loaded ranks to a common level is right if that level is below the load of rank k + 1.

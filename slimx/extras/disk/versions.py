@@ -110,7 +110,7 @@ class VersionDirectory:
 
 
 class StoredVersion:
-    """A complete version on disk, as a source of weights (`slimx.reshard.parties.Source`)."""
+    """Complete version on disk, as a source of weights (`slimx.reshard.parties.Source`)."""
 
     def __init__(self, path: Path, manifest: Manifest, buckets: list[PackedBucket]):
         self.path = path

@@ -287,8 +287,8 @@ def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Proble
 
 @rule("engines.int4_model", "rollout.engines.model")
 def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
-    """Refuses engines that start from INT4 weights but get unquantized or fp8 publications, or the reverse, because the
-    parameters' layouts differ. Model directories that do not exist yet are not checked."""
+    """Refuses engines that start from INT4 weights but receive unquantized or fp8 publications, or the reverse, because
+    the parameters' layouts differ. Model directories that do not exist yet are not checked."""
     published = publish.quantize == "int4"
     for group, directory, quantization in _origins(rollout, spec):
         starts = quantization.get("quant_method") == "compressed-tensors"

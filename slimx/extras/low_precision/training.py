@@ -32,7 +32,7 @@ class Fp8(Rounding):
     recipe: Recipe
 
     def fields(self) -> dict[str, Any]:
-        """Returns the fp8 fields of megatron-core's TransformerConfig. Gradients are e4m3, too, because blocks are so
+        """Returns the fp8 fields of megatron-core's TransformerConfig. Gradients also use e4m3, because blocks are so
         small that they do not need e5m2's range. Attention and output layer stay in bf16."""
         return {"fp8": "e4m3", "fp8_recipe": self.recipe.name}
 

@@ -25,8 +25,8 @@ from slimx.models.files.index import read_object
 from slimx.models.files.torch_dist import TRACKER, factor_key, iteration_name
 
 _CONVOLUTION = re.compile(r"(?<=\.mixer\.)conv1d_")
-"""Pattern of a Mamba-2 layer's convolution parameters. Checkpoints name them `conv1d.`, as in the releases in which the
-convolution was a module."""
+"""Pattern of the names of a Mamba-2 layer's convolution parameters. Checkpoints name these parameters `conv1d.`, as in
+the megatron-core releases in which the convolution was a module."""
 RUN_STATE = "slimx"
 """Name of a slimx checkpoint's subdirectory for state that only slimx runs need."""
 _ITERATION = re.compile(r"[0-9]{1,15}")
@@ -45,11 +45,12 @@ _NOT_WEIGHTS = re.compile(
 """Regular expression that matches the keys of all checkpoint entries other than model weights."""
 _PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.")
 _PREDICTION_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.")
-"""Pattern of the part of a parameter's name that is `transformer_layer` in checkpoints, as in megatron-core up to
-0.16."""
+"""Pattern of the part of a parameter's name that checkpoints write as `transformer_layer`, as megatron-core up to 0.16
+does."""
 _PROJECTION_NORM = re.compile(r"(?<=self_attention\.[qk]_)layernorm(?=\.weight$)")
 """Pattern of the part of a key that names a norm over all heads. megatron-core has no such norm: slimx puts it in place
-of the per-head norm, slime (slime_plugins/models/minimax_m2.py) next to the per-head norm as `q_norm` and `k_norm`."""
+of the per-head norm, whereas slime (slime_plugins/models/minimax_m2.py) adds it next to the per-head norm as `q_norm`
+and `k_norm`."""
 
 
 def is_megatron(path: Path) -> bool:

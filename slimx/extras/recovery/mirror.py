@@ -134,8 +134,8 @@ class Mirror:
 
 
 def read_back(data: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state in the bytes `data`, uint8 [size], with the structure of `state`, the state to be loaded. The
-    sharded tensors of `state` are overwritten."""
+    """Decodes the bytes `data`, uint8 [size], to a state with the structure of `state`, and returns the decoded state.
+    The sharded tensors of `state` are overwritten."""
     length = int(data[:_LENGTH].view(torch.int64))
     with safe_classes(io.BytesIO):
         head = io.BytesIO(data[_LENGTH : _LENGTH + length].numpy())

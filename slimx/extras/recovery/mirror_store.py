@@ -40,8 +40,8 @@ class Mirrored:
 
 
 class MirrorStore:
-    """Ray actor that stores the mirrored states of ranks (ranks on another node if there are several nodes) and
-    outlives these ranks."""
+    """Ray actor that stores the mirrored states of ranks and outlives these ranks, which run on another node if there
+    are several nodes."""
 
     def __init__(self) -> None:
         self.states: dict[tuple[int, int], Mirrored] = {}

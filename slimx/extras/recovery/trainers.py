@@ -174,8 +174,8 @@ class TrainerRecovery(RankLossHandler):
                 reason = await self._attempt(reason) or reason
 
     async def _attempt(self, reason: SlimxError) -> SlimxError | None:
-        """Restarts all ranks because of `reason`. Returns None on success, or the new reason if the new ranks are lost,
-        too. Raises SlimxError if another attempt would fail in the same way."""
+        """Restarts all ranks because of `reason`. Returns None on success, or the new reason if the new ranks are also
+        lost. Raises SlimxError if another attempt would fail in the same way."""
         self.replaced += 1
         note = self.records.table.note
         sentence = first_line(reason)
@@ -255,9 +255,10 @@ class TrainerRecovery(RankLossHandler):
         return group
 
     async def _bring_back(self, new: TrainerGroup, processes: float) -> dict[int, TrainedStep]:
-        """Restores the new ranks to the state that the lost ranks had after their last complete step. If `new` has
-        other parallel sizes, returns the steps that were trained again, with their new metrics, by the number of steps
-        before each; {} otherwise. `processes`: seconds that the ranks' processes took to start."""
+        """Restores the new ranks to the state that the lost ranks had after their last complete step. If the parallel
+        sizes of `new` differ from those of the lost ranks, returns the steps that were trained again, with their new
+        metrics, by the number of steps before each; {} otherwise. `processes`: seconds that the ranks' processes took
+        to start."""
         again: dict[int, TrainedStep] = {}
         clock = [time.perf_counter()]
         await new.start()

@@ -143,7 +143,7 @@ def to_sample(trajectory: Trajectory, prompt: Prompt, tokenizer: Callable[[], An
 
 
 def _mask(sample: Sample, name: str) -> list[int]:
-    """Returns the loss mask of all tokens: 1 for trained tokens. `name`: name of the sample in errors."""
+    """Returns the loss mask of all tokens: 1 for trained tokens. `name`: name of the sample in error messages."""
     length = sample.response_length
     start = len(sample.tokens) - length
     mask = [1] * length if sample.loss_mask is None else list(sample.loss_mask)

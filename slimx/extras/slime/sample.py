@@ -49,7 +49,7 @@ class Sample:
     rollout_routed_experts: np.ndarray | None = None
     """int32 [tokens - 1, layers, k]: the k experts to which the engine routed each input token, per layer."""
     remove_sample: bool = False
-    """True if no token of the sample is trained on."""
+    """True to train on none of the sample's tokens."""
     status: Status = Status.PENDING
     metadata: Json = field(default_factory=dict)
     train_metadata: Json | None = None
@@ -68,7 +68,7 @@ class Sample:
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Any) -> Any:
-        """Returns the reward, or its value for the key `args.reward_key` if that is set."""
+        """Returns the reward or, if `args.reward_key` is set, the reward's value for this key."""
         key = getattr(args, "reward_key", None)
         return self.reward[key] if key else self.reward
 

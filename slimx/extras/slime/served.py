@@ -22,7 +22,7 @@ from slimx.extras.slime.sample import Sample
 from slimx.json_types import Json
 
 TIMEOUT_S = 120.0
-"""Timeout in seconds of a request to an external server."""
+"""Timeout in seconds for a request to an external server."""
 RETRIES = 5
 """Maximum number of retries of a request to an external server; slime's default is 60."""
 
@@ -95,7 +95,7 @@ async def generate(args: Any, sample: Sample, sampling_params: Json) -> Sample:
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Implements `async_utils.run`: runs a coroutine from a thread without an event loop, such as one of
+    """Implements `async_utils.run`: runs a coroutine from a thread without an event loop, such as one started by
     `asyncio.to_thread`, and returns its result."""
     try:
         asyncio.get_running_loop()

@@ -31,7 +31,8 @@ class InOrder:
         self._thread.start()
 
     def add(self, call: Callable[[], None]) -> None:
-        """Adds a call to the queue. Raises SlimxError and discards the call if `max_waiting` calls already wait."""
+        """Adds a call to the queue. If `max_waiting` calls are already waiting, discards the call and raises
+        SlimxError."""
         try:
             self._calls.put_nowait(call)
         except queue.Full:

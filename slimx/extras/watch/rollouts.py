@@ -94,8 +94,8 @@ def steps_of(directory: Path) -> Json:
 
 
 def step_of(directory: Path, step: int, choice: Choice) -> Json:
-    """Returns {step, version, groups: [the groups of `choice`], hidden: number of matching groups omitted because of
-    `choice.limit`, problems}. Raises SlimxError for a missing step or group."""
+    """Returns the groups of a step, as {step, version, groups: [groups that `choice` selects], hidden: number of
+    matching groups omitted because of `choice.limit`, problems}. Raises SlimxError for a missing step or group."""
     files = _files(directory)
     if step not in files:
         raise SlimxError(
@@ -177,8 +177,8 @@ def buffer_of(directory: Path, choice: Choice) -> Json:
 
 
 def dropped_of(directory: Path, step: int | None) -> Json:
-    """Returns {reasons: {reason: number of groups}, dropped: [{step, prompt, reason, detail}], problems} for `step`, or
-    for all steps."""
+    """Returns the groups dropped in `step`, or in all steps if `step` is None, as {reasons: {reason: number of groups},
+    dropped: [{step, prompt, reason, detail}], problems: [a message per unreadable line]}."""
     check_run(directory)
     file = directory / "dropped.jsonl"
     dropped: list[Json] = []
@@ -290,8 +290,8 @@ def _chosen(groups: Sequence[Group], choice: Choice) -> Iterator[Group]:
 
 def _decoder(directory: Path) -> tuple[Decode, list[str]]:
     """Returns a function that decodes token ids, and a list of problems. The function uses the tokenizer that was saved
-    with the run, or for older runs the model's tokenizer. If there is none, it returns the ids as text, and the list
-    contains the reason."""
+    with the run or, for older runs, the model's tokenizer. If neither can be loaded, the function returns the ids as
+    text, and the list contains the reason."""
     kept = directory / TOKENIZER
     try:
         source = kept if kept.is_dir() else read_config(directory)["model"]["path"]

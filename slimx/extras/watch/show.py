@@ -20,7 +20,8 @@ Json = dict[str, Any]
 def group_values(
     group: Group, version: int | None, decode: Decode, trained: Mapping[str, TrainedTokens], *, tokens: bool
 ) -> Json:
-    """Returns {id, prompt: result of `prompt_values`, reward: mean or None, baseline, trajectories}.
+    """Returns the description of a group: {id, prompt: result of `prompt_values`, reward: mean or None, baseline,
+    trajectories}.
 
     `version`: weight version of the trainers, relative to which staleness is counted. `trained`: values that training
     computed, by trajectory id. `tokens`: True to include a list of every token."""
@@ -139,7 +140,7 @@ def _trained_token(trained: TrainedTokens, position: int) -> Json:
 
 
 def group_lines(group: Json) -> Iterator[str]:
-    """Yields lines of text for a group, which is given as the result of `group_values`."""
+    """Yields lines of text that describe `group`, a result of `group_values`."""
     line = f"group {group['id']}, {prompt_line(group['prompt'])}, {len(group['trajectories'])} trajectories, "
     line += f"reward {_shown(group['reward'])}"
     if group["baseline"] is not None:

@@ -83,8 +83,8 @@ class WandbSink:
     """Tracker that logs to Weights & Biases. A resumed run continues under the id in `RUN/wandb_id`. WANDB_MODE=offline
     needs no network.
 
-    The step is logged as a metric and used as the x axis, because wandb's own step counter only increases, and wandb
-    would drop the steps that a resumed run repeats. With this axis, wandb draws repeated steps twice."""
+    The step is logged as a metric and used as the x axis, because wandb's step counter only increases, and wandb would
+    drop the steps that a resumed run repeats. With this axis, wandb draws repeated steps twice."""
 
     name = "wandb"
 

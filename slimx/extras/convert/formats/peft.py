@@ -62,8 +62,8 @@ def export_adapters(source: Path, out: Path, original: Path, alpha: float) -> in
 
 
 def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, set[str]], int]:
-    """Returns the adapters' tensors by PEFT's names, the names for PEFT's target_modules and target_parameters, and the
-    rank of the adapters."""
+    """Returns the adapters' tensors by PEFT's names, the names to list in PEFT's target_modules and target_parameters,
+    and the rank of the adapters."""
     metadata = read_metadata(path / ".metadata")
     keys = metadata.state_dict_metadata.keys()
     per_layer = any(key.startswith("decoder.layers.0.") for key in keys)

@@ -201,7 +201,7 @@ class ToHuggingFace:
                 unit.compare(source, written, advance)
 
     def finish(self, directory: Path, notes: Json) -> None:
-        """Writes index and config to `directory`, and copies the template's other files. `notes`: not used."""
+        """Writes the index and the config to `directory`, and copies the template's other files. `notes`: not used."""
         weight_map = {}
         for file in self.files:
             for unit in file.units:

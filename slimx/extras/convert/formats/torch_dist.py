@@ -125,7 +125,7 @@ def clip(rect: Rect, box: ShardBox) -> Rect | None:
 
 @dataclass(slots=True)
 class TorchDistFile:
-    """A torch_dist file that the conversion will write."""
+    """File in the torch_dist format that the conversion will write."""
 
     name: str
     source: TensorSource
@@ -133,7 +133,7 @@ class TorchDistFile:
     nbytes: int = 0
 
     def write(self, stream: Stream) -> list[list[int]]:
-        """Writes the pieces, and returns [position, length] in bytes of each."""
+        """Writes the pieces, and returns the [position, length] of each in bytes."""
         reading = Reading(self.source)
         spans = []
         for piece in self.pieces:
@@ -328,7 +328,7 @@ def _dtypes(
 
 
 def _split(piece: Piece) -> Iterator[Piece]:
-    """Splits a piece by rows into pieces of at most about BLOCK_BYTES."""
+    """Splits a piece by rows into pieces of about BLOCK_BYTES or less."""
     box = piece.box
     step = max(1, BLOCK_BYTES // (box.cols * piece.dtype.itemsize))
     for row in range(0, box.rows, step):

@@ -154,7 +154,7 @@ class Agent:
 
 
 class Transfer:
-    """A started write into another agent's memory."""
+    """Started write into another agent's memory."""
 
     def __init__(self, agent: Any, handle: Any, peer: str):
         self._agent = agent

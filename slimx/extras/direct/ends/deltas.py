@@ -54,7 +54,7 @@ class SentRuns:
 
 
 class ReceivedRuns:
-    """The bytes that an engine last received, in host memory, by run: the range of a bucket's bytes that one trainer
+    """Bytes that an engine last received, stored in host memory by run: the range of a bucket's bytes that one trainer
     rank sends to one engine rank."""
 
     def __init__(self, item: int, buckets: int):

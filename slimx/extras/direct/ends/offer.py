@@ -48,8 +48,8 @@ class PackedRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """Memory of one receiver into which trainer ranks may write, with the location of each run, the contiguous range of
-    bytes that one rank writes for a bucket."""
+    """Receiver memory into which trainer ranks may write, with the location of each run: the contiguous range of bytes
+    that one rank writes for a bucket."""
 
     engine: str
     metadata: bytes
@@ -134,17 +134,18 @@ def sizes_of_runs(buckets: PlannedBuckets, bucket: int, moves: np.ndarray, by: s
 
 
 def room_of(nbytes: int, item: int) -> int:
-    """Returns the bytes to reserve in a buffer for a range of `nbytes` bytes: `nbytes` itself if `item` is 0, else the
-    maximum size of header and frame."""
+    """Returns the number of bytes to reserve in a buffer for a range of `nbytes` bytes: `nbytes` itself if `item` is 0,
+    else the maximum size of header and frame."""
     if not item:
         return nbytes
     return -(-(HEADER.itemsize + frames.room(nbytes)) // frames.STEP) * frames.STEP
 
 
 def arrivals(parts: list[Plan], item: int = 0) -> tuple[list[PackedRun], int]:
-    """Returns the locations of all runs (byte ranges) that a receiver gets, and the size in bytes of each of its slots.
+    """Returns the locations of all runs (byte ranges) that are written to a receiver, and the size in bytes of each of
+    the receiver's slots.
 
-    `parts`: for each engine rank that the receiver serves, the plan of the bytes that this rank gets. `item`: as in
+    `parts`: for each engine rank that the receiver serves, the plan of the bytes for this rank. `item`: as in
     `Offer`."""
     runs = []
     room = 0

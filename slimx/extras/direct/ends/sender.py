@@ -59,8 +59,8 @@ class EngineLink:
 
 
 class DirectSender:
-    """Packs this rank's part of each bucket for all engines at once, and writes to each receiver the byte ranges (runs)
-    for it."""
+    """Sender that packs this rank's part of each bucket for all engines at once, and writes to each receiver the byte
+    ranges (runs) for it."""
 
     def __init__(
         self, packer: Packer, name: str, host: str, *, edges: Sequence[int], item: int = 0, on_gpu: bool = False
@@ -135,9 +135,9 @@ class DirectSender:
         """Packs `bucket` and starts writing it to receivers, without waiting for the writes.
 
         `transfer`: index of the publication. `engines`: receiver -> index of the transfer whose bytes of this bucket it
-        has; 0 if it has none, so that all bytes are sent to it. The bucket reuses the memory of an earlier one in the
-        ring buffer. If a receiver has not yet received all of the earlier bucket, the write to it is cancelled, and the
-        receiver counts as failed."""
+        has; 0 if it has none, in which case all bytes are sent to it. The bucket reuses the memory of an earlier one in
+        the ring buffer. If a receiver has not yet received all of the earlier bucket, the write to it is cancelled, and
+        the receiver counts as failed."""
         slot = bucket % len(self._ring)
         failed = self._vacate(slot)
         taking = {index: base for index, base in engines.items() if index not in failed}
@@ -277,7 +277,7 @@ class DirectSender:
         return engine.writes[slot].nbytes
 
     def _sizes(self, bucket: int) -> dict[int, int]:
-        """Returns for each target, in the order of packing, the number of bytes that this rank packs for the target in
+        """Returns, for each target in packing order, the number of bytes that this rank packs for the target in
         `bucket`."""
         if bucket not in self._known:
             moves = self.packer.plan.moves_of(self.packer.rank, bucket)

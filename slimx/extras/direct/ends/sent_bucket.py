@@ -69,8 +69,8 @@ def shares_of(packed: PackedBucket, count: int) -> list[PackedBucket]:
 
 
 def together(packed: PackedBucket, landed: Sequence[PackedBucket]) -> PackedBucket:
-    """Returns the description of a bucket as an engine's server opens it. `landed`: the parts that the engine's
-    receivers have assembled, in order."""
+    """Returns the description with which an engine's server opens a bucket. `landed`: parts of the bucket that the
+    engine's receivers have assembled, in order."""
     paths: list[str] = []
     targets: list[tuple[PackedTensor, ...]] = []
     for part in landed:

@@ -63,7 +63,8 @@ class Alerts(Events):
         )
 
     def look(self, activity: Mapping[str, Any]) -> None:
-        """Reports once that the phase of `activity` has stalled, and in a later call that this phase has ended."""
+        """Reports, once, if the phase of `activity` has stalled; a later call then reports that this phase has
+        ended."""
         current = (activity["phase"], activity["number"])
         if self._reported is not None and self._reported != current:
             phase, _ = self._reported

@@ -45,7 +45,7 @@ class Webhook:
             self._lose(event)
 
     def close(self) -> list[str]:
-        """Waits at most `close_s` seconds until the last events are posted, and returns the kinds of all undelivered
+        """Waits up to `close_s` seconds for the last events to be posted, and returns the kinds of all undelivered
         events."""
         sent = threading.Event()
         try:

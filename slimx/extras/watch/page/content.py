@@ -116,7 +116,7 @@ class Content:
             return {"version": version, "charts": charts}
 
     def steps(self) -> list[int]:
-        """Returns the steps whose rollouts are saved, ascending."""
+        """Returns the steps whose rollouts are saved, in ascending order."""
         return list(step_files(self.directory / DIRECTORY))
 
     def rollouts(self, step: int) -> Json:

@@ -91,7 +91,7 @@ def new_figure(*, height: int) -> go.Figure:
 
 def thin(steps: np.ndarray, values: np.ndarray, points: int, peak: bool) -> tuple[np.ndarray, np.ndarray]:
     """Returns at most `points` points of a curve. Each combines consecutive steps: x is the last of them, y the mean of
-    their finite values, or with `peak` the maximum."""
+    their finite values, or the maximum if `peak` is True."""
     if values.size <= points:
         return steps, values
     edges = np.arange(points + 1) * values.size // points

@@ -89,7 +89,7 @@ FAMILIES = (
 )
 """Panels for metrics whose names are not fixed: title and pattern. A panel has one curve per matching metric."""
 LOGGED = re.compile(r"hook/(.+)/mean")
-"""Pattern of metrics that hooks logged; each gets its own panel."""
+"""Pattern of the names of metrics that hooks logged; each of these metrics is drawn in a separate panel."""
 MOST_LINES = len(PALETTE)
 MOST_LOGGED = 12
 

@@ -28,7 +28,7 @@ SAMPLE_STEPS = 4
 TRAINING_ROWS = 20
 SAMPLE_CHARACTERS = 3000
 PEAK = "trainer memory at its peak, MiB"
-"""Prefix of the labels of peak memory in a run's summary, which has one such label per phase."""
+"""Prefix of the labels under which a run's summary lists peak memory, one label per phase."""
 PLOTLY = Path(__file__).with_name("plotly-basic.min.js.gz")
 """plotly.js with only scatter and bar charts (npm's plotly.js-basic-dist-min, compressed with `gzip -9n`), of the
 release that belongs to the pinned version of plotly. The browser decompresses it."""
@@ -92,7 +92,7 @@ def _sampled(run: RunFiles) -> bool:
 
 
 def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
-    """Returns the values for a run's section of the template. The page's size limit is divided by `run_count`, the
+    """Returns the template values for a run's section of the page. The page's size limit is divided by `run_count`, the
     number of runs."""
     points = max(200, CURVE_POINTS // run_count)
     blocks = []
@@ -165,8 +165,8 @@ def _joined(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(label: str, value: Any) -> dict[str, Any]:
-    """Formats a headline number with thousands separators and four significant digits. Other values are shown as
-    text."""
+    """Formats a headline value: an integer with thousands separators, another number with four significant digits,
+    anything else as text."""
     if isinstance(value, bool):
         return {"label": label, "value": "yes" if value else "no", "text": False}
     if not isinstance(value, (int, float)):
