@@ -169,7 +169,7 @@ class Partial:
         self.writing(path).rename(path)
 
     def discard(self) -> None:
-        """Removes the conversion's files, and the directory if it contains no others."""
+        """Removes the conversion's files, and then the directory if no other files are in it."""
         for file in self._files:
             file.unlink(missing_ok=True)
         for folder in (*sorted(self._folders, key=lambda folder: -len(folder.parts)), self.path):

@@ -57,7 +57,7 @@ class Scratch:
 
 
 class Reading:
-    """One thread's view of a source, which limits how much of the source's files is in memory."""
+    """View of a source for one thread; keeps only a limited part of the source's files in memory."""
 
     def __init__(self, source: TensorSource):
         self._source = source.reopened()

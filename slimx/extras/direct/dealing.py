@@ -35,7 +35,7 @@ SWEEPS = 200
 BYTES = 165
 """Maximum amount of host memory, in bytes, that `deal` needs per move and engine, measured in test_dealing.py."""
 TURN = (5**0.5 - 1) / 2
-"""Fraction by which the line of each bucket's moves (step "cut" of this module) is rotated relative to that of the
+"""Fraction by which each bucket's line of moves, which is cut among the senders, is rotated relative to that of the
 previous bucket. The value is the fractional part of the golden ratio, whose multiples are evenly distributed modulo
 1."""
 

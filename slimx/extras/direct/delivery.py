@@ -158,7 +158,7 @@ class DirectDelivery(Delivery):
         self.broken: SlimxError | None = None
         """Error that prevents the trainers from sending; None if they can send."""
         self._connected: dict[str, int] = {}
-        """Engine -> its number of starts (incarnation) when the trainer ranks connected to its memory."""
+        """Engine -> its incarnation (number of starts) at the time when the trainer ranks connected to its memory."""
         self._prepared = False
         self._owners: list[Any] = []
         """Ray actors of the trainer ranks that pack the current publication."""
@@ -305,7 +305,7 @@ class DirectDelivery(Delivery):
 
     @asynccontextmanager
     async def _unless_died(self) -> AsyncIterator[None]:
-        """Raises TransportLost if the block fails because a trainer rank died; the next publication names the rank."""
+        """Raises TransportLost if the block fails because a trainer rank died, which the next publication reports."""
         try:
             yield
         except TransportLost:

@@ -55,8 +55,8 @@ def _block(config: Mapping[str, Any], file: Path) -> Block:
 
 
 def scales_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
-    """Returns the shape of the scales of a matrix with shape `shape`, [rows, cols]. Blocks at the matrix's edges may be
-    smaller."""
+    """Returns the shape of the scale tensor for a matrix of shape `shape` [rows, cols]. Blocks at the matrix's edges
+    may be smaller."""
     rows, cols = shape
     return -(-rows // block[0]), -(-cols // block[1])
 

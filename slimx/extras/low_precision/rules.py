@@ -203,7 +203,7 @@ def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
 @rule("publish.int4", "publish.quantize")
 def takes_codes(publish: Publish, numerics: Numerics, rollout: Rollout) -> Problems:
     """Refuses settings with which engines cannot receive INT4 codes, such as expert kernels that rearrange them.
-    Engines must store codes in row order, as checkpoints do; among SGLang's kernels, only Triton's does."""
+    Engines must store codes in row order, as checkpoints do; among SGLang's kernels, only Triton's uses this order."""
     if publish.quantize != "int4":
         return
     codes = "publish.quantize=int4"

@@ -63,8 +63,8 @@ class Mirror:
         self._thread.start()
 
     def fetch(self, store: Any, step: int) -> None:
-        """Reads the bytes of this rank's state after `step` steps from `store`. Raises MirrorLost if they are missing
-        or were changed."""
+        """Reads from `store` the bytes of this rank's state after `step` steps. Raises MirrorLost if the bytes are
+        missing or have changed."""
         size, digest = self._ask(store.describe.remote(step, self.rank))
         data = np.empty(size, np.uint8)
         for start in range(0, size, CHUNK):

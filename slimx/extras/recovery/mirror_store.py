@@ -19,7 +19,7 @@ import xxhash
 from slimx.errors import SlimxError
 
 CHUNK = 16 * 2**20
-"""Maximum number of a state's bytes in one message."""
+"""Maximum number of state bytes in one message."""
 
 
 class MirrorLost(SlimxError):

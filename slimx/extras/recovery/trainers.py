@@ -67,7 +67,7 @@ class TrainerRecovery(RankLossHandler):
         self.replaced = 0
         """Number of times that all ranks were restarted, including failed attempts."""
         self._seconds = 0.0
-        """Seconds without trainers since the last call of `metrics`."""
+        """Seconds without trainers since `metrics` was last called."""
         self._epoch = 0
         """Number of completed replacements of the group's ranks."""
         self._replacing = asyncio.Lock()

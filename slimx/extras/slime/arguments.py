@@ -38,7 +38,7 @@ class RunFacts:
     values: Json = field(default_factory=dict)
     """Attributes of the hooks' `args`, by name."""
     places: int = 1
-    """Number of rollouts per group, by which the first sample indices of consecutive groups differ."""
+    """Number of rollouts per group. The first sample indices of consecutive groups differ by this number."""
     eval_places: int = 1
     """Number of rollouts per group in an evaluation."""
 

@@ -72,8 +72,8 @@ class GenerateState:
         self.tokenizer = call.tokenizer
         self.sampling_params = dict(call.sampling)
         self.semaphore = call.semaphore
-        """Semaphore with slimx's own limit of concurrent rollouts. Requests obey this limit even if the hook does not
-        use the semaphore."""
+        """Semaphore with slimx's limit on concurrent rollouts. Requests obey this limit even if the hook does not use
+        the semaphore."""
 
 
 async def generate(args: Any, sample: Sample, sampling_params: Json) -> Sample:

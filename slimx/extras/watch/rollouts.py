@@ -290,8 +290,8 @@ def _chosen(groups: Sequence[Group], choice: Choice) -> Iterator[Group]:
 
 def _decoder(directory: Path) -> tuple[Decode, list[str]]:
     """Returns a function that decodes token ids, and a list of problems. The function uses the tokenizer that was saved
-    with the run or, for older runs, the model's tokenizer. If neither can be loaded, the function returns the ids as
-    text, and the list contains the reason."""
+    with the run or, for older runs, the model's tokenizer. If the tokenizer cannot be loaded, the function returns the
+    ids as text, and the list contains the reason."""
     kept = directory / TOKENIZER
     try:
         source = kept if kept.is_dir() else read_config(directory)["model"]["path"]

@@ -36,8 +36,8 @@ class DirectEnd:
         return [*offered, *chain.from_iterable(others)]
 
     async def bases(self) -> list[list[int]]:
-        """Returns, for each receiver and bucket, the index of the transfer whose bytes the receiver stores, to which
-        changes can therefore be applied (`publish.delta`); 0 if it stores none."""
+        """Returns, for each receiver and bucket, the index of the transfer whose bytes the receiver still stores as a
+        base for changes (`publish.delta`); 0 if it stores none."""
         others = await self._others("bases")
         return [*(receiver.bases() for receiver in self._receivers), *chain.from_iterable(others)]
 

@@ -85,8 +85,8 @@ class DirectReceiver:
         return Offer(self.name, self.agent.metadata, slots, tuple(self._runs), self.item)
 
     def bases(self) -> list[int]:
-        """Returns, for each bucket, the index of the transfer whose bytes are stored, to which changes can therefore be
-        applied; 0 if none are stored."""
+        """Returns, for each bucket, the index of the transfer whose bytes are still stored as a base for changes; 0 if
+        none are stored."""
         return [] if self._received is None else list(self._received.bases)
 
     @contextmanager
@@ -137,8 +137,8 @@ class DirectReceiver:
 
     @contextmanager
     def _opened(self) -> Iterator[list[torch.Tensor | DeviceMemory]]:
-        """Yields the slots and prevents the release of their memory within the block. Raises LinkError if it has been
-        released already."""
+        """Yields the slots, and prevents the release of their memory within the block. Raises LinkError if the memory
+        has already been released."""
         with self._lock:
             if self._closed.is_set():
                 raise self._has_closed()

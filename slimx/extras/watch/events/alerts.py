@@ -63,7 +63,7 @@ class Alerts(Events):
         )
 
     def look(self, activity: Mapping[str, Any]) -> None:
-        """Reports, once, if the phase of `activity` has stalled; a later call then reports that this phase has
+        """Reports a stall of the phase that `activity` describes, once, and reports in a later call that this phase has
         ended."""
         current = (activity["phase"], activity["number"])
         if self._reported is not None and self._reported != current:

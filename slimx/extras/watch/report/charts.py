@@ -105,7 +105,7 @@ def thin(steps: np.ndarray, values: np.ndarray, points: int, peak: bool) -> tupl
 
 
 def run_length(size: int, points: int) -> str:
-    """Describes how many values `thin` combines into a point, such as `3 to 4`. `size`: number of values."""
+    """Describes how many of `size` values `thin` combines into each of `points` points, such as `3 to 4`."""
     low = size // points
     high = -(-size // points)
     return f"{low}" if low == high else f"{low} to {high}"
