@@ -56,8 +56,8 @@ def compare_quantized(
     scales: torch.Tensor,
     advance: Advance,
 ) -> None:
-    """Raises SlimxError unless every value of the quantized tensor `name` is within e4m3 rounding of its value in
-    `source`. `scales` [block rows, block cols]: scales of the written tensor. `advance`: receives the number of
+    """Raises SlimxError unless every value of the quantized tensor `name` equals its value in `source` up to e4m3
+    rounding. `scales` [block rows, block cols]: scales of the written tensor. `advance`: receives the number of
     compared bytes."""
     high, wide = block
     for rect in row_blocks(shape, 4, multiple=high):
@@ -91,8 +91,8 @@ def compare_int4(name: str, shape: Shape, source: Reading, written: Reading, adv
 
 
 def differs(name: str, difference: str) -> SlimxError:
-    """Builds the error for an output whose tensor `name` does not have the source's values. `difference`: clause that
-    says what differs."""
+    """Builds the error for an output in which the tensor `name` differs from the source. `difference`: clause that says
+    what differs."""
     return SlimxError(
         f"tensor {name} of the output differs from the source: {difference}; do not use the output, and report this "
         "error with the source's config.json",

@@ -33,8 +33,8 @@ _PREDICTION = "mtp.layers."
 
 
 class Overlay:
-    """Source that combines the tensors of `trained` with those that only `original` has. `aliases`: for each further
-    name of a tensor, its name in `trained`."""
+    """Source that combines the tensors of `trained` with those that only `original` has. `aliases`: additional name of
+    a tensor -> its name in `trained`."""
 
     def __init__(self, trained: TorchDistReader, original: TensorSource | None, aliases: Mapping[str, str]):
         self.trained = trained

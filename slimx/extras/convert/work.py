@@ -69,7 +69,7 @@ class Conversion(Protocol):
 
 
 class _Stopped(Exception):
-    """Raised in a thread that writes a file, because another file failed."""
+    """Raised in a thread that is writing a file, to stop it after another file failed."""
 
 
 class Stream:

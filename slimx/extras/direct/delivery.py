@@ -123,7 +123,7 @@ def receivers_of(machines: Mapping[str, int], ranks: int | None) -> dict[str, li
 
 
 class DirectDelivery(Delivery):
-    """Delivery of buckets that trainer ranks write directly into memory at the engines."""
+    """Delivery of buckets that trainer ranks write directly into the engines' memory."""
 
     def __init__(
         self,
@@ -135,10 +135,10 @@ class DirectDelivery(Delivery):
     ):
         """Prepares transfers to `engines`.
 
-        `engines`: name -> its receivers, the same number on each of its machines; trainer ranks write to all of them. A
-        receiver is given by the index of its GPU in the process on that machine, or by None for host memory.
-        `step_deadline_s`: seconds for one call to one engine. `changes`: None to send full weights each time, else the
-        size in bytes of the elements that are compared, and the interval of full publications in versions."""
+        `engines`: name -> receivers of the engine, equally many on each of its machines; trainer ranks write to all of
+        them. A receiver is identified by the index of its GPU in the process on that machine, or by None for host
+        memory. `step_deadline_s`: seconds for one call to one engine. `changes`: None to send full weights each time,
+        else the size in bytes of the elements that are compared, and the interval of full publications in versions."""
         self.senders = senders
         self.step_deadline_s = step_deadline_s
         self.item, self.every_full = changes or (0, 1)
@@ -265,7 +265,7 @@ class DirectDelivery(Delivery):
     async def _judged(self, bucket: int, index: int) -> AsyncIterator[None]:
         """Raises TransportLost if trainer ranks, not engine `index`, prevent the delivery of `bucket`, or the
         connection if `bucket` is CONNECTING. If bytes are missing at several engines and no engine has all of them, the
-        ranks or their links are considered the cause. The publication can be repeated once; if that fails, too, these
+        ranks or their links are considered the cause. The publication can be repeated once; if that also fails, these
         ranks are considered lost."""
         outcome = self._outcomes.setdefault(bucket, DeliveryOutcome())
         outcome.awaited.add(index)
@@ -349,7 +349,7 @@ class DirectDelivery(Delivery):
 
 
 class DirectSource:
-    """Source of a publication in which each trainer rank sends its own part of a bucket."""
+    """Source of a publication in which each trainer rank sends its part of a bucket."""
 
     def __init__(self, delivery: DirectDelivery):
         self.delivery = delivery

@@ -25,7 +25,7 @@ SCALE_SUFFIX = "_scale_inv"
 """Suffix that is appended to a quantized tensor's name to form the name of its scales, in Hugging Face's block-fp8
 checkpoints and in SGLang."""
 CODES = "F8_E4M3"
-"""Dtype of codes, as named in safetensors files."""
+"""Dtype of fp8 codes, as named in safetensors files."""
 SCALES = ("F32", "BF16", "F16")
 """Accepted dtypes of scales, as named in safetensors files; all convert to fp32 without loss."""
 Block = tuple[int, int]

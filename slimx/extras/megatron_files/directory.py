@@ -107,7 +107,7 @@ class Fit:
     """True if keys are numbered by layer, as in `decoder.layers.3.x`; False if one key `decoder.layers.x` has a layer
     axis."""
     keys: Mapping[str, str]
-    """Keys of tensors in the checkpoint, by key in slimx's model, for tensors whose keys differ."""
+    """Checkpoint keys by the key in slimx's model, for the tensors whose keys differ."""
     centered: frozenset[str] = frozenset()
     """Checkpoint keys of the norm weights that are stored with 1 subtracted."""
 
@@ -159,7 +159,7 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
 
 
 def _present(keys: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Returns the first of `keys` that is in `shapes`; None if none is."""
+    """Returns the first of `keys` that is in `shapes`; None if there is none."""
     for key in keys:
         if key in shapes:
             return key

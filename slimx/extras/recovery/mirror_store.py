@@ -93,8 +93,8 @@ class MirrorStore:
         self.committed = step
 
     def describe(self, step: int, rank: int) -> tuple[int, str]:
-        """Returns the size in bytes and the digest of a committed state. Raises MirrorLost if this store does not have
-        it."""
+        """Returns the size in bytes and the digest of a committed state. Raises MirrorLost if the state is not in this
+        store."""
         mirrored = self.states.get((step, rank)) if step == self.committed else None
         if mirrored is None or mirrored.digest is None:
             raise MirrorLost(

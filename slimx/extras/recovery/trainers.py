@@ -83,7 +83,7 @@ class TrainerRecovery(RankLossHandler):
 
     @property
     def checkpoints(self) -> Checkpointer:
-        """Writer of checkpoints, which the method `open` sets. Ranks are not replaced before it is set."""
+        """Checkpoint writer, which the method `open` sets. Ranks are not replaced before it is set."""
         assert self._checkpoints is not None
         return self._checkpoints
 
@@ -295,7 +295,7 @@ class TrainerRecovery(RankLossHandler):
         return again
 
     async def _load_state(self, new: TrainerGroup) -> tuple[int, str]:
-        """Loads the newest state on new ranks, and returns the state's step and a description of its source for
+        """Loads the newest state into new ranks, and returns the state's step and a description of its source for
         messages. If a checkpoint must be written again, mirrors of a later step are not used, because the ranks would
         then skip the step of this checkpoint."""
         base = self.ledger.base

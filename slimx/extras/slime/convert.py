@@ -256,7 +256,7 @@ def _check_logprobs(
 
 
 def _metadata(sample: Sample, name: str) -> Json:
-    """Returns the trajectory's metadata: the sample's metadata, and under `KEY` the fields that rewards need."""
+    """Returns the trajectory's metadata: the sample's metadata plus, under `KEY`, the fields that rewards need."""
     attributes = {key: value for key, value in vars(sample).items() if key not in FIELDS}
     stored = {key: getattr(sample, key) for key in KEPT}
     metadata = {**sample.metadata, KEY: {**stored, "attributes": attributes}}

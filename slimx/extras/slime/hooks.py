@@ -95,8 +95,8 @@ class GenerateHook:
 
     @classmethod
     def load(cls, path: str, config: Config) -> GenerateHook:
-        """Loads the hook at `path`, the value of `rollout.generate`. Raises SlimxError in the same cases as this
-        module's function `load`, and for an option that only the run may set."""
+        """Loads the hook at `path`, the value of `rollout.generate`. Raises SlimxError under the same conditions as
+        this module's function `load`, and for an option that only the run may set."""
         semaphore = asyncio.Semaphore(config.rollout.max_rollouts)
         reserved = sorted(RESERVED & config.rollout.options.keys())
         if reserved:
@@ -199,7 +199,7 @@ class RewardHook:
         cls, key: str, path: str, options: Mapping[str, Any], *, group: bool, facts: Mapping[str, Any]
     ) -> RewardHook:
         """Loads the hook at `path`. `key`: configuration section of the reward; `options`: its options; `facts`: fields
-        of RunFacts. Raises SlimxError in the same cases as this module's function `load`."""
+        of RunFacts. Raises SlimxError under the same conditions as this module's function `load`."""
         function = load(f"{key}.function", path, "rewards" if group else "reward")
         return cls(function, path, options, group, RunFacts(**facts))
 
@@ -251,8 +251,8 @@ class KeepHook:
 
     @classmethod
     def load(cls, path: str, config: Config) -> KeepHook:
-        """Loads the hook at `path`, the value of `rollout.filter`. Raises SlimxError in the same cases as this module's
-        function `load`."""
+        """Loads the hook at `path`, the value of `rollout.filter`. Raises SlimxError under the same conditions as this
+        module's function `load`."""
         run = RunFacts.of(config)
         return cls(load("rollout.filter", path, "keep"), path, config.rollout.options, run, config.model.path)
 

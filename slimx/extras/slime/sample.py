@@ -85,8 +85,8 @@ class Sample:
     ) -> None:
         """Appends tokens to the response. `trainable` tokens are sampled ones and need `log_probs`; other tokens, such
         as those of a tool's result, must have none. Raises ValueError if log-probs are missing, superfluous or not one
-        per token. `meta_info`: field of this name in the engine's response, from which routed experts are taken, and
-        with `update_terminal_info` also status and weight version."""
+        per token. `meta_info`: field of this name in the engine's response, from which routed experts are taken and, if
+        `update_terminal_info` is True, also the status and the weight version."""
         # A fractional token id is kept, and refused when the sample is converted to a trajectory.
         new: list[int] = []
         if tokens is not None:

@@ -33,8 +33,8 @@ connection."""
 
 
 class PrometheusSink:
-    """Tracker that serves the metrics of a run at http://HOST:PORT/metrics. The metric `reward/mean` is named
-    `slimx_reward_mean`."""
+    """Tracker that serves the metrics of a run at http://HOST:PORT/metrics. For example, the metric `reward/mean` is
+    named `slimx_reward_mean`."""
 
     name = "prometheus"
 

@@ -45,7 +45,7 @@ def group_values(
 
 
 def prompt_values(prompt: Prompt, decode: Decode) -> Json:
-    """Returns the values of a prompt: {id, text, answer, dataset}."""
+    """Returns a prompt as {id, text, answer, dataset}."""
     if prompt.messages is None:
         text = decode(prompt.token_ids or [])
     else:
@@ -93,7 +93,7 @@ def _trajectory_values(
 
 
 def _trained_values(trajectory: Trajectory, trained: TrainedTokens) -> Json:
-    """Returns values over a trajectory's trained tokens: {advantage: mean, gap: largest difference between the
+    """Returns statistics over a trajectory's trained tokens: {advantage: mean, gap: largest difference between the
     log-probs of trainer and engine, other_experts: number of tokens that the trainer routed to other experts}. All are
     None if the trajectory has no trained tokens."""
     chosen = trajectory.loss_mask > 0

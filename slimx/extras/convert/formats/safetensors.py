@@ -39,7 +39,7 @@ _NAMES |= {torch.int32: "I32", torch.int64: "I64"}
 
 
 class Tensor(NamedTuple):
-    """Name, dtype and shape of a tensor of the output."""
+    """Name, dtype and shape of an output tensor."""
 
     name: str
     dtype: torch.dtype
@@ -103,7 +103,7 @@ def stacked(name: str, sources: Sequence[str], shape: Shape, dtype: torch.dtype)
 
 @dataclass(slots=True)
 class SafetensorsFile:
-    """A safetensors file that the conversion will write."""
+    """Safetensors file that the conversion will write."""
 
     source: TensorSource
     name: str = ""

@@ -304,8 +304,9 @@ def _compare_centered(location: TensorLocation, source: Reading, release: Path) 
 def _dtypes(
     tensors: Sequence[TensorLocation], source: TensorSource, dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """Returns the dtype of each key: the dtype that the weight table declares, else `dtype`, else that of the source's
-    tensors. Raises SlimxError if the source stores the tensors of a key in several dtypes."""
+    """Returns the dtype of each key: the one that the weight table declares; if it declares none, `dtype`; if that is
+    None, the dtype of the source's tensors. Raises SlimxError if the source stores the tensors of a key in several
+    dtypes."""
     out: dict[str, torch.dtype] = {}
     for location in tensors:
         declared = "float32" if location.centered else location.entry.row.dtype

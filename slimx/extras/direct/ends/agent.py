@@ -227,7 +227,7 @@ def load_nixl() -> Any:
 
 def _waiting(api: Any) -> Any:
     """Returns settings for an agent whose thread waits for events instead of polling, because a polling thread would
-    occupy a core that the trainer or engine needs. NIXL's Python interface does not offer this setting itself."""
+    occupy a core that the trainer or engine needs. NIXL's Python interface does not expose this setting."""
     settings = api.nixlBind.nixlAgentConfig()
     settings.useProgThread = True
     settings.syncMode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE.value  # only one thread at a time calls an Agent

@@ -44,7 +44,7 @@ class DirectEnd:
     @asynccontextmanager
     async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
         """Waits until a bucket has arrived, and yields it in memory that the server can open until the block ends. Each
-        of the engine's machines gets only the part for its own ranks."""
+        of the engine's machines receives only the part for its ranks."""
         if self._nodes is None:
             async with self._landed(packed) as landed:
                 yield landed

@@ -14,7 +14,7 @@ CHUNK = 65536
 """Size of a chunk in bytes (SLIMX_DELTA_CHUNK in csrc/delta.h). Each chunk is sent in full or as changes, or omitted if
 it is unchanged."""
 STEP = 16
-"""Required divisor of the length of encoded data in bytes, SLIMX_DELTA_STEP in csrc/delta.h."""
+"""Required divisor of the length in bytes of encoded data (SLIMX_DELTA_STEP in csrc/delta.h)."""
 ITEMS = (1, 2)
 """Supported element sizes in bytes: 1 for fp8 codes, 2 for bf16. Wider values are compared as two or more elements."""
 

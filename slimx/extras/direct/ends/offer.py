@@ -35,7 +35,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedRun(msgspec.Struct, frozen=True, array_like=True):
-    """Location of one run (a contiguous range of bytes) in the slot of an offer in which its bucket arrives."""
+    """Location of one run (a contiguous range of bytes) within the offered slot in which its bucket arrives."""
 
     bucket: int
     source: int
@@ -59,7 +59,7 @@ class Offer(msgspec.Struct, frozen=True):
     runs: tuple[PackedRun, ...]
     item: int = 0
     """Element size in bytes if trainer ranks send frames of changes (`slimx.extras.direct.ends.deltas`); 0 if they send
-    the bytes as they are."""
+    the bytes unencoded."""
 
     def of(self, source: int) -> Offer:
         """Returns a copy of the offer that contains only the runs (byte ranges) of trainer rank `source`."""
@@ -70,7 +70,7 @@ class Offer(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Offer:
-        """Returns the offer that `to_bytes` encoded. Raises SlimxError for anything else, or if one of the offer's runs
+        """Decodes an offer that `to_bytes` encoded. Raises SlimxError for any other data, or if one of the offer's runs
         (byte ranges) is outside its slot."""
         try:
             offer = msgspec.msgpack.decode(data, type=cls)

@@ -187,7 +187,7 @@ class DirectSender:
         return failed
 
     def _watch(self) -> None:
-        """Polls writes, in the sender's thread, until the sender is closed."""
+        """Polls the writes in the sender's thread until the sender is closed."""
         with current(self._ring[0]):
             while True:
                 self._wake.wait()

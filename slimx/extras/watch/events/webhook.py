@@ -28,7 +28,7 @@ CLOSE_S = 60.0
 
 
 class Webhook:
-    """Posts events to one URL in order, and records undelivered ones."""
+    """Webhook that posts events to one URL in order, and records undelivered ones."""
 
     def __init__(self, url: str, *, close_s: float = CLOSE_S) -> None:
         self.lost: list[str] = []

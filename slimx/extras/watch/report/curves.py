@@ -87,7 +87,8 @@ FAMILIES = (
     ("Loss of further policies", re.compile(r"policy/([^/]+)/loss/policy")),
     ("Log-prob gap of further policies, mean", re.compile(r"policy/([^/]+)/gap/mean")),
 )
-"""Panels for metrics whose names are not fixed: title and pattern. A panel has one curve per matching metric."""
+"""Panels for metrics whose names are not fixed, as (title, pattern of the names). A panel has one curve per matching
+metric."""
 LOGGED = re.compile(r"hook/(.+)/mean")
 """Pattern of the names of metrics that hooks logged; each of these metrics is drawn in a separate panel."""
 MOST_LINES = len(PALETTE)

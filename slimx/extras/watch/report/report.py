@@ -131,7 +131,7 @@ def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
 
 
 def _extent(run: RunFiles) -> str:
-    """Describes directory, steps, start and duration of the run in one line."""
+    """Describes the run's directory, steps, start and duration in one line."""
     parts = [str(run.directory)]
     if run.steps:
         first = run.steps[0]
