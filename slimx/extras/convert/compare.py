@@ -14,16 +14,16 @@ from slimx.extras.low_precision.int4 import GROUP
 from slimx.models.files.reader import bits
 
 _RELATIVE = 2.0**-4 + 2.0**-8
-"""Maximum relative error of a value in fp8: half a unit in e4m3's last place, plus the error of bf16, the dtype in
-which codes are read."""
+"""Maximum relative error of an fp8 value: half an ulp of e4m3, plus the rounding error of bf16, the dtype in which
+quantized values are read."""
 _OF_SCALE = 2.0**-8
 """Maximum error of a small value in fp8, in units of its scale: half the spacing of e4m3's subnormal numbers (2^-9),
 doubled because ue8m0 may halve the scale after rounding, plus a margin for bf16's rounding."""
 
 _OF_INT4_SCALE = 0.5 + 0.125
-"""Maximum error of a value in INT4, in units of amax / 7 of its group; a wrong code causes a larger error."""
+"""Maximum error of an INT4 value, in units of its group's amax / 7; a wrong code causes a larger error."""
 _LEAST_BF16 = 2.0**-123
-"""Maximum error of values that become 0 because their group's scale is subnormal."""
+"""Maximum absolute error of values that become 0 because their group's scale is subnormal."""
 
 
 def compare_copied(
@@ -56,8 +56,8 @@ def compare_quantized(
     scales: torch.Tensor,
     advance: Advance,
 ) -> None:
-    """Raises SlimxError unless every value of the quantized tensor `name` is within e4m3 rounding of its value in
-    `source`. `scales` [block rows, block cols]: scales of the written tensor. `advance`: receives the number of
+    """Raises SlimxError unless every value of the quantized tensor `name` equals its value in `source` up to e4m3
+    rounding. `scales` [block rows, block cols]: scales of the written tensor. `advance`: receives the number of
     compared bytes."""
     high, wide = block
     for rect in row_blocks(shape, 4, multiple=high):
@@ -91,8 +91,8 @@ def compare_int4(name: str, shape: Shape, source: Reading, written: Reading, adv
 
 
 def differs(name: str, difference: str) -> SlimxError:
-    """Builds the error for an output whose tensor `name` does not have the source's values. `difference`: clause that
-    says what differs."""
+    """Builds the error for an output in which the tensor `name` differs from the source. `difference`: clause that says
+    what differs."""
     return SlimxError(
         f"tensor {name} of the output differs from the source: {difference}; do not use the output, and report this "
         "error with the source's config.json",

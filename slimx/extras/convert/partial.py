@@ -33,7 +33,7 @@ _WRITING = ".writing"
 
 
 class Done(msgspec.Struct, frozen=True):
-    """Record of a finished file."""
+    """Size, digest and `write` result of a finished file, recorded so that a retry can keep the file."""
 
     record: FileRecord
     notes: Any
@@ -41,13 +41,12 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class Partial:
-    """The directory OUT.partial of an unfinished conversion."""
+    """Directory OUT.partial of an unfinished conversion."""
 
     def __init__(self, out: Path, planned: Collection[str], small: Collection[str]):
-        """Describes the directory of a conversion to `out`, without creating it. `planned`: names of the files that the
-        conversion writes in parallel; `small`: names of the files that it adds at the end.
-
-        Raises SlimxError if `out` exists."""
+        """Prepares to write a conversion to `out`; creates nothing yet. `planned`: names of the files that the
+        conversion writes in parallel; `small`: names of the files that it adds at the end. Raises SlimxError if `out`
+        exists."""
         if os.path.lexists(out) or out.name in ("", ".."):
             raise SlimxError(
                 f"{out} already exists; remove it or choose another directory", code="convert.exists", about=str(out)
@@ -70,7 +69,7 @@ class Partial:
         return self._state / "plan"
 
     def record_path(self, name: str) -> Path:
-        """Returns the path of the record that the file `name` is finished."""
+        """Returns the path of the record that marks the file `name` as finished."""
         return self._state / "done" / name.replace("/", "-")
 
     def writing(self, file: Path) -> Path:
@@ -82,7 +81,8 @@ class Partial:
         """Creates the directory and locks it during the `with` block, so that no other process and no conversion with
         another `fingerprint` uses it.
 
-        Raises SlimxError, without changing anything, for a directory of another conversion."""
+        Raises SlimxError, without changing anything, if another process has locked the directory, or if it belongs to
+        another conversion."""
         self._make()
         handle = os.open(self._state, os.O_RDONLY)
         try:
@@ -138,7 +138,7 @@ class Partial:
         )
 
     def finished(self, names: Collection[str], threads: int) -> dict[str, Done]:
-        """Returns the records of the files that an earlier attempt finished and whose content is unchanged, by name.
+        """Returns, by name, the records of the files that an earlier attempt finished and that have not changed since.
         `threads`: number of files that are read in parallel."""
         for name in names:
             self.writing(self.path / name).unlink(missing_ok=True)
@@ -169,7 +169,7 @@ class Partial:
         self.writing(path).rename(path)
 
     def discard(self) -> None:
-        """Removes the conversion's files, and the directory if it contains no others."""
+        """Removes the conversion's files, and then the directory if no other files are in it."""
         for file in self._files:
             file.unlink(missing_ok=True)
         for folder in (*sorted(self._folders, key=lambda folder: -len(folder.parts)), self.path):

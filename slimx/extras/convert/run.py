@@ -33,8 +33,8 @@ _PREDICTION = "mtp.layers."
 
 
 class Overlay:
-    """Source that combines the tensors of `trained` with those that only `original` has. `aliases`: for each further
-    name of a tensor, its name in `trained`."""
+    """Source that combines the tensors of `trained` with those that only `original` has. `aliases`: additional name of
+    a tensor -> its name in `trained`."""
 
     def __init__(self, trained: TorchDistReader, original: TensorSource | None, aliases: Mapping[str, str]):
         self.trained = trained
@@ -89,8 +89,8 @@ def hf_to_megatron(
 
 
 def _numbered(spec: ModelSpec, layers: Layers) -> bool:
-    """Returns True if each layer gets separate keys, False if one key stacks the layers. Raises SlimxError if `layers`
-    requires stacking but the model's layers differ.
+    """Returns True if each layer is to have separate keys, False if one key stacks the layers. Raises SlimxError if
+    `layers` requires stacking but the model's layers differ.
 
     Scripts of slime and Miles pass --moe-layer-freq as a list for every model with experts, which makes megatron-core
     expect numbered layers. Megatron-LM also loads numbered layers, because of the metadata that is written with
@@ -260,8 +260,8 @@ def _open(source: Path, family: Family | None) -> tuple[ModelSpec, CheckpointRea
 
 
 def _with_prediction(path: Path, layers: int, family: Family | None) -> ModelSpec:
-    """Reads the model description with `layers` multi-token prediction layers, or with all that the config declares if
-    these are fewer."""
+    """Reads the model description with `layers` multi-token prediction layers, or with as many as the config declares
+    if those are fewer."""
     spec = read_model(path, family=family)
     return read_model(path, mtp_layers=min(layers, spec.family.mtp_layers(spec.hf)), family=family)
 
@@ -277,8 +277,8 @@ def _prediction_layers(path: Path) -> int:
 
 
 def _tensors(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], str | None]]:
-    """Returns, for every checkpoint tensor that a trainer has, its shape and the dtype that the weight table declares,
-    or None."""
+    """Returns, for every checkpoint tensor that a trainer has, its shape and the dtype that the weight table declares
+    for it (None if the table declares none)."""
     out: dict[str, tuple[tuple[int, ...], str | None]] = {}
     for entry in spec.table.entries():
         for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):

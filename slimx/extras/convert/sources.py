@@ -15,14 +15,14 @@ Shape = tuple[int, ...]
 Advance = Callable[[int], None]
 """Callback that receives the number of bytes processed since its previous call."""
 BLOCK_BYTES = 32 * 2**20
-"""Approximate memory in bytes for the part of a tensor that is processed at a time."""
+"""Approximate size in bytes of the blocks in which tensors are processed."""
 MAPPED_BYTES = 128 * 2**20
-"""Number of bytes that are read from a source's memory-mapped files before the files are reopened, because pages that
-were read stay in memory until then."""
+"""Number of bytes read through a source's memory maps after which its files are reopened, because pages that have been
+read stay in memory until then."""
 
 
 class TensorSource(Protocol):
-    """Tensors that are read by their Hugging Face names."""
+    """Source from which tensors are read by their Hugging Face names."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Returns the dtype in which `read` returns the tensor `name`."""
@@ -57,7 +57,7 @@ class Scratch:
 
 
 class Reading:
-    """View of a source for one thread that limits how much of the source's files is in memory."""
+    """View of a source for one thread; keeps only a limited part of the source's files in memory."""
 
     def __init__(self, source: TensorSource):
         self._source = source.reopened()

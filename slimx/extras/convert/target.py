@@ -93,7 +93,7 @@ class Target:
         return cut(entry.row, self._ways(entry.row))
 
     def rank(self, entry: Entry, shard: int) -> int:
-        """Returns the first rank that has shard `shard` of the tensor of `entry`."""
+        """Returns the first rank that stores shard `shard` of the tensor described by `entry`."""
         sizes = self.sizes
         row = entry.row
         if row.stage == "layer":
@@ -140,8 +140,8 @@ def cut(row: Row, ways: int) -> list[ShardBox]:
 
 
 def _runs(local: list[Rect], full: list[Rect]) -> list[tuple[int, int]]:
-    """Returns the ranges of consecutive rows of the full tensor that one rank has, each as (first row, number of rows).
-    `local`: rectangles of the rank's shard; `full`: rectangles of the full tensor."""
+    """Returns the ranges of consecutive rows of the full tensor that one rank stores, each as (first row, number of
+    rows). `local`: rectangles of the rank's shard; `full`: rectangles of the full tensor."""
     runs: list[tuple[int, int]] = []
     for first, count in sorted(_rows(rect, full) for rect in local):
         if runs and sum(runs[-1]) == first:
@@ -152,7 +152,7 @@ def _runs(local: list[Rect], full: list[Rect]) -> list[tuple[int, int]]:
 
 
 def _rows(local: Rect, full: list[Rect]) -> tuple[int, int]:
-    """Returns the range, as (first row, number of rows), in which the full tensor contains the source rows of the
+    """Returns the rows of the full tensor, as (first row, number of rows), that contain the source rows of the
     rectangle `local`. `full`: rectangles of the full tensor."""
     for rect in full:
         before, off = divmod(local.row - rect.row, rect.step)

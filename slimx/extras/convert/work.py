@@ -23,11 +23,12 @@ from slimx.extras.convert.sources import Advance
 from slimx.json_types import Json
 
 _SPARE_BYTES = 64 * 2**20
-"""Disk space that is required in addition to the planned tensors, for headers, metadata and tokenizer."""
+"""Free disk space in bytes that is required in addition to the space for the planned tensors, for headers, metadata and
+tokenizer."""
 
 
 class PlannedFile(Protocol):
-    """File of the output, planned but not yet written."""
+    """Output file that has been planned but not yet written."""
 
     name: str
     """Path relative to the output directory."""
@@ -68,7 +69,7 @@ class Conversion(Protocol):
 
 
 class _Stopped(Exception):
-    """Raised in a thread that writes a file, because another file failed."""
+    """Raised in a thread that is writing a file, to stop it after another file failed."""
 
 
 class Stream:
@@ -84,7 +85,7 @@ class Stream:
         """Error of a failed write. It is kept here, because `torch.save` raises another error without the cause."""
 
     def write(self, data: Buffer) -> int:
-        """Writes the bytes of `data`, and returns their number."""
+        """Writes all bytes of `data`, and returns the number of bytes written."""
         view = memoryview(data).cast("B")
         try:
             if self._stop.is_set():
@@ -114,14 +115,14 @@ class Stream:
 
 
 class ProgressListener(Protocol):
-    """Receiver of a conversion's progress."""
+    """Listener to which a conversion reports its progress."""
 
     def begin(self, label: str, total: int, done: int) -> None:
-        """Starts the part of the conversion that is named `label`. `total`: number of bytes to process in this part;
-        `done`: number of those that an earlier attempt processed."""
+        """Reports that the part of the conversion named `label` starts. `total`: number of bytes to process in this
+        part; `done`: number of these bytes that an earlier attempt has processed."""
 
     def add(self, nbytes: int) -> None:
-        """Reports that `nbytes` more bytes are finished."""
+        """Reports that `nbytes` more bytes have been processed."""
 
 
 class _Silent:
@@ -232,8 +233,8 @@ def _collect(running: Mapping[Future[Done], PlannedFile], done: dict[str, Done])
 
 
 def _failure(future: Future[Done]) -> BaseException | None:
-    """Returns the error with which writing a file failed; None if the file was written, or stopped because another one
-    failed."""
+    """Returns the error with which writing a file failed; None if the file was written, or if its writing was stopped
+    because another file failed."""
     error = None if future.cancelled() else future.exception()
     return None if isinstance(error, _Stopped) else error
 

@@ -35,7 +35,7 @@ SWEEPS = 200
 BYTES = 165
 """Maximum amount of host memory, in bytes, that `deal` needs per move and engine, measured in test_dealing.py."""
 TURN = (5**0.5 - 1) / 2
-"""Fraction by which the line of each bucket's moves (step "cut" of this module) is rotated relative to that of the
+"""Fraction by which each bucket's line of moves, which is cut among the senders, is rotated relative to that of the
 previous bucket. The value is the fractional part of the golden ratio, whose multiples are evenly distributed modulo
 1."""
 
@@ -87,7 +87,7 @@ def copies_of(plan: Plan, receivers: Sequence[int]) -> tuple[int, list[int]]:
 
 
 def only(plan: Plan, target: int) -> Plan:
-    """Returns the part of a plan that fills one target, which becomes target 0 of the returned plan."""
+    """Restricts `plan` to the moves that fill `target`, which becomes target 0 of the returned plan."""
     moved = plan.moved[plan.moved["target"] == target].copy()
     moved["target"] = 0
     return Plan(plan.precision, plan.parameters, [plan.buckets[target]], moved)
@@ -122,9 +122,9 @@ def share(amounts: np.ndarray, holders: Sequence[tuple[int, ...]]) -> list[np.nd
 
 
 def _pour(load: np.ndarray, amount: float) -> np.ndarray:
-    """Returns the part of `amount` that each rank gets if `amount` is distributed so that the ranks' total loads become
-    as equal as possible. `load`: bytes that each rank already sends; ranks whose load exceeds the resulting common load
-    get nothing."""
+    """Returns the part of `amount` that is assigned to each rank if `amount` is distributed so that the ranks' total
+    loads become as equal as possible. `load`: bytes that each rank already sends; ranks whose load exceeds the
+    resulting common load are assigned nothing."""
     low = np.sort(load)
     level = (amount + low.cumsum()) / np.arange(1, len(low) + 1)
     # Filling the k least loaded ranks to a common level is right if that level is below the load of rank k + 1.
@@ -135,8 +135,8 @@ def _pour(load: np.ndarray, amount: float) -> np.ndarray:
 def _cut(
     plan: Plan, holders: Holders, nbytes: np.ndarray, shares: list[np.ndarray], engines: int, grain: int
 ) -> np.ndarray:
-    """Returns the moves to all engines, [moves] of `MOVE`, with their senders. A move that several ranks send becomes
-    several moves.
+    """Returns the moves to all engines, an array [moves] of dtype `MOVE`, with their senders. A move that several ranks
+    send is divided into several moves.
 
     `nbytes`: size in bytes of each move of `plan`. `shares`: for each group of holders, the fraction of its bytes that
     each holder sends. `grain`: minimum size in bytes of a part of a divided move."""

@@ -43,7 +43,7 @@ CONNECTING = -1
 UNREACHED = ("direct.metadata", "direct.connect", "direct.missing", "direct.unreached")
 """Error codes of failures that can be caused by an engine, by a trainer rank, or by the link between them."""
 INQUIRY = (1 - PATIENCE) / 4
-"""Fraction of a step's deadline for each of two checks that determine the cause of a failure."""
+"""Fraction of a step's deadline that each of the two checks for the cause of a failure may take."""
 
 
 class RankSenders:
@@ -94,7 +94,7 @@ class DeliveryOutcome:
     lacking: dict[int, str] = field(default_factory=dict)
     """Engine at which bytes are missing -> the trainer rank that should have sent these bytes."""
     known: asyncio.Event = field(default_factory=asyncio.Event)
-    """Event that is set when the outcomes at all engines are known."""
+    """Event that is set once the outcome at every engine is known."""
 
     def settle(self, engine: int) -> None:
         self.awaited.discard(engine)
@@ -110,7 +110,7 @@ class DeliveryOutcome:
 
 
 def receivers_of(machines: Mapping[str, int], ranks: int | None) -> dict[str, list[int | None]]:
-    """Returns the receivers of each engine: a GPU's index for memory of that GPU, None for host memory. `machines`:
+    """Returns each engine's receivers: a GPU's index for one in GPU memory, None for one in host memory. `machines`:
     engine -> number of its machines. `ranks`: None gives each machine one receiver in host memory; else the number of
     targets of an engine, which are divided among its receivers, one per GPU (1: all ranks load the same bytes)."""
     receivers: dict[str, list[int | None]] = {}
@@ -123,7 +123,7 @@ def receivers_of(machines: Mapping[str, int], ranks: int | None) -> dict[str, li
 
 
 class DirectDelivery(Delivery):
-    """Delivery of buckets that trainer ranks write directly into memory at the engines."""
+    """Delivery of buckets that trainer ranks write directly into the engines' memory."""
 
     def __init__(
         self,
@@ -135,10 +135,10 @@ class DirectDelivery(Delivery):
     ):
         """Prepares transfers to `engines`.
 
-        `engines`: name -> its receivers, the same number on each of its machines; trainer ranks write to all of them. A
-        receiver is given by the index of its GPU in the process on that machine, or by None for host memory.
-        `step_deadline_s`: seconds for one call to one engine. `changes`: None to send full weights each time, else the
-        size in bytes of the elements that are compared, and the interval of full publications in versions."""
+        `engines`: name -> receivers of the engine, equally many on each of its machines; trainer ranks write to all of
+        them. A receiver is identified by the index of its GPU in the process on that machine, or by None for host
+        memory. `step_deadline_s`: seconds for one call to one engine. `changes`: None to send full weights each time,
+        else the size in bytes of the elements that are compared, and the interval of full publications in versions."""
         self.senders = senders
         self.step_deadline_s = step_deadline_s
         self.item, self.every_full = changes or (0, 1)
@@ -158,7 +158,7 @@ class DirectDelivery(Delivery):
         self.broken: SlimxError | None = None
         """Error that prevents the trainers from sending; None if they can send."""
         self._connected: dict[str, int] = {}
-        """Engine -> its number of starts (incarnation) when the trainer ranks connected to its memory."""
+        """Engine -> its incarnation (number of starts) at the time when the trainer ranks connected to its memory."""
         self._prepared = False
         self._owners: list[Any] = []
         """Ray actors of the trainer ranks that pack the current publication."""
@@ -170,7 +170,7 @@ class DirectDelivery(Delivery):
         """Names of trainer ranks whose bytes reached no engine in the previous publication; "" if none."""
 
     def _deal(self) -> None:
-        """Chooses, among the current trainer ranks, the sender of each part of a tensor that engines receive."""
+        """Chooses which of the current trainer ranks sends each tensor part that engines receive."""
         plan = self.senders.published
         # Every engine rank has its own memory.
         self.buckets = PlannedBuckets(plan, apart=True)
@@ -265,7 +265,7 @@ class DirectDelivery(Delivery):
     async def _judged(self, bucket: int, index: int) -> AsyncIterator[None]:
         """Raises TransportLost if trainer ranks, not engine `index`, prevent the delivery of `bucket`, or the
         connection if `bucket` is CONNECTING. If bytes are missing at several engines and no engine has all of them, the
-        ranks or their links are considered the cause. The publication can be repeated once; if that fails, too, these
+        ranks or their links are considered the cause. The publication can be repeated once; if that also fails, these
         ranks are considered lost."""
         outcome = self._outcomes.setdefault(bucket, DeliveryOutcome())
         outcome.awaited.add(index)
@@ -305,7 +305,7 @@ class DirectDelivery(Delivery):
 
     @asynccontextmanager
     async def _unless_died(self) -> AsyncIterator[None]:
-        """Raises TransportLost if the block fails because a trainer rank died; the next publication names the rank."""
+        """Raises TransportLost if the block fails because a trainer rank died, which the next publication reports."""
         try:
             yield
         except TransportLost:
@@ -349,7 +349,7 @@ class DirectDelivery(Delivery):
 
 
 class DirectSource:
-    """Source of a publication in which each trainer rank sends its own part of a bucket."""
+    """Source of a publication in which each trainer rank sends its part of a bucket."""
 
     def __init__(self, delivery: DirectDelivery):
         self.delivery = delivery

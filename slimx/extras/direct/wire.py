@@ -12,8 +12,8 @@ from slimx.reshard.plan.copy_plan import Plan
 
 
 class WireBytes(NamedTuple):
-    """Bytes sent from trainer ranks to target ranks: `nbytes[i]` from `sources[i]` to `targets[i]`, for each pair that
-    communicates."""
+    """Numbers of bytes sent from trainer ranks to target ranks: `nbytes[i]` from `sources[i]` to `targets[i]`, with one
+    entry per pair that communicates."""
 
     sources: np.ndarray
     targets: np.ndarray
@@ -60,7 +60,7 @@ def quantized_moves(plan: Plan) -> np.ndarray:
 
 
 def summed(shape: tuple[int, ...], index: tuple[np.ndarray, ...], values: np.ndarray) -> np.ndarray:
-    """Returns an array of `shape` that contains at each position the sum of the `values` whose `index`, one array per
-    axis, is that position."""
+    """Returns an array of `shape` in which `values` are summed by position. `index`: position of each value, as one
+    array per axis."""
     flat = np.bincount(np.ravel_multi_index(index, shape), weights=values, minlength=int(np.prod(shape)))
     return flat.reshape(shape).astype(np.int64)  # exact, because float64 represents integers up to 2^53

@@ -34,7 +34,7 @@ Chain = tuple[ChainFile, ...]
 
 
 class ChangesDirectory(VersionDirectory):
-    """Versions in one directory, each stored as files with the changes since the previous version."""
+    """Directory of published versions, each stored as files with the changes since the previous version."""
 
     def __init__(self, directory: Path | str, item: int, every_full: int):
         """Opens the directory in which versions are stored. `item`: bytes per element. Every `every_full`-th completed
@@ -114,7 +114,7 @@ class ChangesDirectory(VersionDirectory):
 
 
 class ChainReader:
-    """Reader of versions in the owner process of an engine. The reader keeps the buckets that it has read."""
+    """Reader of versions, in an engine's owner process. It keeps the buckets that it has read."""
 
     def __init__(self, item: int):
         self.item = item

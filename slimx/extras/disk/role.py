@@ -12,7 +12,8 @@ from slimx.trainer.rank import TrainerRank
 
 
 class DiskRole:
-    """Writes versions as files, on the rank whose memory contains the buckets (see `slimx.trainer.rank.Role`)."""
+    """Role that writes versions as files, on the rank whose memory contains the buckets (see
+    `slimx.trainer.rank.Role`)."""
 
     def __init__(self, rank: TrainerRank):
         self._changes = rank.config.publish.changes

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class DiskTransport(Transport):
-    """Publishes weights through files (see `slimx.engines.transport.Transport`)."""
+    """Transport that publishes weights through files (see `slimx.engines.transport.Transport`)."""
 
     def end(self, publish: Publish) -> Callable[[], End] | None:
-        """Returns a function that creates the receiver which assembles buckets from changes in the owner process of a
-        server; None if whole buckets are published."""
+        """Returns a function that creates the receiver, which assembles buckets from changes in a server's owner
+        process; None if whole buckets are published."""
         if publish.changes is None:
             return None
         from slimx.extras.disk.file_end import FilesEnd

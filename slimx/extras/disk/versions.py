@@ -34,7 +34,7 @@ DTYPES = {
     "int32": "I32",
     "int64": "I64",
 }
-"""Names of data types in safetensors files, by torch's name."""
+"""Names of data types in safetensors files, by their torch names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ChainFile:
     start: int
     """Offset in bytes of the bucket or its changes within the file."""
     nbytes: int
-    """Number of bytes of the bucket or its changes."""
+    """Size in bytes of the bucket, or of its changes, in the file."""
 
 
 class VersionDirectory:
@@ -68,7 +68,7 @@ class VersionDirectory:
 
     def add(self, bucket: int, packed: PackedBucket, data: torch.Tensor) -> PackedBucket:
         """Writes the bucket with index `bucket`, whose bytes are `data`, uint8 [size]. Returns the bucket with the path
-        that its file has when the version is complete."""
+        that its file will have once the version is complete."""
         path = self._partial / f"bucket-{bucket:05d}.safetensors"
         written = write_bucket(path, packed, data)
         self._buckets[bucket] = written
@@ -110,7 +110,7 @@ class VersionDirectory:
 
 
 class StoredVersion:
-    """A complete version on disk, as a source of weights (`slimx.reshard.parties.Source`)."""
+    """Complete version on disk, as a source of weights (`slimx.reshard.parties.Source`)."""
 
     def __init__(self, path: Path, manifest: Manifest, buckets: list[PackedBucket]):
         self.path = path
@@ -148,8 +148,8 @@ class StoredVersion:
 
 
 def newest(directory: Path | str) -> StoredVersion | None:
-    """Returns the newest complete version in `directory`; None if there is none. Raises SlimxError if it cannot be
-    read."""
+    """Returns the newest complete version in `directory`; None if there is none. Raises SlimxError if that version
+    cannot be read."""
     versions = sorted(Path(directory).glob("version-??????"))
     if not versions:
         return None

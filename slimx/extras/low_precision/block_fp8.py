@@ -25,7 +25,7 @@ SCALE_SUFFIX = "_scale_inv"
 """Suffix that is appended to a quantized tensor's name to form the name of its scales, in Hugging Face's block-fp8
 checkpoints and in SGLang."""
 CODES = "F8_E4M3"
-"""Dtype of codes, as named in safetensors files."""
+"""Dtype of fp8 codes, as named in safetensors files."""
 SCALES = ("F32", "BF16", "F16")
 """Accepted dtypes of scales, as named in safetensors files; all convert to fp32 without loss."""
 Block = tuple[int, int]
@@ -55,8 +55,8 @@ def _block(config: Mapping[str, Any], file: Path) -> Block:
 
 
 def scales_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
-    """Returns the shape of the scales of a matrix with shape `shape`, [rows, cols]. Blocks at the matrix's edges may be
-    smaller."""
+    """Returns the shape of the scale tensor for a matrix of shape `shape` [rows, cols]. Blocks at the matrix's edges
+    may be smaller."""
     rows, cols = shape
     return -(-rows // block[0]), -(-cols // block[1])
 
@@ -83,7 +83,7 @@ def quantization(rule: str, block: Block | None = None) -> Quantization:
 
 
 class BlockFp8(NumberFormat):
-    """The number format of checkpoints with `quant_method: fp8` in config.json."""
+    """Number format of checkpoints with `quant_method: fp8` in config.json."""
 
     RULES: ClassVar[tuple[str, ...]] = ("ieee", "triton", "te", "ue8m0", "mxfp8")
     CONVERTED: ClassVar[bool] = True
@@ -138,7 +138,7 @@ class BlockFp8(NumberFormat):
 
     def scales(self, pieces: Iterable[Any], owner: Any) -> Iterator[Any]:
         """Yields, for each of `pieces` (the parts of code tensors that a parameter stores), the part of the scale
-        tensor for the same blocks. Its rectangles are in units of blocks."""
+        tensor for the same blocks. Rectangles of the yielded parts are in units of blocks."""
         block = tuple(owner.quant_method.quant_config.weight_block_size)
         for piece in pieces:
             if piece.tensor is None:

@@ -30,13 +30,13 @@ SCALES = "_scale"
 SHAPE = "_shape"
 """Suffix that is appended to a matrix's name to form the name of its shape tensor."""
 DTYPES = {CODES: ("I32",), SCALES: ("BF16",), SHAPE: ("I32", "I64")}
-"""Suffix -> accepted dtypes of the tensor, as named in safetensors files."""
+"""Suffix -> accepted dtypes of the tensor with this suffix, as named in safetensors files."""
 PER_WORD = 8
-"""Number of codes in an int32."""
+"""Number of INT4 codes packed into one int32."""
 GROUP = 32
-"""Number of adjacent values in a row that share a scale."""
+"""Number of adjacent values of a row that share one scale."""
 SCHEME = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
-"""Required values of the fields of `weights` in a config group of compressed-tensors."""
+"""Values that the fields of `weights` must have in a compressed-tensors config group."""
 
 
 def packed_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -79,8 +79,7 @@ QUANTIZATION = Quantization("int4", (1, GROUP), "QUANTIZE_INT4", "uint8", "bfloa
 
 
 class Int4(NumberFormat):
-    """The number format of checkpoints with `quant_method: compressed-tensors` in config.json, with the scheme
-    `SCHEME`."""
+    """Number format of checkpoints with `quant_method: compressed-tensors` and the scheme `SCHEME` in config.json."""
 
     RULES: ClassVar[tuple[str, ...]] = ("int4",)
     GROUP: ClassVar[int] = GROUP

@@ -44,13 +44,12 @@ _MATRIX = np.dtype(
 
 
 def quantize(weight: torch.Tensor, *, threads: int | None = None) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Quantizes `weight` [rows, cols], bf16 or fp32. Returns, on the same device, the codes, int32 [rows, cols / 8],
-    and the scales, bf16 [rows, cols / 32]; and True if all values are finite. `threads`: None for torch's number of
-    threads.
+    """Quantizes `weight` [rows, cols], bf16 or fp32. Returns, on the same device as `weight`, the codes, int32 [rows,
+    cols / 8], and the scales, bf16 [rows, cols / 32]; the third result is True if all values are finite. `threads`:
+    None for torch's number of threads.
 
-    A group with a non-finite value gets scale NaN and codes 0. On a GPU, waits until the kernel has finished. Raises
-    SlimxError unless the number of columns is a multiple of 32.
-    """
+    A group with a non-finite value has the scale NaN and codes 0. On a GPU, waits until the kernel has finished. Raises
+    SlimxError unless the number of columns is a multiple of 32."""
     rows, cols = _shape(weight)
     codes = torch.empty(rows, cols // PER_WORD, dtype=torch.int32, device=weight.device)
     scales = torch.empty(rows, cols // GROUP, dtype=torch.bfloat16, device=weight.device)
@@ -62,8 +61,9 @@ def quantize(weight: torch.Tensor, *, threads: int | None = None) -> tuple[torch
 
 
 def round_(weight: torch.Tensor, *, threads: int | None = None) -> None:
-    """Rounds `weight` [rows, cols], bf16 or fp32, in place to the values of its INT4 codes. A group with a non-finite
-    value becomes NaN. On a GPU, the kernel runs on the current stream, and this function does not wait for it."""
+    """Rounds `weight` [rows, cols], bf16 or fp32, in place to the values that its INT4 codes represent. A group with a
+    non-finite value becomes NaN. On a GPU, the kernel runs on the current stream, and this function does not wait for
+    it."""
     record = _record(weight)
     record["values"] = record["src"]
     record["values_ld"] = record["src_ld"]

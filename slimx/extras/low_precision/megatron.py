@@ -114,7 +114,7 @@ class Fp8LatentAttention(LatentAttention):
 
 
 class _Fp8Grouped(GroupedLinear):
-    """Linear layers of local experts that compute in fp8 by `recipe`."""
+    """Grouped linear layers of this rank's experts, computed in fp8 by `recipe`."""
 
     def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any):
         self.options = {**self.options, "recipe": recipe}

@@ -20,7 +20,7 @@ BLOCKS = "_blocks"
 SCALES = "_scales"
 """Suffix that is appended to a quantized tensor's name to form the name of its scales."""
 GROUP = 32
-"""Number of adjacent values in a row that share a scale."""
+"""Number of adjacent values of a row that share one scale."""
 _BIAS = 127
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the eight E2M1 codes whose sign bit is 0."""
@@ -45,8 +45,8 @@ def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class Mxfp4(NumberFormat):
-    """The number format of checkpoints with `quant_method: mxfp4` in config.json. It stores stacks of matrices, which
-    slimx reads but never writes."""
+    """Number format of checkpoints with `quant_method: mxfp4` in config.json. It stores stacks of matrices, which slimx
+    reads but never writes."""
 
     GROUP: ClassVar[int] = GROUP
 

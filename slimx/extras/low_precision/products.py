@@ -55,6 +55,7 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _rounded(values: torch.Tensor, recipe: Recipe, block: tuple[int, int]) -> torch.Tensor:
-    """Returns `values` [rows, cols], rounded to fp8 in blocks of `block` rows and columns, in fp32."""
+    """Returns in fp32 the `values` [rows, cols] rounded to fp8, with one scale per block. `block`: rows and columns of
+    a block."""
     codes, scales = quantize(values.detach().contiguous(), RULE[recipe.rule.upper()], block)
     return dequantize(codes, scales, block, torch.float32)

@@ -13,10 +13,11 @@ class Recipe:
     name: str
     rule: str
     vector: tuple[int, int]
-    """Rows and columns of a block of inputs and of output gradients, which extends along the summed dimension."""
+    """Rows and columns of a quantization block of inputs or output gradients; the block extends along the summed
+    dimension."""
     weight: tuple[int, int]
-    """Rows and columns of a block of weights. A block that is not square extends along the summed dimension, like
-    blocks of inputs."""
+    """Rows and columns of a quantization block of weights. A block that is not square extends along the summed
+    dimension, like blocks of inputs."""
     scale_bytes: int
     """Size in bytes of one scale."""
 

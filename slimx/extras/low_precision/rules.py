@@ -54,8 +54,8 @@ ARCHITECTURES = {"trainer.fp8": ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
 """Feature -> the only model architectures with which the feature has been tested
 (`slimx.rules.unproven.other_architectures`)."""
 ON = {"blockwise": ("h100", "h200"), "mxfp8": ("gb300",)}
-"""Recipe of `trainer.fp8` -> the values of `cluster.gpu` whose tensor cores support its blocks. Blackwell GPUs compute
-128-wide blocks as MXFP8, which would need scales that are powers of two."""
+"""Recipe (value of `trainer.fp8`) -> values of `cluster.gpu` for the GPUs whose tensor cores support the recipe's
+blocks. Blackwell GPUs compute 128-wide blocks as MXFP8, which would require power-of-two scales."""
 LEAST = 16
 """Required divisor of the rows and columns of matrices that tensor cores multiply in fp8 (Transformer Engine's
 `assert_dim_for_fp8_exec`, and cuBLAS)."""
@@ -89,7 +89,7 @@ def on_this_gpu(trainer: Trainer, cluster: Cluster) -> Problems:
 
 @rule("fp8.quantize", "publish.quantize")
 def one_rule(trainer: Trainer, publish: Publish) -> Problems:
-    """Checks that engines and trainer round weights by the same rule, unless engines get unrounded weights."""
+    """Checks that engines and trainer round weights by the same rule, unless engines receive unrounded weights."""
     if trainer.fp8 is None or publish.quantize is None or (trainer.fp8, publish.quantize) == ("blockwise", "te"):
         return
     remedy = "set publish.quantize=te" if trainer.fp8 == "blockwise" else "leave publish.quantize out"
@@ -151,7 +151,8 @@ def _aligned(rect: Rect, source: Shape, local: Shape, width: int, *, cut: bool) 
 
 @rule("qat.dtype", "numerics.dtype")
 def keeps_unrounded_weights(trainer: Trainer, numerics: Numerics) -> Problems:
-    """Refuses dtypes other than bf16, because only with bf16 weights does the optimizer have separate fp32 weights."""
+    """Refuses `trainer.qat` unless `numerics.dtype` is bfloat16, because the optimizer keeps separate fp32 main weights
+    only for bf16 weights."""
     if trainer.qat is not None and numerics.dtype != "bfloat16":
         yield (
             f"trainer.qat={trainer.qat} rounds the model's weights, but with numerics.dtype={numerics.dtype} the "
@@ -202,7 +203,7 @@ def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
 @rule("publish.int4", "publish.quantize")
 def takes_codes(publish: Publish, numerics: Numerics, rollout: Rollout) -> Problems:
     """Refuses settings with which engines cannot receive INT4 codes, such as expert kernels that rearrange them.
-    Engines must store codes in rows, as checkpoints do, and only SGLang's Triton kernel uses this order."""
+    Engines must store codes in row order, as checkpoints do; among SGLang's kernels, only Triton's uses this order."""
     if publish.quantize != "int4":
         return
     codes = "publish.quantize=int4"
@@ -271,7 +272,7 @@ def starts_in_plain_values(rollout: Rollout, spec: ModelSpec) -> Problems:
 
 @rule("engines.fp8_model", "rollout.engines.model")
 def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
-    """Refuses engines that start from bf16 weights but get fp8 publications, because the engines' parameters cannot
+    """Refuses engines that start from bf16 weights but receive fp8 publications, because the engines' parameters cannot
     store fp8. Model directories that do not exist yet are not checked."""
     if not publish.in_fp8:
         return
@@ -286,8 +287,8 @@ def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Proble
 
 @rule("engines.int4_model", "rollout.engines.model")
 def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
-    """Refuses engines that start from INT4 weights but get unquantized or fp8 publications, or the reverse, because the
-    parameters' layouts differ. Model directories that do not exist yet are not checked."""
+    """Refuses engines that start from INT4 weights but receive unquantized or fp8 publications, or the reverse, because
+    the parameters' layouts differ. Model directories that do not exist yet are not checked."""
     published = publish.quantize == "int4"
     for group, directory, quantization in _origins(rollout, spec):
         starts = quantization.get("quant_method") == "compressed-tensors"

@@ -26,13 +26,13 @@ class Fp8(Rounding):
     ranks then exchange fp8 codes instead of bf16 values (Transformer Engine's
     `Float8BlockQuantizer.is_quantizable`)."""
     VARIABLES: ClassVar[dict[str, str]] = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
-    """Environment variables that Transformer Engine reads when it is imported. They make the scales of 128-wide blocks
-    fp32, as in publications, instead of powers of two."""
+    """Environment variables that Transformer Engine reads when it is imported. They allow any fp32 value as the scale
+    of a 128-wide block, as in published weights, instead of only powers of two."""
 
     recipe: Recipe
 
     def fields(self) -> dict[str, Any]:
-        """Returns the fp8 fields of megatron-core's TransformerConfig. Gradients are e4m3, too, because blocks are so
+        """Returns the fp8 fields of megatron-core's TransformerConfig. Gradients also use e4m3, because blocks are so
         small that they do not need e5m2's range. Attention and output layer stay in bf16."""
         return {"fp8": "e4m3", "fp8_recipe": self.recipe.name}
 

@@ -14,12 +14,12 @@ from slimx.models.files import torch_dist
 from slimx.models.files.safe_pickle import read_metadata, safe_classes
 
 _OBJECT = "common_state/shard_0_1"
-"""Key under which the content of `common.pt` is stored, as the only element of a list."""
+"""Key under which checkpoints without a `common.pt` store its contents, as the only element of a list."""
 
 
 def read_common(path: Path) -> Json:
-    """Reads the arguments and the iteration of the torch_dist checkpoint `path`. The only class that may be unpickled
-    is that of the arguments."""
+    """Reads Megatron's arguments and the iteration from the torch_dist checkpoint `path`. argparse.Namespace, the class
+    of the arguments, is the only class that may be unpickled."""
     data = None if (path / "common.pt").is_file() else read_object(path, _OBJECT)
     if data is None:
         return torch_dist.read_common(path)

@@ -25,30 +25,32 @@ from slimx.models.files.index import read_object
 from slimx.models.files.torch_dist import TRACKER, factor_key, iteration_name
 
 _CONVOLUTION = re.compile(r"(?<=\.mixer\.)conv1d_")
-"""Pattern of a Mamba-2 layer's convolution parameters. Checkpoints name them `conv1d.`, as in the releases in which the
-convolution was a module."""
+"""Pattern of the names of a Mamba-2 layer's convolution parameters. Checkpoints name these parameters `conv1d.`, as in
+the megatron-core releases in which the convolution was a module."""
 RUN_STATE = "slimx"
-"""Subdirectory of a slimx checkpoint that contains the state that only slimx runs need."""
+"""Name of a slimx checkpoint's subdirectory for state that only slimx runs need."""
 _ITERATION = re.compile(r"[0-9]{1,15}")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)\d+$")
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Keys of the tensors whose rows Megatron-LM pads to a multiple of `make_vocab_size_divisible_by` x TP."""
+"""Keys of the tensors whose rows Megatron-LM pads to a multiple of `make_vocab_size_divisible_by` times the
+tensor-parallel size."""
 _POWERS = tuple(2**exponent for exponent in range(13))
 _PADDINGS = sorted({*_POWERS, *(192 * power for power in _POWERS[:6])})
-"""Multiples to which a vocabulary may be padded: divisors up to 128 times tensor-parallel sizes up to 48, in powers of
-two and three times powers of two."""
+"""Multiples to which a vocabulary may be padded: powers of two and three times powers of two, as products of a divisor
+up to 128 and a tensor-parallel size up to 48."""
 _NOT_WEIGHTS = re.compile(
     r"(chained_\d+\.)?optimizer\.|rng_state|random_state|rerun_state_machine_state|common_state|.*\._extra_state"
 )
-"""Pattern of the keys of checkpoint entries that are not weights of the model."""
+"""Regular expression that matches the keys of all checkpoint entries other than model weights."""
 _PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.")
 _PREDICTION_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.")
-"""Pattern of the part of a parameter's name that is `transformer_layer` in checkpoints, as in megatron-core up to
-0.16."""
+"""Pattern of the part of a parameter's name that checkpoints write as `transformer_layer`, as megatron-core up to 0.16
+does."""
 _PROJECTION_NORM = re.compile(r"(?<=self_attention\.[qk]_)layernorm(?=\.weight$)")
 """Pattern of the part of a key that names a norm over all heads. megatron-core has no such norm: slimx puts it in place
-of the per-head norm, slime (slime_plugins/models/minimax_m2.py) next to the per-head norm as `q_norm` and `k_norm`."""
+of the per-head norm, whereas slime (slime_plugins/models/minimax_m2.py) adds it next to the per-head norm as `q_norm`
+and `k_norm`."""
 
 
 def is_megatron(path: Path) -> bool:
@@ -58,7 +60,8 @@ def is_megatron(path: Path) -> bool:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Returns the directory of the checkpoint that `path` is or contains. Raises SlimxError if slimx cannot read it."""
+    """Returns the directory of the checkpoint that `path` is or contains. Raises SlimxError if slimx cannot read the
+    checkpoint."""
     tracker = path / TRACKER
     checkpoint = path
     if tracker.is_file():
@@ -104,7 +107,7 @@ class Fit:
     """True if keys are numbered by layer, as in `decoder.layers.3.x`; False if one key `decoder.layers.x` has a layer
     axis."""
     keys: Mapping[str, str]
-    """Keys of tensors in the checkpoint, by key in slimx's model, for tensors whose keys differ."""
+    """Checkpoint keys by the key in slimx's model, for the tensors whose keys differ."""
     centered: frozenset[str] = frozenset()
     """Checkpoint keys of the norm weights that are stored with 1 subtracted."""
 
@@ -156,7 +159,7 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
 
 
 def _present(keys: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Returns the first of `keys` that is in `shapes`; None if none is."""
+    """Returns the first of `keys` that is in `shapes`; None if there is none."""
     for key in keys:
         if key in shapes:
             return key
@@ -196,15 +199,16 @@ class TensorLocation:
     shape: tuple[int, ...]
     """Shape of the complete tensor with this key."""
     index: tuple[int, ...]
-    """Index of the matrix in the complete tensor: layer, if layers are stacked, then expert."""
+    """Index of the matrix within the complete tensor: the layer, if layers are stacked, followed by the expert, if
+    experts are stacked."""
     part: Part
     """The matrix or vector as a single rank would store it, and the Hugging Face tensors that provide its values."""
     entry: Entry
     also: tuple[str, ...] = ()
     """Other keys under which the same tensor may be stored."""
     centered: bool = False
-    """True if `key` stores a norm's weights with 1 subtracted (in fp32 if slimx wrote it), and `also` the weights
-    themselves."""
+    """True if `key` stores a norm's weights minus 1 (in fp32 if slimx wrote it), and the keys in `also` store the
+    weights themselves."""
     first: int = 0
     """First row, in the tensor of `entry`, of the section at this location. Checkpoints store the sections of a tensor
     (ranges of its rows) separately."""
@@ -255,8 +259,9 @@ def _sections(entry: Entry, part: Part) -> Iterator[tuple[str, int, Part]]:
 
 
 def numbers_layers(transformer: Mapping[str, Any]) -> bool:
-    """Returns True if megatron-core numbers the keys of layers, which it does if the layers of a model differ
-    (`TransformerBlock.sharded_state_dict`, 0.19.2). `transformer`: fields of the model's TransformerConfig."""
+    """Returns True if megatron-core numbers the layers in its checkpoint keys instead of stacking them, as it does for
+    a model whose layers differ (`TransformerBlock.sharded_state_dict`, 0.19.2). `transformer`: fields of the model's
+    TransformerConfig."""
     for key in ("moe_layer_freq", "linear_attention_freq"):
         frequency = transformer.get(key) or 1
         if isinstance(frequency, list) or frequency > 1:

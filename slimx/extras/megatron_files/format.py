@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MegatronFormat:
-    """`slimx.models.files.formats.CheckpointFormat` that reads Megatron-LM's checkpoints."""
+    """Implementation of `slimx.models.files.formats.CheckpointFormat` that reads Megatron-LM's checkpoints."""
 
     name = "Megatron-LM"
 

@@ -16,8 +16,8 @@ from slimx.trainer.checkpoint.load import fill, load_sharded, unusable
 
 
 def load_weights(fit: Fit, chunks: Sequence[torch.nn.Module]) -> None:
-    """Loads the weights of the checkpoint of `fit`, saved under any layout, into the model `chunks` of this rank. All
-    ranks must call it, before the optimizer is built."""
+    """Loads the weights of the checkpoint that `fit` describes, saved under any parallel layout, into the model
+    `chunks` of this rank. All ranks must call this function before the optimizer is built."""
     try:
         state = states.model_state(chunks, non_homogeneous_layers=fit.per_layer)
         for value in nested_values(state):
@@ -33,9 +33,9 @@ def load_weights(fit: Fit, chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _centered(state: ShardedStateDict, fit: Fit) -> list[tuple[str, str]]:
-    """Finds the norms in `state` that the checkpoint stores with 1 subtracted, and gives each a separate fp32 buffer
-    into which the norm is read. Returns for each norm the key of its model chunk in `state`, and its name in the chunk.
-    `fit`: names of the model's tensors in the checkpoint."""
+    """Finds the norms in `state` that the checkpoint stores with 1 subtracted, and allocates for each a separate fp32
+    buffer into which the norm is read. Returns for each norm the key of its model chunk in `state`, and its name in the
+    chunk. `fit`: names of the model's tensors in the checkpoint."""
     out = []
     for key, model in state.items():
         for name, tensor in model.items():

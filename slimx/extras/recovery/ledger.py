@@ -14,8 +14,8 @@ from slimx.data.batch import MicroBatch, TrainBatch
 from slimx.errors import SlimxError
 
 CLOSE = 1e-2
-"""Maximum relative difference of a metric that is attributed to a changed order of summation. In bf16 the difference is
-a hundred times that in fp32."""
+"""Maximum relative difference in a metric that a changed order of summation can explain. In bf16 such a difference is a
+hundred times that in fp32."""
 
 
 @dataclass(frozen=True, slots=True)

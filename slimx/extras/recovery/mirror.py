@@ -63,8 +63,8 @@ class Mirror:
         self._thread.start()
 
     def fetch(self, store: Any, step: int) -> None:
-        """Reads the bytes of this rank's state after `step` steps from `store`. Raises MirrorLost if they are missing
-        or were changed."""
+        """Reads from `store` the bytes of this rank's state after `step` steps. Raises MirrorLost if the bytes are
+        missing or have changed."""
         size, digest = self._ask(store.describe.remote(step, self.rank))
         data = np.empty(size, np.uint8)
         for start in range(0, size, CHUNK):
@@ -134,8 +134,8 @@ class Mirror:
 
 
 def read_back(data: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state in the bytes `data`, uint8 [size], with the structure of `state`, the state to be loaded. The
-    sharded tensors of `state` are overwritten."""
+    """Decodes the bytes `data`, uint8 [size], to a state with the structure of `state`, and returns the decoded state.
+    The sharded tensors of `state` are overwritten."""
     length = int(data[:_LENGTH].view(torch.int64))
     with safe_classes(io.BytesIO):
         head = io.BytesIO(data[_LENGTH : _LENGTH + length].numpy())
@@ -150,7 +150,7 @@ def read_back(data: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def skeleton_of(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Returns `value` with an index in place of each tensor, and appends these tensors to `tensors`."""
+    """Returns `value` with each tensor replaced by its index in `tensors`, to which the tensors are appended."""
     if isinstance(value, dict):
         return {key: skeleton_of(item, tensors) for key, item in value.items()}
     if isinstance(value, list):
@@ -189,8 +189,8 @@ def _merged(saved: Any, state: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _offsets(tensors: list[torch.Tensor], start: int) -> tuple[list[int], int]:
-    """Returns the aligned offset in bytes of each tensor, and the end of the last one. `start`: end of the data before
-    the tensors."""
+    """Returns each tensor's aligned offset in bytes, and the offset at which the last tensor ends. `start`: offset at
+    which the data before the tensors ends."""
     offsets = []
     end = start
     for tensor in tensors:

@@ -19,7 +19,7 @@ import xxhash
 from slimx.errors import SlimxError
 
 CHUNK = 16 * 2**20
-"""Maximum number of bytes of a state in one message."""
+"""Maximum number of state bytes in one message."""
 
 
 class MirrorLost(SlimxError):
@@ -40,8 +40,8 @@ class Mirrored:
 
 
 class MirrorStore:
-    """Ray actor that stores the mirrored states of ranks (ranks on another node if there are several nodes) and
-    outlives these ranks."""
+    """Ray actor that stores the mirrored states of ranks and outlives these ranks, which run on another node if there
+    are several nodes."""
 
     def __init__(self) -> None:
         self.states: dict[tuple[int, int], Mirrored] = {}
@@ -93,8 +93,8 @@ class MirrorStore:
         self.committed = step
 
     def describe(self, step: int, rank: int) -> tuple[int, str]:
-        """Returns the size in bytes and the digest of a committed state. Raises MirrorLost if this store does not have
-        it."""
+        """Returns the size in bytes and the digest of a committed state. Raises MirrorLost if the state is not in this
+        store."""
         mirrored = self.states.get((step, rank)) if step == self.committed else None
         if mirrored is None or mirrored.digest is None:
             raise MirrorLost(

@@ -36,7 +36,8 @@ def launch_store(node: str) -> Any:
 
 
 class Mirrors:
-    """Sets of mirrors of the ranks of `trainers`; at most one set is valid at a time."""
+    """Manager of mirror sets, each of which contains copies of the states of all `trainers` ranks; at most one set is
+    valid at a time."""
 
     def __init__(
         self,
@@ -45,8 +46,8 @@ class Mirrors:
         note: Callable[[str], None],
         launch: Callable[[str], Any] = launch_store,
     ):
-        """Keeps the arguments without starting any store. `log_dir`: directory of the stores' logs; `note`: shows a
-        line to the user; `launch`: starts a store on the node with a given Ray id."""
+        """Stores the arguments without starting any mirror store. `log_dir`: directory for the stores' logs; `note`:
+        shows a line to the user; `launch`: starts a store on the node with a given Ray id."""
         self.trainers = trainers
         self.log_dir = log_dir
         self.note = note
@@ -74,7 +75,7 @@ class Mirrors:
         self._coming = asyncio.create_task(self._complete(step))
 
     async def interrupt(self) -> None:
-        """Stops waiting for a set of mirrors whose ranks have been lost."""
+        """Cancels a set of mirrors that is still being made, because its ranks have been lost."""
         if self._coming is not None:
             await cancelled(self._coming)
             self._coming = None
@@ -129,8 +130,8 @@ class Mirrors:
             await self._lose(error)
 
     async def _all(self, method: str, *arguments: Sequence[Any]) -> list[Any]:
-        """Calls a method of every store, each with its own `arguments`, and returns the results. Raises MirrorLost if a
-        call fails."""
+        """Calls `method` on every store, each with its item of `arguments`, and returns the results. Raises MirrorLost
+        if a call fails."""
         holders = [f"the mirrors on node {index}" for index in range(len(self._stores))]
         try:
             calls = []
@@ -150,8 +151,8 @@ class Mirrors:
         return self.log_dir / f"mirrors-{index}.log"
 
     async def _lose(self, error: SlimxError) -> None:
-        """Ends all stores, so that no set is valid; new stores are started for the next set. `error`: describes what
-        was lost."""
+        """Ends all stores, which invalidates the current set; new stores are started for the next set. `error`:
+        describes what was lost."""
         self.note(f"mirrors are lost: {first_line(error)}")
         await self._end()
 

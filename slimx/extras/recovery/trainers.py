@@ -45,7 +45,8 @@ from slimx.runtime.tasks import in_thread, race
 
 
 class TrainerRecovery(RankLossHandler):
-    """Handler of rank losses that replaces all ranks of `trainers`, up to `recovery.trainers` times."""
+    """Handler that responds to the loss of a rank by replacing all ranks of `trainers`, up to `recovery.trainers`
+    times."""
 
     def __init__(self, trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan | None = None):
         """Stores the parameters. `records`: records replacements; `log_dir`: directory of the mirrors' logs; `replan`:
@@ -66,7 +67,7 @@ class TrainerRecovery(RankLossHandler):
         self.replaced = 0
         """Number of times that all ranks were restarted, including failed attempts."""
         self._seconds = 0.0
-        """Seconds without trainers since the last call of `metrics`."""
+        """Seconds without trainers since `metrics` was last called."""
         self._epoch = 0
         """Number of completed replacements of the group's ranks."""
         self._replacing = asyncio.Lock()
@@ -82,7 +83,7 @@ class TrainerRecovery(RankLossHandler):
 
     @property
     def checkpoints(self) -> Checkpointer:
-        """Writer of checkpoints, which the method `open` sets. Ranks are not replaced before it is set."""
+        """Checkpoint writer, which the method `open` sets. Ranks are not replaced before it is set."""
         assert self._checkpoints is not None
         return self._checkpoints
 
@@ -113,7 +114,7 @@ class TrainerRecovery(RankLossHandler):
         await self.mirrors.stop()
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics `recovery/...`, such as the number of replacements so far, the seconds without trainers
+        """Returns the `recovery/...` metrics, such as the number of replacements so far, the seconds without trainers
         since the last call, and the size of the recorded batches."""
         metrics = {
             "recovery/trainers": float(self.replaced),
@@ -132,8 +133,8 @@ class TrainerRecovery(RankLossHandler):
     # Calls of trainers -----------------------------------------------------------------------------------------------
 
     async def with_retry[T](self, work: Callable[[], Awaitable[T]]) -> T:
-        """Awaits `work`, which calls trainers and can be repeated from its beginning, and returns its result. If ranks
-        were lost in the meantime, the error of `work` is ignored, and `work` is repeated with new ranks."""
+        """Calls `work`, which uses the trainers and can be repeated from its beginning, and returns its result. If
+        ranks were lost in the meantime, the error of `work` is ignored, and `work` is repeated with new ranks."""
         while True:
             async with self._replacing:
                 epoch = self._epoch
@@ -146,7 +147,7 @@ class TrainerRecovery(RankLossHandler):
 
     async def watch(self) -> SlimxError:
         """Watches the ranks and replaces them when one is lost. Returns the first error after which they are not
-        replaced: an error of a running rank, or a replacement that failed."""
+        replaced: an error that a running rank raised, or the failure of a replacement."""
         while True:
             async with self._replacing:
                 epoch = self._epoch
@@ -161,7 +162,7 @@ class TrainerRecovery(RankLossHandler):
     # Replacement ------------------------------------------------------------------------------------------------------
 
     async def _replace(self, reason: SlimxError, epoch: int) -> None:
-        """Starts new ranks, unless all ranks have been replaced in the meantime, that is, if more than `epoch`
+        """Starts new ranks. Does nothing if all ranks have been replaced in the meantime, that is, if more than `epoch`
         replacements have been completed. `reason`: error of the lost rank. Raises SlimxError if ranks cannot be
         replaced."""
         async with self._replacing:
@@ -173,8 +174,8 @@ class TrainerRecovery(RankLossHandler):
                 reason = await self._attempt(reason) or reason
 
     async def _attempt(self, reason: SlimxError) -> SlimxError | None:
-        """Restarts all ranks because of `reason`. Returns None on success, or the new reason if the new ranks are lost,
-        too. Raises SlimxError if another attempt would fail in the same way."""
+        """Restarts all ranks because of `reason`. Returns None on success, or the new reason if the new ranks are also
+        lost. Raises SlimxError if another attempt would fail in the same way."""
         self.replaced += 1
         note = self.records.table.note
         sentence = first_line(reason)
@@ -254,9 +255,10 @@ class TrainerRecovery(RankLossHandler):
         return group
 
     async def _bring_back(self, new: TrainerGroup, processes: float) -> dict[int, TrainedStep]:
-        """Restores the new ranks to the state that the lost ranks had after their last complete step. If `new` has
-        other parallel sizes, returns the steps that were trained again, with their new metrics, by the number of steps
-        before each; {} otherwise. `processes`: seconds that the ranks' processes took to start."""
+        """Restores the new ranks to the state that the lost ranks had after their last complete step. If the parallel
+        sizes of `new` differ from those of the lost ranks, returns the steps that were trained again, with their new
+        metrics, by the number of steps before each; {} otherwise. `processes`: seconds that the ranks' processes took
+        to start."""
         again: dict[int, TrainedStep] = {}
         clock = [time.perf_counter()]
         await new.start()
@@ -293,7 +295,7 @@ class TrainerRecovery(RankLossHandler):
         return again
 
     async def _load_state(self, new: TrainerGroup) -> tuple[int, str]:
-        """Loads the newest state on new ranks, and returns the state's step and a description of its source for
+        """Loads the newest state into new ranks, and returns the state's step and a description of its source for
         messages. If a checkpoint must be written again, mirrors of a later step are not used, because the ranks would
         then skip the step of this checkpoint."""
         base = self.ledger.base

@@ -13,14 +13,14 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 
 PREFIX = "slime:"
-"""Prefix of a hook's dotted path in a configuration that marks it as written for slime."""
+"""Prefix that marks a hook's dotted path in a configuration as written for slime."""
 RESERVED = frozenset({"sglang_router_ip", "sglang_router_port", "sglang_model_routers", "hf_checkpoint"})
 """Attributes of `args` that only the run sets; `rollout.options` must therefore not contain them."""
 
 
 class Arguments:
-    """slime's `args`: values of the run, updated with `rollout.options` (for rewards: `reward.options`). An attribute
-    that is set by a hook exists only for the current rollout."""
+    """slime's `args`: the run's values, overridden by `rollout.options` (for rewards: by `reward.options`). An
+    attribute that a hook sets lasts only for the current rollout."""
 
     def __init__(self, values: Mapping[str, Any]):
         self.__dict__.update(values)
@@ -38,13 +38,13 @@ class RunFacts:
     values: Json = field(default_factory=dict)
     """Attributes of the hooks' `args`, by name."""
     places: int = 1
-    """Number of rollouts per group, which is the difference between the first sample indices of consecutive groups."""
+    """Number of rollouts per group. The first sample indices of consecutive groups differ by this number."""
     eval_places: int = 1
     """Number of rollouts per group in an evaluation."""
 
     @classmethod
     def of(cls, config: Config) -> RunFacts:
-        """Returns the values for a run with this configuration. ReMax's greedy rollout counts as a rollout of its
+        """Returns the facts of a run with the configuration `config`. ReMax's greedy rollout counts as a rollout of its
         group."""
         group_size = config.rollout.group_size
         if config.algorithm.advantages.kind == "remax":
@@ -87,7 +87,7 @@ def addresses(ctx: Any) -> Json:
 
 
 def _values(config: Config) -> Json:
-    """Returns those attributes of `args` that published hooks read and for which slimx has a value."""
+    """Returns the `args` attributes that publicly available slime hooks read and for which slimx has a value."""
     rollout = config.rollout
     reward = config.reward.function or ""
     policy = rollout.policy_engines[0].sglang if rollout.policy_engines else {}

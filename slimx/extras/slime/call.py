@@ -151,7 +151,7 @@ def current(what: str) -> HookCall:
 
 
 def _listed(parameters: Json) -> Json:
-    """Returns `parameters` with `stop` as a list, and without empty stop conditions."""
+    """Returns `parameters` with `stop` as a list and with empty stop conditions removed."""
     out = dict(parameters)
     for key in ("stop", "stop_token_ids"):
         if not out.get(key):

@@ -25,8 +25,7 @@ from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion
 
 KEY = "slime"
-"""Key of a trajectory's metadata that contains those fields of the sample that rewards need and a trajectory does not
-have."""
+"""Key in a trajectory's metadata for the sample fields that rewards need but a trajectory lacks."""
 KEPT = ("prompt", "response", "label", "reward", "rollout_id", "train_metadata", "session_id", "non_generation_time")
 """Names of the sample's fields that are stored under `KEY`."""
 UNSERVED = {
@@ -112,8 +111,8 @@ def to_trajectory(
 
 def to_sample(trajectory: Trajectory, prompt: Prompt, tokenizer: Callable[[], Any], run: RunFacts) -> Sample:
     """Converts a trajectory to the sample that a reward or a filter receives. Inserted tokens after the last sampled
-    one are omitted. `tokenizer` is called only if the sample's text was not stored, because a slimx hook generated
-    it."""
+    one are omitted. `tokenizer` is called only for a trajectory that a slimx hook generated, which does not contain the
+    sample's text."""
     start = trajectory.spans[0].stop
     tokens = trajectory.token_ids.tolist()
     metadata = dict(trajectory.metadata)
@@ -144,7 +143,7 @@ def to_sample(trajectory: Trajectory, prompt: Prompt, tokenizer: Callable[[], An
 
 
 def _mask(sample: Sample, name: str) -> list[int]:
-    """Returns the loss mask of all tokens: 1 for trained tokens. `name`: name of the sample in errors."""
+    """Returns the loss mask of all tokens: 1 for trained tokens. `name`: name of the sample in error messages."""
     length = sample.response_length
     start = len(sample.tokens) - length
     mask = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
@@ -192,10 +191,10 @@ def _first(completion: Completion, count: int, position: int) -> Completion:
 
 
 def _as_claimed(sample: Sample, position: int, mask: list[int], ctx: Any, name: str, version: int | None) -> Completion:
-    """Returns the consecutive trained tokens from `position` on as a completion, for hooks that use their own client.
-    Its log-probs, weight version and routed experts are those that the sample claims. `mask`: loss mask of all tokens;
-    `name`: name of the sample in errors; `version`: version of the weights in all engines while the hook ran; None if
-    it may have changed."""
+    """Returns the consecutive trained tokens from `position` on as a completion, for hooks that do not use slimx's
+    client. Log-probs, weight version and routed experts of the completion are those that the sample claims. `mask`:
+    loss mask of all tokens; `name`: name of the sample in error messages; `version`: version of the weights in all
+    engines while the hook ran; None if it may have changed."""
     start = len(sample.tokens) - sample.response_length
     edges = np.flatnonzero(np.diff([0, *mask, 0])).reshape(-1, 2)
     index = next(n for n, (first, _) in enumerate(edges) if first == position)
@@ -233,9 +232,9 @@ def _as_claimed(sample: Sample, position: int, mask: list[int], ctx: Any, name: 
 def _check_logprobs(
     sample: Sample, completion: Completion, position: int, start: int, mask: list[int], name: str
 ) -> None:
-    """Raises SlimxError if the sample's log-probs of trained tokens differ from those of the engine. `position`: index
-    of the completion's first token; `start`: index of the response's first token; `mask`: loss mask of all tokens;
-    `name`: name of the sample in errors."""
+    """Raises SlimxError if the sample's log-prob for a trained token differs from the engine's. `position`: index of
+    the completion's first token; `start`: index of the response's first token; `mask`: loss mask of all tokens; `name`:
+    name of the sample in error messages."""
     claimed = sample.rollout_log_probs
     if claimed is None:
         return
@@ -257,7 +256,7 @@ def _check_logprobs(
 
 
 def _metadata(sample: Sample, name: str) -> Json:
-    """Returns the trajectory's metadata: the sample's metadata, and under `KEY` the fields that rewards need."""
+    """Returns the trajectory's metadata: the sample's metadata plus, under `KEY`, the fields that rewards need."""
     attributes = {key: value for key, value in vars(sample).items() if key not in FIELDS}
     stored = {key: getattr(sample, key) for key in KEPT}
     metadata = {**sample.metadata, KEY: {**stored, "attributes": attributes}}

@@ -33,7 +33,7 @@ JUDGING: ContextVar[Callable[..., Any] | None] = ContextVar("slime_judging", def
 
 
 def equal(answer: str | None, right: Any) -> bool:
-    """Returns True if two mathematical expressions have the same value. `right`: the reference."""
+    """Returns True if `answer` and the reference answer `right` are mathematically equal; False if `answer` is None."""
     # Imported here, because it takes a second and most hooks do not need it.
     from slimx.extras.rewards.shared.verification import parse, verify
 
@@ -48,8 +48,8 @@ def equal(answer: str | None, right: Any) -> bool:
 
 
 def grade(solution: str, right: Any) -> bool:
-    """Implements `grade_answer_verl`: returns True if the boxed value of a solution is correct. The reference `right`
-    may be boxed, too."""
+    """Implements `grade_answer_verl`: returns True if the boxed value in `solution` equals the reference `right`, which
+    may itself be boxed."""
     return equal(last_box(solution), last_box(str(right)) or right)
 
 
@@ -79,8 +79,8 @@ def _score(pred: str | None, ground_truth: Any) -> Json:
 
 
 def deepscaler(response: str, label: Any) -> int:
-    """Implements `get_deepscaler_rule_based_reward`: returns 1 if the boxed value after the thinking is correct, else
-    0. A response whose thinking did not end gets 0."""
+    """Implements `get_deepscaler_rule_based_reward`: returns 1 if the boxed value after the thinking is correct, and 0
+    otherwise, including for a response whose thinking never ends."""
     if THOUGHT_ENDS in response:
         answer = response.rpartition(THOUGHT_ENDS)[2]
     elif "###Response" in response:
@@ -91,8 +91,8 @@ def deepscaler(response: str, label: Any) -> int:
 
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
-    """Returns F1, precision and recall of the prediction's words, compared with those of the reference. If either is
-    yes, no or noanswer and they differ, all three are 0."""
+    """Returns the F1 score, precision and recall of the prediction's words against those of the reference. If either
+    text is yes, no or noanswer and the two differ, all three values are 0."""
     predicted = words(prediction or "")
     right = words(ground_truth)
     closed = " ".join(predicted) in CLOSED or " ".join(right) in CLOSED
@@ -113,7 +113,7 @@ RULES: dict[str, Callable[[str, Any], Any]] = {
     "boxed_f1": lambda text, label: f1_score(last_box(final_answer(text)), label)[0],
 }
 """Rule for each `rm_type` that grades the text of a response against its label. Rules with the prefix `boxed_` grade
-the content of the last box, which math and deepscaler do anyway."""
+the contents of the last box, as math and deepscaler always do."""
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
@@ -135,8 +135,8 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
 
 
 async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Any]:
-    """Implements `rm_hub.batched_async_rm`: returns the rewards of several samples. If the run has a slime reward
-    function, it is called once with the list."""
+    """Implements `rm_hub.batched_async_rm`: returns the rewards of several samples. A slime reward function of the run
+    is called once with the whole list."""
     hook = _run_reward(args)
     if hook is not None:
         return await ask(hook, args.custom_rm_path, args, samples, **kwargs)
@@ -145,8 +145,8 @@ async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> l
 
 async def ask(function: Callable[..., Any], path: str, args: Any, judged: Any, **kwargs: Any) -> Any:
     """Calls the reward `function`, whose dotted path is `path`, on `judged`, a sample or a list of samples. Raises
-    SlimxError if the function is already running, which happens if the run's reward function calls `rm_hub`, which
-    would call that function again."""
+    SlimxError if the function is already running: the run's reward function has then called `rm_hub`, which would call
+    this function again without end."""
     if function is JUDGING.get():
         raise SlimxError(
             f"{path} is the run's reward and calls slime's rm_hub, which would call {path} again in an endless "

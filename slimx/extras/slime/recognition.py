@@ -11,7 +11,7 @@ ROOTS = ("slime", "slime_plugins", "miles", "miles_plugins")
 
 
 class NotServed(ImportError):
-    """Raised for the import of a module or name of slime or Miles that slimx does not provide."""
+    """Raised when a hook imports a module or name from slime or Miles that slimx does not provide."""
 
 
 def is_form_of(path: str) -> bool:
@@ -30,7 +30,8 @@ def is_form_of(path: str) -> bool:
 
 
 def not_served(error: BaseException) -> NotServed | None:
-    """Returns the NotServed among the causes of `error`, at any depth; None if the import failed for another reason."""
+    """Returns the NotServed exception among the causes of `error`, at any depth; None if the import failed for another
+    reason."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, NotServed):
         cause = cause.__cause__

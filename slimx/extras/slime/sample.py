@@ -41,15 +41,15 @@ class Sample:
     loss_mask: list[int] | None = None
     """[response_length]: 1 for trained tokens, else 0; None: all tokens of the response are trained on."""
     weight_versions: list[str] = field(default_factory=list)
-    """Version of the weights that generated the response to each request."""
+    """For each request, the version of the weights that generated its response."""
     rollout_log_probs: list[float] | None = None
     """[response_length]: log-probs of sampled tokens; 0 for other tokens."""
     rollout_top_p_token_ids: list[int] | None = None
     rollout_top_p_token_offsets: list[int] | None = None
     rollout_routed_experts: np.ndarray | None = None
-    """int32 [tokens - 1, layers, k]: experts to which the engine routed each input token."""
+    """int32 [tokens - 1, layers, k]: the k experts to which the engine routed each input token, per layer."""
     remove_sample: bool = False
-    """True if no token of the sample is trained on."""
+    """True to train on none of the sample's tokens."""
     status: Status = Status.PENDING
     metadata: Json = field(default_factory=dict)
     train_metadata: Json | None = None
@@ -68,7 +68,7 @@ class Sample:
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Any) -> Any:
-        """Returns the reward, or its value for the key `args.reward_key` if that is set."""
+        """Returns the reward or, if `args.reward_key` is set, the reward's value for this key."""
         key = getattr(args, "reward_key", None)
         return self.reward[key] if key else self.reward
 
@@ -85,8 +85,8 @@ class Sample:
     ) -> None:
         """Appends tokens to the response. `trainable` tokens are sampled ones and need `log_probs`; other tokens, such
         as those of a tool's result, must have none. Raises ValueError if log-probs are missing, superfluous or not one
-        per token. `meta_info`: field of this name in the engine's response, from which routed experts are taken, and
-        with `update_terminal_info` also status and weight version."""
+        per token. `meta_info`: field of this name in the engine's response, from which routed experts are taken and, if
+        `update_terminal_info` is True, also the status and the weight version."""
         # A fractional token id is kept, and refused when the sample is converted to a trajectory.
         new: list[int] = []
         if tokens is not None:

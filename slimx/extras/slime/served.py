@@ -22,7 +22,7 @@ from slimx.extras.slime.sample import Sample
 from slimx.json_types import Json
 
 TIMEOUT_S = 120.0
-"""Timeout in seconds of a request to an external server."""
+"""Timeout in seconds for a request to an external server."""
 RETRIES = 5
 """Maximum number of retries of a request to an external server; slime's default is 60."""
 
@@ -30,10 +30,10 @@ RETRIES = 5
 async def post(url: str, payload: Any, max_retries: int = RETRIES, headers: dict[str, str] | None = None) -> Any:
     """Implements `http_utils.post`.
 
-    A request to /generate of the policy's router is recorded as a request of this rollout, and gets slimx's deadline,
-    retries on other engines, and weight versions. Requests to frozen engines and external servers are plain HTTP with a
-    timeout and at most `RETRIES` retries. `headers` are sent only with plain HTTP, because `rollout.affinity` chooses
-    the engine of a rollout."""
+    A request to the endpoint /generate of the policy's router is recorded as a request of this rollout; slimx's
+    deadline, retries on other engines, and weight versions apply to it. Requests to frozen engines and external servers
+    are plain HTTP with a timeout and at most `RETRIES` retries. `headers` are sent only with plain HTTP, because
+    `rollout.affinity` chooses the engine of a rollout."""
     call = current("slime.utils.http_utils.post")
     parts = urlsplit(url)
     base = f"{parts.scheme}://{parts.netloc}"
@@ -72,8 +72,8 @@ class GenerateState:
         self.tokenizer = call.tokenizer
         self.sampling_params = dict(call.sampling)
         self.semaphore = call.semaphore
-        """Semaphore with slimx's own limit of concurrent rollouts. Requests obey this limit even if the hook does not
-        use the semaphore."""
+        """Semaphore with slimx's limit on concurrent rollouts. Requests obey this limit even if the hook does not use
+        the semaphore."""
 
 
 async def generate(args: Any, sample: Sample, sampling_params: Json) -> Sample:
@@ -95,7 +95,7 @@ async def generate(args: Any, sample: Sample, sampling_params: Json) -> Sample:
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Implements `async_utils.run`: runs a coroutine from a thread without an event loop, such as one of
+    """Implements `async_utils.run`: runs a coroutine from a thread without an event loop, such as one started by
     `asyncio.to_thread`, and returns its result."""
     try:
         asyncio.get_running_loop()
@@ -133,7 +133,7 @@ def load_tokenizer(name_or_path: str, **_: Any) -> Any:
 
 
 class SingletonMeta(type):
-    """Implements `misc.SingletonMeta`: metaclass of classes with a single instance."""
+    """Implements `misc.SingletonMeta`: metaclass for classes that have a single instance."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if "_instance" not in cls.__dict__:
@@ -143,7 +143,7 @@ class SingletonMeta(type):
 
 @dataclass
 class DynamicFilterOutput:
-    """Implements `filter_hub.base_types.DynamicFilterOutput`: decision of a dynamic filter about a group."""
+    """Dynamic filter's verdict on a group; implements slime's `filter_hub.base_types.DynamicFilterOutput`."""
 
     keep: bool
     reason: str | None = None

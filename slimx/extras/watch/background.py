@@ -17,14 +17,12 @@ from slimx.observability.tracking.tracker import Sink
 
 
 class InOrder:
-    """Queue of calls that a daemon thread makes in the order in which they were added.
-
-    If a call raises an exception, a later `add` or `close` raises it again, so that the caller notices and counts
-    it."""
+    """Queue of calls that a daemon thread makes in the order in which they were added. If a call raises an exception, a
+    later `add` or `close` raises it again, which reports the failure to the caller."""
 
     def __init__(self, name: str, *, close_s: float = 60.0, max_waiting: int = 512) -> None:
-        """Starts the thread. `name`: name of the tracker or webhook, for messages. `close_s`: timeout of `close` in
-        seconds. `max_waiting`: maximum number of waiting calls."""
+        """Starts the thread. `name`: name of the tracker or webhook, for messages. `close_s`: timeout in seconds for
+        `close`. `max_waiting`: maximum number of queued calls."""
         self.name = name
         self._close_s = close_s
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(max_waiting)
@@ -33,7 +31,8 @@ class InOrder:
         self._thread.start()
 
     def add(self, call: Callable[[], None]) -> None:
-        """Adds a call to the queue. Raises SlimxError and discards the call if `max_waiting` calls already wait."""
+        """Adds a call to the queue. If `max_waiting` calls are already waiting, discards the call and raises
+        SlimxError."""
         try:
             self._calls.put_nowait(call)
         except queue.Full:
@@ -48,12 +47,12 @@ class InOrder:
 
     @property
     def waiting(self) -> int:
-        """Number of calls that have not started."""
+        """Number of queued calls that have not started."""
         return self._calls.qsize()
 
     def close(self, last: Callable[[], None]) -> None:
-        """Waits until all added calls and then `last` have been made, for at most `close_s` seconds in total. Raises
-        SlimxError with the number of calls that remain after this time."""
+        """Waits up to `close_s` seconds in total for all added calls, and then `last`, to be made. Raises SlimxError
+        with the number of calls that remain after this time."""
         until = time.monotonic() + self._close_s
         ends = 0
         for call in (last, None):
@@ -87,8 +86,8 @@ class InOrder:
 
 
 class InBackground:
-    """Tracker that forwards the calls of its methods to `sink` in a background thread, in order. An exception of `sink`
-    is raised by a later call, as in `InOrder`."""
+    """Tracker that forwards its method calls to `sink` in a background thread, in order. An exception raised by `sink`
+    is raised again by a later call, as in `InOrder`."""
 
     def __init__(self, sink: Sink, *, close_s: float = 60.0, max_waiting: int = 512) -> None:
         self.name = sink.name

@@ -28,12 +28,13 @@ FETCH_S = 2.0
 timeout expires, the engine's metrics are omitted and `slimx_engine_up` is 0."""
 AT_ONCE = 16
 REQUEST_S = 10.0
-"""Seconds after which an idle connection is closed. The server uses one thread per connection."""
+"""Timeout in seconds after which an idle connection is closed. This frees a thread, because the server uses one per
+connection."""
 
 
 class PrometheusSink:
-    """Tracker that serves the metrics of a run at http://HOST:PORT/metrics. The metric `reward/mean` is named
-    `slimx_reward_mean`."""
+    """Tracker that serves the metrics of a run at http://HOST:PORT/metrics. For example, the metric `reward/mean` is
+    named `slimx_reward_mean`."""
 
     name = "prometheus"
 
@@ -148,8 +149,8 @@ def prometheus_name(key: str) -> str:
 
 
 def _fetch(url: str) -> str | None:
-    """Returns the metrics that an engine serves at `url`, as text. Returns None if it does not respond or the response
-    is too large. Proxy settings of the environment are ignored."""
+    """Returns as text the metrics that an engine serves under `url`; None if the request fails or the response is too
+    large. The environment's proxy settings are ignored."""
     try:
         response = fetch("GET", f"{url}/metrics/", connect_s=FETCH_S, read_s=FETCH_S, proxies=False, redirects=True)
     except (aiohttp.ClientError, TimeoutError):

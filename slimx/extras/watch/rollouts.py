@@ -24,13 +24,13 @@ from slimx.rollout.flow.tickets import SavedTicket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Selection of groups, and of the details to show."""
+    """Selection of the groups to show, and of the details to show about them."""
 
     group: str | None = None
     """Id of the only group to show; None: all groups."""
     reward_below: float | None = None
-    """Upper limit of rewards: only trajectories with a lower reward are shown, and only groups that have such
-    trajectories. None: all trajectories."""
+    """Exclusive upper bound on rewards: only trajectories with a lower reward are shown, and only groups that contain
+    one; None: all trajectories are shown."""
     limit: int = 8
     """Maximum number of groups to show; 0: no limit."""
     tokens: bool = False
@@ -79,7 +79,7 @@ def show_rollouts(
 
 
 def steps_of(directory: Path) -> Json:
-    """Returns {steps: [description of each saved step], problems: [a sentence per damaged file]}."""
+    """Returns the saved steps, as {steps: [a description per step], problems: [a sentence per damaged file]}."""
     steps: list[Json] = []
     problems: list[str] = []
     for path in _files(directory).values():
@@ -94,8 +94,8 @@ def steps_of(directory: Path) -> Json:
 
 
 def step_of(directory: Path, step: int, choice: Choice) -> Json:
-    """Returns {step, version, groups: [the groups of `choice`], hidden: number of matching groups omitted because of
-    `choice.limit`, problems}. Raises SlimxError for a missing step or group."""
+    """Returns the groups of a step, as {step, version, groups: [groups that `choice` selects], hidden: number of
+    matching groups omitted because of `choice.limit`, problems}. Raises SlimxError for a missing step or group."""
     files = _files(directory)
     if step not in files:
         raise SlimxError(
@@ -177,8 +177,8 @@ def buffer_of(directory: Path, choice: Choice) -> Json:
 
 
 def dropped_of(directory: Path, step: int | None) -> Json:
-    """Returns {reasons: {reason: number of groups}, dropped: [{step, prompt, reason, detail}], problems} for `step`, or
-    for all steps."""
+    """Returns the groups dropped in `step`, or in all steps if `step` is None, as {reasons: {reason: number of groups},
+    dropped: [{step, prompt, reason, detail}], problems: [a message per unreadable line]}."""
     check_run(directory)
     file = directory / "dropped.jsonl"
     dropped: list[Json] = []
@@ -240,7 +240,7 @@ def buffer_lines(values: Json) -> Iterator[str]:
 
 
 def dropped_lines(values: Json, limit: int) -> Iterator[str]:
-    """Yields the result of `dropped_of` as lines of text, for the newest `limit` groups."""
+    """Yields the result of `dropped_of` as lines of text, limited to the newest `limit` groups."""
     yield f"{len(values['dropped'])} groups were dropped"
     for reason, count in values["reasons"].items():
         yield f"{count:>6}  {reason}"
@@ -290,8 +290,8 @@ def _chosen(groups: Sequence[Group], choice: Choice) -> Iterator[Group]:
 
 def _decoder(directory: Path) -> tuple[Decode, list[str]]:
     """Returns a function that decodes token ids, and a list of problems. The function uses the tokenizer that was saved
-    with the run, or for older runs the model's tokenizer. If there is none, it returns the ids as text, and the list
-    contains the reason."""
+    with the run or, for older runs, the model's tokenizer. If the tokenizer cannot be loaded, the function returns the
+    ids as text, and the list contains the reason."""
     kept = directory / TOKENIZER
     try:
         source = kept if kept.is_dir() else read_config(directory)["model"]["path"]
@@ -302,7 +302,7 @@ def _decoder(directory: Path) -> tuple[Decode, list[str]]:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """Describes ascending steps by their count, the first and the last step."""
+    """Describes `steps`, which are ascending, by their number, the first and the last one."""
     if len(steps) == 1:
         return f"step {steps[0]}"
     return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

@@ -13,14 +13,15 @@ from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.saved.trained_tokens import TrainedTokens
 
 Decode = Callable[[Sequence[int]], str]
-"""Function that returns the text of token ids."""
+"""Function that decodes token ids to text."""
 Json = dict[str, Any]
 
 
 def group_values(
     group: Group, version: int | None, decode: Decode, trained: Mapping[str, TrainedTokens], *, tokens: bool
 ) -> Json:
-    """Returns {id, prompt: result of `prompt_values`, reward: mean or None, baseline, trajectories}.
+    """Returns the description of a group: {id, prompt: result of `prompt_values`, reward: mean or None, baseline,
+    trajectories}.
 
     `version`: weight version of the trainers, relative to which staleness is counted. `trained`: values that training
     computed, by trajectory id. `tokens`: True to include a list of every token."""
@@ -44,7 +45,7 @@ def group_values(
 
 
 def prompt_values(prompt: Prompt, decode: Decode) -> Json:
-    """Returns the values of a prompt: {id, text, answer, dataset}."""
+    """Returns a prompt as {id, text, answer, dataset}."""
     if prompt.messages is None:
         text = decode(prompt.token_ids or [])
     else:
@@ -92,7 +93,7 @@ def _trajectory_values(
 
 
 def _trained_values(trajectory: Trajectory, trained: TrainedTokens) -> Json:
-    """Returns values over a trajectory's trained tokens: {advantage: mean, gap: largest difference between the
+    """Returns statistics over a trajectory's trained tokens: {advantage: mean, gap: largest difference between the
     log-probs of trainer and engine, other_experts: number of tokens that the trainer routed to other experts}. All are
     None if the trajectory has no trained tokens."""
     chosen = trajectory.loss_mask > 0
@@ -139,7 +140,7 @@ def _trained_token(trained: TrainedTokens, position: int) -> Json:
 
 
 def group_lines(group: Json) -> Iterator[str]:
-    """Yields lines of text for a group, which is given as the result of `group_values`."""
+    """Yields lines of text that describe `group`, a result of `group_values`."""
     line = f"group {group['id']}, {prompt_line(group['prompt'])}, {len(group['trajectories'])} trajectories, "
     line += f"reward {_shown(group['reward'])}"
     if group["baseline"] is not None:
@@ -151,7 +152,7 @@ def group_lines(group: Json) -> Iterator[str]:
 
 
 def prompt_line(prompt: Json) -> str:
-    """Returns a short description of a prompt, which is given as the result of `prompt_values`."""
+    """Returns a short description of `prompt`, a result of `prompt_values`."""
     line = f"prompt {prompt['id']}"
     if prompt["answer"] is not None:
         line += f" (answer {prompt['answer']!r})"

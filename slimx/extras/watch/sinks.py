@@ -83,8 +83,8 @@ class WandbSink:
     """Tracker that logs to Weights & Biases. A resumed run continues under the id in `RUN/wandb_id`. WANDB_MODE=offline
     needs no network.
 
-    The step is logged as a metric and used as the x axis, because wandb's own step counter only increases, and wandb
-    would drop the steps that a resumed run repeats. With this axis, wandb draws repeated steps twice."""
+    The step is logged as a metric and used as the x axis, because wandb's step counter only increases, and wandb would
+    drop the steps that a resumed run repeats. With this axis, wandb draws repeated steps twice."""
 
     name = "wandb"
 
@@ -118,8 +118,8 @@ class MlflowSink:
 
     name = "mlflow"
     PARAMETER_CHARACTERS = 500
-    """Maximum length of a parameter's value, because servers refuse longer ones. The artifact config.yaml contains the
-    complete values."""
+    """Maximum number of characters in a parameter's value, because servers reject longer values. The artifact
+    config.yaml contains the complete values."""
 
     def __init__(self, run: TrackedRun, uri: str) -> None:
         self._names = _MlflowNames()
@@ -194,13 +194,14 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class _MlflowNames:
-    """Metric names that MLflow accepts. A metric always gets the same name, and no two metrics share one."""
+    """Mapping from slimx's metric names to names that MLflow accepts. The MLflow name of a metric never changes, and no
+    two metrics share one."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
 
     def name(self, key: str) -> str:
-        """Returns the MLflow name of slimx's metric `key`."""
+        """Returns the name under which MLflow stores slimx's metric `key`."""
         if key not in self._names:
             plain = re.sub(r"[^\w.\- :/]", "_", key)
             name = plain

@@ -28,10 +28,10 @@ class RunCondition(StrEnum):
     RUNNING = "running"
     FINISHED = "finished"
     STALLED = "stalled"
-    """A process is training, but its phase takes too long (`track.stall`), or the driver has not updated its activity
-    for `SILENT_S`."""
+    """State in which a process is training, but its phase takes too long (`track.stall`) or the driver has not updated
+    its activity for `SILENT_S` seconds."""
     DEAD = "dead"
-    """No process is training, and the run is not finished."""
+    """State in which no process is training and the run is not finished."""
 
     @property
     def exit_status(self) -> int:
@@ -143,7 +143,7 @@ def describe_status(status: dict[str, Any]) -> list[str]:
 
 
 def _policies(metrics: Mapping[str, float]) -> list[str]:
-    """Returns the names of the policies that have metrics of their own."""
+    """Returns the names of the policies for which `metrics` contains separate metrics."""
     names: dict[str, None] = {}
     for key in metrics:
         match = _OF_POLICY.match(key)
@@ -153,8 +153,8 @@ def _policies(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _shown(metrics: Mapping[str, float], prefix: str = "") -> str:
-    """Formats the most important metrics (`SHOWN`), as far as `metrics` contains them. `prefix`: prefix of their names
-    in `metrics`."""
+    """Formats those of the most important metrics (`SHOWN`) that `metrics` contains. `prefix`: prefix of their names in
+    `metrics`."""
     parts = []
     for key in SHOWN:
         value = metrics.get(prefix + key)

@@ -121,8 +121,8 @@ def check_rule(rule: str, dtype: torch.dtype, name: str) -> None:
 
 
 def with_quantization(hf: Json, quantization: Quantization, plain: Sequence[str]) -> Json:
-    """Returns the config.json `hf` with the quantization settings of a model in fp8, for SGLang and transformers.
-    `plain`: matrices that are not quantized."""
+    """Returns `hf`, the contents of config.json, with quantization settings for fp8 weights added, for SGLang and
+    transformers. `plain`: names of the matrices that are not quantized."""
     config: Json = {
         "quant_method": "fp8",
         "fmt": "e4m3",

@@ -62,9 +62,9 @@ def quantized(name: str, shape: Shape) -> Unit:
 
 
 def served_plain(spec: ModelSpec) -> Iterator[str]:
-    """Yields the names of the matrices that SGLang's layers keep unquantized, as SGLang looks them up: for checkpoint
-    matrices that SGLang fuses into one, this is the name of the fused matrix. Yields nothing if SGLang does not serve
-    the model."""
+    """Yields the names under which SGLang looks up the matrices that its layers keep unquantized. Checkpoint matrices
+    that SGLang fuses into one appear under the name of the fused matrix. Yields nothing if SGLang does not serve the
+    model."""
     try:
         table = spec.engine_table()
     except SlimxError:
@@ -75,8 +75,8 @@ def served_plain(spec: ModelSpec) -> Iterator[str]:
 
 
 def with_quantization(hf: Json, plain: Iterable[str]) -> Json:
-    """Returns the config.json `hf` with the quantization settings of a model in INT4, for SGLang and transformers.
-    `plain`: matrices that are not quantized."""
+    """Returns `hf`, the contents of config.json, with quantization settings for INT4 weights added, for SGLang and
+    transformers. `plain`: names of the matrices that are not quantized."""
     group = {
         "targets": ["Linear"],
         "weights": {**int4.SCHEME, "dynamic": False, "actorder": None},

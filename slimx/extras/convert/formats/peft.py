@@ -18,7 +18,8 @@ from slimx.models.files.safe_pickle import read_metadata
 from slimx.reshard.manifest import ADAPTER_PREFIX
 
 ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
-"""Architectures for which exported adapters were verified: PEFT's merge gives the same weights."""
+"""Architectures for which exported adapters have been verified: merging them with PEFT yields the same weights as
+merging in slimx."""
 
 
 def export_adapters(source: Path, out: Path, original: Path, alpha: float) -> int:
@@ -61,8 +62,8 @@ def export_adapters(source: Path, out: Path, original: Path, alpha: float) -> in
 
 
 def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, set[str]], int]:
-    """Returns the adapters' tensors by PEFT's names, the names for PEFT's target_modules and target_parameters, and the
-    rank of the adapters."""
+    """Returns the adapters' tensors by PEFT's names, the names to list in PEFT's target_modules and target_parameters,
+    and the rank of the adapters."""
     metadata = read_metadata(path / ".metadata")
     keys = metadata.state_dict_metadata.keys()
     per_layer = any(key.startswith("decoder.layers.0.") for key in keys)
@@ -133,8 +134,8 @@ def _endings_of(name: str) -> list[str]:
 
 
 def _by_module(location: TensorLocation, b: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Splits the rows of an adapter's matrix B [out, r] by the modules of transformers to which they belong, because
-    the trainer may fuse several modules into one layer. The rows of each module are in the order of the checkpoint."""
+    """Splits the rows of an adapter's matrix B [out, r] by the transformers modules to which they belong, because the
+    trainer may fuse several modules into one layer. The rows of each module are in checkpoint order."""
     rows: dict[int, dict[int, int]] = defaultdict(dict)
     for rect in location.part.rects:
         for index in range(rect.rows):

@@ -39,7 +39,7 @@ _NAMES |= {torch.int32: "I32", torch.int64: "I64"}
 
 
 class Tensor(NamedTuple):
-    """Name, dtype and shape of a tensor of the output."""
+    """Name, dtype and shape of an output tensor."""
 
     name: str
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class Unit:
 
 
 def copied(name: str, shape: Shape, dtype: torch.dtype) -> Unit:
-    """Plans a copy of the tensor `name` in `dtype`."""
+    """Plans a copy of the source's tensor `name`, converted to `dtype`."""
 
     def blocks(reading: Reading) -> Iterator[torch.Tensor]:
         for rect in row_blocks(shape, dtype.itemsize):
@@ -80,8 +80,8 @@ def copied(name: str, shape: Shape, dtype: torch.dtype) -> Unit:
 
 
 def stacked(name: str, sources: Sequence[str], shape: Shape, dtype: torch.dtype) -> Unit:
-    """Plans the tensor `name`, of shape `shape` [count, ...] and type `dtype`, as the stack of the weight table's
-    tensors `sources` (`slimx.layout.table`)."""
+    """Plans the tensor `name` of `shape` [count, ...] and `dtype` as a stack of the tensors `sources`, named as in the
+    weight table (`slimx.layout.table`)."""
 
     def blocks(reading: Reading) -> Iterator[torch.Tensor]:
         for source in sources:
@@ -103,7 +103,7 @@ def stacked(name: str, sources: Sequence[str], shape: Shape, dtype: torch.dtype)
 
 @dataclass(slots=True)
 class SafetensorsFile:
-    """A safetensors file that the conversion will write."""
+    """Safetensors file that the conversion will write."""
 
     source: TensorSource
     name: str = ""
@@ -152,7 +152,7 @@ class ToHuggingFace:
     ):
         """Plans the files. `file_bytes`: approximate size of a file. `identity`: string that identifies the conversion,
         its options and its source's content. `template`: directory whose files without tensors are copied. `config`:
-        content of the new config.json."""
+        contents of the new config.json."""
         self.template = template
         self.config = config
         self.files: list[SafetensorsFile] = []
@@ -201,7 +201,7 @@ class ToHuggingFace:
                 unit.compare(source, written, advance)
 
     def finish(self, directory: Path, notes: Json) -> None:
-        """Writes index and config to `directory`, and copies the template's other files. `notes`: not used."""
+        """Writes the index and the config to `directory`, and copies the template's other files. `notes`: not used."""
         weight_map = {}
         for file in self.files:
             for unit in file.units:

@@ -59,7 +59,7 @@ _RELEASE = "release"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rectangle of a tensor that is stored as a separate entry of a file."""
+    """Rectangular part of a tensor, stored as a separate entry of a file."""
 
     location: TensorLocation
     box: ShardBox
@@ -125,7 +125,7 @@ def clip(rect: Rect, box: ShardBox) -> Rect | None:
 
 @dataclass(slots=True)
 class TorchDistFile:
-    """A torch_dist file that the conversion will write."""
+    """File in the torch_dist format that the conversion will write."""
 
     name: str
     source: TensorSource
@@ -133,7 +133,7 @@ class TorchDistFile:
     nbytes: int = 0
 
     def write(self, stream: Stream) -> list[list[int]]:
-        """Writes the pieces, and returns [position, length] in bytes of each."""
+        """Writes the pieces, and returns the [position, length] of each in bytes."""
         reading = Reading(self.source)
         spans = []
         for piece in self.pieces:
@@ -195,8 +195,8 @@ class ToMegatron:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Disables the checksums of `torch.save`, which take half of its time, while files are written. They are not
-        needed, because `torch.load` ignores them, and a conversion has digests of its own."""
+        """Disables, while files are written, the checksums of `torch.save`, which take half of its time. `torch.load`
+        ignores these checksums, and a conversion computes digests anyway."""
         before = get_crc32_options()
         set_crc32_options(False)
         try:
@@ -225,7 +225,7 @@ class ToMegatron:
 
     def finish(self, directory: Path, notes: Json) -> None:
         """Writes the files of `small` to `directory`: metadata, arguments, format and tracker. `notes`: for each file,
-        what `TorchDistFile.write` returned."""
+        the return value of `TorchDistFile.write`."""
         release = directory / _RELEASE
         write_synced(release / ".metadata", pickle.dumps(self._metadata(notes)))
         common = io.BytesIO()
@@ -293,7 +293,7 @@ def _written(location: TensorLocation) -> Iterator[TensorLocation]:
 
 
 def _compare_centered(location: TensorLocation, source: Reading, release: Path) -> None:
-    """Raises SlimxError unless the key of `location` contains the source's values with 1 subtracted."""
+    """Raises SlimxError unless the output stores, under the key of `location`, the source's values minus 1."""
     (name,) = location.part.sources
     expected = source.read(name, location.part.rects[0]).float().flatten() - 1
     written = read_whole(release, location.key, read_metadata(release / ".metadata"))
@@ -304,8 +304,9 @@ def _compare_centered(location: TensorLocation, source: Reading, release: Path) 
 def _dtypes(
     tensors: Sequence[TensorLocation], source: TensorSource, dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """Returns the dtype of each key: the dtype that the weight table declares, else `dtype`, else that of the source's
-    tensors. Raises SlimxError if the source stores the tensors of a key in several dtypes."""
+    """Returns the dtype of each key: the one that the weight table declares; if it declares none, `dtype`; if that is
+    None, the dtype of the source's tensors. Raises SlimxError if the source stores the tensors of a key in several
+    dtypes."""
     out: dict[str, torch.dtype] = {}
     for location in tensors:
         declared = "float32" if location.centered else location.entry.row.dtype
@@ -328,7 +329,7 @@ def _dtypes(
 
 
 def _split(piece: Piece) -> Iterator[Piece]:
-    """Splits a piece by rows into pieces of at most about BLOCK_BYTES."""
+    """Splits a piece by rows into pieces of about BLOCK_BYTES or less."""
     box = piece.box
     step = max(1, BLOCK_BYTES // (box.cols * piece.dtype.itemsize))
     for row in range(0, box.rows, step):

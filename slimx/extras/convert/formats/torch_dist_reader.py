@@ -164,7 +164,7 @@ class TorchDistReader:
             raise _incomplete(self.path, location.key, f"{filled} of {view.numel()} elements at {list(location.index)}")
 
     def _bytes(self, piece: _Stored, index: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the matrix at `index` of the full tensor, from `piece`, as uint8 [rows, bytes of a row]."""
+        """Returns from `piece` the matrix at `index` of the full tensor, as uint8 [rows, bytes per row]."""
         if piece.file not in self._files:
             path = self.path / piece.file
             self._files[piece.file] = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
@@ -176,7 +176,7 @@ class TorchDistReader:
         return data.view(-1, rows, data.numel() // (prod(piece.sizes) // cols))[matrix]
 
     def _data(self, piece: _Stored, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the data of a saved piece of a tensor of `dtype` as bytes, in the order of its elements."""
+        """Returns the bytes of `piece`, a saved piece of a tensor of `dtype`, in element order."""
         mapped = self._files[piece.file]
         if piece not in self._headers:
             self._headers[piece] = self._header(piece, dtype)
@@ -248,8 +248,8 @@ def _incomplete(path: Path, key: str, problem: str) -> SlimxError:
 
 
 class _Pieces:
-    """Saved pieces of the tensor with one key. The tensor's first `stacked` axes are those along which matrices are
-    stacked."""
+    """Saved pieces of the tensor stored under `key`. The tensor's first `stacked` axes are those along which matrices
+    are stacked."""
 
     def __init__(self, path: Path, key: str, stacked: int, metadata: Metadata):
         self.all = [_stored(path, key, chunk, metadata) for chunk in _entry(metadata, key).chunks]

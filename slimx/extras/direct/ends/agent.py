@@ -32,9 +32,8 @@ class LinkError(SlimxError):
 
 
 class Agent:
-    """A NIXL agent: registers memory, connects to other agents and writes into their memory.
-
-    Only one thread at a time may call its methods."""
+    """NIXL agent that registers memory, connects to other agents and writes into their memory. Only one thread at a
+    time may call its methods."""
 
     def __init__(self, name: str, host: str):
         """Starts an agent.
@@ -155,7 +154,7 @@ class Agent:
 
 
 class Transfer:
-    """A started write into another agent's memory."""
+    """Started write into another agent's memory."""
 
     def __init__(self, agent: Any, handle: Any, peer: str):
         self._agent = agent
@@ -210,7 +209,7 @@ def current(memory: torch.Tensor | DeviceMemory) -> AbstractContextManager[objec
 
 
 def _kind(regions: Sequence[Region]) -> str:
-    """Returns NIXL's name for the type of memory, host or GPU, that all `regions` have."""
+    """Returns NIXL's name for the memory type of `regions`, which are all in host memory or all in GPU memory."""
     return HOST if regions[0].device < 0 else GPU
 
 
@@ -228,7 +227,7 @@ def load_nixl() -> Any:
 
 def _waiting(api: Any) -> Any:
     """Returns settings for an agent whose thread waits for events instead of polling, because a polling thread would
-    occupy a core that the trainer or engine needs. NIXL's Python interface does not offer this setting itself."""
+    occupy a core that the trainer or engine needs. NIXL's Python interface does not expose this setting."""
     settings = api.nixlBind.nixlAgentConfig()
     settings.useProgThread = True
     settings.syncMode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE.value  # only one thread at a time calls an Agent

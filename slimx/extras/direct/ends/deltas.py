@@ -22,7 +22,7 @@ from slimx.extras.direct.ends.offer import HEADER, NO_BASE, PackedRun, room_of
 
 
 class SentRuns:
-    """The bytes that a trainer rank last sent to each engine, by bucket and target, in host memory."""
+    """Bytes that a trainer rank last sent to each engine, by bucket and target, stored in host memory."""
 
     def __init__(self, item: int):
         """Creates an empty store. `item`: size in bytes of the elements that are compared to find changes."""
@@ -54,7 +54,7 @@ class SentRuns:
 
 
 class ReceivedRuns:
-    """The bytes that an engine last received, in host memory, by run: the range of a bucket's bytes that one trainer
+    """Bytes that an engine last received, stored in host memory by run: the range of a bucket's bytes that one trainer
     rank sends to one engine rank."""
 
     def __init__(self, item: int, buckets: int):
@@ -65,7 +65,8 @@ class ReceivedRuns:
         self._runs: dict[PackedRun, torch.Tensor] = {}
 
     def run(self, run: PackedRun) -> torch.Tensor:
-        """Returns the buffer with the stored bytes of `run`, uint8 [bytes]; every call returns the same buffer."""
+        """Returns the buffer that stores the bytes of `run`, uint8 [bytes]. The first call creates the buffer, filled
+        with zeros; later calls return the same one."""
         if run not in self._runs:
             self._runs[run] = torch.zeros(run.nbytes, dtype=torch.uint8)
         return self._runs[run]

@@ -22,8 +22,8 @@ class DirectEnd:
         self._landings = AsyncExitStack()
 
     async def prepare(self, host: str, nodes: Any = None) -> None:
-        """Prepares for a start of the server: imports torch and NIXL, which only this transport needs in the process.
-        `host`, `nodes`: as in `slimx.engines.transport.End.prepare`."""
+        """Prepares for the start of the server by importing torch and NIXL, which only this transport needs in the
+        process. `host`, `nodes`: as in `slimx.engines.transport.End.prepare`."""
         self.host = host
         self._nodes = nodes
         await asyncio.to_thread(import_module, "slimx.extras.direct.ends.receiver")
@@ -36,15 +36,15 @@ class DirectEnd:
         return [*offered, *chain.from_iterable(others)]
 
     async def bases(self) -> list[list[int]]:
-        """Returns, for each receiver and bucket, the index of the transfer whose bytes the receiver has, so that
-        changes can be applied to them (`publish.delta`); 0 if it has none."""
+        """Returns, for each receiver and bucket, the index of the transfer whose bytes the receiver still stores as a
+        base for changes (`publish.delta`); 0 if it stores none."""
         others = await self._others("bases")
         return [*(receiver.bases() for receiver in self._receivers), *chain.from_iterable(others)]
 
     @asynccontextmanager
     async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
         """Waits until a bucket has arrived, and yields it in memory that the server can open until the block ends. Each
-        of the engine's machines gets only the part for its own ranks."""
+        of the engine's machines receives only the part for its ranks."""
         if self._nodes is None:
             async with self._landed(packed) as landed:
                 yield landed

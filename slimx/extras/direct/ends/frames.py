@@ -11,10 +11,10 @@ from slimx.errors import SlimxError
 from slimx.reshard.kernels import cpu
 
 CHUNK = 65536
-"""Bytes of a chunk, SLIMX_DELTA_CHUNK in csrc/delta.h. Each chunk is sent in full, as changes, or not at all if it is
-unchanged."""
+"""Size of a chunk in bytes (SLIMX_DELTA_CHUNK in csrc/delta.h). Each chunk is sent in full or as changes, or omitted if
+it is unchanged."""
 STEP = 16
-"""Required divisor of the length of encoded data in bytes, SLIMX_DELTA_STEP in csrc/delta.h."""
+"""Required divisor of the length in bytes of encoded data (SLIMX_DELTA_STEP in csrc/delta.h)."""
 ITEMS = (1, 2)
 """Supported element sizes in bytes: 1 for fp8 codes, 2 for bf16. Wider values are compared as two or more elements."""
 
@@ -27,11 +27,11 @@ def room(nbytes: int) -> int:
 def encode(
     base: torch.Tensor | None, fresh: torch.Tensor, frame: torch.Tensor, *, item: int, threads: int | None = None
 ) -> int:
-    """Encodes the changes from `base` to `fresh`, both uint8 [bytes] in host memory, in `frame`; returns the frame's
+    """Encodes into `frame` the changes from `base` to `fresh`, both uint8 [bytes] in host memory; returns the frame's
     length in bytes.
 
     `frame`: uint8 [room(bytes)] or longer. `base`: None to encode `fresh` in full. `item`: element size in bytes.
-    `threads`: None means torch's number of threads."""
+    `threads`: None for torch's number of threads."""
     nbytes = _check(fresh, item)
     if base is not None and _check(base, item) != nbytes:
         raise _invalid(f"{base.numel()} bytes with {nbytes} bytes")

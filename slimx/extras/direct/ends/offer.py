@@ -21,8 +21,8 @@ HEADER = np.dtype([("base", "<i8"), ("length", "<i8")])
 """Header of a frame: `base`, the index of the transfer to whose bytes the frame's changes apply (NO_BASE if the frame
 contains all bytes), and `length`, the size of the frame in bytes."""
 NO_BASE = 0
-"""Value that takes the place of a transfer's index if there are no earlier bytes to which changes could apply;
-transfers are numbered from 1."""
+"""Placeholder for a transfer's index if there are no earlier bytes to which changes could apply; actual indices start
+at 1."""
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -35,7 +35,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedRun(msgspec.Struct, frozen=True, array_like=True):
-    """Location of one run (a contiguous range of bytes) in the slot of an offer in which its bucket arrives."""
+    """Location of one run (a contiguous range of bytes) within the offered slot in which its bucket arrives."""
 
     bucket: int
     source: int
@@ -48,8 +48,8 @@ class PackedRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """Memory of one receiver into which trainer ranks may write, with the location of each run, the contiguous range of
-    bytes that one rank writes for a bucket."""
+    """Receiver memory into which trainer ranks may write, with the location of each run: the contiguous range of bytes
+    that one rank writes for a bucket."""
 
     engine: str
     metadata: bytes
@@ -59,7 +59,7 @@ class Offer(msgspec.Struct, frozen=True):
     runs: tuple[PackedRun, ...]
     item: int = 0
     """Element size in bytes if trainer ranks send frames of changes (`slimx.extras.direct.ends.deltas`); 0 if they send
-    the bytes as they are."""
+    the bytes unencoded."""
 
     def of(self, source: int) -> Offer:
         """Returns a copy of the offer that contains only the runs (byte ranges) of trainer rank `source`."""
@@ -70,7 +70,7 @@ class Offer(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Offer:
-        """Returns the offer that `to_bytes` encoded. Raises SlimxError for anything else, or if one of the offer's runs
+        """Decodes an offer that `to_bytes` encoded. Raises SlimxError for any other data, or if one of the offer's runs
         (byte ranges) is outside its slot."""
         try:
             offer = msgspec.msgpack.decode(data, type=cls)
@@ -114,8 +114,8 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Notice | None:
-        """Returns the notice that `to_bytes` encoded, or None for any other message, because any process that can reach
-        the agent's port can send messages."""
+        """Decodes a notice that `to_bytes` encoded. Returns None for any other message: any process that can reach the
+        agent's port can send one."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError:
@@ -123,8 +123,9 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
 
 
 def sizes_of_runs(buckets: PlannedBuckets, bucket: int, moves: np.ndarray, by: str) -> Iterator[tuple[int, int]]:
-    """Yields (rank, bytes) for each run, the contiguous range of bytes that the `moves` of one rank form in `bucket`.
-    `by`: column of `moves` that contains the rank, "source" or "target"; `moves` are sorted by this column."""
+    """Yields (rank, number of bytes) for each run, the contiguous range of bytes that the `moves` of one rank form in
+    `bucket`. `by`: column of `moves` that contains the rank, "source" or "target"; `moves` are sorted by this
+    column."""
     if not len(moves):
         return
     nbytes = run_bytes(pieces_of(buckets.plan, moves, buckets.form(bucket), None))
@@ -133,17 +134,18 @@ def sizes_of_runs(buckets: PlannedBuckets, bucket: int, moves: np.ndarray, by: s
 
 
 def room_of(nbytes: int, item: int) -> int:
-    """Returns the bytes to reserve in a buffer for a range of `nbytes` bytes: `nbytes` itself if `item` is 0, else the
-    maximum size of header and frame."""
+    """Returns the number of bytes to reserve in a buffer for a range of `nbytes` bytes: `nbytes` itself if `item` is 0,
+    else the maximum size of header and frame."""
     if not item:
         return nbytes
     return -(-(HEADER.itemsize + frames.room(nbytes)) // frames.STEP) * frames.STEP
 
 
 def arrivals(parts: list[Plan], item: int = 0) -> tuple[list[PackedRun], int]:
-    """Returns the locations of all runs (byte ranges) that a receiver gets, and the size in bytes of each of its slots.
+    """Returns the locations of all runs (byte ranges) that are written to a receiver, and the size in bytes of each of
+    the receiver's slots.
 
-    `parts`: for each engine rank that the receiver serves, the plan of the bytes that this rank gets. `item`: as in
+    `parts`: for each engine rank that the receiver serves, the plan of the bytes for this rank. `item`: as in
     `Offer`."""
     runs = []
     room = 0

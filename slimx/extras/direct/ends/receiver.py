@@ -31,12 +31,12 @@ LOOK_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """Description of the bytes that one receiver will get, from which the engine creates the receiver."""
+    """Description of the bytes destined for one receiver, from which the engine creates the receiver."""
 
     name: str
     """Name of the receiver's NIXL agent, unique for each start of the engine."""
     parts: tuple[bytes, ...]
-    """For each engine rank that the receiver serves, the serialized plan of the bytes that this rank gets."""
+    """For each engine rank that the receiver serves, the serialized plan of the bytes for this rank."""
     deadline_s: float
     """Seconds within which a bucket must arrive."""
     item: int = 0
@@ -85,8 +85,8 @@ class DirectReceiver:
         return Offer(self.name, self.agent.metadata, slots, tuple(self._runs), self.item)
 
     def bases(self) -> list[int]:
-        """Returns, for each bucket, the index of the transfer whose bytes are stored, so that changes can be applied to
-        these bytes; 0 if there is none."""
+        """Returns, for each bucket, the index of the transfer whose bytes are still stored as a base for changes; 0 if
+        none are stored."""
         return [] if self._received is None else list(self._received.bases)
 
     @contextmanager
@@ -137,8 +137,8 @@ class DirectReceiver:
 
     @contextmanager
     def _opened(self) -> Iterator[list[torch.Tensor | DeviceMemory]]:
-        """Yields the slots and prevents the release of their memory within the block. Raises LinkError if it has been
-        released already."""
+        """Yields the slots, and prevents the release of their memory within the block. Raises LinkError if the memory
+        has already been released."""
         with self._lock:
             if self._closed.is_set():
                 raise self._has_closed()

@@ -52,7 +52,7 @@ class DirectRole:
 
     @operation("publish", needs="weights")
     def send(self, *, bucket: int, transfer: int, engines: dict[int, int]) -> SentBucket:
-        """Packs this rank's part of a bucket and starts writing it to `engines`; arguments as in
+        """Packs this rank's part of a bucket and starts writing it to `engines`. The arguments are those of
         `DirectSender.send`."""
         return self._prepared.send(bucket, transfer, engines)
 

@@ -29,7 +29,7 @@ LOOK_S = 0.0005
 
 @dataclass(slots=True)
 class Write:
-    """A write of one bucket's bytes to one receiver."""
+    """Queued or started write of one bucket's bytes to one receiver."""
 
     sources: list[Region]
     targets: list[Region]
@@ -44,7 +44,7 @@ class Write:
 
 @dataclass(slots=True)
 class EngineLink:
-    """Connection to a receiver of an engine."""
+    """Connection to one receiver of an engine, with the writes to it."""
 
     peer: str
     """Name of the receiver's NIXL agent."""
@@ -55,12 +55,12 @@ class EngineLink:
     """Slot of the ring buffer -> write from this slot, the oldest first. The write of a bucket starts after that of the
     previous bucket is done, so that buckets arrive in order."""
     failed: str = ""
-    """Reason why a write to the receiver failed; "" if none did."""
+    """Reason why a write to the receiver has failed; "" if none has."""
 
 
 class DirectSender:
-    """Packs this rank's part of each bucket for all engines at once, and writes to each receiver the byte ranges (runs)
-    for it."""
+    """Sender that packs this rank's part of each bucket for all engines at once, and writes to each receiver the byte
+    ranges (runs) for it."""
 
     def __init__(
         self, packer: Packer, name: str, host: str, *, edges: Sequence[int], item: int = 0, on_gpu: bool = False
@@ -135,9 +135,9 @@ class DirectSender:
         """Packs `bucket` and starts writing it to receivers, without waiting for the writes.
 
         `transfer`: index of the publication. `engines`: receiver -> index of the transfer whose bytes of this bucket it
-        has; 0 if it has none, so that all bytes are sent to it. The bucket reuses the memory of an earlier one in the
-        ring buffer. If a receiver has not yet received all of the earlier bucket, the write to it is cancelled, and the
-        receiver counts as failed."""
+        has; 0 if it has none, in which case all bytes are sent to it. The bucket reuses the memory of an earlier one in
+        the ring buffer. If a receiver has not yet received all of the earlier bucket, the write to it is cancelled, and
+        the receiver counts as failed."""
         slot = bucket % len(self._ring)
         failed = self._vacate(slot)
         taking = {index: base for index, base in engines.items() if index not in failed}
@@ -168,8 +168,8 @@ class DirectSender:
         self.agent.close()
 
     def _vacate(self, slot: int) -> dict[int, str]:
-        """Releases or cancels the writes from `slot` to all receivers. Returns the receivers that have failed, with the
-        reason."""
+        """Releases the writes from `slot` to all receivers, and cancels those that are still in flight. Returns
+        {receiver that has failed: reason}."""
         failed = {}
         with self._lock:
             for index, engine in self.engines.items():
@@ -187,7 +187,7 @@ class DirectSender:
         return failed
 
     def _watch(self) -> None:
-        """Polls writes, in the sender's thread, until the sender is closed."""
+        """Polls the writes in the sender's thread until the sender is closed."""
         with current(self._ring[0]):
             while True:
                 self._wake.wait()
@@ -199,12 +199,13 @@ class DirectSender:
 
     def _look(self) -> bool:
         """Polls all writes in flight, and starts the next write to each receiver whose previous one has finished.
-        Returns True if any are left."""
+        Returns True if any writes remain."""
         with self._lock:
             return any([self._go_on(engine) for engine in self.engines.values()])  # a list, so that all are polled
 
     def _go_on(self, engine: EngineLink) -> bool:
-        """Polls and starts the writes to one receiver, in order. Returns True if any are left."""
+        """Polls the writes to one receiver in order, and starts each one once the previous one is done. Returns True if
+        any remain."""
         for write in engine.writes.values():
             if engine.failed:
                 return False
@@ -230,7 +231,7 @@ class DirectSender:
         Returns for each target the region of `slot` to send.
 
         `sent`: store of the bytes that were sent last. `taking`: receiver -> index of the transfer whose bytes it has;
-        other receivers get nothing."""
+        receivers that are not in it are sent nothing."""
         placed = {}
         start = 0
         offset = 0
@@ -258,9 +259,8 @@ class DirectSender:
 
     def _queue(self, index: int, bucket: int, transfer: int, slot: int, placed: Mapping[int, Region]) -> int:
         """Queues this rank's contiguous ranges (runs) of `bucket` for writing to receiver `index`. Returns the number
-        of bytes.
-
-        `placed`: for each target, the region of the ring buffer that contains its run."""
+        of queued bytes. `placed`: for each target, the region of the ring buffer that contains the run for this
+        target."""
         engine = self.engines[index]
         runs = engine.runs[bucket]
         if not runs:
@@ -277,7 +277,7 @@ class DirectSender:
         return engine.writes[slot].nbytes
 
     def _sizes(self, bucket: int) -> dict[int, int]:
-        """Returns for each target, in the order of packing, the number of bytes that this rank packs for the target in
+        """Returns, for each target in packing order, the number of bytes that this rank packs for the target in
         `bucket`."""
         if bucket not in self._known:
             moves = self.packer.plan.moves_of(self.packer.rank, bucket)

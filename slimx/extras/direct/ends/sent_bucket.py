@@ -14,7 +14,7 @@ from slimx.reshard.pack.pieces import BucketForm
 from slimx.reshard.packed import PackedBucket, PackedTensor
 
 IN_FLIGHT = "nixl:"
-"""Prefix of the path of a bucket in flight. In the path it is followed by the indices of transfer and bucket."""
+"""Prefix of a path that identifies a bucket in flight; the transfer index and the bucket index follow it."""
 
 
 class SentBucket(NamedTuple):
@@ -24,7 +24,7 @@ class SentBucket(NamedTuple):
     failed: dict[int, str]
     """Receiver -> the reason why this rank could not write to it."""
     nbytes: int
-    """Bytes that the rank is writing, to all engines together."""
+    """Total number of bytes that the rank is writing to all engines."""
 
 
 def describe_copies(
@@ -54,7 +54,7 @@ def describe_copies(
 
 
 def in_flight(packed: PackedBucket) -> tuple[int, int]:
-    """Returns the indices of transfer and bucket that the path of a bucket in flight contains."""
+    """Returns the transfer index and the bucket index that the path of a bucket in flight encodes."""
     transfer, bucket = packed.path.removeprefix(IN_FLIGHT).split("/")
     return int(transfer), int(bucket)
 
@@ -69,8 +69,8 @@ def shares_of(packed: PackedBucket, count: int) -> list[PackedBucket]:
 
 
 def together(packed: PackedBucket, landed: Sequence[PackedBucket]) -> PackedBucket:
-    """Returns the description of a bucket as an engine's server opens it. `landed`: the parts that the engine's
-    receivers have assembled, in order."""
+    """Returns the description with which an engine's server opens a bucket. `landed`: parts of the bucket that the
+    engine's receivers have assembled, in order."""
     paths: list[str] = []
     targets: list[tuple[PackedTensor, ...]] = []
     for part in landed:

@@ -63,7 +63,8 @@ class Alerts(Events):
         )
 
     def look(self, activity: Mapping[str, Any]) -> None:
-        """Reports once that the phase of `activity` has stalled, and in a later call that this phase has ended."""
+        """Reports a stall of the phase that `activity` describes, once, and reports in a later call that this phase has
+        ended."""
         current = (activity["phase"], activity["number"])
         if self._reported is not None and self._reported != current:
             phase, _ = self._reported
@@ -80,8 +81,8 @@ class Alerts(Events):
             self.tell("stalled", sentence, about=pace.phase)
 
     def recorded(self, metrics: Mapping[str, float]) -> None:
-        """Reports, from a step's metrics, that an optimizer skipped the step because a gradient was not finite, and
-        that a policy had no training signal for many steps. A missing signal is also passed to `note`."""
+        """Checks a step's metrics, and reports if an optimizer skipped the step because a gradient was not finite, or
+        if a policy has had no training signal for many steps. The latter is also passed to `note`."""
         skipped = "the optimizer skipped this step, because a gradient was infinite or NaN"
         for name, count in metrics.items():
             if name.endswith(("optim/skipped", "critic/skipped")) and count:
@@ -93,7 +94,7 @@ class Alerts(Events):
                 self.tell("no_signal", sentence, about=prefix.strip("/"))
 
     def close(self) -> None:
-        """Waits for the webhook, and passes the number of undelivered events to `note`."""
+        """Waits for the webhook to post the last events, and reports undelivered ones to `note`."""
         if self.webhook is None:
             return
         lost = self.webhook.close()
@@ -133,7 +134,7 @@ def open_alerts(config: Config, note: Callable[[str], None]) -> Iterator[Alerts]
 
 
 def without_signal(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Returns prefix of a policy's metrics -> text of the alert, for each policy that has had no training signal for
+    """Returns, by the prefix of a policy's metrics, the alert text for each policy that has had no training signal for
     `AFTER` or more steps. `metrics`: metrics of the last step."""
     out = {}
     for key, steps in metrics.items():

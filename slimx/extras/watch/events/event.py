@@ -13,7 +13,7 @@ class Event:
 
     event: Kind
     text: str
-    """One readable line with the run's name. Chat services display a field of this name."""
+    """One-line, human-readable description that includes the run's name. Chat services display the field `text`."""
     run: str
     """Name of the run (`run.name`)."""
     directory: str

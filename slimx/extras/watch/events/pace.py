@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 RECENT = 20
-"""Number of earlier durations of a phase whose median is the phase's usual duration."""
+"""Number of most recent durations of a phase whose median counts as the phase's usual duration."""
 TAIL_BYTES = 2**20
 """Number of bytes that are read from the end of timeline.jsonl; they contain about ten thousand phases."""
 SILENT_S = 120.0
@@ -26,7 +26,7 @@ class PhasePace:
     seconds: float
     """Seconds since the phase started."""
     usual: float | None
-    """Median of the phase's last durations in this run, in seconds; None if the phase has not ended before."""
+    """Median of the phase's last `RECENT` durations in this run, in seconds; None if the phase has not ended before."""
     limit: float
     """Number of seconds after which the phase counts as stalled."""
 
@@ -38,14 +38,14 @@ class PhasePace:
 def phase_pace(
     directory: Path, activity: Mapping[str, Any], now: float, *, factor: float, at_least: float
 ) -> PhasePace:
-    """Returns the pace at time `now` (Unix seconds) of the phase that `activity` describes. `factor` and `at_least`:
+    """Returns the pace, at time `now` (Unix seconds), of the phase that `activity` describes. `factor` and `at_least`:
     settings of `track.stall`, which determine the pace's `limit`."""
     usual = usual_seconds(directory, activity["phase"])
     return PhasePace(activity["phase"], now - activity["since"], usual, max(at_least, factor * (usual or 0.0)))
 
 
 def usual_seconds(directory: Path, phase: str) -> float | None:
-    """Returns the median of a phase's last `RECENT` durations in seconds, from the run in `directory`; None if the
+    """Returns the median in seconds of the last `RECENT` durations of a phase in the run in `directory`; None if the
     phase has not ended before."""
     durations: list[float] = []
     for line in reversed(last_lines(directory / "timeline.jsonl", TAIL_BYTES)):

@@ -28,7 +28,7 @@ CLOSE_S = 60.0
 
 
 class Webhook:
-    """Posts events to one URL in order, and records undelivered ones."""
+    """Webhook that posts events to one URL in order, and records undelivered ones."""
 
     def __init__(self, url: str, *, close_s: float = CLOSE_S) -> None:
         self.lost: list[str] = []
@@ -45,7 +45,7 @@ class Webhook:
             self._lose(event)
 
     def close(self) -> list[str]:
-        """Waits at most `close_s` seconds until the last events are posted, and returns the kinds of all undelivered
+        """Waits up to `close_s` seconds for the last events to be posted, and returns the kinds of all undelivered
         events."""
         sent = threading.Event()
         try:

@@ -42,8 +42,8 @@ class Growing[T]:
     replaced the file, it is read again from the start."""
 
     def __init__(self, path: Path, parse: Callable[[dict[str, Any]], T], keep: int | None = None) -> None:
-        """Stores the parameters without reading the file. `parse`: converts the object of a line to a record. `keep`:
-        number of newest records to keep; None: all."""
+        """Stores the parameters without reading the file. `parse`: converts the JSON object on a line to a record.
+        `keep`: number of newest records to keep; None: all."""
         self._path = path
         self._parse = parse
         self.records: deque[T] = deque(maxlen=keep)
@@ -96,7 +96,7 @@ class Content:
         return {**values, "lines": describe_status(values), "now": time.time()}
 
     def charts(self, since: str) -> Json:
-        """Returns {version, charts}: `charts` contains all charts, or is None if the files have not changed since
+        """Returns {version, charts}, where `charts` contains all charts, or is None if the files have not changed since
         version `since`."""
         with self._lock:
             self._steps.refresh()
@@ -116,7 +116,7 @@ class Content:
             return {"version": version, "charts": charts}
 
     def steps(self) -> list[int]:
-        """Returns the steps whose rollouts are saved, ascending."""
+        """Returns the steps whose rollouts are saved, in ascending order."""
         return list(step_files(self.directory / DIRECTORY))
 
     def rollouts(self, step: int) -> Json:
@@ -149,8 +149,8 @@ def _written(*files: Path) -> tuple[int, ...]:
 
 
 def cut(text: str) -> str:
-    """Returns `text`, shortened in the middle to `CHARACTERS` characters. The number of omitted characters is
-    inserted."""
+    """Returns `text`, cut to `CHARACTERS` characters if it is longer: its middle is replaced with the number of omitted
+    characters."""
     left = len(text) - CHARACTERS
     if left <= 0:
         return text

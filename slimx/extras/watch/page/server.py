@@ -21,7 +21,7 @@ from slimx.extras.watch.report.report import PLOTLY
 from slimx.runtime.user_files import private_directory, private_token
 
 HOST = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?", re.ASCII)
-"""Pattern of a Host header with a valid server name."""
+"""Regular expression for a Host header with a valid server name."""
 FILES = {
     "/": ("page.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
@@ -134,7 +134,7 @@ class _Access:
 
     @web.middleware
     async def guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Serves permitted requests, and adds the security headers to every response."""
+        """Serves permitted requests, refuses all others, and adds the security headers to every response."""
         try:
             response = self._refusal(request) or await handler(request)
         except web.HTTPException as unknown:

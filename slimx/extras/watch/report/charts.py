@@ -91,7 +91,7 @@ def new_figure(*, height: int) -> go.Figure:
 
 def thin(steps: np.ndarray, values: np.ndarray, points: int, peak: bool) -> tuple[np.ndarray, np.ndarray]:
     """Returns at most `points` points of a curve. Each combines consecutive steps: x is the last of them, y the mean of
-    their finite values, or with `peak` the maximum."""
+    their finite values, or the maximum if `peak` is True."""
     if values.size <= points:
         return steps, values
     edges = np.arange(points + 1) * values.size // points
@@ -105,7 +105,7 @@ def thin(steps: np.ndarray, values: np.ndarray, points: int, peak: bool) -> tupl
 
 
 def run_length(size: int, points: int) -> str:
-    """Describes how many values `thin` combines into a point, such as `3 to 4`. `size`: number of values."""
+    """Describes how many of `size` values `thin` combines into each of `points` points, such as `3 to 4`."""
     low = size // points
     high = -(-size // points)
     return f"{low}" if low == high else f"{low} to {high}"

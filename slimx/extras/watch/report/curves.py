@@ -22,13 +22,13 @@ class Series:
     key: str
     label: str
     running_mean: bool = False
-    """True to draw the metric faintly, with its running mean over RUNNING_MEAN_STEPS steps on top."""
+    """True to draw the metric faintly, overlaid with its running mean over RUNNING_MEAN_STEPS steps."""
     sparse: bool = False
-    """True for a metric that is measured only at some steps, so that it is drawn with markers."""
+    """True for a metric that is measured only at some steps and is therefore drawn with markers."""
 
 
 class Panel:
-    """Chart with one or several curves. `log`: True for a logarithmic axis; `thousands`: True for ticks such as 110k
+    """Chart with one or more curves. `log`: True for a logarithmic axis; `thousands`: True for ticks such as 110k
     instead of 1.1e5; `legend`: True for a legend even if there is a single curve."""
 
     def __init__(
@@ -87,9 +87,10 @@ FAMILIES = (
     ("Loss of further policies", re.compile(r"policy/([^/]+)/loss/policy")),
     ("Log-prob gap of further policies, mean", re.compile(r"policy/([^/]+)/gap/mean")),
 )
-"""Panels for metrics whose names are not fixed: title and pattern. A panel has one curve per matching metric."""
+"""Panels for metrics whose names are not fixed, as (title, pattern of the names). A panel has one curve per matching
+metric."""
 LOGGED = re.compile(r"hook/(.+)/mean")
-"""Pattern of metrics that hooks logged; each gets its own panel."""
+"""Pattern of the names of metrics that hooks logged; each of these metrics is drawn in a separate panel."""
 MOST_LINES = len(PALETTE)
 MOST_LOGGED = 12
 
@@ -185,7 +186,7 @@ def _panel(panel: Panel, present: Sequence[Series], records: Sequence[StepRecord
 
 @dataclass(slots=True)
 class _Line:
-    """One line of a chart."""
+    """Data and style of one line in a chart."""
 
     label: str
     color: str
@@ -196,8 +197,8 @@ class _Line:
 
 
 def _measured(series: Series, records: Sequence[StepRecord], notes: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the steps and values of one metric. Non-finite values become NaN, which draws a gap, and are mentioned in
-    `notes`."""
+    """Returns the steps and values of one metric. Non-finite values become NaN, which leaves a gap in the curve, and
+    are mentioned in `notes`."""
     measured_steps: list[int] = []
     measured_values: list[float] = []
     for record in records:
@@ -248,7 +249,7 @@ def _logarithmic(chart: Chart, lines: Sequence[_Line]) -> None:
 
 
 def _constant(lines: Sequence[_Line]) -> float | None:
-    """Returns the value of the lines' points if all are equal, else None."""
+    """Returns the value that all points of the lines share; None if they differ."""
     values = np.unique(np.concatenate([line.y[np.isfinite(line.y)] for line in lines]))
     if values.size != 1:
         return None

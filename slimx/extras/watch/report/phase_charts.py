@@ -16,10 +16,11 @@ GANTT_ROWS = 24
 
 
 def phase_charts(phases: Sequence[Phase], *, points: int, colors: PhaseColors) -> list[Chart]:
-    """Returns a chart of seconds by phase for each step, and a chart of the last GANTT_STEPS steps by track; [] without
-    phases.
+    """Returns a chart of the seconds per phase in each step, and a Gantt chart of the last GANTT_STEPS steps by track;
+    [] if there are no phases.
 
-    `points`: maximum number of bars; more steps are averaged. `colors`: colors of phases on the page."""
+    `points`: maximum number of bars; if there are more steps, consecutive ones are averaged. `colors`: colors of phases
+    on the page."""
     placed = place(phases)
     by_name: dict[str, str] = {}
     for item in placed:
@@ -30,7 +31,7 @@ def phase_charts(phases: Sequence[Phase], *, points: int, colors: PhaseColors) -
 
 
 def _steps(placed: Sequence[Placed]) -> list[int]:
-    """Returns the steps to which the phases belong, ascending."""
+    """Returns the steps to which the phases belong, in ascending order."""
     return sorted({item.phase.step for item in placed if item.phase.step is not None})
 
 
@@ -184,7 +185,8 @@ def _row(item: Placed) -> tuple[str, int, int]:
 
 
 def _track_order(items: Sequence[Placed]) -> Callable[[tuple[str, int, int]], tuple[int, int, int]]:
-    """Returns the sort key of a chart's rows, which orders tracks by the start of their first phase."""
+    """Returns a key function that sorts chart rows by track; tracks are in the order in which their first phases
+    start."""
     order: dict[str, int] = {}
     for item in items:
         order.setdefault(item.phase.track, len(order))

@@ -28,7 +28,7 @@ SAMPLE_STEPS = 4
 TRAINING_ROWS = 20
 SAMPLE_CHARACTERS = 3000
 PEAK = "trainer memory at its peak, MiB"
-"""Prefix of the labels of peak memory in a run's summary, which has one such label per phase."""
+"""Prefix of the labels under which a run's summary lists peak memory, one label per phase."""
 PLOTLY = Path(__file__).with_name("plotly-basic.min.js.gz")
 """plotly.js with only scatter and bar charts (npm's plotly.js-basic-dist-min, compressed with `gzip -9n`), of the
 release that belongs to the pinned version of plotly. The browser decompresses it."""
@@ -92,7 +92,7 @@ def _sampled(run: RunFiles) -> bool:
 
 
 def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
-    """Returns the values for a run's section of the template. The page's size limit is divided by `run_count`, the
+    """Returns the template values for a run's section of the page. The page's size limit is divided by `run_count`, the
     number of runs."""
     points = max(200, CURVE_POINTS // run_count)
     blocks = []
@@ -131,7 +131,7 @@ def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
 
 
 def _extent(run: RunFiles) -> str:
-    """Describes directory, steps, start and duration of the run in one line."""
+    """Describes the run's directory, steps, start and duration in one line."""
     parts = [str(run.directory)]
     if run.steps:
         first = run.steps[0]
@@ -151,7 +151,8 @@ def _extent(run: RunFiles) -> str:
 
 
 def _joined(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the summary with a single value for peak memory: the highest of all phases. Its label names the phase."""
+    """Returns the summary with a single value for peak memory: the highest among all phases, under the label that names
+    its phase."""
     peaks = {label: value for label, value in summary.items() if label.startswith(PEAK)}
     if len(peaks) < 2:
         return dict(summary)
@@ -164,8 +165,8 @@ def _joined(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(label: str, value: Any) -> dict[str, Any]:
-    """Formats a headline number with thousands separators and four significant digits. Other values are shown as
-    text."""
+    """Formats a headline value: an integer with thousands separators, another number with four significant digits,
+    anything else as text."""
     if isinstance(value, bool):
         return {"label": label, "value": "yes" if value else "no", "text": False}
     if not isinstance(value, (int, float)):
@@ -204,8 +205,8 @@ def _samples(comparison: Comparison, rows: int) -> dict[str, Any]:
 
 
 def _training(samples: Sequence[RecordedSample]) -> list[dict[str, Any]]:
-    """Returns the first training rollout of each of at most TRAINING_ROWS recorded steps, which are spread over the
-    run."""
+    """Returns a row for each of at most TRAINING_ROWS recorded steps spread over the run, with the step's first
+    training rollout."""
     first: dict[int, RecordedSample] = {}
     for sample in samples:
         if not sample.evaluation:
@@ -239,7 +240,8 @@ def _cell(sample: RecordedSample | None, before: RecordedSample | None) -> dict[
 
 
 def _cut(text: str) -> str:
-    """Returns `text`, or its first SAMPLE_CHARACTERS characters and the number of omitted ones."""
+    """Returns `text`; if it is longer than SAMPLE_CHARACTERS characters, returns that many, followed by the number of
+    omitted ones."""
     left = len(text) - SAMPLE_CHARACTERS
     if left <= 0:
         return text
