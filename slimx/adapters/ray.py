@@ -20,8 +20,8 @@ UNUSED = {
     "start_api_server": "the dashboard's program, which ray.init starts and waits for even without a dashboard",
     "start_log_monitor": "the log monitor, which sends workers' output to the driver; each part of a run writes a log",
 }
-"""Name of each method of Ray's `Node` that starts a program which a run does not need -> that program, and why it is
-not needed."""
+"""Programs of Ray that a run does not need: name of the method of Ray's `Node` that starts the program -> description
+of the program, with the reason."""
 
 _PRINTS = "_worker_logs_enabled"
 

@@ -282,10 +282,9 @@ class Once:
 
 @dataclass(frozen=True, slots=True)
 class RotateHalf:
-    """Map from one source whose rows are heads of `head_dim` rows each.
-
-    In each head, the `rotary` rows from row `offset` are rotary pairs in the checkpoint (x0 y0 x1 y1 ...) and halves in
-    the local tensor (x0 x1 ... y0 y1 ...); the others keep their order."""
+    """Map from one source whose rows are divided into heads of `head_dim` rows. In each head, the `rotary` rows from
+    row `offset` are rotary pairs in the checkpoint (x0 y0 x1 y1 ...) and halves in the local tensor (x0 x1 ... y0 y1
+    ...); the others keep their order."""
 
     head_dim: int
     rotary: int

@@ -73,8 +73,8 @@ class Hooks:
 
 
 def load_hooks(config: Config) -> Hooks:
-    """Imports and checks the configured hooks. Raises SlimxError, naming the configuration key, the hook's path and the
-    problem."""
+    """Imports and checks the configured hooks. Raises SlimxError, naming the configuration key and the hook's path, if
+    a hook cannot be imported or called."""
     return Hooks(generate=load_generate(config), reward=load_rewards(config), keep=load_keep(config))
 
 

@@ -83,11 +83,11 @@ def remax(rewards: Sequence[float], baseline: float) -> np.ndarray:
 
 def gdpo(parts: Mapping[str, Sequence[float]], weights: Mapping[str, float], *, eps: float = 1e-6) -> np.ndarray:
     """Computes advantages from several rewards, float32 [n]: each reward part is normalized separately in the group,
-    then the parts are summed with their weights (GDPO, 2601.05242).
+    then the parts are summed with their weights (GDPO, arXiv:2601.05242).
 
-    `parts`: one value per rollout for each part; `weights`: weight by part, 1 for missing ones. Before weighting, a
-    part with little variance therefore counts as much as one with a lot; if the sum of rewards were normalized instead,
-    it would not. The caller normalizes the result over the batch."""
+    A part with little variance thus counts as much as one with a lot, which would not be so if the sum were normalized.
+    `parts`: one value per rollout for each part; `weights`: weight by part, 1 for missing ones. The caller normalizes
+    the result over the batch."""
     total: np.ndarray | float = 0.0
     for name, values in parts.items():
         total = total + weights.get(name, 1.0) * grpo(values, eps=eps).astype(np.float64)

@@ -104,9 +104,9 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, *, skip_special
 
 
 def _answer(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, text: str, thinking: bool) -> str:
-    """Returns the final answer of a turn. `ids`: tokens of the turn; `text`: `ids` decoded without special tokens; for
-    some tokenizers, <think> and </think> are not special and remain in the text. `thinking`: True if the turn began
-    inside thinking."""
+    """Returns the final answer of a turn. `ids`: tokens of the turn. `text`: `ids` decoded without special tokens;
+    <think> and </think> remain in it if the tokenizer does not treat them as special. `thinking`: True if the turn
+    began inside thinking."""
     if THOUGHT_ENDS in text or not _has_special_marks(tokenizer, ids):
         return final_answer(text, thinking=thinking)
     answer = final_answer(_decode(tokenizer, ids, skip_special_tokens=False), thinking=thinking)

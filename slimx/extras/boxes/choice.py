@@ -154,7 +154,7 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 @contextlib.contextmanager
 def merged(root: Path | None, files: Path | None, directory: str, most: int) -> Iterator[Path]:
-    """Yields a temporary root directory that combines two trees: `root`, with `files` at `directory`.
+    """Yields a temporary root directory: a copy of `root` in which `directory` contains a copy of `files`.
 
     `root`: archive or directory; None for an empty root. `most`: maximum size of an unpacked archive, in bytes. Raises
     BoxRefusal for an unusable root.

@@ -39,7 +39,7 @@ CONNECT_S = 10.0
 ANSWER_S = 60.0
 """Seconds without progress after which a request or a response times out."""
 MAKE_S = 600.0
-"""Seconds without progress after which a request that makes the server copy a root times out."""
+"""Timeout, in seconds without progress, of requests for which the server copies a root file system."""
 SEND_S = 1800.0
 """Seconds without progress after which an upload times out, including the wait for other uploads to finish."""
 SEND_TRIES = 3

@@ -114,7 +114,8 @@ class ChangesDirectory(VersionDirectory):
 
 
 class ChainReader:
-    """Reader of versions, in an engine's owner process. It keeps the buckets that it has read."""
+    """Reader of published versions from disk, in the process that owns an engine. It keeps every bucket in memory,
+    because later versions contain only changes to it."""
 
     def __init__(self, item: int):
         self.item = item

@@ -36,7 +36,7 @@ SHORT: Table = {
     "output": "run.dir",
     "dir": "run.dir",
 }
-"""Short names that users may write instead of a key of slimx, and that can mean only one key."""
+"""Short names that users may write for a key of slimx; each one is unambiguous."""
 MOVED: dict[str, str | Meaning] = {
     "algorithm.clip_low": "algorithm.loss.low",
     "algorithm.clip_high": "algorithm.loss.high",

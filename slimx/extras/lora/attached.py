@@ -104,7 +104,7 @@ class AttachedAdapters(AttachedForm):
         merged before packing, or the unmerged weights together with A and B, named as in
         `slimx.extras.lora.targets.adapter_parts`.
 
-        `name`: purpose of the plan; exports always merge."""
+        `name`: purpose of the plan ("publish", "adapters" or "export"); adapters are always merged for an export."""
         if name == "export" or not self._alone:
             return weights, MergingBuffer(plan, rank, weights, self.merging)
         unmerged = dict(weights)

@@ -328,8 +328,8 @@ class TrainerRecovery(RankLossHandler):
 
 async def run_watched[T](group: TrainerGroup, deadline_s: float, work: Awaitable[T]) -> T:
     """Awaits `work` and returns its result. Raises the error of a rank of `group` if a rank is lost before `work` is
-    done. `deadline_s`: seconds after which a rank counts as lost if it does not respond between calls, or is
-    stopped."""
+    done. `deadline_s`: seconds after which a rank that is stopped, or does not respond between calls, counts as
+    lost."""
     watch = asyncio.ensure_future(watch_ranks(group, deadline_s))
     task, _ = await race(work, watch)
     if task is not None:

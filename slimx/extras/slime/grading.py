@@ -162,8 +162,8 @@ async def ask(function: Callable[..., Any], path: str, args: Any, judged: Any, *
 
 
 def _run_reward(args: Any) -> Callable[..., Any] | None:
-    """Returns the run's slime reward function. Returns None if there is none, or if it is one of this module's
-    functions, which use rm_type."""
+    """Returns the reward function, written for slime, that the run configures; None if there is none, or if it is a
+    function of this module, which would choose the reward by rm_type."""
     path = getattr(args, "custom_rm_path", None)
     function = None if path is None else load_function(path)
     return None if function in (async_rm, batched_async_rm) else function

@@ -184,5 +184,6 @@ def period(with_indexer: tuple[bool, ...]) -> tuple[int, int] | None:
 
 
 def layer_kind(hf: HfConfig) -> LayerKind:
-    """Returns the layer kind of DeepSeek-V3.2 and GLM-5, which records the layers that have an indexer."""
+    """Returns the description of the decoder layers of DeepSeek-V3.2 and GLM-5, including the layers that have an
+    indexer."""
     return SparseAttention(indexers(hf))

@@ -84,7 +84,7 @@ class Dropped:
     detail: str | None = None
     """Explanation of the drop reason, such as the message of the first error; None if there is none."""
     rewards: tuple[float, ...] = ()
-    """Rewards of the group's trajectories, in order, without those that have none."""
+    """Rewards of the group's trajectories, in order; trajectories without a reward are left out."""
 
     @property
     def failed(self) -> bool:

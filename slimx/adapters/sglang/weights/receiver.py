@@ -48,7 +48,7 @@ ATTRIBUTE = "_slimx_receiver"
 
 
 class RankReceiver:
-    """Receiver of publications into one rank's model. Its public methods are the verbs that clients call."""
+    """Receiver of publications into the model of one engine rank. Clients call its public methods by name over HTTP."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

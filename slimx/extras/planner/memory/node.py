@@ -38,8 +38,8 @@ def host_memory(
     batches: int = 0,
     graphs: int = 0,
 ) -> HostMemory:
-    """Returns the host memory that the fullest node with trainer ranks needs once everything has been allocated; pinned
-    memory is kept for reuse.
+    """Returns the host memory that the fullest node with trainer ranks needs once every phase of a step has allocated
+    its memory. Pinned memory counts in all phases, because it is kept for reuse.
 
     `figures`: figures of the publication; None without engines. `batches`: bytes of the batches that the driver, which
     may run on this node, keeps (`kept_batches`). `graphs`: bytes of an engine rank's CUDA graphs, which are in host

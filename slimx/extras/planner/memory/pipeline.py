@@ -211,8 +211,8 @@ def _units(layers: list[LayerBytes], trainer: Trainer) -> list[tuple[float, floa
 
 
 def _boundary(hidden: int, setting: Setting, stage: int, sizes: Sizes) -> float:
-    """Returns the size in bytes of the input that a stage receives and the output that it sends. megatron-core frees
-    the output after sending it, except on CPUs."""
+    """Returns the total size in bytes of the stage's boundary tensors that are kept for the backward pass: the input
+    that it receives and, on CPUs, the output that it sends, which megatron-core otherwise frees after sending."""
     if sizes.pipeline == 1:
         return 0.0
     tensors = 0

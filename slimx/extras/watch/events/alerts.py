@@ -63,8 +63,8 @@ class Alerts(Events):
         )
 
     def look(self, activity: Mapping[str, Any]) -> None:
-        """Reports a stall of the phase that `activity` describes, once, and reports in a later call that this phase has
-        ended."""
+        """Reports once if the phase that `activity` describes has stalled; a later call reports that the stalled phase
+        has ended."""
         current = (activity["phase"], activity["number"])
         if self._reported is not None and self._reported != current:
             phase, _ = self._reported

@@ -36,8 +36,8 @@ class AttentionCall(ctypes.Structure):
     def of(
         cls, query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None, out: torch.Tensor
     ) -> AttentionCall:
-        """Builds the struct from contiguous tensors, which the caller must keep alive during the call. Raises
-        SlimxError for unsupported dtypes."""
+        """Builds the struct from contiguous tensors, which the caller must keep alive until the kernel that receives
+        the struct returns. Raises SlimxError for unsupported dtypes."""
         key, value, index, begin, length = read
         if not query.dtype == key.dtype == value.dtype:
             raise SlimxError(
