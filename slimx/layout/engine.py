@@ -54,8 +54,8 @@ class EngineLayout:
             )
         if self.sizes.attention_data > 1 and not any(row.group == "attention" for row in self.table.rows):
             raise SlimxError(
-                f"rollout.engines.dp_attention={self.sizes.attention_data} is not possible, because SGLang 0.5.23 does "
-                "not support DP-attention for this model; set it to 1",
+                f"rollout.engines.dp_attention={self.sizes.attention_data} is not possible, because SGLang 0.5.23 "
+                "does not support DP-attention for this model; set rollout.engines.dp_attention=1",
                 code="engine_layout.dp_attention",
                 about="rollout.engines.dp_attention",
             )

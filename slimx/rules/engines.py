@@ -67,7 +67,7 @@ def has_trusted_network(rollout: Rollout, cluster: Cluster) -> Problems:
         if group.nodes > 1 and group.dp_attention > 1 and not group.urls and not cluster.trusted_network:
             yield (
                 f"{group.where} has dp_attention {group.dp_attention} on {group.nodes} nodes, where SGLang unpickles "
-                "what its sockets receive, so any host that can reach these machines can execute code on them; set "
+                "data from its sockets, so any host that can reach these machines can execute code on them; set "
                 "cluster.trusted_network to the CIDR of a network that only this run's users can reach, or to true"
             )
 

@@ -112,7 +112,7 @@ def _serving(groups: Iterable[Engines]) -> Iterator[tuple[str, str]]:
 def freezes_itself(trainer: Trainer) -> Problems:
     if trainer.lora is not None and trainer.freeze:
         yield (
-            "trainer.lora already freezes every base weight; remove trainer.freeze, and select layers by "
+            "trainer.lora already freezes every base weight; remove trainer.freeze, and select layers with "
             "trainer.lora.targets"
         )
 
@@ -172,7 +172,8 @@ def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Prob
     if any(adapts(("experts",), name) for name in names):
         yield (
             "SGLang 0.5.23 supports adapters of routed experts only with Triton on GPUs, and slimx was never tested "
-            "with unmerged ones; set trainer.lora.targets to attention only, or set publish.adapters to merged"
+            "with unmerged adapters of experts; set trainer.lora.targets to attention only, or set publish.adapters "
+            "to merged"
         )
         return
     others = [name for name in names if not adapts(SERVED, name)]
@@ -188,8 +189,8 @@ def brings_adapters(publish: Publish, device: str) -> Problems:
     """Checks that the transport of weights, including one that slimx chose for `device`, can publish adapters alone."""
     if publish.adapters == "alone" and publish.transport != "memory":
         yield (
-            "publish.adapters=alone requires publish.transport=memory, on one machine; set publish.transport "
-            "to memory, or publish.adapters to merged"
+            "publish.adapters=alone requires publish.transport=memory, with trainers and engines on one machine; set "
+            "publish.transport to memory, or publish.adapters to merged"
         )
 
 
@@ -198,8 +199,8 @@ def serves_merged_weights(rollout: Rollout) -> Problems:
     for key, group in _serving(rollout.policy_engines):
         yield (
             key,
-            f"engine {group} would wrap layers with adapters of its own, but slimx publishes merged weights "
-            "(trainer.lora); remove this argument",
+            f"{key} would make engine {group} add adapters to its layers, but slimx publishes merged weights "
+            f"(trainer.lora); remove {key}",
         )
 
 
@@ -212,6 +213,6 @@ def has_a_gpu(rollout: Rollout, device: str) -> Problems:
     for key, group in _serving(rollout.frozen_engines):
         yield (
             key,
-            f"engine {group} would serve adapters, which SGLang 0.5.23 supports only on GPUs: merge them into the "
-            "group's model, or remove this argument",
+            f"engine {group} would serve adapters, which SGLang 0.5.23 supports only on GPUs; merge the adapters into "
+            f"the group's model, or remove {key}",
         )

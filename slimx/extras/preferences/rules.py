@@ -120,5 +120,5 @@ def starts_from_hugging_face(algorithm: Algorithm, weights: Path) -> Problems:
     if source is not None:
         yield (
             f"trainer.load is {weights}, a checkpoint of {source.name}, but a reward model can start only from a "
-            "Hugging Face directory; convert it (slimx convert)"
+            "Hugging Face directory; convert the checkpoint (slimx convert)"
         )

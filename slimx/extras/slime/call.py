@@ -68,8 +68,8 @@ class HookCall:
             )
         if payload.get("stream"):
             raise SlimxError(
-                "a slime hook posts stream=true to the engines, but slimx does not stream responses to hooks; leave it "
-                "out",
+                "a slime hook posts stream=true to the engines, but slimx does not stream responses to hooks; remove "
+                "stream",
                 code="slime.payload",
                 about="stream",
             )
@@ -103,8 +103,8 @@ class HookCall:
             return as_ids(ids)
         if not isinstance(text, str) or ids is not None:
             raise SlimxError(
-                "a slime hook posts neither a single `text` nor a single list of `input_ids` to the engines; post one "
-                "of them",
+                "a slime hook posts neither a single `text` nor a single list of `input_ids` to the engines; post "
+                "exactly one of the two",
                 code="slime.payload",
                 about="input_ids",
             )

@@ -207,7 +207,7 @@ def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, s
         return "local", "each engine rank receives its own bytes"
     if encoding == "local":
         raise SlimxError(
-            f"publish.encoding=local is not possible, because {reason}; set it to auto or hf",
+            f"publish.encoding=local is not possible, because {reason}; set publish.encoding to auto or hf",
         )
     return "hf", f"Hugging Face names, because {reason}"
 

@@ -56,7 +56,7 @@ def serves(rollout: Rollout, machine: Machine, engine_memory: tuple[EngineMemory
             if engine.state_per_request > 0:
                 states = f" in addition to states of {engine.state_per_request} bytes per request"
             yield (
-                f"engine {engine.group} has memory for the KV cache of {engine.kv_tokens} tokens{states}, but a "
+                f"engine {engine.group} has memory for the KV cache of only {engine.kv_tokens} tokens{states}, but a "
                 f"rollout may have {rollout.longest} tokens; raise rollout.engines.tensor or max_total_tokens, or "
                 "lower rollout.sampling.max_new_tokens"
             )
@@ -109,9 +109,9 @@ def margin_warnings(machine: Machine, phases: tuple[PhasePeak, ...]) -> Iterator
             if group:
                 name += f" of {group}"
             yield (
-                f"the fullest {name} has {_gib(left)} of {_gib(machine.memory)} GiB left in phase {_describe(peak)}, "
-                f"and estimates may be off by {MARGIN // GIB} GiB; use more ranks, or lower mem_fraction_static or "
-                "trainer.max_tokens_per_microbatch"
+                f"the fullest {name} has only {_gib(left)} of {_gib(machine.memory)} GiB left in phase "
+                f"{_describe(peak)}, and estimates may be off by {MARGIN // GIB} GiB; use more ranks, or lower "
+                "mem_fraction_static or trainer.max_tokens_per_microbatch"
             )
 
 
