@@ -47,8 +47,9 @@ class EngineLayout:
             )
         if not self.table.experts and (self.sizes.expert > 1 or self.sizes.redundant):
             raise SlimxError(
-                f"an engine has expert-parallel size {self.sizes.expert} and {self.sizes.redundant} redundant experts, "
-                "but the model has no experts; set rollout.engines.expert=1 and remove ep_num_redundant_experts",
+                f"an engine has expert-parallel size {self.sizes.expert} and {self.sizes.redundant} redundant "
+                "experts, but the model has no experts; set rollout.engines.expert=1 and remove "
+                "sglang.ep_num_redundant_experts",
                 code="engine_layout.no_experts",
                 about="rollout.engines.expert",
             )

@@ -88,8 +88,8 @@ def shares_gpus(rollout: Rollout, schedule: Schedule, trainer: Trainer, device: 
     if schedule.colocate and device == "cuda" and ranks > trainer.world_size:
         yield (
             f"schedule.colocate is true and the policy's servers have {ranks} ranks, but there are only "
-            f"{trainer.world_size} trainer ranks (trainer.world_size) whose GPUs they can share; lower count or the "
-            "parallel sizes in rollout.engines"
+            f"{trainer.world_size} trainer ranks (trainer.world_size) whose GPUs they can share; lower "
+            "rollout.engines.count or the parallel sizes"
         )
 
 

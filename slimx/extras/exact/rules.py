@@ -161,7 +161,7 @@ def whole_vocabulary(numerics: Numerics, rollout: Rollout) -> Problems:
     if numerics.exact and (sampling.top_p < 1 or sampling.top_k != -1):
         yield (
             f"{MODE}, which samples from the full vocabulary, but rollout.sampling has top_p={sampling.top_p:g} and "
-            f"top_k={sampling.top_k}; set top_p=1 and top_k=-1"
+            f"top_k={sampling.top_k}; set rollout.sampling.top_p=1 and rollout.sampling.top_k=-1"
         )
 
 

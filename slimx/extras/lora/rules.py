@@ -93,9 +93,9 @@ def shares_a_base(configs: Mapping[str, Config]) -> Problems:
             if not equal:
                 yield (
                     f"policies.{name}.{key}",
-                    f"policies.{name}.{key} differs from the actor's, but the actor's engines, which generate for both "
-                    "(engines_of), have one base and adapters of one shape; set it to the actor's value, or give the "
-                    "policy its own engines",
+                    f"policies.{name}.{key} differs from the actor's, but the actor's engines, which generate for "
+                    f"both (engines_of), have one base and adapters of one shape; set {key} to the actor's value, or "
+                    "give the policy separate engines",
                 )
 
 

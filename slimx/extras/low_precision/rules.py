@@ -221,13 +221,13 @@ def takes_codes(publish: Publish, numerics: Numerics, rollout: Rollout) -> Probl
             yield (
                 "rollout.engines.sglang.moe_runner_backend",
                 f"expert kernels other than Triton's may rearrange codes in {group.where}, which {codes} could "
-                "neither write nor verify; set moe_runner_backend to triton",
+                "neither write nor verify; set rollout.engines.sglang.moe_runner_backend=triton",
             )
         if group.sglang.get("enforce_shared_experts_fusion"):
             yield (
                 "rollout.engines.sglang.enforce_shared_experts_fusion",
                 f"{codes} quantizes only routed experts, but {group.where} would store the shared expert among them; "
-                "remove enforce_shared_experts_fusion",
+                "remove rollout.engines.sglang.enforce_shared_experts_fusion",
             )
         if group.model is None and not group.urls:
             yield (

@@ -33,8 +33,8 @@ def shares_key_heads(sizes: Sizes, spec: ModelSpec) -> Problems:
         yield (
             "trainer.context",
             f"with trainer.tensor={sizes.tensor}, a rank has {heads // sizes.tensor} key heads in each delta net of "
-            f"{spec.path}, which {sizes.context} context-parallel ranks cannot share equally; choose a divisor of "
-            f"{heads // sizes.tensor}",
+            f"{spec.path}, which {sizes.context} context-parallel ranks cannot share equally; set trainer.context to "
+            f"a divisor of {heads // sizes.tensor}",
         )
 
 
@@ -73,5 +73,5 @@ def states_are_not_shared(rollout: Rollout, spec: ModelSpec, device: str) -> Pro
         if not group.sglang.get("disable_radix_cache"):
             yield (
                 f"{group.where} serves {spec.path}, but reuse of delta-net states from SGLang's prefix cache was "
-                "never tested; set sglang.disable_radix_cache to true"
+                "never tested; set rollout.engines.sglang.disable_radix_cache=true"
             )

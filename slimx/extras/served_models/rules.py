@@ -28,8 +28,8 @@ def served_teacher(algorithm: Algorithm, rollout: Rollout) -> Problems:
         if name not in frozen:
             yield (
                 option,
-                f"rollout.engines has no frozen group {name} (frozen groups: {', '.join(frozen) or 'none'}); "
-                "add one with this name, frozen: true and the teacher's model",
+                f"rollout.engines has no frozen group {name} (frozen groups: {', '.join(frozen) or 'none'}); add a "
+                "group with this name, frozen: true and the teacher's model",
             )
     if not named:
         return

@@ -61,7 +61,7 @@ class HookCall:
         unknown = sorted(payload.keys() - PAYLOAD)
         if unknown:
             raise SlimxError(
-                f"a slime hook posts {unknown[0]!r} to the engines, which slimx does not support; use only "
+                f"a slime hook posts the unsupported field {unknown[0]!r} to the engines; use only "
                 f"{', '.join(sorted(PAYLOAD))}",
                 code="slime.payload",
                 about=unknown[0],

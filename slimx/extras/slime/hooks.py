@@ -302,8 +302,8 @@ def _number(sample: Sample, args: Any, path: str) -> float:
     if isinstance(value, dict):
         if args.reward_key not in value:
             raise SlimxError(
-                f"{path} returned a dict as the reward, but reward.options.reward_key is not one of its keys; set it "
-                f"to one of {', '.join(map(str, value))}",
+                f"{path} returned a dict as the reward, but reward.options.reward_key is not one of its keys; set "
+                f"reward.options.reward_key to one of {', '.join(map(str, value))}",
             )
         value = value[args.reward_key]
     try:

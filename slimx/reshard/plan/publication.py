@@ -166,9 +166,9 @@ def _check_drafts(config: Config, spec: ModelSpec, encoding: Encoding, note: str
             reason = f"slimx does not know its layout in SGLang's draft model of {spec.family.ARCHITECTURE}"
         if reason is not None:
             raise SlimxError(
-                f"{group.where} drafts tokens with the multi-token prediction layer that trainer.megatron."
-                f"mtp_num_layers trains, but the layer cannot be published, because {reason}; remove "
-                "speculative_algorithm or mtp_num_layers",
+                f"{group.where} drafts tokens with the multi-token prediction layer that "
+                f"trainer.megatron.mtp_num_layers trains, but the layer cannot be published, because {reason}; remove "
+                "speculative_algorithm or trainer.megatron.mtp_num_layers",
                 code="publish.draft",
                 about="rollout.engines.sglang.speculative_algorithm",
             )

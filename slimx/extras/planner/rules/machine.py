@@ -35,7 +35,8 @@ def spans_nodes(cluster: Cluster, rollout: Rollout, machine: Machine) -> Problem
         if ranks > machine.per_node and not group.urls:
             yield (
                 f"a server of {group.where} has {ranks} ranks on each of its {group.nodes} nodes, but a node has only "
-                f"{machine.per_node} GPUs; set its nodes to {-(-group.ranks // machine.per_node)}, or lower tensor"
+                f"{machine.per_node} GPUs; set rollout.engines.nodes to {-(-group.ranks // machine.per_node)}, or "
+                "lower rollout.engines.tensor"
             )
 
 
@@ -176,7 +177,7 @@ def crowded_warnings(rollout: Rollout, engines: Iterable[EngineMemory], requests
         yield (
             f"the KV caches of all servers in rollout.engines have space for only {fitting} rollouts of the maximum "
             f"length, but {requests} are in flight; give each server more GPUs (tensor, expert, nodes), raise "
-            "sglang.mem_fraction_static, or lower rollout.concurrency"
+            "rollout.engines.sglang.mem_fraction_static, or lower rollout.concurrency"
         )
 
 
