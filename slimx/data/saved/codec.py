@@ -153,7 +153,7 @@ def _header(path: Path, file: BinaryIO) -> Json:
         header["blake2b"]
     except (ValueError, TypeError, KeyError) as error:
         raise SlimxError(
-            f"{path}: the file lacks the header of files of groups; use a file that slimx wrote",
+            f"{path}: the file is not a file of saved groups (wrong header); use a file that slimx wrote",
             code="data.header",
             about=str(path),
         ) from error

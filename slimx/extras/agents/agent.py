@@ -73,7 +73,7 @@ def check(
         )
     if sampling not in ("run", "strict"):
         raise SlimxError(
-            f"rollout.options.sampling must be run or strict, not {sampling!r}; correct it",
+            f"rollout.options.sampling must be run or strict, not {sampling!r}; set one of the two",
             code="agent.sampling",
             about="rollout.options.sampling",
         )
