@@ -200,7 +200,7 @@ def serves_merged_weights(rollout: Rollout) -> Problems:
         yield (
             key,
             f"{key} would make engine {group} add adapters to its layers, but slimx publishes merged weights "
-            f"(trainer.lora); remove {key}",
+            "(trainer.lora); remove the argument",
         )
 
 
