@@ -61,7 +61,7 @@ def imported(key: str, path: str, group: str = "") -> Any:
     if (target is None or isinstance(target, ModuleType)) and _is_module(path):
         submodule = load_module(key, path)
         raise SlimxError(
-            f"{key}: {path} is a module, not a function; name one of its functions: {_listed(path, submodule)}",
+            f"{key}: {path} is a module, not a function; name one of its functions ({_listed(path, submodule)})",
         )
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, vars(module), n=1)
@@ -153,7 +153,7 @@ def load_function(
     shape = f"{'async ' if is_async else ''}def {name}({', '.join(parameters)})"
     if not callable(function):
         raise SlimxError(
-            f"{key}: {path} is a {type(function).__name__}, not a function; write {shape}",
+            f"{key}: {path} is of type {type(function).__name__}, not a function; write {shape}",
             code="dotted.callable",
             about=key,
         )

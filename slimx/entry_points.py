@@ -65,14 +65,14 @@ def find(group: str) -> dict[str, EntryPoint]:
         if other is not point:
             raise SlimxError(
                 f"entry point {point.name} of {group} is defined by {_package(other)} ({other.value}) and by "
-                f"{_package(point)} ({point.value}); uninstall one of them",
+                f"{_package(point)} ({point.value}); uninstall one of the two",
                 code="entry_point.twice",
                 about=point.name,
             )
     if not points:
         raise SlimxError(
-            f"there are no entry points of {group}: slimx is not installed in this environment, or was installed "
-            "before it defined them; run `make build`, or install it again with pip",
+            f"there are no entry points of {group}, because slimx is not installed in this environment or is too old; "
+            "run `make build`, or install slimx again with pip",
             code="entry_point.none",
             about=group,
         )

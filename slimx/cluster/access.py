@@ -56,7 +56,7 @@ def check_token() -> None:
     # "token" is the default for a new cluster; if set after `import ray`, the variable affects only child processes.
     if os.environ.get(MODE, "token").lower() != "token":
         raise SlimxError(
-            f"{MODE}={os.environ[MODE]} would let anyone who reaches this machine run programs through Ray; unset "
+            f"{MODE}={os.environ[MODE]} would let anyone who can reach this machine run programs through Ray; unset "
             f"{MODE}",
             code="ray.no_token",
             about=MODE,
@@ -77,7 +77,7 @@ def check_reachable(ray_address: str | None) -> None:
     except (OSError, ValueError) as error:
         raise SlimxError(
             f"cluster.ray_address is {ray_address}, where nothing responds ({error}); start Ray at this address, set "
-            "another one, or set null to start Ray on this machine",
+            "another address, or set cluster.ray_address=null to start Ray on this machine",
             code="cluster.unreachable",
             about="cluster.ray_address",
         ) from error

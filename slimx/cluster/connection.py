@@ -60,7 +60,7 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
         where = config.cluster.ray_address or "on this machine"
         reason = one_line(error)
         raise PartLost(
-            f"Ray cannot be started {where} ({reason}); see its logs in /tmp/ray/session_latest/logs",
+            f"Ray cannot be started or reached ({where}, {reason}); see its logs in /tmp/ray/session_latest/logs",
             code="ray.start",
             about=where,
         ) from error

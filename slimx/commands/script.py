@@ -78,7 +78,8 @@ def with_hooks(
     if reward is not None:
         if config.reward.parts:
             raise SlimxError(
-                "the argument reward is set, but so is reward.parts in the configuration; remove one of them",
+                "the argument `reward` cannot be combined with reward.parts of the configuration; remove one of the "
+                "two",
                 code="script.reward_parts",
                 about="reward.parts",
             )

@@ -139,7 +139,9 @@ def refusal(error: typer.TyperException) -> SlimxError:
         if option is not None:
             name = f"{option} {name}"
         description = (parameter.help or name).rstrip(".")
-        return SlimxError(f"{command} lacks {name}; give it ({description})", code="cli.missing", about=name)
+        return SlimxError(
+            f"{command} requires {name} ({description}); add it to the command", code="cli.missing", about=name
+        )
     return SlimxError(f"{command}: {error.format_message()}", code="cli.arguments", about=command)
 
 

@@ -183,7 +183,7 @@ def _listed(override: object, base: object, path: tuple[str, ...], where: str) -
             key = ".".join(path)
             raise SlimxError(
                 f"{where}: {key}.{index} does not exist, because {key} has only {len(entries)} entries, counted from "
-                f"0; write {key}.{len(entries)} to add one",
+                f"0; write {key}.{len(entries)} to add an entry",
                 code="config.entry",
                 about=f"{key}.{index}",
             )

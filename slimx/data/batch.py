@@ -109,8 +109,8 @@ def make_rows(
                 without.append(trajectory.id)
         if 0 < len(without) < len(rows):
             raise SlimxError(
-                f"trajectory {without[0]} has no {name}, but other trajectories of the same update have it; set it "
-                "for all or for none",
+                f"trajectory {without[0]} has no {name}, but other trajectories of the same update have it; set "
+                f"{name} for all trajectories or for none",
                 code="data.column",
                 about=without[0],
             )
@@ -135,7 +135,7 @@ def _aligned(
             size = f" (top {shape[0]})" if shape else ""
             raise SlimxError(
                 f"trajectory {trajectory.id} has no {name}{size} for its trained tokens, but the algorithm section "
-                "now requires them; generate it again",
+                "now requires them; generate the trajectory again",
                 code="data.column",
                 about=trajectory.id,
             )

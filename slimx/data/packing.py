@@ -54,15 +54,15 @@ def pack(
         length = max(len(row) for row in rows) + 1
         note = f" (padded to a multiple of {sequence_multiple})" if sequence_multiple > 1 else ""
         raise SlimxError(
-            f"a trajectory of {length} tokens{note} does not fit trainer.max_tokens_per_microbatch={max_tokens}; "
-            f"raise that limit or lower rollout.sampling.max_new_tokens",
+            f"a trajectory of {length} tokens{note} exceeds trainer.max_tokens_per_microbatch={max_tokens}; raise the "
+            "limit or lower rollout.sampling.max_new_tokens",
             code="data.microbatch",
             about="trainer.max_tokens_per_microbatch",
         )
     if len(rows) < data_size:
         raise SlimxError(
-            f"an update has {len(rows)} trajectories for {data_size} data-parallel ranks, which need one each; "
-            "lower trainer.data or schedule.updates_per_step",
+            f"an update has {len(rows)} trajectories for {data_size} data-parallel ranks, but each rank needs at "
+            "least one; lower trainer.data or schedule.updates_per_step",
             code="data.update",
             about="trainer.data",
         )

@@ -47,15 +47,16 @@ class EngineLayout:
             )
         if not self.table.experts and (self.sizes.expert > 1 or self.sizes.redundant):
             raise SlimxError(
-                f"an engine has expert-parallel size {self.sizes.expert} and {self.sizes.redundant} redundant experts, "
-                "but the model has no experts; set rollout.engines.expert=1 and remove ep_num_redundant_experts",
+                f"an engine has expert-parallel size {self.sizes.expert} and {self.sizes.redundant} redundant "
+                "experts, but the model has no experts; set rollout.engines.expert=1 and remove "
+                "sglang.ep_num_redundant_experts",
                 code="engine_layout.no_experts",
                 about="rollout.engines.expert",
             )
         if self.sizes.attention_data > 1 and not any(row.group == "attention" for row in self.table.rows):
             raise SlimxError(
-                f"rollout.engines.dp_attention={self.sizes.attention_data} is not possible, because SGLang 0.5.23 does "
-                "not support DP-attention for this model; set it to 1",
+                f"rollout.engines.dp_attention={self.sizes.attention_data} is not possible, because SGLang 0.5.23 "
+                "does not support DP-attention for this model; set rollout.engines.dp_attention=1",
                 code="engine_layout.dp_attention",
                 about="rollout.engines.dp_attention",
             )

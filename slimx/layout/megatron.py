@@ -44,8 +44,8 @@ class MegatronLayout:
         if not sizes.split and table.layers % sizes.stages:
             virtual = f" x trainer.virtual_pipeline={sizes.virtual}" if sizes.virtual > 1 else ""
             raise SlimxError(
-                f"trainer.pipeline={sizes.pipeline}{virtual} does not divide the model's {table.layers} layers; choose "
-                f"a divisor, or set the layers of each stage: "
+                f"trainer.pipeline={sizes.pipeline}{virtual} does not divide the model's {table.layers} layers; "
+                "choose a divisor, or set the layers of each stage, as in "
                 f"trainer.layers_per_stage={nearly_equal(table.layers, sizes.stages)}",
                 code="layout.pipeline",
                 about="trainer.pipeline",

@@ -44,7 +44,7 @@ def select(table: Table, patterns: Sequence[str], key: str) -> frozenset[Sources
     for pattern in patterns:
         if pattern not in used:
             raise SlimxError(
-                f"{key} contains the pattern {pattern!r}, which matches no parameter: {_near(table, pattern)}",
+                f"{key} contains the pattern {pattern!r}, which matches no parameter; {_near(table, pattern)}",
                 code="layout.pattern",
                 about=key,
             )

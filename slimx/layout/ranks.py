@@ -181,7 +181,7 @@ def engine_sizes(group: Engines) -> EngineSizes:
     if type(redundant) is not int or redundant < 0:
         raise SlimxError(
             f"rollout.engines.sglang.ep_num_redundant_experts={redundant!r} of engine {group.name} is not a number of "
-            "experts: set an integer of 0 or more",
+            "experts; set an integer of 0 or more",
             about="rollout.engines.sglang.ep_num_redundant_experts",
         )
     return EngineSizes(

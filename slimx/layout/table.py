@@ -180,8 +180,8 @@ class Table:
             for name, original in self.aliases.items():
                 if name in out or original not in out:
                     raise SlimxError(
-                        f"weight table: {name} is an alias of {original}, so only {original} may be in a row; "
-                        "correct rows or aliases",
+                        f"weight table: {name} is an alias of {original}, so only {original} may be in a row; correct "
+                        "the rows or the aliases",
                         code="table.alias",
                         about=name,
                     )

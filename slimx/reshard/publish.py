@@ -89,7 +89,7 @@ class Publisher:
         if self._current is not None:
             raise SlimxError(
                 f"version {version} cannot be published until the publication of version {self._current} has ended; "
-                "wait for it",
+                "wait until then",
                 code="publish.under_way",
                 about=f"version {version}",
             )

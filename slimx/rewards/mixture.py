@@ -60,8 +60,8 @@ class Mixture[C: Context]:
         fitting = [part for part in self.parts if part.fits(prompt)]
         if not fitting:
             raise SlimxError(
-                f"prompt {prompt.id!r} with metadata {prompt.metadata} matches no entry of reward.parts; add one for "
-                "it, or one without `where`",
+                f"prompt {prompt.id!r} with metadata {prompt.metadata} matches no entry of reward.parts; add an entry "
+                "that matches it, or an entry without `where`",
                 code="reward.parts",
                 about=prompt.id,
             )

@@ -67,8 +67,8 @@ class Draft:
         """Appends the tokens of a completion. `train=False` excludes them from the loss."""
         if inspect.isawaitable(completion):
             raise SlimxError(
-                f"trajectory {self.id}: add_sampled got a {type(completion).__name__}; await it, as in "
-                "draft.add_sampled(await ctx.engine.generate(draft.token_ids))",
+                f"trajectory {self.id}: add_sampled received a value of type {type(completion).__name__}; await the "
+                "completion, as in draft.add_sampled(await ctx.engine.generate(draft.token_ids))",
                 code="draft.awaitable",
                 about=self.id,
             )

@@ -25,15 +25,18 @@ def _demonstrated(algorithm: Algorithm) -> bool:
 def has_engines(algorithm: Algorithm, rollout: Rollout) -> Problems:
     if not _demonstrated(algorithm) and not rollout.sampled and not rollout.replay:
         yield (
-            f"rollout.engines has no group of the policy, but algorithm.name={algorithm.name} trains on rollouts; "
-            "add a group, or set algorithm.name=sft"
+            f"rollout.engines has no group of the policy, but algorithm.name={algorithm.name} trains on rollouts; add "
+            "an engine group, or set algorithm.name=sft"
         )
 
 
 @rule("algorithm.reward", "reward.function")
 def has_rewards(algorithm: Algorithm, reward: Reward) -> Problems:
     if not _demonstrated(algorithm) and algorithm.advantages.kind != "none" and not reward.configured:
-        yield f"algorithm.name={algorithm.name} needs rewards, but reward.function is null; set it to a reward hook"
+        yield (
+            f"algorithm.name={algorithm.name} needs rewards, but reward.function is null; set reward.function to a "
+            "reward hook"
+        )
 
 
 @rule("algorithm.group_size", "rollout.group_size")
@@ -89,8 +92,8 @@ def credit_matters(policies: Mapping[str, Policy], algorithm: Algorithm) -> Prob
     alone = all(policy.shares is not None for policy in policies.values())
     if algorithm.credit == "shared" and alone and algorithm.advantages.kind in ("grpo", "gpg", "rloo", "opo"):
         yield (
-            f"algorithm.credit=shared has no effect with one trained policy and algorithm.advantages="
-            f"{algorithm.advantages}, which compares the mean rewards of rollouts; remove it, or set "
-            "algorithm.advantages to an estimator that uses each trajectory's reward (reinforce, reinforce_baseline, "
-            "gae)"
+            "algorithm.credit=shared has no effect with one trained policy and "
+            f"algorithm.advantages={algorithm.advantages}, which compares the mean rewards of rollouts; remove "
+            "algorithm.credit, or set algorithm.advantages to an estimator that uses each trajectory's reward "
+            "(reinforce, reinforce_baseline, gae)"
         )

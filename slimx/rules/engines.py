@@ -67,7 +67,7 @@ def has_trusted_network(rollout: Rollout, cluster: Cluster) -> Problems:
         if group.nodes > 1 and group.dp_attention > 1 and not group.urls and not cluster.trusted_network:
             yield (
                 f"{group.where} has dp_attention {group.dp_attention} on {group.nodes} nodes, where SGLang unpickles "
-                "what its sockets receive, so any host that can reach these machines can execute code on them; set "
+                "data from its sockets, so any host that can reach these machines can execute code on them; set "
                 "cluster.trusted_network to the CIDR of a network that only this run's users can reach, or to true"
             )
 
@@ -88,8 +88,8 @@ def shares_gpus(rollout: Rollout, schedule: Schedule, trainer: Trainer, device: 
     if schedule.colocate and device == "cuda" and ranks > trainer.world_size:
         yield (
             f"schedule.colocate is true and the policy's servers have {ranks} ranks, but there are only "
-            f"{trainer.world_size} trainer ranks (trainer.world_size) whose GPUs they can share; lower count or the "
-            "parallel sizes in rollout.engines"
+            f"{trainer.world_size} trainer ranks (trainer.world_size) whose GPUs they can share; lower "
+            "rollout.engines.count or the parallel sizes"
         )
 
 

@@ -43,7 +43,8 @@ def requests_outlast_detection(rollout: Rollout) -> Problems:
         yield (
             f"rollout.request_deadline is {rollout.request_deadline:g} s, but an engine or router that does not "
             f"respond is detected only after {detection:g} s (threshold x (interval + timeout) of rollout.health), "
-            f"when its requests have failed; raise rollout.request_deadline above {detection:g}, or lower one of these"
+            f"when its requests have failed; raise rollout.request_deadline above {detection:g}, or lower one of "
+            "these times"
         )
 
 
@@ -56,8 +57,8 @@ def stragglers(rollout: Rollout, schedule: Schedule) -> Problems:
         yield "schedule.straggler_deadline has no effect, because no engine samples rollouts; remove it"
     elif batches_in_flight(rollout, schedule) <= 1:
         yield (
-            "schedule.straggler_deadline has no effect: stragglers are dropped when enough other groups have finished, "
-            "which never happens with one batch in flight (schedule.max_staleness "
+            "schedule.straggler_deadline has no effect, because stragglers are dropped when enough other groups have "
+            "finished, which never happens with one batch in flight (schedule.max_staleness "
             f"{schedule.max_staleness}, rollout.over_sampling {rollout.over_sampling}); raise schedule.max_staleness, "
             "set rollout.over_sampling above 1, or remove schedule.straggler_deadline"
         )
@@ -106,7 +107,10 @@ def over_sampled(rollout: Rollout) -> Problems:
 @rule("flow.engines", "rollout.engines")
 def has_engines_to_schedule(rollout: Rollout, schedule: Schedule) -> Problems:
     if not rollout.sampled and (schedule.max_staleness or schedule.colocate):
-        yield "schedule.max_staleness and schedule.colocate need a group of the policy in rollout.engines; add one"
+        yield (
+            "schedule.max_staleness and schedule.colocate need a group of the policy in rollout.engines; add such a "
+            "group"
+        )
 
 
 @rule("routes.engine", "trainer.moe.routing_replay")
@@ -122,7 +126,10 @@ def routes_of_engines(trainer: Trainer, rollout: Rollout) -> Problems:
 @rule("eval.engines", "eval.prompts")
 def evaluated(eval: Eval, rollout: Rollout, algorithm: Algorithm) -> Problems:
     if eval.files and not rollout.sampled and not algorithm.scores:
-        yield "eval.prompts is set, but rollout.engines has no group of the policy; add one, or remove eval.prompts"
+        yield (
+            "eval.prompts is set, but rollout.engines has no group of the policy; add such a group, or remove "
+            "eval.prompts"
+        )
 
 
 @rule("eval.prompts", "eval.every")
@@ -135,8 +142,9 @@ def held_out(eval: Eval) -> Problems:
 def whole_groups(schedule: Schedule, rollout: Rollout) -> Problems:
     if rollout.prompts_per_step % schedule.updates_per_step:
         yield (
-            f"schedule.updates_per_step is {schedule.updates_per_step}, which does not divide rollout.prompts_per_step="
-            f"{rollout.prompts_per_step}, but an update needs whole groups; change one of them"
+            f"schedule.updates_per_step is {schedule.updates_per_step}, which does not divide "
+            f"rollout.prompts_per_step={rollout.prompts_per_step}, but an update needs whole groups; change one of "
+            "the two"
         )
 
 
@@ -162,7 +170,7 @@ def has_positions(rollout: Rollout, spec: ModelSpec) -> Problems:
     if rollout.longest > positions:
         yield (
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and rollout.sampling.max_new_tokens={answer} "
-            f"together exceed the model's {positions} positions; lower one of them"
+            f"together exceed the model's {positions} positions; lower one of the two"
         )
 
 

@@ -20,8 +20,8 @@ def reaches_urls(rollout: Rollout, publish: Publish) -> Problems:
         if group.urls and publish.transport not in ("auto", "memory", "disk"):
             yield (
                 f"publish.transport={publish.transport} needs a slimx process next to each server, but {group.where} "
-                "has "
-                "urls of external servers; set publish.transport=disk, or memory if they are on the trainers' machine"
+                "has urls of external servers; set publish.transport=disk, or memory if the servers are on the "
+                "trainers' machine"
             )
 
 

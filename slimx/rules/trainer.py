@@ -89,7 +89,8 @@ def moves_or_recomputes(trainer: Trainer) -> Problems:
     if trainer.offload_activations and trainer.recompute.granularity != "none":
         yield (
             f"trainer.recompute.granularity={trainer.recompute.granularity} was never tested together with "
-            "trainer.offload_activations; set it to none, or remove trainer.offload_activations"
+            "trainer.offload_activations; set trainer.recompute.granularity=none, or remove "
+            "trainer.offload_activations"
         )
 
 
@@ -97,8 +98,8 @@ def moves_or_recomputes(trainer: Trainer) -> Problems:
 def moves_the_output_with_the_attention(trainer: Trainer) -> Problems:
     if "attn_proj" in trainer.offload_activations and "core_attn" not in trainer.offload_activations:
         yield (
-            "trainer.offload_activations contains attn_proj, which frees no memory without core_attn, because that "
-            "keeps the same tensor on the GPU; list both"
+            "trainer.offload_activations contains attn_proj, which frees no memory without core_attn, because "
+            "core_attn keeps the same tensor on the GPU; list both modules"
         )
 
 
@@ -149,5 +150,5 @@ def has_biases(trainer: Trainer, spec: ModelSpec) -> Problems:
     if trainer.moe.bias_update_rate and spec.moe_layers and not biases:
         yield (
             f"trainer.moe.bias_update_rate is {trainer.moe.bias_update_rate:g}, but routers of {spec.path} have no "
-            "selection biases (e_score_correction_bias); set it to 0"
+            "selection biases (e_score_correction_bias); set trainer.moe.bias_update_rate=0"
         )

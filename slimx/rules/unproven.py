@@ -178,8 +178,8 @@ def other_architectures(table: Mapping[str, Sequence[str]], sections: Sections, 
     for feature, architectures in table.items():
         if name not in architectures and is_set(feature, sections):
             yield (
-                f"{feature} was never tested with the architecture {name} of {spec.path}; remove it, or train one of "
-                f"{', '.join(architectures)}"
+                f"{feature} was never tested with the architecture {name} of {spec.path}; remove the setting, or "
+                f"train one of {', '.join(architectures)}"
             )
 
 
@@ -195,4 +195,4 @@ def unproven_layers(trainer: Trainer, rollout: Rollout, spec: ModelSpec) -> Prob
 def _refusals(entries: Sequence[str], sections: Sections, feature: str) -> Iterator[tuple[str, str]]:
     for entry in entries:
         if is_set(entry, sections):
-            yield key_of(entry), f"{entry} was never tested together with {feature}; set one of them to its default"
+            yield key_of(entry), f"{entry} was never tested together with {feature}; set one of the two to its default"

@@ -204,7 +204,7 @@ def guard(owner: int, argv: list[str], temporary: str | None = None) -> int:
     try:
         command = subprocess.Popen(argv, env=environment, preexec_fn=lambda: end_with_parent(guard_pid))
     except OSError as error:
-        print(f"{argv[0]} cannot be started: {error}", file=sys.stderr)
+        print(f"{argv[0]} cannot be started ({error})", file=sys.stderr)
         return NOT_STARTED
     terminated = False
     kill_at = float("inf")

@@ -173,7 +173,7 @@ class Algorithm(Section):
                     "old_logprobs",
                     key,
                     f"algorithm.{key} compares the trainer's old log-probs with the engine's, and "
-                    "algorithm.old_logprobs is rollout, so both would be the same; set "
+                    "algorithm.old_logprobs is rollout, so the two would be equal; set "
                     "algorithm.old_logprobs=recompute",
                 )
         if self.kl_coef and self.kl_estimator == "k1" and not self.kl_unbiased:
@@ -191,7 +191,7 @@ class Algorithm(Section):
             yield (
                 "two_teachers",
                 key,
-                f"algorithm.teacher and algorithm.{key} both set a teacher; remove one of them",
+                f"algorithm.teacher and algorithm.{key} both set a teacher; remove one of the two",
             )
         if self.teacher_coef and not self.taught:
             yield (

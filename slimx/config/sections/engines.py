@@ -160,8 +160,8 @@ class Engines(Section):
             yield (
                 "engines.keys_without_urls",
                 "rollout.engines",
-                f"{where} has api_key_env or admin_api_key_env but no urls; slimx itself generates the keys of servers "
-                "that it starts; remove both",
+                f"{where} has api_key_env or admin_api_key_env but no urls; slimx itself generates the keys of "
+                "servers that it starts; remove these settings",
             )
         if self.sglang.get("disaggregation_transfer_backend") == "fake":
             yield (
@@ -178,7 +178,7 @@ class Engines(Section):
                 "engines.nodes",
                 "rollout.engines",
                 f"{where}: nodes {self.nodes} does not divide the {self.ranks} ranks of a server (tensor x pipeline); "
-                "each machine must run the same number of ranks",
+                "set nodes to a divisor of that number",
             )
         if self.ranks > SERVER:
             yield (
@@ -264,7 +264,7 @@ def group_faults(groups: Sequence[Engines]) -> Faults:
         yield (
             "engines.role_missing",
             "rollout.engines",
-            f"rollout.engines has a group with role={present} but none with role={missing}; add one",
+            f"rollout.engines has a group with role={present} but none with role={missing}; add such a group",
         )
     if split and "regular" in roles:
         yield (

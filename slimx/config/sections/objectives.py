@@ -246,7 +246,7 @@ def read_objective(key: str, value: object, preset: object = {}) -> Objective:
     kind = {"kind": next(iter(records)), **defaults, **values}["kind"]
     if not isinstance(kind, str):
         raise Refusal(
-            f"{where}.kind is {kind!r} but must be a name; set one of {', '.join(records)}",
+            f"{where}.kind must be a name, not {kind!r}; set one of {', '.join(records)}",
             code="algorithm.unknown",
             about=where,
         )

@@ -67,8 +67,8 @@ class Policy(Section):
             yield (
                 "policies.engines_of",
                 "policies.engines",
-                f"policies: engines_of={self.engines_of} uses another policy's engines, but engines is set too; remove "
-                "one of them",
+                f"policies: engines_of={self.engines_of} uses another policy's engines, but engines is set too; "
+                "remove one of the two",
             )
         if "credit" in self.algorithm:
             yield (

@@ -306,8 +306,8 @@ class Rollout(Section):
             yield (
                 "sources.source",
                 "rollout.source",
-                "rollout.source and rollout.sources are both set, but a source hook orders prompts itself and ignores "
-                "weights; remove one of them",
+                "rollout.source and rollout.sources are both set, but a source hook orders prompts itself and "
+                "ignores weights; remove one of the two",
             )
         reserved = sorted(self.template.keys() & RENDERED)
         if reserved:
@@ -382,7 +382,7 @@ class Eval(Section):
             yield (
                 "eval.pass_at",
                 "eval.pass_at",
-                f"eval.pass_at contains {beyond[0]}, but eval.samples is {self.samples}: pass@k needs at least k "
+                f"eval.pass_at contains {beyond[0]}, but eval.samples is {self.samples}, and pass@k needs at least k "
                 f"answers; raise eval.samples or remove {beyond[0]}",
             )
         if self.temperature == 0 and self.top_p < 1:
@@ -396,5 +396,5 @@ class Eval(Section):
             yield (
                 "eval.name",
                 wrong[0],
-                f"eval.prompts has the name {wrong[0]!r}, but names are parts of metric names; use one without a slash",
+                f"eval.prompts has the name {wrong[0]!r}, but names are parts of metric names; remove the slash",
             )

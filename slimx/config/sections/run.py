@@ -110,8 +110,8 @@ class Cluster(Section):
                 ipaddress.ip_network(value, strict=False)
             except ValueError:
                 raise Refusal(
-                    f"cluster.trusted_network is {value!r}, which is not a CIDR; set true or a network such as "
-                    "10.0.0.0/16",
+                    f"cluster.trusted_network is {value!r}, which is not a network in CIDR notation; set true or a "
+                    "network such as 10.0.0.0/16",
                     code="cluster.trusted_network",
                     about="cluster.trusted_network",
                 ) from None
@@ -190,7 +190,7 @@ class Track(Section):
                 good = False
             if not good:
                 raise Refusal(
-                    "track.webhook is not a URL; set one such as https://hooks.example.com/services/KEY, or null",
+                    "track.webhook is not a URL; set a URL such as https://hooks.example.com/services/KEY, or null",
                     code="track.webhook",
                     about="track.webhook",
                 )

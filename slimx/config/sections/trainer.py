@@ -46,9 +46,9 @@ class Muon(Section):
             yield (
                 "muon.steps",
                 "trainer.optimizer.muon.steps",
-                f"trainer.optimizer.muon.steps is {self.steps}, which is not a multiple of {CYCLE}: each of {CYCLE} "
-                "iterations has different coefficients, and an incomplete cycle leaves singular values far from 1 "
-                f"(below 0.2 after 6); set it to {CYCLE}",
+                f"trainer.optimizer.muon.steps is {self.steps}, which is not a multiple of {CYCLE}, but each of "
+                f"{CYCLE} iterations has different coefficients, and an incomplete cycle leaves singular values far "
+                f"from 1 (below 0.2 after 6); set it to {CYCLE}",
             )
 
 

@@ -34,7 +34,8 @@ def with_text(messages: Sequence[Json], where: str) -> list[Json]:
             content = ""
         if not isinstance(content, str):
             raise SlimxError(
-                f"{where}: messages[{turn}].content is {_kind(content)}; set a string, or a list of parts of type text",
+                f"{where}: messages[{turn}].content is {_kind(content)}, which is not text; set a string, or a list "
+                "of parts of type text",
                 code="prompts.content",
                 about=where,
             )

@@ -42,8 +42,8 @@ def check_ends(tokenizer: PreTrainedTokenizerBase) -> None:
     if not ends:
         where = tokenizer.name_or_path
         raise SlimxError(
-            f"{where}: the chat template exceeds the time or memory limit even for a short conversation; correct its "
-            "loops",
+            f"{where}: the chat template exceeds the time or memory limit even for a short conversation; correct the "
+            "loops in the template",
             code="template.endless",
             about=where,
         )
@@ -69,12 +69,12 @@ def check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, 
     template = tokenizer.chat_template
     if not isinstance(template, str):
         raise SlimxError(
-            f"{key} is set, but the tokenizer does not have a single chat template; leave {key} out",
+            f"{key} is set, but the tokenizer does not have exactly one chat template; remove {key}",
         )
     for name in arguments:
         if not name.isidentifier() or not re.search(rf"\b{name}\b", template):
             raise SlimxError(
-                f"{key} sets {name!r}, which the chat template does not use; correct the name or leave it out",
+                f"{key} sets {name!r}, which the chat template does not use; correct or remove the name",
                 code="template.argument",
                 about=f"{key}.{name}",
             )

@@ -259,8 +259,8 @@ def check_prompts(
     for prompt, ids in _encoded(tokenizer, prompts, path):
         if len(ids) > max_prompt_tokens:
             raise SlimxError(
-                f"{path}: prompt {prompt.id!r} has {len(ids)} tokens, more than {max_prompt_tokens}; "
-                "shorten it or raise rollout.max_prompt_tokens",
+                f"{path}: prompt {prompt.id!r} has {len(ids)} tokens, more than "
+                f"rollout.max_prompt_tokens={max_prompt_tokens}; shorten the prompt or raise the limit",
                 code="prompts.length",
                 about=prompt.id,
             )

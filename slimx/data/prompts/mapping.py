@@ -189,7 +189,7 @@ def _hooked(hook: Callable[[Json], object], row: Json, where: str, key: str) -> 
         ) from error
     if not isinstance(out, dict):
         raise SlimxError(
-            f"{where}: {key} returned a {type(out).__name__}; return a dict with messages or token_ids",
+            f"{where}: {key} returned a value of type {type(out).__name__}; return a dict with messages or token_ids",
             code="prompts.map",
             about=where,
         )
@@ -213,8 +213,8 @@ def _with_turns(row: Json, where: str) -> Json:
     if row.get("answer") is not None or more or not isinstance(last.get("content"), str):
         reason = "the row already has an answer" if row.get("answer") is not None else "it is not only text"
         raise SlimxError(
-            f"{where}: the last message is an assistant's and cannot become `answer`, because {reason}; leave the "
-            "message out, or rewrite the row with rollout.map",
+            f"{where}: the last message is an assistant's and cannot become `answer`, because {reason}; remove the "
+            "message, or rewrite the row with rollout.map",
             code="prompts.last_turn",
             about=where,
         )
@@ -240,7 +240,7 @@ def _with_system(system: str, row: Json, where: str) -> Json:
     if not isinstance(messages, list) or not messages:
         if row.get("token_ids"):
             raise SlimxError(
-                f"{where}: the row has token_ids, to which rollout.system cannot be added; leave rollout.system out",
+                f"{where}: the row has token_ids, to which rollout.system cannot be added; remove rollout.system",
                 code="prompts.system",
                 about=where,
             )

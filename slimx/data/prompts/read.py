@@ -148,10 +148,10 @@ def _prompt(row: Json, default_id: str, where: str) -> Prompt:
         if prompt.messages is None:
             code = "prompts.neither"
             problem = "neither messages nor token_ids"
-        raise SlimxError(f"{where}: the row has {problem}; set exactly one of them", code=code, about=where)
+        raise SlimxError(f"{where}: the row has {problem}; set exactly one of the two", code=code, about=where)
     if not (prompt.messages or prompt.token_ids):
         raise SlimxError(
-            f"{where}: messages or token_ids is an empty list; give it at least one entry",
+            f"{where}: the list messages or token_ids is empty; add at least one entry",
             code="prompts.empty_list",
             about=where,
         )
@@ -181,7 +181,7 @@ class PromptSource:
     def __init__(self, prompts: Sequence[Prompt], seed: int):
         if not prompts:
             raise SlimxError(
-                "PromptSource got no prompts; pass at least one", code="prompts.empty", about="PromptSource"
+                "PromptSource received no prompts; pass at least one prompt", code="prompts.empty", about="PromptSource"
             )
         self._prompts = list(prompts)
         self._identity: Json = {
@@ -222,8 +222,8 @@ class PromptSource:
         changes = self._changes(state)
         if changes:
             raise SlimxError(
-                f"the saved order of prompts cannot be continued: {changes}; restore the prompts and seed of the saved "
-                "run, or start a new run",
+                f"the saved order of prompts cannot be continued ({changes}); restore the prompts and seed of the "
+                "saved run, or start a new run",
                 code="prompts.changed",
                 about=next(key for key, value in self._identity.items() if state[key] != value),
             )

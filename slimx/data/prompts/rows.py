@@ -59,7 +59,7 @@ def as_row(fields: object, where: str) -> Json:
     errors."""
     if not isinstance(fields, dict):
         raise SlimxError(
-            f"{where}: this is {kind_of(fields)}, not a JSON object; write one object per line",
+            f"{where}: the row is {kind_of(fields)}, not a JSON object; write one object per line",
             code="prompts.line",
             about=where,
         )

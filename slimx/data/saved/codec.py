@@ -154,7 +154,7 @@ def _header(path: Path, file: BinaryIO) -> Json:
         header["blake2b"]
     except (ValueError, TypeError, KeyError) as error:
         raise SlimxError(
-            f"{path}: the file does not start with the header of a file of groups; use a file that slimx wrote",
+            f"{path}: the file is not a file of saved groups (wrong header); use a file that slimx wrote",
             code="data.header",
             about=str(path),
         ) from error
@@ -217,7 +217,7 @@ def _check_schema(kind: object, value: object, where: str) -> None:
         for name in value:
             if name not in fields:
                 raise SlimxError(
-                    f"{where} has a field {name!r}, which {kind.__name__} does not have; use a file that slimx wrote",
+                    f"{where} has the field {name!r}, which {kind.__name__} lacks; use a file that slimx wrote",
                     code="data.field",
                     about=name,
                 )

@@ -94,8 +94,8 @@ def check_server_args(args: Json, where: str = "rollout.engines.sglang") -> None
             )
         if kind == "bool" and value is False and fields[name].default is True:
             raise SlimxError(
-                f"{where}.{name} cannot be disabled, because it is on by default and SGLang has no flag for that: "
-                "remove it",
+                f"{where}.{name} cannot be disabled, because it is on by default and SGLang has no flag to disable "
+                "it; remove the argument",
             )
 
 

@@ -258,7 +258,7 @@ def verified_by(name: str, ranks: Sequence[Json]) -> Json:
     same_for_all = ranks[0]["encoding"] != "local"
     if same_for_all and len(set(counts)) > 1:
         raise SlimxError(
-            f"engine {name}: ranks received different numbers of tensors, {counts}, in one publication; publish again",
+            f"engine {name}: ranks received different numbers of tensors ({counts}) in one publication; publish again",
             code="engine.counts",
             about=name,
         )

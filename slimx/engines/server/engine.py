@@ -360,7 +360,7 @@ class Engine(EngineServer):
     def _open(self, operation: str) -> Manifest:
         if self.publication is None:
             raise SlimxError(
-                f"engine {self.spec.name}: {operation} requires a publication; begin one first",
+                f"engine {self.spec.name}: {operation} requires a publication; begin a publication first",
                 code="engine.not_open",
                 about=operation,
             )

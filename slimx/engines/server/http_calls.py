@@ -132,8 +132,8 @@ class ControlClient:
         failure = f"{self.server_name}: {method} {self.url}{path} returned status {status}: {message_of(response)}"
         if status in REFUSED:
             raise SlimxError(
-                f"{failure}, because the server requires another key; set api_key_env and admin_api_key_env of its "
-                "group in rollout.engines to the environment variables that contain its keys",
+                f"{failure}, because the server requires a different key; set api_key_env and admin_api_key_env of "
+                "its group in rollout.engines to the environment variables that contain its keys",
                 code="engine.key",
                 about=path,
             )

@@ -66,14 +66,14 @@ class Keys:
             try:
                 if stat.S_IMODE(os.stat(where).st_mode) & 0o077:
                     raise SlimxError(
-                        f"--keys {where} can be read by other users; run `chmod 600 {where}`",
+                        f"--keys: {where} can be read by other users; run `chmod 600 {where}`",
                         code="keys.mode",
                         about=where,
                     )
                 text = Path(where).read_text()
             except OSError as error:
                 raise SlimxError(
-                    f"--keys {where} cannot be read ({error.strerror}); pass the path of a readable file",
+                    f"--keys: {where} cannot be read ({error.strerror}); pass the path of a readable file",
                     code="keys.file",
                     about=where,
                 ) from None
@@ -82,7 +82,7 @@ class Keys:
         except (ValueError, TypeError):
             # The cause is omitted, because its message would show the content that was read.
             raise SlimxError(
-                f'--keys {where} must contain the JSON object {{"api_key": "...", "admin_api_key": "..."}}',
+                f'--keys: {where} must contain the JSON object {{"api_key": "...", "admin_api_key": "..."}}',
                 code="keys.form",
                 about=where,
             ) from None

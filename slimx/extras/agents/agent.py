@@ -60,7 +60,7 @@ def check(
     for option, names in (("environment", environment), ("metadata", metadata)):
         if isinstance(names, str):
             raise SlimxError(
-                f"rollout.options.{option} is {names!r}, not a list of names; set it to such a list",
+                f"rollout.options.{option} must be a list of names, not {names!r}; set [{names}]",
                 code=f"agent.{option}",
                 about=f"rollout.options.{option}",
             )
@@ -73,7 +73,7 @@ def check(
         )
     if sampling not in ("run", "strict"):
         raise SlimxError(
-            f"rollout.options.sampling is {sampling!r}; choose run or strict",
+            f"rollout.options.sampling must be run or strict, not {sampling!r}; set one of the two",
             code="agent.sampling",
             about="rollout.options.sampling",
         )
@@ -120,7 +120,7 @@ async def generate(
         raise SlimxError("agents sample through a proxy, but this rollout has none; configure rollout.engines")
     if prompt.messages is None:
         raise SlimxError(
-            f"prompt {prompt.id!r} has token ids; give it messages, which agents need",
+            f"prompt {prompt.id!r} has token_ids, but agents need messages; set the prompt's messages instead",
             code="agent.prompt",
             about=prompt.id,
         )

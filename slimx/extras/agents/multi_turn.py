@@ -32,8 +32,8 @@ def check(
         or environment_processes < 0
     ):
         raise SlimxError(
-            f"rollout.options.environment_processes is {environment_processes!r}; use the maximum number of "
-            "concurrent environment calls, or 0 to run them in the driver's event loop",
+            f"rollout.options.environment_processes must be an integer of at least 0, not {environment_processes!r}; "
+            "set the maximum number of concurrent environment calls, or 0 to run them in the driver's event loop",
             code="environment.option",
             about="rollout.options.environment_processes",
         )

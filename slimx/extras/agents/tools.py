@@ -49,7 +49,7 @@ def check(*, toolbox: str, toolbox_options: Json | None = None, tool_parser: str
     for name, value in limits.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
             raise SlimxError(
-                f"rollout.options.{name} is {value!r}; use a number above 0",
+                f"rollout.options.{name} is {value!r}, not a positive number of seconds; set a number above 0",
                 code="tools.limit",
                 about=f"rollout.options.{name}",
             )

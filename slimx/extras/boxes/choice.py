@@ -86,7 +86,7 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise _refusal(reason, f"{key}.{field.removeprefix('limits.')}") from error
         for name, backends in ONLY.items():
             if name in fields and read.backend not in backends:
-                raise _refusal(f"the backend {read.backend} has no option {name}; leave it out", f"{key}.{name}")
+                raise _refusal(f"the backend {read.backend} has no option {name}; remove it", f"{key}.{name}")
         if read.backend == "remote" and not read.url.startswith(("http://", "https://")):
             raise _refusal(f"{read.url!r} is not an http or https URL", f"{key}.url")
         if read.token_env is not None:

@@ -61,7 +61,7 @@ class Box(ABC):
         Raises BoxRefusal after `end`."""
         with self._turn:
             if self._closing.is_set():
-                raise BoxRefusal("the sandbox has ended; create another one", code="ended", about="box")
+                raise BoxRefusal("the sandbox has ended; create another sandbox", code="ended", about="box")
             yield
 
     @abstractmethod
@@ -104,7 +104,8 @@ def names_of(path: str) -> list[str]:
     names = [name for name in path.split("/") if name]
     if not path.startswith("/") or not names or {".", ".."} & {*names} or "\0" in path:
         raise BoxRefusal(
-            f"{path!r} is not an absolute path of a file in the sandbox; start it with /, and leave .. out",
+            f"{path!r} is not an absolute path of a file in the sandbox; use a path that starts with / and has no "
+            "component ..",
             code="path",
             about=path,
         )
@@ -123,11 +124,13 @@ def check_run(command: Sequence[str], stdin: str, cwd: str) -> None:
         ) from None
     if any(b"\0" in word for word in words):
         raise BoxRefusal(
-            "a command or its directory contains a NUL character; leave it out", code="command", about=command[0]
+            "a command or its directory contains a NUL character; remove the character",
+            code="command",
+            about=command[0],
         )
     if max(map(len, words)) > MAX_WORD or sum(map(len, words)) > MAX_WORDS:
         raise BoxRefusal(
-            f"a command exceeds {MAX_WORD} bytes in one argument or {MAX_WORDS} in all; put the data into a file",
+            f"a command exceeds {MAX_WORD} bytes in one argument or {MAX_WORDS} bytes in all; put the data into a file",
             code="command",
             about=command[0][:100],
         )
@@ -146,7 +149,7 @@ def not_plain(path: str, reason: str) -> BoxRefusal:
 def too_large(path: str, size: str, most: int) -> BoxRefusal:
     """Returns the error for a file of more than `most` bytes. `size`: string that describes the size of the file."""
     return BoxRefusal(
-        f"{path} in the sandbox has {size} bytes, but at most {most} are allowed; make it smaller",
+        f"{path} in the sandbox has {size} bytes, but at most {most} are allowed; shrink the file",
         code="large",
         about=path,
     )

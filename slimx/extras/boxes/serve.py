@@ -334,8 +334,8 @@ async def serve(
             server = await connections.listen(service.app(), arguments.host, arguments.port)
         except OSError as error:
             raise SlimxError(
-                f"--host, --port: cannot listen on {address(arguments.host, arguments.port)} ({error.strerror}); "
-                "choose another address",
+                f"--host, --port: slimx cannot listen on {address(arguments.host, arguments.port)} "
+                f"({error.strerror}); choose another address",
             ) from None
         watch = asyncio.create_task(boxes.watch())
         try:

@@ -123,7 +123,7 @@ class Partial:
             write_synced(self._plan, fingerprint.encode())
         elif other:
             raise SlimxError(
-                f"{self.path} belongs to a conversion of other files or with other options; remove this directory to "
+                f"{self.path} belongs to a conversion with other source files or options; remove this directory to "
                 "start over",
                 code="convert.other",
                 about=str(self.path),

@@ -98,8 +98,8 @@ def _numbered(spec: ModelSpec, layers: Layers) -> bool:
     differ = numbers_layers(spec.transformer)
     if layers == "stacked" and differ:
         raise SlimxError(
-            f"--layers stacked: the layers of {spec.path} differ, so megatron-core expects numbered keys; choose "
-            "numbered",
+            f"--layers stacked: the layers of {spec.path} differ, so megatron-core expects numbered keys; set "
+            "--layers numbered",
             code="convert.layers",
             about="--layers",
         )

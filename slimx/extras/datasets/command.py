@@ -52,7 +52,7 @@ def convert(name: str, out: Path, source: str | None, seed: int) -> Iterator[str
     known = entry_points.load(DATASETS, name)
     origin = source or known.hub
     if out.exists() and not out.is_file():
-        raise SlimxError(f"{out} is not a file; give a file to write", code="data.out", about=str(out))
+        raise SlimxError(f"{out} exists and is not a file; give the path of a file", code="data.out", about=str(out))
     prompts: dict[str, Json] = {}
     repeated: Counter[str] = Counter()
     for where, number, row in read_rows(origin)[1]:
@@ -222,7 +222,9 @@ def _mapping(option: str, text: str | None) -> Json | None:
     except yaml.YAMLError:
         value = None
     if not isinstance(value, dict):
-        raise SlimxError(f"{option} is {text!r}, which is not a YAML mapping; write e.g. '{{prompt: question}}'")
+        raise SlimxError(
+            f"{option} is {text!r}, which is not a YAML mapping; write, for example, '{{prompt: question}}'"
+        )
     unknown = [key for key in value if key not in RowFields.model_fields]
     if option == "--fields" and unknown:
         raise SlimxError(f"--fields has the unknown key {unknown[0]!r}; use {', '.join(RowFields.model_fields)}")

@@ -49,7 +49,7 @@ def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN) -> Plan:
     if plan.holders is None:
         raise SlimxError(
             "the plan was read from bytes, which do not contain the holders of its parameters, so its moves cannot "
-            "be divided among engines; compile it again",
+            "be divided among engines; compile the plan again",
             code="dealing.holders",
             about="plan",
         )

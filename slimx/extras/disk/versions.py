@@ -124,8 +124,8 @@ class StoredVersion:
         """Raises SlimxError if `manifest` describes a version other than the stored one."""
         if manifest.version != self.manifest.version:
             raise SlimxError(
-                f"{self.path} contains {self.manifest}, not {manifest}; publish the stored version under its own "
-                "number",
+                f"{self.path} contains {self.manifest}, not {manifest}; publish the stored version as version "
+                f"{self.manifest.version}",
                 code="disk.version",
                 about=str(self.path),
             )

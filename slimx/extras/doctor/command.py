@@ -53,7 +53,7 @@ def doctor(
     checks = [name for name, enabled in options.items() if enabled]
     if len(checks) > 1:
         raise SlimxError(
-            f"slimx doctor accepts only one of --{checks[0]} and --{checks[1]} at a time; remove one",
+            f"slimx doctor accepts only one of --{checks[0]} and --{checks[1]} at a time; remove one of the two",
             code="doctor.options",
             about=f"--{checks[1]}",
         )
@@ -67,7 +67,7 @@ def doctor(
     if checks:
         if file is None:
             raise SlimxError(
-                f"slimx doctor --{checks[0]} needs the YAML file of a run; give it as FILE",
+                f"slimx doctor --{checks[0]} needs the YAML file of a run; pass the file as FILE",
                 code="doctor.file",
                 about=f"--{checks[0]}",
             )

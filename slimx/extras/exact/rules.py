@@ -93,7 +93,9 @@ MODE = "numerics.mode is exact"
 def leaves_divide(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> Problems:
     if not numerics.exact:
         if numerics.leaves is not None:
-            yield f"numerics.leaves={numerics.leaves} has an effect only with numerics.mode=exact; leave it out"
+            yield (
+                f"numerics.leaves={numerics.leaves} has an effect only with numerics.mode=exact; remove numerics.leaves"
+            )
         return
     leaves = tree_leaves(numerics, trainer, rollout)
     if leaves & (leaves - 1):
@@ -105,7 +107,7 @@ def leaves_divide(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> Pro
         if leaves % size:
             yield (
                 f"{name} is {size}, which does not divide the {leaves} leaves of row-parallel sums; set "
-                "numerics.leaves to a multiple of all tensor parallel sizes"
+                "numerics.leaves to a multiple of every tensor-parallel size"
             )
 
 
@@ -113,7 +115,7 @@ def leaves_divide(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> Pro
 def exact_attention(numerics: Numerics, trainer: Trainer) -> Problems:
     if numerics.exact and trainer.attention in ("flash", "fused"):
         yield (
-            f"{MODE}, which has its own attention, but trainer.attention is {trainer.attention}; set "
+            f"{MODE}, which requires slimx's exact attention, but trainer.attention is {trainer.attention}; set "
             "trainer.attention=auto"
         )
 
@@ -121,7 +123,10 @@ def exact_attention(numerics: Numerics, trainer: Trainer) -> Problems:
 @rule("exact.replay", "trainer.moe.routing_replay")
 def same_experts(numerics: Numerics, trainer: Trainer) -> Problems:
     if numerics.exact and trainer.moe.routing_replay != "none":
-        yield f"{MODE}, which makes trainer.moe.routing_replay={trainer.moe.routing_replay} unnecessary; set it to none"
+        yield (
+            f"{MODE}, which makes trainer.moe.routing_replay={trainer.moe.routing_replay} unnecessary; set "
+            "trainer.moe.routing_replay=none"
+        )
 
 
 @rule("exact.dispatcher", "trainer.moe.dispatcher")
@@ -137,7 +142,7 @@ def computes_the_same(numerics: Numerics, trainer: Trainer) -> Problems:
     field = next((name for name in trainer.megatron if name not in MEGATRON_FIELDS), None)
     if field is not None:
         about = f"trainer.megatron.{field}"
-        yield about, f"{MODE}, but {about} may change what the trainer computes; leave it out"
+        yield about, f"{MODE}, but {about} may change what the trainer computes; remove it"
 
 
 @rule("exact.recompute", "trainer.recompute.modules")
@@ -156,7 +161,7 @@ def whole_vocabulary(numerics: Numerics, rollout: Rollout) -> Problems:
     if numerics.exact and (sampling.top_p < 1 or sampling.top_k != -1):
         yield (
             f"{MODE}, which samples from the full vocabulary, but rollout.sampling has top_p={sampling.top_p:g} and "
-            f"top_k={sampling.top_k}; set top_p=1 and top_k=-1"
+            f"top_k={sampling.top_k}; set rollout.sampling.top_p=1 and rollout.sampling.top_k=-1"
         )
 
 
@@ -165,7 +170,7 @@ def probed(numerics: Numerics, rollout: Rollout, schedule: Schedule) -> Problems
     if numerics.exact and schedule.max_staleness and rollout.gap_probe == 0 and rollout.policy_engines:
         yield (
             f"{MODE} and schedule.max_staleness is {schedule.max_staleness}, so only the gap probe can detect "
-            "different log-probs, but rollout.gap_probe is 0; set it to at least 1"
+            "different log-probs, but rollout.gap_probe is 0; set rollout.gap_probe to at least 1"
         )
 
 
@@ -228,8 +233,8 @@ def serve_the_same(numerics: Numerics, rollout: Rollout) -> Problems:
         if argument is not None:
             yield (
                 f"rollout.engines.sglang.{argument}",
-                f"{MODE}, but {group.where} sets sglang.{argument}, which would change the engine's results; leave "
-                "the argument out",
+                f"{MODE}, but {group.where} sets sglang.{argument}, which would change the engine's results; remove "
+                "the argument",
             )
 
 
@@ -281,7 +286,7 @@ def cuts_evenly(numerics: Numerics, trainer: Trainer, rollout: Rollout, spec: Mo
         if width % leaves:
             yield (
                 f"row-parallel sums have {leaves} leaves, which do not divide the {width} inputs of {name} in "
-                f"{spec.path}; lower numerics.leaves or the tensor parallel sizes"
+                f"{spec.path}; lower numerics.leaves or the tensor-parallel sizes"
             )
 
 

@@ -60,7 +60,7 @@ def engine_moe_table(hf: HfConfig, attention: tuple[Row, ...], *, fused: bool, g
     if fused and hf.get("n_shared_experts") != 1:
         raise SlimxError(
             "SGLang can fuse exactly one shared expert with the routed ones, but n_shared_experts is "
-            f"{hf.get('n_shared_experts')}; leave rollout.engines.sglang.enforce_shared_experts_fusion out",
+            f"{hf.get('n_shared_experts')}; remove rollout.engines.sglang.enforce_shared_experts_fusion",
             code="model.fused_shared_experts",
             about="n_shared_experts",
         )

@@ -18,7 +18,7 @@ def token_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         return None
     token = os.environ.get(arguments.token_env)
     if not token:
-        parser.error(f"--token-env: the environment variable {arguments.token_env} is not set")
+        parser.error(f"--token-env: the environment variable {arguments.token_env} is not set; export it")
     return token
 
 

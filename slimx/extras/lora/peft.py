@@ -114,15 +114,15 @@ class PeftAdapters:
                 raise self._error(
                     "field",
                     field,
-                    f"{field}={value} is not supported, because slimx only adds alpha / r * B A to a weight: merge the "
-                    "adapters into the base",
+                    f"{field}={value} is not supported, because slimx only adds alpha / r * B A to a weight; merge "
+                    "the adapters into the base model",
                 )
         kinds: dict[str, tuple[type, ...]] = {"r": (int,), "lora_alpha": (int, float)}
         for field, types in kinds.items():
             number: Any = self.config.get(field)
             if type(number) not in types or number <= 0:
                 raise self._error(
-                    "field", field, f"{field} is {number}; set it to the positive number used in training"
+                    "field", field, f"{field} is {number}, not a positive number; set the number used in training"
                 )
 
     def matrices(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:

@@ -93,9 +93,9 @@ def shares_a_base(configs: Mapping[str, Config]) -> Problems:
             if not equal:
                 yield (
                     f"policies.{name}.{key}",
-                    f"policies.{name}.{key} differs from the actor's, but the actor's engines, which generate for both "
-                    "(engines_of), have one base and adapters of one shape; set it to the actor's value, or give the "
-                    "policy its own engines",
+                    f"policies.{name}.{key} differs from the actor's, but the actor's engines, which generate for "
+                    f"both (engines_of), have one base and adapters of one shape; set {key} to the actor's value, or "
+                    "give the policy separate engines",
                 )
 
 
@@ -112,7 +112,7 @@ def _serving(groups: Iterable[Engines]) -> Iterator[tuple[str, str]]:
 def freezes_itself(trainer: Trainer) -> Problems:
     if trainer.lora is not None and trainer.freeze:
         yield (
-            "trainer.lora already freezes every base weight; remove trainer.freeze, and select layers by "
+            "trainer.lora already freezes every base weight; remove trainer.freeze, and select layers with "
             "trainer.lora.targets"
         )
 
@@ -172,7 +172,8 @@ def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Prob
     if any(adapts(("experts",), name) for name in names):
         yield (
             "SGLang 0.5.23 supports adapters of routed experts only with Triton on GPUs, and slimx was never tested "
-            "with unmerged ones; set trainer.lora.targets to attention only, or set publish.adapters to merged"
+            "with unmerged adapters of experts; set trainer.lora.targets to attention only, or set publish.adapters "
+            "to merged"
         )
         return
     others = [name for name in names if not adapts(SERVED, name)]
@@ -188,8 +189,8 @@ def brings_adapters(publish: Publish, device: str) -> Problems:
     """Checks that the weight transport, which slimx may have chosen for `device`, can publish adapters alone."""
     if publish.adapters == "alone" and publish.transport != "memory":
         yield (
-            "publish.adapters=alone requires publish.transport=memory, on one machine; set publish.transport "
-            "to memory, or publish.adapters to merged"
+            "publish.adapters=alone requires publish.transport=memory, with trainers and engines on one machine; set "
+            "publish.transport to memory, or publish.adapters to merged"
         )
 
 
@@ -198,8 +199,8 @@ def serves_merged_weights(rollout: Rollout) -> Problems:
     for key, group in _serving(rollout.policy_engines):
         yield (
             key,
-            f"engine {group} would wrap layers with adapters of its own, but slimx publishes merged weights "
-            "(trainer.lora); remove this argument",
+            f"{key} would make engine {group} add adapters to its layers, but slimx publishes merged weights "
+            "(trainer.lora); remove the argument",
         )
 
 
@@ -212,6 +213,6 @@ def has_a_gpu(rollout: Rollout, device: str) -> Problems:
     for key, group in _serving(rollout.frozen_engines):
         yield (
             key,
-            f"engine {group} would serve adapters, which SGLang 0.5.23 supports only on GPUs: merge them into the "
-            "group's model, or remove this argument",
+            f"engine {group} would serve adapters, which SGLang 0.5.23 supports only on GPUs; merge the adapters into "
+            f"the group's model, or remove {key}",
         )

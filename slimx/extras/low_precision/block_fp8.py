@@ -120,7 +120,7 @@ class BlockFp8(NumberFormat):
         if scales:
             raise SlimxError(
                 f"{path}: {scales[0]} contains scales of fp8 blocks ({len(scales)} such tensors), but slimx trains "
-                "from bf16 and fp32 checkpoints; convert this one with `slimx convert hf-to-megatron`",
+                "from bf16 and fp32 checkpoints; convert the checkpoint with `slimx convert hf-to-megatron`",
                 code="checkpoint.fp8",
                 about=scales[0],
             )

@@ -105,7 +105,7 @@ def _run(record: np.ndarray, device: torch.device, threads: int | None, *, wait:
     if status:
         reason = library.slimx_int4_cuda_error_string(status).decode()
         raise SlimxError(
-            f"the INT4 kernel could not be launched on {device}: {reason}; check the GPU with nvidia-smi",
+            f"the INT4 kernel could not be launched on {device} ({reason}); check the GPU with nvidia-smi",
         )
     return wait and bool(flags.item())
 

@@ -82,7 +82,7 @@ class _Fp8Product(CustomProduct):
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if bias is not None:
-            raise NotImplementedError("an fp8 linear layer does not support a bias; leave trainer.fp8 out")
+            raise NotImplementedError("an fp8 linear layer does not support a bias; remove trainer.fp8")
         return linear(x, weight, self.recipe)
 
 

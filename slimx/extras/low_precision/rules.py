@@ -92,7 +92,7 @@ def one_rule(trainer: Trainer, publish: Publish) -> Problems:
     """Checks that engines and trainer round weights by the same rule, unless engines receive unrounded weights."""
     if trainer.fp8 is None or publish.quantize is None or (trainer.fp8, publish.quantize) == ("blockwise", "te"):
         return
-    remedy = "set publish.quantize=te" if trainer.fp8 == "blockwise" else "leave publish.quantize out"
+    remedy = "set publish.quantize=te" if trainer.fp8 == "blockwise" else "remove publish.quantize"
     yield (
         f"trainer.fp8={trainer.fp8} rounds weights differently from publish.quantize={publish.quantize}, so engines "
         f"would not compute with the trainer's weights; {remedy}"
@@ -117,7 +117,7 @@ def whole_blocks(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
         ways = sizes.expert_tensor if row.per_expert else sizes.tensor
         name = row.name.removesuffix(".weight").split(".")[-1]
         if not _splits_evenly(row, 1, width, cut=cut):
-            yield f"{blocks}, which do not divide the parts of {name} in {spec.path}; leave trainer.fp8 out"
+            yield f"{blocks}, which do not divide the parts of {name} in {spec.path}; remove trainer.fp8"
             return
         if row.axis is not None and not _splits_evenly(row, ways, width, cut=cut):
             yield key, f"{blocks}, and {key}={ways} would split a block of {name} in {spec.path}; set {key} lower"
@@ -156,7 +156,7 @@ def keeps_unrounded_weights(trainer: Trainer, numerics: Numerics) -> Problems:
     if trainer.qat is not None and numerics.dtype != "bfloat16":
         yield (
             f"trainer.qat={trainer.qat} rounds the model's weights, but with numerics.dtype={numerics.dtype} the "
-            "optimizer has no unrounded copies; set numerics.dtype=bfloat16, or leave trainer.qat out"
+            "optimizer has no unrounded copies; set numerics.dtype=bfloat16, or remove trainer.qat"
         )
 
 
@@ -169,7 +169,7 @@ def has_experts(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Problems
             yield (
                 key,
                 f"{key}=int4 rounds routed experts whose matrices are separate tensors in the checkpoint, but "
-                f"{spec.path} has none; leave it out",
+                f"{spec.path} has none; remove {key}",
             )
 
 
@@ -187,7 +187,7 @@ def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
         if cols % GROUP:
             yield (
                 f"trainer.qat={trainer.qat} rounds groups of {GROUP} columns, but {name} in the experts of "
-                f"{spec.path} has {cols} columns, not a multiple of {GROUP}; leave trainer.qat out"
+                f"{spec.path} has {cols} columns, not a multiple of {GROUP}; remove trainer.qat"
             )
             return
         if row.axis == 1 and cols % (GROUP * sizes.expert_tensor):
@@ -195,7 +195,7 @@ def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
                 "trainer.expert_tensor",
                 f"trainer.qat={trainer.qat} rounds groups of {GROUP} columns, but "
                 f"trainer.expert_tensor={sizes.expert_tensor} would split a group in the {cols} columns of {name}; "
-                "set it to 1, and trainer.expert to 2 or more",
+                "set trainer.expert_tensor=1, and trainer.expert to 2 or more",
             )
             return
 
@@ -208,24 +208,27 @@ def takes_codes(publish: Publish, numerics: Numerics, rollout: Rollout) -> Probl
         return
     codes = "publish.quantize=int4"
     if numerics.dtype != "bfloat16":
-        yield "numerics.dtype", f"{codes} has bf16 scales, but numerics.dtype is {numerics.dtype}; set it to bfloat16"
+        yield (
+            "numerics.dtype",
+            f"{codes} has bf16 scales, but numerics.dtype is {numerics.dtype}; set numerics.dtype=bfloat16",
+        )
     if publish.encoding == "hf":
         yield (
             "publish.encoding",
-            f"{codes} needs the engines' own layout, but publish.encoding is hf; set it to local or auto",
+            f"{codes} needs the engines' own layout, but publish.encoding is hf; set publish.encoding to local or auto",
         )
     for group in rollout.policy_engines:
         if group.sglang.get("moe_runner_backend") != "triton":
             yield (
                 "rollout.engines.sglang.moe_runner_backend",
                 f"expert kernels other than Triton's may rearrange codes in {group.where}, which {codes} could "
-                "neither write nor verify; set moe_runner_backend to triton",
+                "neither write nor verify; set rollout.engines.sglang.moe_runner_backend=triton",
             )
         if group.sglang.get("enforce_shared_experts_fusion"):
             yield (
                 "rollout.engines.sglang.enforce_shared_experts_fusion",
                 f"{codes} quantizes only routed experts, but {group.where} would store the shared expert among them; "
-                "leave enforce_shared_experts_fusion out",
+                "remove rollout.engines.sglang.enforce_shared_experts_fusion",
             )
         if group.model is None and not group.urls:
             yield (
@@ -251,11 +254,9 @@ def has_kernels(publish: Publish, numerics: Numerics, rollout: Rollout, device: 
     if publish.quantize is None or device != "cpu" or numerics.exact or not rollout.policy_engines:
         return
     if publish.in_fp8:
-        problem = (
-            "supports fp8 blocks only in slimx's exact mode; leave publish.quantize out, or set numerics.mode=exact"
-        )
+        problem = "supports fp8 blocks only in slimx's exact mode; remove publish.quantize, or set numerics.mode=exact"
     else:
-        problem = "has no INT4 kernels; leave publish.quantize out (trainer.qat=int4 already rounds the weights)"
+        problem = "has no INT4 kernels; remove publish.quantize (trainer.qat=int4 already rounds the weights)"
     yield f"publish.quantize is {publish.quantize}, but on the CPU SGLang {problem}"
 
 

@@ -47,8 +47,8 @@ def check_pair(prompt: Prompt) -> None:
     rejected = prompt.metadata.get("rejected")
     if prompt.answer is None or not isinstance(rejected, str) or prompt.answer == rejected:
         raise SlimxError(
-            f"prompt {prompt.id} is not a pair of answers; set answer to the chosen answer, and metadata.rejected "
-            "to a different text, the rejected answer",
+            f"prompt {prompt.id} is not a pair of answers; set `answer` to the chosen answer, and metadata.rejected "
+            "to the rejected answer, which must be different",
             code="hooks.pair",
             about=prompt.id,
         )

@@ -56,7 +56,8 @@ def has_the_loss_of_its_gradient(algorithm: Algorithm) -> Problems:
     if algorithm.advantages.kind == "dpo" and (algorithm.loss.kind, algorithm.aggregation) != ("plain", "sum"):
         yield (
             "algorithm.advantages is dpo, which needs algorithm.loss=plain and algorithm.aggregation=sum, because "
-            "only they have the gradient of DPO; set algorithm.name=dpo and remove these three settings"
+            "only this combination has the gradient of DPO; set algorithm.name=dpo, and remove algorithm.advantages, "
+            "algorithm.loss and algorithm.aggregation"
         )
 
 
@@ -64,8 +65,8 @@ def has_the_loss_of_its_gradient(algorithm: Algorithm) -> Problems:
 def pairs(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Problems:
     if algorithm.advantages.kind == "dpo" and not rollout.engines and (rollout.group_size != 2 or reward.configured):
         yield (
-            "algorithm.advantages is dpo without engines, so the pairs come from the prompt file, which defines "
-            "the chosen answers; set rollout.group_size=2, reward.function=null and rollout.generate=preferences"
+            "without engines, the pairs of algorithm.advantages=dpo must come from the prompt file; set "
+            "rollout.group_size=2, reward.function=null and rollout.generate=preferences"
         )
 
 
@@ -120,5 +121,5 @@ def starts_from_hugging_face(algorithm: Algorithm, weights: Path) -> Problems:
     if source is not None:
         yield (
             f"trainer.load is {weights}, a checkpoint of {source.name}, but a reward model can start only from a "
-            "Hugging Face directory; convert it (slimx convert)"
+            "Hugging Face directory; convert the checkpoint (slimx convert)"
         )

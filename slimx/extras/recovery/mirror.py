@@ -53,7 +53,7 @@ class Mirror:
             self._thread.join(self.deadline_s)
             if self._thread.is_alive():
                 raise MirrorLost(
-                    f"{self.holder} is still sending the previous mirror after {self.deadline_s} s, so this one is "
+                    f"{self.holder} is still sending the previous mirror after {self.deadline_s} s, so this mirror is "
                     "skipped; raise recovery.mirror_every, or check the network",
                     code="mirror.busy",
                     about=self.holder,
@@ -73,7 +73,7 @@ class Mirror:
         if received != digest:
             raise MirrorLost(
                 f"the mirrored state of {self.holder} after step {step} was received with digest {received} instead "
-                f"of {digest}, so bytes were changed on the way; check the network and host memory",
+                f"of {digest}, so bytes were changed in transit; check the network and host memory",
                 code="mirror.differs",
                 about=self.holder,
             )

@@ -94,9 +94,8 @@ def can_shrink(recovery: Recovery, sizes: Sizes, device: str) -> Problems:
     if next(fewer(sizes), None) is None:
         yield (
             f"recovery.shrink_after cannot take effect with DP{sizes.data} (TP{sizes.tensor} CP{sizes.context} "
-            f"EP{sizes.expert} ETP{sizes.expert_tensor}), because there is only one data-parallel rank or the "
-            "experts need all of them; remove recovery.shrink_after, or choose a layout with more data-parallel "
-            "ranks"
+            f"EP{sizes.expert} ETP{sizes.expert_tensor}), because there is only one data-parallel rank or the experts "
+            "need all such ranks; remove recovery.shrink_after, or choose a layout with more data-parallel ranks"
         )
     if device == "cuda":
         yield "recovery.shrink_after was never tested on GPUs; remove it, or run on the CPU"

@@ -33,8 +33,8 @@ def shares_key_heads(sizes: Sizes, spec: ModelSpec) -> Problems:
         yield (
             "trainer.context",
             f"with trainer.tensor={sizes.tensor}, a rank has {heads // sizes.tensor} key heads in each delta net of "
-            f"{spec.path}, which {sizes.context} context-parallel ranks cannot share equally; choose a divisor of "
-            f"{heads // sizes.tensor}",
+            f"{spec.path}, which {sizes.context} context-parallel ranks cannot share equally; set trainer.context to "
+            f"a divisor of {heads // sizes.tensor}",
         )
 
 
@@ -52,7 +52,7 @@ def shares_groups(sizes: Sizes, spec: ModelSpec) -> Problems:
         yield (
             "trainer.context",
             f"the model {spec.path} has Mamba-2 layers, whose context parallelism in megatron-core 0.19.2 needs "
-            "Transformer Engine and was never tested; set it to 1",
+            "Transformer Engine and was never tested; set trainer.context=1",
         )
 
 
@@ -72,6 +72,6 @@ def states_are_not_shared(rollout: Rollout, spec: ModelSpec, device: str) -> Pro
     for group in rollout.policy_engines:
         if not group.sglang.get("disable_radix_cache"):
             yield (
-                f"{group.where} serves {spec.path}, whose delta-net states SGLang would reuse from its prefix cache, "
-                "which was never tested; set sglang.disable_radix_cache to true"
+                f"{group.where} serves {spec.path}, but reuse of delta-net states from SGLang's prefix cache was "
+                "never tested; set rollout.engines.sglang.disable_radix_cache=true"
             )

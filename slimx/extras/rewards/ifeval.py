@@ -31,8 +31,8 @@ def check(*, weights: Mapping[str, float] | None = None) -> None:
     unknown = [name for name in weights if name not in MEASURES]
     if unknown or not weights or not all(map(_is_finite, weights.values())):
         raise SlimxError(
-            f"{__name__}.reward: weights are {dict(weights)}; set finite numbers for some of {', '.join(MEASURES)} in "
-            "reward.options.weights",
+            f"{__name__}.reward: reward.options.weights={dict(weights)} is invalid; map at least one of "
+            f"{', '.join(MEASURES)} to a finite number, and use no other name",
             code="reward.weights",
             about=unknown[0] if unknown else "weights",
         )

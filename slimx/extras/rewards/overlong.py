@@ -14,8 +14,8 @@ async def reward(ctx: Context, trajectory: Trajectory, *, limit: int, buffer: in
     Raises SlimxError unless 0 < buffer <= limit."""
     if not 0 < buffer <= limit:
         raise SlimxError(
-            f"slimx.extras.rewards.overlong: buffer is {buffer} and limit is {limit} tokens; set them so "
-            "that 0 < buffer <= limit",
+            f"slimx.extras.rewards.overlong: buffer={buffer} and limit={limit} (tokens) do not satisfy 0 < buffer <= "
+            "limit; correct reward.options",
             code="reward.option",
             about="buffer",
         )

@@ -28,8 +28,8 @@ def served_teacher(algorithm: Algorithm, rollout: Rollout) -> Problems:
         if name not in frozen:
             yield (
                 option,
-                f"rollout.engines has no frozen group {name} (frozen groups: {', '.join(frozen) or 'none'}); "
-                "add one with this name, frozen: true and the teacher's model",
+                f"rollout.engines has no frozen group {name} (frozen groups: {', '.join(frozen) or 'none'}); add a "
+                "group with this name, frozen: true and the teacher's model",
             )
     if not named:
         return
@@ -50,7 +50,7 @@ def within_vocabulary(algorithm: Algorithm, spec: ModelSpec) -> Problems:
     if algorithm.teacher_top_k > spec.vocab_size:
         yield (
             f"algorithm.teacher_top_k is {algorithm.teacher_top_k}, but the vocabulary of {spec.path} has only "
-            f"{spec.vocab_size} tokens; lower it"
+            f"{spec.vocab_size} tokens; lower algorithm.teacher_top_k"
         )
 
 

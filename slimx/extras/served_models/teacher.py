@@ -121,9 +121,9 @@ def teacher_of(algorithm: Algorithm, prompt: Prompt) -> str:
     if name is None:
         selector = f"has no metadata.{field}" if value is None else f"has metadata.{field} {value}"
         raise SlimxError(
-            f"prompt {prompt.id} {selector}, but algorithm.teacher_engines only has "
-            f"entries for {', '.join(algorithm.teacher_engines)}; add an entry, or set algorithm.teacher_engine for "
-            "all other prompts",
+            f"prompt {prompt.id} {selector}, but algorithm.teacher_engines has entries only for "
+            f"{', '.join(algorithm.teacher_engines)}; add an entry, or set algorithm.teacher_engine for all other "
+            "prompts",
             code="teacher.prompt",
             about=prompt.id,
         )
@@ -163,8 +163,8 @@ async def check_vocabulary(server: FrozenEngine, tokenizer: PreTrainedTokenizerB
         texts = response.get("text")
         if not isinstance(texts, list) or len(texts) != len(ids):
             raise SlimxError(
-                f"the teacher at {server.url} does not return the text of tokens: {str(response)[:200]}; "
-                "check that it is an SGLang server",
+                f"the teacher at {server.url} does not return the text of tokens ({str(response)[:200]}); check that "
+                "it is an SGLang server",
             )
         for (token,), text, other in zip(ids, tokenizer.batch_decode(ids), texts, strict=True):
             if text != other:

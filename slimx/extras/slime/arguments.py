@@ -60,7 +60,7 @@ class RunFacts:
         match = re.fullmatch(r"(\D*)(\d+)", group_id)
         if match is None:
             raise SlimxError(
-                f"group {group_id!r} does not end in a number, from which the indices of slime's samples are "
+                f"group id {group_id!r} does not end in a number, from which the indices of slime's samples are "
                 "computed; use ids such as g17",
                 code="slime.group_id",
                 about=group_id,

@@ -61,15 +61,15 @@ class HookCall:
         unknown = sorted(payload.keys() - PAYLOAD)
         if unknown:
             raise SlimxError(
-                f"a slime hook posts {unknown[0]!r} to the engines, which slimx does not support; use only "
+                f"a slime hook posts the unsupported field {unknown[0]!r} to the engines; use only "
                 f"{', '.join(sorted(PAYLOAD))}",
                 code="slime.payload",
                 about=unknown[0],
             )
         if payload.get("stream"):
             raise SlimxError(
-                "a slime hook posts stream=true to the engines, but slimx does not stream responses to hooks; leave it "
-                "out",
+                "a slime hook posts stream=true to the engines, but slimx does not stream responses to hooks; remove "
+                "stream",
                 code="slime.payload",
                 about="stream",
             )
@@ -103,8 +103,8 @@ class HookCall:
             return as_ids(ids)
         if not isinstance(text, str) or ids is not None:
             raise SlimxError(
-                "a slime hook posts neither a single `text` nor a single list of `input_ids` to the engines; post one "
-                "of them",
+                "a slime hook posts neither a single `text` nor a single list of `input_ids` to the engines; post "
+                "exactly one of the two",
                 code="slime.payload",
                 about="input_ids",
             )

@@ -54,7 +54,7 @@ def load(key: str, path: str, kind: str) -> Callable[..., Any]:
     name = f"{key}: {path}"
     if not callable(function):
         raise SlimxError(
-            f"{name} is a {type(function).__name__}, not a function; write {shape}", code="slime.hook", about=path
+            f"{name} is of type {type(function).__name__}, not a function; write {shape}", code="slime.hook", about=path
         )
     try:
         inspect.signature(function).bind(*parameters)
@@ -101,7 +101,7 @@ class GenerateHook:
         reserved = sorted(RESERVED & config.rollout.options.keys())
         if reserved:
             raise SlimxError(
-                f"rollout.options sets {reserved[0]}, which the run itself sets; leave it out",
+                f"rollout.options sets {reserved[0]}, which the run itself sets; remove {reserved[0]}",
                 code="slime.option",
                 about=reserved[0],
             )
@@ -125,7 +125,7 @@ class GenerateHook:
             return to_trajectory(result, ctx, call.requests, version=version)
         if not isinstance(result, list) or not all(isinstance(item, Sample) for item in result):
             raise SlimxError(
-                f"{self.path} returned a {type(result).__name__}; return a Sample or a list of Samples",
+                f"{self.path} returned a value of type {type(result).__name__}; return a Sample or a list of Samples",
                 code="slime.returned",
                 about=self.path,
             )
@@ -303,8 +303,8 @@ def _number(sample: Sample, args: Any, path: str) -> float:
     if isinstance(value, dict):
         if args.reward_key not in value:
             raise SlimxError(
-                f"{path} returned a dict as the reward, but reward.options.reward_key is not one of its keys; set it "
-                f"to one of {', '.join(map(str, value))}",
+                f"{path} returned a dict as the reward, but reward.options.reward_key is not one of its keys; set "
+                f"reward.options.reward_key to one of {', '.join(map(str, value))}",
             )
         value = value[args.reward_key]
     try:

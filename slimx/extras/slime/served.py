@@ -40,8 +40,8 @@ async def post(url: str, payload: Any, max_retries: int = RETRIES, headers: dict
     if call.address and base == call.address:
         if parts.path != "/generate":
             raise SlimxError(
-                f"a slime hook posts to {parts.path} of the policy's router; post only to /generate, because only its "
-                "tokens can be trained",
+                f"a slime hook posts to {parts.path} of the policy's router; post only to /generate, because only the "
+                "tokens that it returns can be trained",
                 code="slime.path",
                 about=parts.path,
             )

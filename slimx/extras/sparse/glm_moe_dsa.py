@@ -43,8 +43,8 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
     Raises SlimxError if config.json lacks the field from which SGLang determines the indexer's rotation."""
     if hf.get("indexer_rope_interleave") is not True:
         raise SlimxError(
-            f"SGLang 0.5.23 would serve a {ARCHITECTURE} without indexer_rope_interleave as a different model; set it "
-            "to true in config.json, as in the published files",
+            f"SGLang 0.5.23 would serve a {ARCHITECTURE} without indexer_rope_interleave as a different model; set "
+            "the field to true in config.json, as in the published files",
             code="model.served_field",
             about="indexer_rope_interleave",
         )

@@ -40,7 +40,7 @@ def stages_begin_with_an_indexer(sizes: Sizes, spec: ModelSpec) -> Problems:
     for layer in sorted({*accumulate(counts[:-1])} - {layers, *fitting}):
         yield (
             f"a pipeline stage starts with layer {layer} of {spec.path}, which reads the tokens selected in a layer "
-            "of the previous stage; set trainer.layers_per_stage so that stages start with layers of "
+            "of the previous stage; set trainer.layers_per_stage such that every stage starts with one of the layers "
             f"{', '.join(map(str, fitting))}, or use fewer stages (trainer.pipeline, trainer.virtual_pipeline)"
         )
 

@@ -46,7 +46,7 @@ def show_rollouts(
     if buffer and (dropped or step is not None):
         raise SlimxError(
             "--buffer cannot be combined with --step or --dropped, because it shows groups of the newest checkpoint; "
-            "leave these options out",
+            "remove these options",
             code="rollouts.options",
             about="--buffer",
         )
@@ -58,7 +58,7 @@ def show_rollouts(
         )
     if choice.limit < 0:
         raise SlimxError(
-            f"--limit is {choice.limit}; give a number of groups, or 0 for all",
+            f"--limit={choice.limit} is negative; give a number of groups, or 0 for all",
             code="rollouts.limit",
             about="--limit",
         )
@@ -134,7 +134,8 @@ def buffer_of(directory: Path, choice: Choice) -> Json:
     newest = Saves(directory / "checkpoints", keep=1).newest()
     if newest is None:
         raise SlimxError(
-            f"{directory} has no complete checkpoint yet, from which the buffer is read; wait for the first one",
+            f"{directory} has no complete checkpoint yet, and the buffer is read from a checkpoint; wait for the "
+            "first checkpoint",
             code="rollouts.buffer",
             about=str(directory),
         )

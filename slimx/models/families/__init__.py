@@ -280,8 +280,8 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
         return _spec(str(path), hf, architecture, family, mtp_layers)
     except KeyError as error:
         raise SlimxError(
-            f"{file}: field {error}, which a {architecture} checkpoint must have, is missing or null; restore the "
-            "file from the checkpoint's source",
+            f"{file}: field {error}, which {architecture} requires, is missing or null; restore the file from the "
+            "checkpoint's source",
             code="model.field_missing",
             about=str(error.args[0]),
         ) from error
@@ -310,7 +310,7 @@ def _spec(path: str, hf: Json, architecture: str, family: Family, mtp_layers: in
     if mtp_layers > declared:
         raise SlimxError(
             f"{file}: the checkpoint has {declared} multi-token prediction layers, fewer than "
-            f"trainer.megatron.mtp_num_layers={mtp_layers}; lower it",
+            f"trainer.megatron.mtp_num_layers={mtp_layers}; lower that number",
             code="model.mtp_layers",
             about="trainer.megatron.mtp_num_layers",
         )
@@ -327,8 +327,8 @@ def _spec(path: str, hf: Json, architecture: str, family: Family, mtp_layers: in
     unread = next(fields.unread(), None)
     if unread is not None:
         raise SlimxError(
-            f"{file}: slimx does not read field {unread} of a {architecture}, and it may change what the model "
-            "computes; remove it if it has no effect, or set model.family to a family that reads it",
+            f"{file}: slimx does not read field {unread} of {architecture}, which may change what the model computes; "
+            "remove the field if it has no effect, or set model.family to a family that reads it",
             code="model.field_unread",
             about=unread,
         )
@@ -377,15 +377,15 @@ def _family_of(architecture: str, file: Path, configured: Family | None) -> Fami
     if configured is not None:
         if architecture != configured.ARCHITECTURE:
             raise SlimxError(
-                f"{file}: architecture {architecture} differs from {configured.ARCHITECTURE}, that of model.family; "
-                "set model.family to the checkpoint's family, or leave it out",
+                f"{file}: architecture {architecture} differs from {configured.ARCHITECTURE}, the one of "
+                "model.family; set model.family to the checkpoint's family, or remove model.family",
                 code="model.other_family",
                 about=architecture,
             )
         return _with_defaults(configured)
     if architecture in UNBUILDABLE:
         raise SlimxError(
-            f"{file}: architecture {architecture} is not supported, because {UNBUILDABLE[architecture]}",
+            f"{file}: {architecture} is not supported, because {UNBUILDABLE[architecture]}; choose another checkpoint",
             code="model.unbuildable",
             about=architecture,
         )

@@ -57,8 +57,8 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
     for group in config.rollout.engines:
         if not group.frozen and group.urls:
             raise SlimxError(
-                f"rollout.engines group {group.name} has urls, but slimx cannot tell which weights those servers "
-                "have; set count instead of urls, so that slimx starts the engines",
+                f"rollout.engines group {group.name} has urls, but slimx does not know the weights of those servers; "
+                "set count instead of urls, so that slimx starts the engines",
                 code="engines.urls",
                 about=group.name,
             )
@@ -153,7 +153,7 @@ def evaluation_config(config: Config, checkpoint: Path | None) -> Config:
     config = without_trainers(config.model_copy(update={"eval": options}), checkpoint)
     if not config.eval.files:
         raise SlimxError(
-            "eval.prompts is null, so there is nothing to evaluate; set it to a file of prompts",
+            "eval.prompts is null, so there is nothing to evaluate; set eval.prompts to a file of prompts",
             code="eval.prompts",
             about="eval.prompts",
         )

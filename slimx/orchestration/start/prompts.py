@@ -85,8 +85,8 @@ def make_source(config: Config, prompts: Mapping[str, list[Prompt]]) -> DataSour
             missing.append(name)
     if missing:
         raise SlimxError(
-            f"rollout.source: {rollout.source} returned a {type(source).__name__} without {', '.join(missing)}; "
-            "define all methods of slimx.data.prompts.read.DataSource",
+            f"rollout.source: {rollout.source} returned an object of type {type(source).__name__} without "
+            f"{', '.join(missing)}; define all methods of slimx.data.prompts.read.DataSource",
             code="sources.methods",
             about="rollout.source",
         )

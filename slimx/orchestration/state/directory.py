@@ -68,7 +68,7 @@ def check_generation(config: Config, directory: Path, saves: Saves) -> None:
     the prompts that is stored in `saves`."""
     if config.run.fork:
         raise SlimxError(
-            "run.fork is set, but it continues training and slimx generate does not train; remove run.fork",
+            "run.fork continues the training of a run, but slimx generate does not train; remove run.fork",
             code="run.fork",
             about="run.fork",
         )

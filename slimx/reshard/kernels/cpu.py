@@ -72,7 +72,8 @@ def pack(
     or outside the bucket."""
     if bucket.dtype != torch.uint8 or bucket.device.type != "cpu" or not bucket.is_contiguous():
         raise SlimxError(
-            f"the bucket is a {bucket.dtype} tensor on {bucket.device}; pass a contiguous uint8 tensor in CPU memory",
+            f"the bucket is a {bucket.dtype} tensor on {bucket.device}, not a contiguous uint8 tensor in CPU memory; "
+            "pass such a tensor",
             code="kernel.bucket",
             about="bucket",
         )
@@ -82,8 +83,8 @@ def pack(
     out_flags = np.zeros(len(sums), dtype=np.uint32) if flags is None else flags
     if out_flags.dtype != np.uint32 or out_flags.shape != sums.shape or not out_flags.flags.carray:
         raise SlimxError(
-            f"flags is an array of {out_flags.dtype} with shape {out_flags.shape}; pass a contiguous array of uint32 "
-            "with the shape of sums",
+            f"flags is an array of {out_flags.dtype} with shape {out_flags.shape}, not a contiguous array of uint32 "
+            "with the shape of sums; pass such an array",
             code="kernel.flags",
             about="flags",
         )
@@ -213,7 +214,7 @@ def threads_of(threads: int | None) -> int:
     1."""
     if threads is not None and threads < 1:
         raise SlimxError(
-            f"threads is {threads}, but must be at least 1; pass a larger number, or None for torch's number",
+            f"threads is {threads}, but must be at least 1; pass a larger number, or None for torch's thread count",
             code="kernel.threads",
             about=str(threads),
         )
@@ -229,7 +230,7 @@ def _raise_for(status: int, isa: str) -> None:
         )
     if status == _NO_MEMORY:
         raise SlimxError(
-            "the CPU packing kernel could not allocate memory for its list of tiles: pack fewer pieces at a time",
+            "the CPU packing kernel could not allocate memory for its list of tiles; pack fewer pieces at a time",
         )
     if status:
         raise SlimxError(

@@ -174,7 +174,8 @@ def pack_at(
     _check_tensor(plan, "flags", flags, torch.int32, len(plan.names))
     if address % 16:
         raise SlimxError(
-            f"the memory of bucket {plan.bucket} starts at address {address:#x}; align it to 16 bytes",
+            f"the memory of bucket {plan.bucket} starts at address {address:#x}, not at a multiple of 16; align it to "
+            "16 bytes",
             code="kernel.alignment",
             about=plan.bucket,
         )
@@ -254,7 +255,7 @@ def missing() -> str | None:
         reason = library.slimx_cuda_error_string(status).decode() if status else "CUDA counts 0 devices"
         return f"this process has no CUDA device ({reason}): pack on the CPU, or run on a machine with a GPU"
     if not torch.cuda.is_available():
-        return f"torch {torch.__version__} cannot use this machine's CUDA device: install a CUDA build of torch"
+        return f"torch {torch.__version__} cannot use this machine's CUDA device; install a CUDA build of torch"
     return None
 
 
@@ -295,7 +296,7 @@ def device_of(device: torch.device | int) -> torch.device:
     cuda_device = torch.device("cuda", device) if isinstance(device, int) else device
     if cuda_device.type != "cuda":
         raise SlimxError(
-            f"{cuda_device} is not a CUDA device: pass one, or pack on the CPU with slimx.reshard.kernels.cpu",
+            f"{cuda_device} is not a CUDA device; pass one, or pack on the CPU with slimx.reshard.kernels.cpu",
         )
     return cuda_device if cuda_device.index is not None else torch.device("cuda", torch.cuda.current_device())
 

@@ -308,7 +308,7 @@ def _source(plan: Plan, index: int, parameters: Mapping[str, torch.Tensor] | Non
         contiguous = "" if parameter.is_contiguous() else ", not contiguous"
         raise SlimxError(
             f"parameter {planned.name} is {dtype} {list(shape)}{contiguous}, but the plan was compiled for contiguous "
-            f"{planned.dtype} {list(planned.shape)}; compile it again for this model",
+            f"{planned.dtype} {list(planned.shape)}; compile the plan again for this model",
             code="pack.parameter",
             about=planned.name,
         )

@@ -59,7 +59,7 @@ def check_blocks(name: str, move: Move, rect: Rect, block_shape: tuple[int, int]
     one rectangle of one rank. Otherwise quantized values would depend on parallel sizes."""
     if max(move.row_step, rect.step) > 1:
         raise SlimxError(
-            f"{name} cannot be quantized, because its rows are reordered; leave out publish.quantize",
+            f"{name} cannot be quantized, because its rows are reordered; remove publish.quantize",
             code="plan.reordered",
             about=name,
         )

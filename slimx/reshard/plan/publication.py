@@ -166,9 +166,9 @@ def _check_drafts(config: Config, spec: ModelSpec, encoding: Encoding, note: str
             reason = f"slimx does not know its layout in SGLang's draft model of {spec.family.ARCHITECTURE}"
         if reason is not None:
             raise SlimxError(
-                f"{group.where} drafts tokens with the multi-token prediction layer that trainer.megatron."
-                f"mtp_num_layers trains, but the layer cannot be published, because {reason}; remove "
-                "speculative_algorithm or mtp_num_layers",
+                f"{group.where} drafts tokens with the multi-token prediction layer that "
+                f"trainer.megatron.mtp_num_layers trains, but the layer cannot be published, because {reason}; remove "
+                "speculative_algorithm or trainer.megatron.mtp_num_layers",
                 code="publish.draft",
                 about="rollout.engines.sglang.speculative_algorithm",
             )
@@ -207,7 +207,7 @@ def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, s
         return "local", "each engine rank receives its own bytes"
     if encoding == "local":
         raise SlimxError(
-            f"publish.encoding=local is not possible, because {reason}; set it to auto or hf",
+            f"publish.encoding=local is not possible, because {reason}; set publish.encoding to auto or hf",
         )
     return "hf", f"Hugging Face names, because {reason}"
 

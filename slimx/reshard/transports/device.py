@@ -103,7 +103,8 @@ def opened(path: str, size: int, device: torch.device | int = 0) -> Iterator[int
     owner, gpu, available, address, handle = path.removeprefix(ON_DEVICE).split(":")
     if int(available) < size:
         raise SlimxError(
-            f"the bucket on GPU {gpu} has {available} bytes of memory, but its description says {size}; publish again",
+            f"the bucket on GPU {gpu} has {available} bytes of memory, but its description specifies {size} bytes; "
+            "publish again",
             code="bucket.size",
             about=path,
         )
@@ -114,8 +115,8 @@ def opened(path: str, size: int, device: torch.device | int = 0) -> Iterator[int
     local_machine = _process().partition("/")[0]
     if owner_machine != local_machine:
         raise SlimxError(
-            f"the bucket on GPU {gpu} is on another machine, but publish.transport=cuda_ipc needs trainers and engines "
-            "on the same one; set publish.transport=nixl",
+            f"the bucket on GPU {gpu} is on another machine, but publish.transport=cuda_ipc needs trainers and "
+            "engines on the same machine; set publish.transport=nixl",
             code="bucket.machine",
             about=path,
         )
@@ -126,8 +127,8 @@ def opened(path: str, size: int, device: torch.device | int = 0) -> Iterator[int
         status = library.slimx_cuda_open(bytes.fromhex(handle), ctypes.byref(mapped))
         _raise_for(
             status,
-            f"the bucket of process {owner.rpartition('/')[2]} on GPU {gpu} cannot be reached from {local_device} (GPU "
-            f"{_gpu(local_device)}): check that the process is running and that the two GPUs have peer access "
+            f"the bucket of process {owner.rpartition('/')[2]} on GPU {gpu} cannot be reached from {local_device} "
+            f"(GPU {_gpu(local_device)}); check that the process is running and that the two GPUs have peer access "
             "(nvidia-smi topo -p2p r)",
             code="bucket.gone",
             about=path,

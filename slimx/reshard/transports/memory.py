@@ -66,7 +66,8 @@ def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
         available = os.fstat(file).st_size
         if available < size:
             raise SlimxError(
-                f"the bucket at {path} has {available} bytes, but its description says {size}; publish again",
+                f"the bucket at {path} has {available} bytes, but its description specifies {size} bytes; publish "
+                "again",
                 code="bucket.size",
                 about=path,
             )

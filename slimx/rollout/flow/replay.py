@@ -100,8 +100,8 @@ def check_replay(run: Path, origin: Origin, *, first: int, last: int, routes: bo
             )
         if routes and not saved.routes:
             raise SlimxError(
-                f"rollout.replay: {files[step]} contains no routed experts, which trainer.moe.routing_replay=R3 needs; "
-                "set routing_replay to none, or save the batches with track.rollouts.routes=true",
+                f"rollout.replay: {files[step]} contains no routed experts, which trainer.moe.routing_replay=R3 "
+                "needs; set trainer.moe.routing_replay=none, or save the batches with track.rollouts.routes=true",
                 code="replay.routes",
                 about="trainer.moe.routing_replay",
             )

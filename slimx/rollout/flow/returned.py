@@ -69,7 +69,7 @@ class ReturnCheck:
             if not isinstance(trajectory, Trajectory):
                 kind = type(trajectory).__name__
                 raise self._error(
-                    "rollout.returned", rollout, f"returned a {kind}; return a Trajectory, or a list of them"
+                    "rollout.returned", rollout, f"returned a {kind}; return a Trajectory, or a list of trajectories"
                 )
             self._check_position(trajectory, rollout)
             self._check_fields(trajectory)

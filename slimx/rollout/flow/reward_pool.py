@@ -84,8 +84,8 @@ class RewardPool:
         """
         if self._closed:
             raise SlimxError(
-                f"the reward of {named(judged)} was requested after the reward workers were stopped; await it before "
-                "the run ends",
+                f"the reward of {named(judged)} was requested after the reward workers were stopped; await the reward "
+                "before the run ends",
                 code="reward.ended",
                 about=named(judged),
             )

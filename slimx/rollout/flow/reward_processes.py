@@ -148,7 +148,7 @@ class RewardProcesses:
         except (EOFError, OSError):
             raise SlimxError(
                 f"the process of reward hook {name} {worker.how_ended()} while it computed the reward of {subject}; "
-                "run the hook on it outside slimx",
+                "to find the cause, run the hook outside slimx",
                 code="reward.crash",
                 about=name,
             ) from None

@@ -262,7 +262,7 @@ def _check_flex(trainer: Trainer, device: str, packages: Collection[str]) -> Non
         )
     if trainer.expert * trainer.expert_tensor_size == 1:
         raise SlimxError(
-            f"{choice} is of no use with trainer.expert=1, where tokens stay on their ranks; raise trainer.expert or "
+            f"{choice} has no effect with trainer.expert=1, where tokens stay on their ranks; raise trainer.expert or "
             "set trainer.moe.dispatcher=alltoall",
             code="trainer.nothing_to_dispatch",
             about="trainer.moe.dispatcher",

@@ -181,8 +181,8 @@ def refuse_xids(gpu: NvmlGpu) -> None:
     if xids:
         numbers = ", ".join(map(str, xids))
         raise SlimxError(
-            f"the driver has reported XID {numbers} for GPU {gpu.uuid}; look up the number in NVIDIA's XID "
-            "catalog, and the context in dmesg",
+            f"the driver has reported XID {numbers} for GPU {gpu.uuid}; look up the errors in NVIDIA's XID catalog, "
+            "and their context in dmesg",
             code="gpu.xid",
             about=gpu.uuid,
         )

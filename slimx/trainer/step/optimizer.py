@@ -217,9 +217,9 @@ class OptimizerStep:
         print(f"slimx: optimizer step skipped because the gradient norm is {norm}: {origin}", flush=True)
         if self.skipped_in_a_row >= self.options.max_skipped > 0:
             raise SlimxError(
-                f"{self.skipped_in_a_row} consecutive optimizer steps had gradients that are not finite "
-                f"({self.key}.max_skipped), most recently {origin}; check loss, rewards and learning rate of the "
-                "last steps, and resume from the newest checkpoint",
+                f"{self.skipped_in_a_row} consecutive optimizer steps ({self.key}.max_skipped) were skipped because "
+                f"of gradients that are not finite, most recently {origin}; check loss, rewards and learning rate of "
+                "the last steps, and resume from the newest checkpoint",
                 code="trainer.max_skipped",
                 about=f"{self.key}.max_skipped",
             )

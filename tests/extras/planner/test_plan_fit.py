@@ -60,7 +60,7 @@ def test_everything_that_is_violated_is_told_at_once(plan):
         "trainer.expert=3 ",
         "trainer.pipeline=5 ",
         " 40960 ",
-        "trainer.max_tokens_per_microbatch is 512: ",
+        "trainer.max_tokens_per_microbatch is 512, but ",
     ):
         assert sum(part in line for line in violations) == 1, (part, violations)
     assert len(violations) == 4

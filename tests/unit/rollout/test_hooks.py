@@ -85,7 +85,7 @@ def test_a_forgotten_await_is_refused_by_that_word():
     draft, coroutine = draft_of([1, 20]), generate()
     with refused("draft.awaitable", about="g/0") as caught:
         draft.add_sampled(coroutine)
-    assert "await it" in str(caught.value)
+    assert "await the completion" in str(caught.value)
     coroutine.close()
 
 

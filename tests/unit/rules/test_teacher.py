@@ -32,9 +32,9 @@ def refusals(other: Path, policy: Path) -> list[SlimxError]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rms_norm_eps": 1e-3}, "layernorm_epsilon is 0.001, not 1e-06"),
-        ({"num_experts_per_tok": 1}, "moe_router_topk is 1, not 2"),
-        ({"vocab_size": 130}, "vocab_size is 130, not 128"),
+        ({"rms_norm_eps": 1e-3}, "has layernorm_epsilon 0.001, not 1e-06"),
+        ({"num_experts_per_tok": 1}, "has moe_router_topk 1, not 2"),
+        ({"vocab_size": 130}, "has vocab_size 130, not 128"),
     ],
 )
 def test_another_number_in_its_configuration_is_named(policy, tmp_path, change, message):

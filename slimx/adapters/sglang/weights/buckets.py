@@ -131,7 +131,7 @@ def base_shares(new: Manifest, layout: Layout, loaded: Mapping[str, int]) -> dic
     if missing:
         raise SlimxError(
             f"{new} contains only adapters, but {len(missing)} base weights (the first is {missing[0]}) were never "
-            "published to this server; publish all weights first",
+            "published to this server; publish the base weights first",
             code="receiver.no_base",
             about=missing[0],
         )
@@ -151,7 +151,7 @@ def check_manifest(manifest: Manifest, staging: str) -> None:
         )
     if staging not in get_args(Staging):
         raise SlimxError(
-            f"{manifest} has the unknown value {staging!r} of staging; use one of {', '.join(get_args(Staging))}",
+            f"{manifest} has the unknown staging {staging!r}; use one of {', '.join(get_args(Staging))}",
             code="receiver.manifest",
             about="staging",
         )
@@ -171,7 +171,7 @@ def check_entry(entry: Json, places: Mapping[str, Destination], taken: Collectio
             else "no tensor of the model has a similar name"
         )
         raise SlimxError(
-            f"tensor {name} of bucket {bucket} does not exist in the model; {nearest}",
+            f"tensor {name} of bucket {bucket} is not in the model ({nearest}); correct its name",
             code="receiver.tensor",
             about=name,
         )
@@ -179,7 +179,7 @@ def check_entry(entry: Json, places: Mapping[str, Destination], taken: Collectio
     if offered != place.form:
         raise SlimxError(
             f"tensor {name} of bucket {bucket} has dtype and shape {offered}, but the model loads {place.form}; "
-            "convert it before publishing",
+            "convert the tensor before publishing",
             code="receiver.form",
             about=name,
         )
@@ -191,8 +191,8 @@ def check_entry(entry: Json, places: Mapping[str, Destination], taken: Collectio
         )
     if entry["nbytes"] != place.nbytes or not 0 <= entry["offset"] <= size - place.nbytes:
         raise SlimxError(
-            f"tensor {name} of bucket {bucket} is declared as {entry['nbytes']} bytes at offset {entry['offset']}, "
-            f"but it has {place.nbytes} bytes and the bucket {size}; correct the bucket's index",
+            f"tensor {name} of bucket {bucket} is declared with {entry['nbytes']} bytes at offset {entry['offset']}, "
+            f"but the tensor has {place.nbytes} bytes and the bucket has {size}; correct the bucket's index",
             code="receiver.extent",
             about=name,
         )

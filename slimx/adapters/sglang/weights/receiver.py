@@ -102,7 +102,7 @@ class RankReceiver:
             )
         if self.adapters and new.policy not in self.adapters:
             raise SlimxError(
-                f"{new} was sent to a server that only has adapters of {', '.join(self.adapters)}; start the server "
+                f"{new} was sent to a server that has adapters only of {', '.join(self.adapters)}; start the server "
                 "with the adapters of all published policies",
                 code="receiver.policy",
                 about=new.policy,
@@ -224,7 +224,7 @@ class RankReceiver:
         `POLICY:`."""
         if self.copied is None:
             raise SlimxError(
-                "verify has nothing to check, because nothing was published to this server; publish first",
+                "verify has nothing to check, because nothing was published to this server; publish weights first",
                 code="receiver.never_published",
                 about="verify",
             )

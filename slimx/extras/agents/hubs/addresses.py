@@ -12,5 +12,5 @@ def check_url(url: object, key: str, *, code: str) -> None:
     parts = urlsplit(url) if isinstance(url, str) else None
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
         raise SlimxError(
-            f"{key}: {url!r} is not an http or https URL; set one such as http://host:8000", code=code, about=key
+            f"{key}: {url!r} is not an http or https URL; set a URL such as http://host:8000", code=code, about=key
         )

@@ -29,7 +29,7 @@ class StepEnvironment:
         """
         if isinstance(max_invalid, bool) or not isinstance(max_invalid, int) or max_invalid < 1:
             raise SlimxError(
-                f"{key}.max_invalid is {max_invalid!r}; set it to an integer number of turns, at least 1",
+                f"{key}.max_invalid is {max_invalid!r}, not a number of turns; set an integer of at least 1",
                 code="environment.max_invalid",
                 about=f"{key}.max_invalid",
             )

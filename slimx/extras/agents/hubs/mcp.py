@@ -97,8 +97,8 @@ class McpTools:
                     continue
                 if tool.name in self._by_tool:
                     raise SlimxError(
-                        f"the MCP servers {self._by_tool[tool.name].name} and {name} both have a tool "
-                        f"named {tool.name}; remove one of them from {KEY}.servers",
+                        f"the MCP servers {self._by_tool[tool.name].name} and {name} both have a tool named "
+                        f"{tool.name}; remove one of the two servers from {KEY}.servers",
                         code="mcp.twice",
                         about=tool.name,
                     )

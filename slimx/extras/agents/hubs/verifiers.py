@@ -39,7 +39,8 @@ def check(*, url: str, token_env: str | None = None) -> None:
     check_url(url, f"{KEY}.url", code="verifiers.url")
     if token_env is not None and not os.environ.get(token_env):
         raise SlimxError(
-            f"{KEY}.token_env: {token_env} is unset or empty; export it before starting the run",
+            f"{KEY}.token_env names the environment variable {token_env}, which is unset or empty; export it before "
+            "starting the run",
             code="verifiers.token",
             about=f"{KEY}.token_env",
         )
@@ -102,7 +103,7 @@ async def _post(url: str, body: Json, token_env: str | None) -> tuple[int, str]:
         ):
             return response.status, await text_of(response)
     except (aiohttp.ClientError, OSError) as error:
-        raise SlimxError(f"the verifiers server at {url} cannot be reached: {raised(error)}") from error
+        raise SlimxError(f"the verifiers server at {url} cannot be reached ({raised(error)})") from error
 
 
 def _is_finite(value: object) -> bool:

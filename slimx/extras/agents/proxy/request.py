@@ -72,11 +72,13 @@ def fields_of(body: object, known: Collection[str], neutral: Json) -> Json:
     fields = {name: value for name, value in body.items() if value is not None}
     for name in sorted(fields.keys() - known - neutral.keys()):
         raise ApiError(
-            f"{name} is not supported by this server; leave it out", code="unsupported_parameter", param=name
+            f"{name} is not supported by this server; remove it from the request",
+            code="unsupported_parameter",
+            param=name,
         )
     for name, only in neutral.items():
         if fields.get(name, only) != only:
-            raise unsupported(name, f"{json.dumps(fields[name])} is not supported; leave it out")
+            raise unsupported(name, f"{json.dumps(fields[name])} is not supported; remove it")
     return fields
 
 
@@ -107,7 +109,7 @@ def overridden_by_run(fields: Json, sampling: Json, *, strict: bool) -> tuple[st
         current = sampling.get(name, 1.0)
         if typed(fields, name, float, current) != current:
             if strict:
-                raise unsupported(name, f"{fields[name]} is not the run's {current}; leave it out")
+                raise unsupported(name, f"{fields[name]} is not the run's {current}; remove it")
             overridden.append(name)
     return tuple(overridden)
 

@@ -283,7 +283,7 @@ class Session:
         if request.forced is not None and not calls and completion.finish_reason == "stop":
             raise ApiError(
                 "the engine sampled no tool call, although its grammar requires one; send the request again, or "
-                "leave tool_choice out",
+                "remove tool_choice",
                 code="engine_failed",
                 status=502,
             )

@@ -72,7 +72,8 @@ def find_parser(name: str, router: str, headers: Mapping[str, str] = {}) -> Tool
     known = get_available_tool_call_parsers()
     if name not in known:
         raise SlimxError(
-            f"{key} is {name!r}; use a dotted path or one of {', '.join(sorted([*PARSERS, *known]))}",
+            f"{key}={name!r} is not a known parser; use a dotted path or one of "
+            f"{', '.join(sorted([*PARSERS, *known]))}",
             code="proxy.tool_parser",
             about=key,
         )

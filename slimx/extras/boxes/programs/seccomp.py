@@ -78,7 +78,7 @@ def program() -> bytes:
     machine = platform.machine()
     if machine not in _MACHINES:
         raise SlimxError(
-            f"the sandbox does not support {machine} machines; run hooks that need it on x86_64 or aarch64",
+            f"the sandbox does not support {machine} machines; run hooks that need a sandbox on x86_64 or aarch64",
             code="sandbox.machine",
             about=machine,
         )

@@ -51,7 +51,7 @@ class Limits:
                 value = as_whole(getattr(self, limit.name))
                 if not isinstance(value, int):
                     raise SlimxError(
-                        f"the sandbox limit {limit.name} is {value!r}; use an integer",
+                        f"the sandbox limit {limit.name} is {value!r}, not an integer; set an integer",
                         code="sandbox.limit",
                         about=limit.name,
                     )

@@ -85,7 +85,8 @@ def _passes(sandbox: Sandbox, code: str, test: str | dict[str, str], prompt: str
     judge = _judged(sandbox, code, test, stop)
     if judge.ended == "exit" and judge.status == UNFIT:
         raise SlimxError(
-            f"a test of prompt {prompt!r} cannot be run: {judge.stderr.strip()[-300:]}; correct it in metadata.tests",
+            f"a test of prompt {prompt!r} cannot be run ({judge.stderr.strip()[-300:]}); correct the test in "
+            "metadata.tests",
             code="reward.test",
             about=prompt,
         )

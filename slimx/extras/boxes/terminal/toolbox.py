@@ -80,7 +80,8 @@ class Terminal:
         if toolbox._options.backend == "remote":
             if toolbox._most > MAX_FILE:
                 raise SlimxError(
-                    f"{KEY}.work_mib exceeds the {MAX_FILE // MIB} MiB that a sandbox server accepts; lower it",
+                    f"{KEY}.work_mib={toolbox._most // MIB} exceeds the {MAX_FILE // MIB} MiB that a sandbox server "
+                    "accepts; lower it",
                     code="box.option",
                     about=f"{KEY}.work_mib",
                 )

@@ -34,8 +34,9 @@ def quantized_names(table: Table, block: tuple[int, int]) -> frozenset[str]:
         for name, shape in zip(entry.sources, shapes, strict=True):
             if len(shapes) > 1 and shape[0] % block[0]:
                 raise SlimxError(
-                    f"tensor {name} has {shape[0]} rows, not a multiple of {block[0]}, but engines concatenate it with "
-                    f"{entry.sources[len(shapes) - 1]}, so this model cannot be served in block fp8; keep it in bf16",
+                    f"tensor {name} has {shape[0]} rows, not a multiple of {block[0]}, but engines concatenate it "
+                    f"with {entry.sources[len(shapes) - 1]}, so this model cannot be served in block fp8; keep the "
+                    "model in bf16",
                     code="convert.blocks",
                     about=name,
                 )

@@ -77,7 +77,8 @@ class TorchDistReader:
             dtype = _entry(metadata, key).properties.dtype
             if dtype not in _DTYPES:
                 raise SlimxError(
-                    f"{self.path}: tensor {key} has dtype {dtype}, which slimx does not support; save it in bf16",
+                    f"{self.path}: tensor {key} has dtype {dtype}, which slimx does not support; save the tensor in "
+                    "bf16",
                     code="megatron.dtype",
                     about=key,
                 )

@@ -109,7 +109,9 @@ def _array_rows(path: Path) -> Iterator[Row]:
         rows = msgspec.json.decode(path.read_bytes().removeprefix(BOM))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SlimxError(
-            f"{path}: the file is not valid JSON ({error}); correct it", code="prompts.unreadable", about=str(path)
+            f"{path}: the file is not valid JSON ({error}); correct the file",
+            code="prompts.unreadable",
+            about=str(path),
         ) from error
     for number, row in enumerate(rows, 1):
         where = f"{path}, row {number}"

@@ -86,8 +86,8 @@ class ReceivedRuns:
             rank = f"trainer rank {run.source}"
             if frame_base not in (NO_BASE, base):
                 raise LinkError(
-                    f"{engine} has the bytes of transfer {base} for bucket {bucket}, but {rank} sent changes to those "
-                    f"of transfer {frame_base}; publish again, which sends full weights",
+                    f"{engine} has the bytes of transfer {base} for bucket {bucket}, but {rank} sent changes relative "
+                    f"to transfer {frame_base}; publish again, which sends full weights",
                     code="direct.base",
                     about=rank,
                 )

@@ -61,8 +61,8 @@ def apply(frame: torch.Tensor, base: torch.Tensor, *, item: int, threads: int | 
     )
     if status:
         raise SlimxError(
-            f"the frame of {frame.numel()} bytes is not valid for {nbytes} bytes in elements of {item} bytes (status "
-            f"{status}); install the same version of slimx on every machine, and publish again",
+            f"the frame of {frame.numel()} bytes cannot be decoded to {nbytes} bytes in elements of {item} bytes "
+            f"(status {status}); install the same version of slimx on every machine, and publish again",
             code="delta.frame",
             about="frame",
         )

@@ -113,7 +113,7 @@ class DirectSender:
             expected = {first + run.rank: run.nbytes for run in bucket_runs}
             if offer.item != self.item or expected != packed:
                 raise SlimxError(
-                    f"engine {offer.engine} expects other bytes of bucket {bucket} than trainer rank "
+                    f"engine {offer.engine} expects different bytes of bucket {bucket} than trainer rank "
                     f"{self.packer.rank} packs; install the same version of slimx on every machine",
                     code="direct.sizes",
                     about=offer.engine,

@@ -161,7 +161,7 @@ def try_hooks(config: Config) -> None:
     except Exception as error:
         raise SlimxError(
             f"{' or '.join(hooks)}, called with synthetic rollouts, raised {raised(error)}; to find the cause, call "
-            "it by hand on a batch from slimx.extras.doctor.effects.probe.make_probe",
+            "the hook by hand on a batch from slimx.extras.doctor.effects.probe.make_probe",
             code="algorithm.hook",
             about=" or ".join(hooks),
         ) from error

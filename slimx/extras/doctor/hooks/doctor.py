@@ -218,7 +218,7 @@ def _keep(hooks: Hooks, group: Group, findings: HookFindings) -> None:
         findings.problem("hooks.filter_raised", "rollout.filter", sentence)
         return
     if not isinstance(verdict, bool | str | np.bool_):
-        sentence = f"rollout.filter returned a {type(verdict).__name__}; return True, False or a reason"
+        sentence = f"rollout.filter returned a value of type {type(verdict).__name__}; return True, False or a reason"
         findings.problem("hooks.filter_verdict", "rollout.filter", sentence)
         return
     result = "kept" if verdict else "dropped"

@@ -90,8 +90,8 @@ class HookTrial:
         while not wait([self._result], timeout=0.2).done:
             if time.monotonic() - self.beat > STUCK_S:
                 raise SlimxError(
-                    f"rollout.generate: {self.config.rollout.generate} has blocked the event loop, which all "
-                    f"rollouts share, for {STUCK_S:.0f} s; await, or move blocking calls to asyncio.to_thread",
+                    f"rollout.generate: {self.config.rollout.generate} has blocked the event loop, which all rollouts "
+                    f"share, for {STUCK_S:.0f} s; use await in the hook, or move blocking calls to asyncio.to_thread",
                     code="hooks.blocking",
                     about=self.config.rollout.generate,
                 )

@@ -47,7 +47,7 @@ def call(name: str, on: torch.Tensor, *arguments: object) -> None:
     if status:
         reason = library.slimx_exact_cuda_error_string(status).decode()
         raise SlimxError(
-            f"exact mode's CUDA kernel {name} cannot be launched on {on.device}: {reason} (CUDA error {status}); "
+            f"exact mode's CUDA kernel {name} cannot be launched on {on.device} ({reason}, CUDA error {status}); "
             "check the GPU with nvidia-smi",
         )
 

@@ -108,7 +108,7 @@ class EngineRank:
             if checksum != checksums[name]:
                 raise SlimxError(
                     f"the {state} tensor {name} has the checksum {checksum:016x}, but {checksums[name]:016x} was "
-                    "published, so bytes were changed on the way; check the network and repeat the rehearsal",
+                    "published, so bytes were changed in transit; check the network and repeat the rehearsal",
                     code="links.checksum",
                     about=name,
                 )

@@ -35,7 +35,8 @@ def spans_nodes(cluster: Cluster, rollout: Rollout, machine: Machine) -> Problem
         if ranks > machine.per_node and not group.urls:
             yield (
                 f"a server of {group.where} has {ranks} ranks on each of its {group.nodes} nodes, but a node has only "
-                f"{machine.per_node} GPUs; set its nodes to {-(-group.ranks // machine.per_node)}, or lower tensor"
+                f"{machine.per_node} GPUs; set rollout.engines.nodes to {-(-group.ranks // machine.per_node)}, or "
+                "lower rollout.engines.tensor"
             )
 
 
@@ -111,7 +112,7 @@ def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec:
         if size > machine.domain:
             yield (
                 f"{key}={size} exceeds the {machine.domain} GPUs that NVLink connects, so every layer waits for the "
-                "network; lower it"
+                f"network; lower {key}"
             )
     wide = trainer.expert * trainer.expert_tensor_size > machine.domain
     if trainer.moe.dispatcher == "alltoall" and wide and crosses_nodes(spec.transformer["hidden_size"]):
@@ -135,8 +136,8 @@ def start_warnings(config: Config, spec: ModelSpec, device: str) -> Iterator[str
     seconds = start_seconds(device, nbytes)
     if deadline < seconds:
         yield (
-            f"cluster.start_deadline={deadline:g} is less than the {seconds:.0f} s that a first start may take to read "
-            f"{nbytes / 1e9:.0f} GB of weights and to compile; raise or remove it"
+            f"cluster.start_deadline={deadline:g} is less than the {seconds:.0f} s that a first start may take to "
+            f"read {nbytes / 1e9:.0f} GB of weights and to compile; raise or remove cluster.start_deadline"
         )
 
 
@@ -149,14 +150,16 @@ def idle_warnings(schedule: Schedule, trainer: Trainer, rollout: Rollout) -> Ite
     if schedule.colocate:
         if generating < trainer.world_size:
             yield (
-                f"schedule.colocate: engines use only {generating} of the trainers' {trainer.world_size} GPUs, and the "
-                f"others are idle during generation; raise rollout.engines.count until all GPUs have an engine"
+                f"with schedule.colocate, engines use only {generating} of the trainers' {trainer.world_size} GPUs, "
+                "and the other GPUs are idle during generation; raise rollout.engines.count until all GPUs have an "
+                "engine"
             )
     elif schedule.max_staleness == 0:
         yield (
-            f"schedule.max_staleness is 0: the {trainer.world_size} GPUs of trainers are idle while engines generate, "
-            f"and the {generating} GPUs of engines while trainers train; set schedule.max_staleness=1 to let both "
-            "work at the same time, one version apart, or schedule.colocate=true to let them share GPUs"
+            f"with schedule.max_staleness=0, the {trainer.world_size} GPUs of trainers are idle while engines "
+            f"generate, and the {generating} GPUs of engines are idle while trainers train; set "
+            "schedule.max_staleness=1 to let both work at the same time, one version apart, or "
+            "schedule.colocate=true to let them share GPUs"
         )
 
 
@@ -172,9 +175,9 @@ def crowded_warnings(rollout: Rollout, engines: Iterable[EngineMemory], requests
             fitting += engine.count * engine.concurrency
     if 0 < fitting < requests / CROWDED:
         yield (
-            f"rollout.engines: the KV caches of all servers have space for only {fitting} rollouts of the maximum "
+            f"the KV caches of all servers in rollout.engines have space for only {fitting} rollouts of the maximum "
             f"length, but {requests} are in flight; give each server more GPUs (tensor, expert, nodes), raise "
-            "sglang.mem_fraction_static, or lower rollout.concurrency"
+            "rollout.engines.sglang.mem_fraction_static, or lower rollout.concurrency"
         )
 
 

@@ -56,9 +56,9 @@ def serves(rollout: Rollout, machine: Machine, engine_memory: tuple[EngineMemory
             if engine.state_per_request > 0:
                 states = f" in addition to states of {engine.state_per_request} bytes per request"
             yield (
-                f"engine {engine.group} has memory for the KV cache of {engine.kv_tokens} tokens{states}, but a "
-                f"rollout may have {rollout.longest} tokens; raise rollout.engines.tensor or max_total_tokens, or "
-                "lower rollout.sampling.max_new_tokens"
+                f"engine {engine.group} has memory for the KV cache of only {engine.kv_tokens} tokens{states}, but a "
+                f"rollout may have {rollout.longest} tokens; raise rollout.engines.tensor or "
+                "rollout.engines.sglang.max_total_tokens, or lower rollout.sampling.max_new_tokens"
             )
 
 
@@ -67,7 +67,8 @@ def takes_turns(machine: Machine, trainer: Trainer, phases: tuple[PhasePeak, ...
     for group, excess in _too_full(machine, trainer, phases, "shared"):
         yield (
             f"trainer and engine {group}, which share GPUs (schedule.colocate), do not fit on {excess}; lower "
-            "mem_fraction_static, split the trainer over more ranks, or set publish.staging=bucket"
+            "rollout.engines.sglang.mem_fraction_static, split the trainer over more ranks, or set "
+            "publish.staging=bucket"
         )
 
 
@@ -86,8 +87,8 @@ def holds_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhaseP
 def serves_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhasePeak, ...]) -> Problems:
     for group, excess in _too_full(machine, trainer, phases, "engine"):
         yield (
-            f"a rank of engine {group} does not fit on {excess}; lower mem_fraction_static of rollout.engines, or set "
-            "publish.staging=bucket"
+            f"a rank of engine {group} does not fit on {excess}; lower rollout.engines.sglang.mem_fraction_static, or "
+            "set publish.staging=bucket"
         )
 
 
@@ -109,9 +110,9 @@ def margin_warnings(machine: Machine, phases: tuple[PhasePeak, ...]) -> Iterator
             if group:
                 name += f" of {group}"
             yield (
-                f"the fullest {name} has {_gib(left)} of {_gib(machine.memory)} GiB left in phase {_describe(peak)}, "
-                f"and estimates may be off by {MARGIN // GIB} GiB; use more ranks, or lower mem_fraction_static or "
-                "trainer.max_tokens_per_microbatch"
+                f"the fullest {name} has only {_gib(left)} of {_gib(machine.memory)} GiB left in phase "
+                f"{_describe(peak)}, and estimates may be off by {MARGIN // GIB} GiB; use more ranks, or lower "
+                "rollout.engines.sglang.mem_fraction_static or trainer.max_tokens_per_microbatch"
             )
 
 

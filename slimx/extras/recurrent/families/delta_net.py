@@ -318,8 +318,8 @@ def check_served(hf: HfConfig, architecture: str, *, fused_shared_experts: bool)
         raise unserved(
             architecture,
             "shared_expert_intermediate_size",
-            "belongs to a gated shared expert, and its fusion with the routed experts was never tested; leave "
-            "rollout.engines.sglang.enforce_shared_experts_fusion out",
+            "belongs to a gated shared expert, and its fusion with the routed experts was never tested; remove "
+            "rollout.engines.sglang.enforce_shared_experts_fusion",
         )
 
 

@@ -43,7 +43,7 @@ def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
     if the page cannot be written."""
     if not run_dirs:
         raise SlimxError(
-            f"no run directory was given for the report {out}; give at least one",
+            f"no run directory was given for the report {out}; give at least one run directory",
             code="report.runs",
             about=str(out),
         )

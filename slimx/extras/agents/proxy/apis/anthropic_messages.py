@@ -256,7 +256,7 @@ def _tool(tool: object, path: str) -> Json:
 def _only(fields: Json, name: str, allowed: tuple[str, ...]) -> str:
     value = fields.get(name, {"type": allowed[0]})
     if type_of(value) not in allowed:
-        raise unsupported(name, f"{json.dumps(value)} is not supported; leave it out")
+        raise unsupported(name, f"{json.dumps(value)} is not supported; remove it")
     return type_of(value)
 
 

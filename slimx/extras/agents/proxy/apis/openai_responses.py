@@ -248,7 +248,7 @@ def _ignored(fields: Json, tools: list[Any]) -> tuple[str, ...]:
     text = fields.get("text", {})
     reasoning = typed(fields, "reasoning", dict, {})
     if include not in ([], ["reasoning.encrypted_content"]):
-        raise unsupported("include", f"{json.dumps(include)} is not supported; leave it out")
+        raise unsupported("include", f"{json.dumps(include)} is not supported; remove it")
     if not isinstance(text, dict) or text.get("format") not in (None, {"type": "text"}):
         raise unsupported("text", f"{json.dumps(text)} is not supported; only plain text can be requested")
     ignored = []

@@ -20,8 +20,8 @@ def rotary_of(transformer: TransformerConfig, gpt: dict[str, Any]) -> Rotary:
         return Rotary(transformer.qk_pos_emb_head_dim, float(transformer.rotary_base), scaling)
     if gpt["position_embedding_type"] != "rope":
         raise SlimxError(
-            f"numerics.mode=exact does not support position_embedding_type {gpt['position_embedding_type']}, which "
-            "this model has in megatron-core; set numerics.mode=fast",
+            "numerics.mode=exact does not support this model's position_embedding_type "
+            f"{gpt['position_embedding_type']} of megatron-core; set numerics.mode=fast",
             code="exact.rotary",
             about=gpt["position_embedding_type"],
         )

@@ -41,8 +41,8 @@ class AttentionCall(ctypes.Structure):
         key, value, index, begin, length = read
         if not query.dtype == key.dtype == value.dtype:
             raise SlimxError(
-                f"query, key and value have the dtypes {query.dtype}, {key.dtype} and {value.dtype}; convert them to "
-                "one dtype",
+                f"query, key and value have different dtypes ({query.dtype}, {key.dtype} and {value.dtype}); convert "
+                "them to one dtype",
                 code="exact.dtype",
                 about="query, key and value",
             )
@@ -89,7 +89,9 @@ def check_dtype(name: str, t: torch.Tensor, dtype: torch.dtype) -> None:
     """Raises SlimxError unless the tensor `t` has dtype `dtype`, because kernels receive only its address. `name`: the
     tensor's name in the error."""
     if t.dtype != dtype:
-        raise SlimxError(f"{name} has dtype {t.dtype}; convert it to {dtype}", code="kernel.dtype", about=name)
+        raise SlimxError(
+            f"{name} has dtype {t.dtype}, not {dtype}; convert the tensor", code="kernel.dtype", about=name
+        )
 
 
 def check_weights(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
@@ -175,7 +177,8 @@ def wide_of(t: torch.Tensor) -> int:
     other dtype."""
     if t.dtype not in _WIDE:
         raise SlimxError(
-            f"exact mode computes in bf16 or fp32, but got a tensor of {t.dtype} on {t.device}; convert it",
+            f"exact mode computes in bf16 or fp32, but received a tensor of {t.dtype} on {t.device}; convert the "
+            "tensor",
             code="exact.dtype",
             about=str(t.dtype),
         )
