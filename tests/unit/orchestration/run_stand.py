@@ -124,7 +124,7 @@ class Members:
     """Engines that all serve, until they are `broken`."""
 
     def __init__(self) -> None:
-        self.outage, self.keeper, self.turn = Outage(), SimpleNamespace(in_flight=None), EnginePhase()
+        self.outage, self.keeper, self.engine_phase = Outage(), SimpleNamespace(in_flight=None), EnginePhase()
         self.run, self.broken = True, asyncio.Event()
 
     async def available(self) -> None:

@@ -26,14 +26,14 @@ class Server(FakeEngine):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self.engine_phase = asyncio.Event()
-        self.engine_phase.set()
+        self.may_start = asyncio.Event()
+        self.may_start.set()
         self.refuses: tuple[str, str, int] | None = None
         """Verb, policy and version of a publication that fails here, once."""
         self.based, self.open = False, None
 
     async def start(self, deadline_s: float) -> None:
-        await self.engine_phase.wait()
+        await self.may_start.wait()
         await super().start(deadline_s)
         self.based = False
 
