@@ -33,8 +33,10 @@ class Restart:
 
     def __str__(self) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(self.at))
-        how = f"failed ({self.error})" if self.error else "succeeded"
-        return f"{when} restart of {self.part} after {self.reason!r} {how} in {self.seconds:.0f} s"
+        # Messages end with a remedy after a semicolon, which would be repeated for every restart.
+        reason, error = (message.partition("; ")[0] for message in (self.reason, self.error))
+        how = f"failed ({error})" if error else "succeeded"
+        return f"{when} restart of {self.part} after {reason!r} {how} in {self.seconds:.0f} s"
 
 
 class Restarts:
@@ -111,8 +113,9 @@ class Restarts:
         try:
             yield
         except SlimxError as problem:
-            self.note(f"{self.part}: restart {self.in_row} failed: {first_line(problem)}")
-            keep(first_line(problem))
+            error = first_line(problem)
+            self.note(f"{self.part}: restart {self.in_row} failed: {error}")
+            keep(error)
             raise
         keep("")
 

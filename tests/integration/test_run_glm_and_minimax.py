@@ -48,7 +48,7 @@ def test_two_trainer_ranks_and_two_engine_ranks_agree(task_of_sums, tmp_path, na
         trainer={"tensor": 2, "expert": 2, "expert_tensor": 1, "moe": moe},
         rollout={
             "prompts": str(task_of_sums / "train.jsonl"),
-            "engines": [{**engine, "sglang": read_model(model).engine_arguments}],
+            "engines": [{**engine, "sglang": dict(read_model(model).engine_arguments)}],
         },
         publish={"encoding": encoding},
         schedule={"steps": 2},

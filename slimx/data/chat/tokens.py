@@ -137,7 +137,7 @@ def encode_chat(
         ids = tokenizer.apply_chat_template(list(messages), **_arguments(tools), return_dict=False)
     except Exception as error:  # templates may raise any exception, tokenizers a bare Exception
         raise SlimxError(
-            f"the tokenizer or its chat template rejects these {len(messages)} messages ({one_line(error)}); use "
+            f"the tokenizer or its chat template rejects the conversation ({one_line(error)}); use "
             "only roles and fields that the template supports",
             code="tokenizer.template",
         ) from error
@@ -189,7 +189,7 @@ def encode_turns(
         lost = unseen(messages, str(tokenizer.decode(ids)), render_after)
     except Exception as error:  # templates may raise any exception
         raise SlimxError(
-            f"the chat template rejects {len(messages)} messages after an assistant's answer ({one_line(error)}); "
+            f"the chat template rejects messages after an assistant's answer ({one_line(error)}); "
             "use only roles and fields that the template supports",
             code="tokenizer.template",
         ) from error
