@@ -58,7 +58,8 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of trainer and engine weights, and the quantization of those weights that a family's checkpoints quantize.
+    """Dtypes of the trainer's and the engines' weights, and the quantization applied to weights that the family's
+    published checkpoints quantize.
 
     `quantization` is None if a publication sends plain values."""
 

@@ -74,8 +74,8 @@ def check_coverage(shapes: Mapping[str, Sequence[int]], parts: Iterable[Part]) -
                 name = part.sources[rect.source]
                 if name not in covered:
                     raise SlimxError(
-                        f"weight table: {part.name} uses tensor {name}, which the table's checkpoint does not have; "
-                        "correct its row",
+                        f"weight table: {part.name} uses tensor {name}, which is not in the table's checkpoint; "
+                        f"correct the row of {part.name}",
                         code="table.unknown_tensor",
                         about=name,
                     )

@@ -132,7 +132,7 @@ def _refuse_without_prefix(key: str, path: str) -> None:
     for name, form in entry_points.load_all(FORMS).items():
         if form.is_form_of(path):
             raise SlimxError(
-                f"{key}: {path} was written for {name}; add its prefix, as in {name}:{path}",
+                f"{key}: {path} is a hook for {name}; set {key}={name}:{path}",
                 code="hooks.prefix",
                 about=path,
             )
@@ -197,9 +197,9 @@ def check_answers(config: RewardConfig, reward: Reward, prompts: Sequence[Prompt
         if len(lacking) > share * len(prompts):
             key = "reward.parts" if config.parts else "reward.function"
             raise SlimxError(
-                f"{key}: {name_of(hook)} compares with the prompts' answers, but {len(lacking)} of {len(prompts)} "
-                f"prompts have none (the first is {lacking[0].id!r}); set "
-                f"rollout.fields.answer to the column of answers, or change {key}",
+                f"{key}: {name_of(hook)} needs the prompts' answers, but {len(lacking)} of {len(prompts)} prompts "
+                f"have none (the first is {lacking[0].id!r}); set rollout.fields.answer to the column with the "
+                f"answers, or choose another {key}",
                 code="reward.answer",
                 about=lacking[0].id,
             )

@@ -239,8 +239,8 @@ class Rollout(Section):
     """Return the experts that each token was routed to (MoE): for every rollout if they are replayed or saved;
     otherwise for four to seven rollouts per step, to measure how often trainer and engine route differently."""
     gap_probe: Count = 4
-    """Number of rollouts, at least one per data-parallel rank, that an engine scores again to measure its log-prob gap
-    to the trainers in a step whose tokens were all sampled by older weight versions; 0: none."""
+    """Number of rollouts that an engine scores again to measure its log-prob gap to the trainers, if all tokens of a
+    step were sampled with older weight versions; rounded up to one per data-parallel rank. 0: none."""
     health: Health = Health()
 
     @property

@@ -28,7 +28,7 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
 )
-"""Names of the other files that a Hugging Face tokenizer directory may contain."""
+"""Names of files that a Hugging Face tokenizer directory may contain in addition to a vocabulary file."""
 
 MARKER = "(the answer 8d1f)"
 """Placeholder for the assistant's answer in a short conversation; its position in the rendered text shows what the chat

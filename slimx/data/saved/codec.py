@@ -217,7 +217,8 @@ def _check_schema(kind: object, value: object, where: str) -> None:
         for name in value:
             if name not in fields:
                 raise SlimxError(
-                    f"{where} has the field {name!r}, which {kind.__name__} lacks; use a file that slimx wrote",
+                    f"{where} has the field {name!r}, which {kind.__name__} does not define; use a file that this "
+                    "version of slimx wrote",
                     code="data.field",
                     about=name,
                 )

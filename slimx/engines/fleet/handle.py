@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,10 @@ class EngineHandle:
     # Life -----------------------------------------------------------------------------------------------------------
 
     async def start(self, deadline_s: float) -> None:
-        """Starts a server within `deadline_s` seconds and sets the state to JOINING. If that fails, the process tree
-        is killed."""
+        """Starts a server within `deadline_s` seconds and sets the state to JOINING.
+
+        If that fails, the process tree and the actor are killed: the cause may be in the actor's process, such as
+        exhausted file descriptors, and the next start creates another actor."""
         if self.actor is None:
             self.actor = self.make_actor()
         self.incarnation += 1
@@ -96,7 +99,7 @@ class EngineHandle:
         try:
             result = await self._wait("the start", self.actor.start.remote(deadline_s), deadline_s + STOP_S)
         except BaseException:
-            await self.stop(grace_s=0)
+            await self.stop(grace_s=0, keep_actor=False)
             raise
         self.spec, self.attestation = result
         self.state = MemberState.JOINING
@@ -113,20 +116,21 @@ class EngineHandle:
         self._reason = self._reason or error
         self._lost.set()
 
-    async def stop(self, grace_s: float = 10.0) -> None:
+    async def stop(self, grace_s: float = 10.0, *, keep_actor: bool = True) -> None:
         """Stops the server and its process tree, and kills them if they have not exited after `grace_s` seconds.
 
-        If the actor fails or does not respond, the actor is killed as well; the server's guard process, which watches
-        the actor, then kills the tree."""
+        The actor is killed as well if `keep_actor` is False, or if it fails or does not respond; in the latter case,
+        the server's guard process, which watches the actor, kills the tree."""
         self.state = MemberState.OUT
         if self.actor is None:
             return
-        try:
+        with suppress(SlimxError):
             await self._wait("its state", self.actor.serves.remote(), ANSWER_S)
             await self._wait("the stop", self.actor.stop.remote(grace_s), grace_s + STOP_S)
-        except SlimxError:
-            await kill([self.actor])
-            self.actor = None
+            if keep_actor:
+                return
+        await kill([self.actor])
+        self.actor = None
 
     async def ended(self) -> str | None:
         """Returns a description of how the server or the actor ended; None if both are running or there is no

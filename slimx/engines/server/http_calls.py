@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from slimx.engines.server.keys import NO_KEYS, Keys, bearer
-from slimx.errors import DeadlineError, SlimxError
+from slimx.errors import DeadlineError, SlimxError, raised
 from slimx.json_types import Json
 
 RECEIVER = "slimx.adapters.sglang.weights.receiver.load_staged"
@@ -41,7 +41,7 @@ async def request(
         raise DeadlineError(f"{method} {url}", deadline_s, server_name) from None
     except aiohttp.ClientError as error:
         raise SlimxError(
-            f"{method} {url} failed ({type(error).__name__}: {error}); check that {server_name} is running and can "
+            f"{method} {url} failed ({raised(error)}); check that {server_name} is running and can "
             "be reached from this machine",
             code="http.unreachable",
             about=url,

@@ -100,8 +100,8 @@ def check_prompts(
         for (name, seconds), needed in zip(deadlines.items(), needs(prompts, **options), strict=True):
             if seconds < needed:
                 raise SlimxError(
-                    f"rollout.options.{name} is {seconds:g} s, but {toolbox} may take {needed:g} s for prompts of "
-                    f"this run; raise {name}, so that slow rollouts are not aborted",
+                    f"rollout.options.{name} is {seconds:g} s, but {toolbox} may take up to {needed:g} s for this "
+                    f"run's prompts; set it to at least {needed:g}, so that slow rollouts are not aborted",
                     code="tools.limit",
                     about=f"rollout.options.{name}",
                 )

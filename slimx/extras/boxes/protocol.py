@@ -120,7 +120,9 @@ def check_run(command: Sequence[str], stdin: str, cwd: str) -> None:
         stdin.encode()
     except UnicodeEncodeError as error:
         raise BoxRefusal(
-            f"a command or its input contains an unpaired surrogate ({error}); use valid text", code="command", about=""
+            f"a command or its input contains an unpaired surrogate ({error}); pass text that can be encoded as UTF-8",
+            code="command",
+            about="",
         ) from None
     if any(b"\0" in word for word in words):
         raise BoxRefusal(

@@ -202,8 +202,8 @@ class Partial:
             )
         path = str(error.filename or self.path)
         return SlimxError(
-            f"{path} cannot be written or read ({error.strerror or error}); correct its permissions or the disk, and "
-            "run the same command again",
+            f"{path} cannot be read or written ({error.strerror or error}); fix its permissions or the disk, and run "
+            "the same command again",
             code="convert.system",
             about=path,
         )

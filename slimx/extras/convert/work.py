@@ -36,7 +36,8 @@ class PlannedFile(Protocol):
     """Total size of the file's tensors in bytes."""
 
     def write(self, stream: Stream) -> object:
-        """Writes the file. The result must consist of JSON values; the conversion's `finish` receives it."""
+        """Writes the output file to `stream`. Returns a description of the file, made of JSON values, which is passed
+        to `Conversion.finish`."""
         ...
 
 

@@ -45,7 +45,7 @@ def convert(name: str, out: Path, source: str | None, seed: int) -> Iterator[str
         near = [known for known in KNOWN if known.startswith(name)] or difflib.get_close_matches(name, KNOWN, n=1)
         hint = f"did you mean {near[0]}?" if len(near) == 1 else "for a file of your own, use slimx data check FILE"
         raise SlimxError(
-            f"there is no published data set {name!r}, only {', '.join(KNOWN)}; {hint}",
+            f"{name!r} is not a data set that slimx can download, only {', '.join(KNOWN)}; {hint}",
             code="data.name",
             about=name,
         )

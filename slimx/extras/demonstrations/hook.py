@@ -31,7 +31,8 @@ async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
 def _answer(prompt: Prompt) -> str:
     if prompt.answer is None:
         raise SlimxError(
-            f"prompt {prompt.id} has no answer to learn from; set `answer` in every prompt of supervised fine-tuning",
+            f"prompt {prompt.id} has no answer, but supervised fine-tuning learns from the answers of all prompts; "
+            "set its `answer`",
             code="hooks.answer",
             about=prompt.id,
         )

@@ -149,8 +149,9 @@ def _mask(sample: Sample, name: str) -> list[int]:
     mask = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
     if length < 1 or start < 1 or len(mask) != length:
         raise SlimxError(
-            f"{name} has {len(sample.tokens)} tokens, response_length {length} and a loss_mask of length {len(mask)}, "
-            "which do not match; tokens must include prompt and response, and the mask only the response",
+            f"{name} has {len(sample.tokens)} tokens, response_length {length} and a loss_mask of length "
+            f"{len(mask)}, but these lengths are inconsistent; return the tokens of prompt and response, and a "
+            "loss_mask with one entry per response token",
             code="slime.lengths",
             about=name,
         )

@@ -35,7 +35,7 @@ def has_critic(algorithm: Algorithm, critic: Critic | None) -> Problems:
     if algorithm.advantages.kind == "gae" and critic is None:
         yield "algorithm.name", "algorithm.advantages=gae needs a critic; add a section `critic: {}`"
     if algorithm.advantages.kind != "gae" and critic is not None:
-        yield f"algorithm.name={algorithm.name} uses no critic; remove the section critic, or set algorithm.name=ppo"
+        yield f"algorithm.name={algorithm.name} uses no critic; remove the critic section, or set algorithm.name=ppo"
 
 
 @rule("critic.layout", "critic.layout")

@@ -21,8 +21,8 @@ class ValueInputs(LossColumns[torch.Tensor]):
 
 
 ValueLoss = Callable[[ValueInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Function that returns the micro-batch's contribution to the loss, a weighted sum over its tokens, and metrics that
-are summed over micro-batches."""
+"""Function that returns a micro-batch's contribution to the loss (a weighted sum over its tokens) and its metrics,
+which are summed over micro-batches."""
 
 
 def value_loss(inputs: ValueInputs, *, clip: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -270,7 +270,7 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
     hf, architecture = _config_of(file)
     if not isinstance(mtp_layers, int) or mtp_layers < 0:
         raise SlimxError(
-            f"trainer.megatron.mtp_num_layers={mtp_layers!r} is not a number of layers; set 0, 1 or more",
+            f"trainer.megatron.mtp_num_layers={mtp_layers!r} is not a number of layers; set 0 or more",
             code="model.mtp_layers",
             about="trainer.megatron.mtp_num_layers",
         )

@@ -71,7 +71,7 @@ def indexed_files(directory: Path) -> dict[str, str] | None:
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file:
             raise SlimxError(
-                f"{index}: the index names {file!r}, which is not a file in the same directory; {_RESTORE}",
+                f"{index} names {file!r}, but its directory contains no such file; {_RESTORE}",
                 code="checkpoint.index",
                 about=file,
             )

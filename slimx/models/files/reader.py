@@ -46,8 +46,7 @@ class CheckpointReader:
         if weight_map is None:
             if not (self.path / SINGLE).is_file():
                 raise SlimxError(
-                    f"{self.path}: the directory contains neither {SINGLE} nor {INDEX}; give a Hugging Face model "
-                    "directory",
+                    f"{self.path} contains neither {SINGLE} nor {INDEX}; give a Hugging Face model directory",
                     code="checkpoint.none",
                     about=str(self.path),
                 )

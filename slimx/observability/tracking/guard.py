@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from slimx.errors import raised
+
 
 def print_warning(text: str) -> None:
     """Prints a message to standard error; a live table on the terminal shows the message above the table."""
@@ -29,4 +31,4 @@ class Guard:
         except Exception as error:
             self.failures += 1
             if self.failures == 1:
-                self._warn(f"{self.name} failed, but the run continues: {type(error).__name__}: {error}")
+                self._warn(f"{self.name} failed, but the run continues: {raised(error)}")

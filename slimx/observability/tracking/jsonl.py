@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from slimx.durable import write_atomic
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, raised
 from slimx.json_types import Json
 
 
@@ -87,7 +87,7 @@ def load_records[T](path: Path, parse: Callable[[Json], T]) -> tuple[list[T], li
                 raise ValueError("it is not a complete JSON object")
             records.append(parse(record))
         except (AttributeError, KeyError, TypeError, ValueError, msgspec.ValidationError, SlimxError) as error:
-            problems.append(f"line {number} of {path.name} cannot be read ({type(error).__name__}: {error})")
+            problems.append(f"line {number} of {path.name} cannot be read ({raised(error)})")
     return records, problems
 
 

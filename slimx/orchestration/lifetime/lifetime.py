@@ -24,7 +24,7 @@ import psutil
 from slimx.cluster.connection import start_ray, stop_ray
 from slimx.cluster.watch import has_ended, local_processes, probes, watch_ray
 from slimx.config.schema import Config
-from slimx.errors import DeadlineError, Interrupted, Preempted, SlimxError, ending_of
+from slimx.errors import DeadlineError, Interrupted, Preempted, SlimxError, ending_of, raised
 from slimx.orchestration.lifetime.hangs import Pulse, Watchdog, keep_stacks, pulse_deadline
 from slimx.orchestration.lifetime.leftovers import watch_over_this_process
 from slimx.orchestration.lifetime.signals import Signals
@@ -75,7 +75,7 @@ class Alarm:
             else:  # a bug in a watch must not leave the run unwatched
                 self.ring(
                     SlimxError(
-                        f"a task that watches the run failed ({type(error).__name__}: {error}), which is a bug in "
+                        f"a task that watches the run failed ({raised(error)}), which is a bug in "
                         "slimx; report it with this run's configuration",
                         code="watch",
                     )

@@ -28,11 +28,11 @@ class DeviceGatherer:
     All trainer ranks call `fill` for the same buckets in the same order."""
 
     def __init__(self, packer: Packer, *, remote: Collection[int], group: dist.ProcessGroup | None, holders: int = 1):
-        """Creates the gatherer of the packer's rank.
+        """Creates the gatherer for the rank of the packer.
 
         `remote`: ranks that cannot reach the memory of the publisher's GPU and send their contribution through `group`,
-        a process group for GPU memory. `holders`: number of ranks, counted from the publisher, whose GPU memory
-        contains parts of buckets; 1 if there are remote ranks."""
+        a process group for GPU memory. `holders`: number of ranks, including the publisher, whose GPU memory contains
+        parts of buckets; 1 if there are remote ranks."""
         self.packer = packer
         self.remote = sorted(remote)
         self.group = group

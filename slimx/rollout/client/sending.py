@@ -18,7 +18,7 @@ import numpy as np
 from slimx.data.integers import as_ids
 from slimx.engines.outage import AnyOutage
 from slimx.engines.server.http_calls import message_of, parse_body
-from slimx.errors import DeadlineError, SlimxError
+from slimx.errors import DeadlineError, SlimxError, raised
 from slimx.json_types import Json
 from slimx.runtime.clocks import Clock
 
@@ -67,7 +67,7 @@ def failed(error: aiohttp.ClientError) -> Answer:
     """Returns a status and the text of `error`, in place of a response that did not arrive. The status is UNREACHED if
     no connection was established, else 0."""
     status = UNREACHED if isinstance(error, aiohttp.ClientConnectorError) else 0
-    return status, {"text": f"{type(error).__name__}: {error}"}
+    return status, {"text": raised(error)}
 
 
 def as_logprobs(values: Sequence[float | None] | Sequence[Sequence[float | None]], who: str) -> np.ndarray:

@@ -16,7 +16,7 @@ import aiohttp
 import numpy as np
 
 from slimx.engines.server.http_calls import message_of, parse_body
-from slimx.errors import DeadlineError
+from slimx.errors import DeadlineError, raised
 from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion, Scores
 from slimx.rollout.client.reader import Meta, Reader
@@ -127,7 +127,7 @@ class TokenStream:
                         return
                 cause = "it ended before its last token"
             except aiohttp.ClientError as error:
-                cause = f"{type(error).__name__}: {error}"
+                cause = raised(error)
             finally:
                 response.close()
             # Engines send the last token with the finish reason, so the received tokens contain no stop token.

@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from slimx.errors import DeadlineError, SlimxError
+from slimx.errors import DeadlineError, SlimxError, raised
 from slimx.trainer.checkpoint import files
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Saver:
                 report = self._complete(directory, report, common)
             files.write_report(directory, self.rank, report)
         except BaseException as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+            reason = " ".join(raised(error).split())[:500]
             reason += (
                 f"; this rank writes {_nbytes(contents)} bytes, and only {shutil.disk_usage(directory).free} are free"
             )

@@ -191,9 +191,8 @@ def _overlap(trainer: Trainer, device: str, packages: Collection[str], experts: 
         # megatron-core reduces a bucket when it has counted all of its gradients. If ranks do so in different orders,
         # gradients of different buckets are added.
         raise SlimxError(
-            "trainer.overlap_grad_reduce needs Transformer Engine's layers for a model with experts, but this run "
-            "uses plain torch layers, in which an expert without tokens gets no gradient, so its bucket would wait "
-            "forever; remove trainer.overlap_grad_reduce",
+            "trainer.overlap_grad_reduce with experts in plain torch layers would wait forever, because an expert "
+            "without tokens gets no gradient; remove it, or install Transformer Engine",
             code="trainer.overlap_grad_reduce",
             about="trainer.overlap_grad_reduce",
         )

@@ -85,8 +85,8 @@ class RouterWatch:
         requires one."""
         if self._again and trainable:
             raise SlimxError(
-                f"{self.name} is trained, but the backward pass did not recompute its layer for {len(self._again)} "
-                "micro-batches and gave it no gradient, because everything before the layer is frozen; set "
+                f"{self.name} got no gradient in {len(self._again)} micro-batches, because everything before its "
+                "layer is frozen, so the backward pass did not recompute the layer; set "
                 "trainer.recompute.granularity=none",
                 code="routing.not_recomputed",
                 about=self.name,

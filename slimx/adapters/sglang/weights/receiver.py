@@ -176,7 +176,7 @@ class RankReceiver:
         missing = publication.missing if publication.staging == "model" else []
         if missing:
             raise SlimxError(
-                f"load needs {len(missing)} tensors that are not staged (the first is {missing[0]}); stage them first",
+                f"load needs {len(missing)} tensors that are not staged (such as {missing[0]}); stage them before load",
                 code="receiver.not_staged",
                 about=missing[0],
             )

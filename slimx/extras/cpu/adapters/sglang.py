@@ -272,5 +272,6 @@ def _close(gaps: tuple[Gap, ...]) -> None:
 
 
 def attest() -> dict[str, bool]:
-    """Returns, by name, whether each gap in SGLang's CPU path is closed."""
+    """Returns, for the name of each function that SGLang's CPU path lacks, True if slimx provides it in this
+    process."""
     return {gap.name: not gap.open() for gap in (*CHOICES, *_gaps())}
