@@ -260,7 +260,7 @@ def test_a_target_with_missing_or_repeated_elements_is_refused(rects, code, plac
     """Rows at the end without any rectangle are padding. `place`: row and column, or the shape that is too small."""
     target = Part("b", (10, 6), (0,), ("a",), rects)
     error = refusal([whole_part("a", 8, 6)], [target])
-    assert (error.code, error.about, numbers(error)) == (code, "plan: b", place)
+    assert (error.code, error.about, numbers(error)) == (code, "b", place)
 
 
 def test_what_no_target_takes_is_told_by_name():
