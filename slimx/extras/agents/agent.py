@@ -44,8 +44,9 @@ def check(
     """Raises SlimxError for invalid options, such as an agent that cannot be called. Called before the run starts."""
     if (agent is None) == (command is None):
         raise SlimxError(
-            "rollout.options must set either agent (a dotted path or a registered name) or command (a program and its "
-            "arguments)",
+            f"rollout.options sets {'neither agent nor command' if agent is None else 'both agent and command'}; set "
+            "exactly one, either agent to a dotted path or a registered name, or command to a program and its "
+            "arguments",
             code="agent.program",
             about="rollout.options",
         )

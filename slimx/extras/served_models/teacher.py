@@ -74,7 +74,7 @@ class Teacher:
                 raise SlimxError(
                     f"teacher {self.engine.name} returned the unusable log-prob {values[position]:g} for token "
                     f"{position} (id {trajectory.token_ids[position]}) of rollout {trajectory.id}; check the "
-                    "teacher's checkpoint and GPU",
+                    "teacher's checkpoint for invalid weights and its GPU for errors",
                     code="teacher.logprob",
                     about=trajectory.id,
                 )
