@@ -74,7 +74,8 @@ def check(
         )
     if sampling not in ("run", "strict"):
         raise SlimxError(
-            f"rollout.options.sampling must be run or strict, not {sampling!r}; set one of the two",
+            f"rollout.options.sampling is {sampling!r}, which is neither run nor strict; set rollout.options.sampling "
+            "to run or strict",
             code="agent.sampling",
             about="rollout.options.sampling",
         )

@@ -145,7 +145,7 @@ def check_taught(algorithm: Algorithm, prompts: Iterable[Prompt]) -> None:
             continue
         raise SlimxError(
             f"algorithm.teacher_engines.{value} selects prompts whose metadata.{algorithm.teacher_field} is {value}, "
-            "but there are none; correct the value, or remove the entry",
+            f"but there are none; remove algorithm.teacher_engines.{value}, or rename it to a value that prompts have",
             code="teacher.unused",
             about=f"algorithm.teacher_engines.{value}",
         )
