@@ -44,8 +44,9 @@ def check(
     """Raises SlimxError for invalid options, such as an agent that cannot be called. Called before the run starts."""
     if (agent is None) == (command is None):
         raise SlimxError(
-            "rollout.options must set either agent (a dotted path or a registered name) or command (a program and its "
-            "arguments)",
+            f"rollout.options sets {'neither agent nor command' if agent is None else 'both agent and command'}; set "
+            "exactly one, either agent to a dotted path or a registered name, or command to a program and its "
+            "arguments",
             code="agent.program",
             about="rollout.options",
         )
@@ -73,7 +74,8 @@ def check(
         )
     if sampling not in ("run", "strict"):
         raise SlimxError(
-            f"rollout.options.sampling must be run or strict, not {sampling!r}; set one of the two",
+            f"rollout.options.sampling is {sampling!r}, which is neither run nor strict; set rollout.options.sampling "
+            "to run or strict",
             code="agent.sampling",
             about="rollout.options.sampling",
         )

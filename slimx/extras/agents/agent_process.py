@@ -78,8 +78,8 @@ async def run_command(
         await asyncio.shield(_end(starting))
     if process.returncode:
         raise SlimxError(
-            f"the agent {command[0]} {how_ended(process.returncode)} ({err or 'it wrote nothing to stderr'}); "
-            "correct the program",
+            f"the agent {command[0]} {how_ended(process.returncode)} ({err or 'it wrote nothing to stderr'}); correct "
+            "the program so that it exits with status 0",
             code="agent.status",
             about=command[0],
         )

@@ -51,8 +51,8 @@ def check(
         getattr(kind, "check", kind)(**options)
     except TypeError as error:
         raise SlimxError(
-            f"rollout.options.environment_options: {environment} cannot be created with these options ({error}); "
-            "correct the options",
+            f"rollout.options.environment_options: {environment} rejects these options ({error}); set only options "
+            f"that {environment} accepts",
             code="environment.option",
             about="rollout.options.environment_options",
         ) from error

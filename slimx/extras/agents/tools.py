@@ -66,8 +66,8 @@ def check(*, toolbox: str, toolbox_options: Json | None = None, tool_parser: str
         getattr(kind, "check", kind)(**(toolbox_options or {}))
     except TypeError as error:
         raise SlimxError(
-            f"rollout.options.toolbox_options: {toolbox} cannot be created with these options ({error}); correct the "
-            "options",
+            f"rollout.options.toolbox_options: {toolbox} rejects these options ({error}); set only options that "
+            f"{toolbox} accepts",
             code="tools.option",
             about="rollout.options.toolbox_options",
         ) from error
@@ -101,7 +101,8 @@ def check_prompts(
             if seconds < needed:
                 raise SlimxError(
                     f"rollout.options.{name} is {seconds:g} s, but {toolbox} may take up to {needed:g} s for this "
-                    f"run's prompts; set it to at least {needed:g}, so that slow rollouts are not aborted",
+                    f"run's prompts; set rollout.options.{name} to at least {needed:g}, so that slow rollouts are not "
+                    "aborted",
                     code="tools.limit",
                     about=f"rollout.options.{name}",
                 )
@@ -170,8 +171,9 @@ async def reward(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]
     judged = trajectory.metadata["judged"]
     if not judged:
         raise SlimxError(
-            "the toolbox of rollout.options.toolbox returned no rewards, which reward.function expects from it; set "
-            "another reward.function",
+            f"reward.function={__name__}.reward expects rewards from rollout.options.toolbox, which returned none for "
+            f"trajectory {trajectory.id}; return rewards from the toolbox's method judge, or set another "
+            "reward.function",
             code="tools.reward",
             about="reward.function",
         )

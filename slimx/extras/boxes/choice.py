@@ -86,7 +86,7 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise _refusal(reason, f"{key}.{field.removeprefix('limits.')}") from error
         for name, backends in ONLY.items():
             if name in fields and read.backend not in backends:
-                raise _refusal(f"the backend {read.backend} has no option {name}; remove it", f"{key}.{name}")
+                raise _refusal(f"the backend {read.backend} has no option {name}; remove {key}.{name}", f"{key}.{name}")
         if read.backend == "remote" and not read.url.startswith(("http://", "https://")):
             raise _refusal(f"{read.url!r} is not an http or https URL", f"{key}.url")
         if read.token_env is not None:
@@ -116,8 +116,8 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         if isinstance(source, str):
             raise BoxRefusal(
-                f"the backend bubblewrap needs a tar archive or a directory, but {source} is the name of an image; "
-                "give an archive or a directory, or set the backend to container",
+                f"backend=bubblewrap needs a tar archive or a directory, but {source} is the name of an image; give an "
+                "archive or a directory, or set backend=container",
                 code="source",
                 about=source,
             )
@@ -170,7 +170,8 @@ def merged(root: Path | None, files: Path | None, directory: str, most: int) -> 
         target = merged_root.joinpath(*directory.strip("/").split("/"))
         if not target.parent.resolve().is_relative_to(merged_root.resolve()) or target.is_symlink():
             raise BoxRefusal(
-                f"{directory} contains a link that leads out of the root {root}; use another directory",
+                f"in the root {root}, the path {directory} is a link, or a link in it leads out of the root; use a "
+                "directory whose path has no links",
                 code="member",
                 about=directory,
             )

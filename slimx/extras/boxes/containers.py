@@ -184,8 +184,8 @@ class ContainerBox(Box):
             raise self._engine.no_image(image)
         if self._engine.call("image", "inspect", "--format", "{{len .Config.Volumes}}", image) != "0":
             raise BoxRefusal(
-                f"the image {image} declares volumes, which the disk limit of a sandbox does not cover; build it "
-                "without VOLUME",
+                f"the image {image} declares volumes, which the disk limit of a sandbox does not cover; build the "
+                "image without VOLUME instructions",
                 code="volume",
                 about=image,
             )

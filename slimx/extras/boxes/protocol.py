@@ -120,19 +120,25 @@ def check_run(command: Sequence[str], stdin: str, cwd: str) -> None:
         stdin.encode()
     except UnicodeEncodeError as error:
         raise BoxRefusal(
-            f"a command or its input contains an unpaired surrogate ({error}); pass text that can be encoded as UTF-8",
+            f"a command or its input contains {error.object[:80]!r}, in which character {error.start} is an unpaired "
+            "surrogate; pass only text that can be encoded as UTF-8",
             code="command",
             about="",
         ) from None
     if any(b"\0" in word for word in words):
+        place = "directory" if "\0" in cwd else "arguments"
         raise BoxRefusal(
-            "a command or its directory contains a NUL character; remove the character",
+            f"the {place} of the command {command[0][:80]!r} contains a NUL character; remove the character",
             code="command",
             about=command[0],
         )
-    if max(map(len, words)) > MAX_WORD or sum(map(len, words)) > MAX_WORDS:
+    longest, total = max(map(len, words)), sum(map(len, words))
+    if longest > MAX_WORD or total > MAX_WORDS:
+        excess = f"one argument of {longest} bytes, more than {MAX_WORD}"
+        if longest <= MAX_WORD:
+            excess = f"{total} bytes of arguments, more than {MAX_WORDS}"
         raise BoxRefusal(
-            f"a command exceeds {MAX_WORD} bytes in one argument or {MAX_WORDS} bytes in all; put the data into a file",
+            f"the command {command[0][:80]!r} has {excess}; put the data into a file",
             code="command",
             about=command[0][:100],
         )

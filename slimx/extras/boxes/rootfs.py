@@ -235,8 +235,8 @@ def unpack(archive: Path, to: Path, most: int) -> None:
     except tarfile.FilterError as error:
         name = error.tarinfo.name
         raise BoxRefusal(
-            f"the image {archive} contains {name}, which is a device or leads out of the image; build the image "
-            "without that file",
+            f"the image {archive} contains {name}, which is a device or leads out of the image ({error}); build the "
+            f"image without {name}",
             code="member",
             about=name,
         ) from None

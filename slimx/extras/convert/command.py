@@ -212,7 +212,8 @@ def _work(
         conversion = plan(run, options)
     except OSError as error:
         raise SlimxError(
-            f"{error.filename} cannot be read ({error.strerror}); check the path and its permissions",
+            f"{error.filename} cannot be read ({error.strerror}); give a path that exists and that this user is "
+            "allowed to read",
             code="convert.system",
             about=str(error.filename),
         ) from error

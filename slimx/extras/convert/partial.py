@@ -123,8 +123,8 @@ class Partial:
             write_synced(self._plan, fingerprint.encode())
         elif other:
             raise SlimxError(
-                f"{self.path} belongs to a conversion with other source files or options; remove this directory to "
-                "start over",
+                f"{self.path} belongs to a conversion with other source files or options; remove {self.path} to start "
+                "over",
                 code="convert.other",
                 about=str(self.path),
             )
@@ -202,8 +202,8 @@ class Partial:
             )
         path = str(error.filename or self.path)
         return SlimxError(
-            f"{path} cannot be read or written ({error.strerror or error}); fix its permissions or the disk, and run "
-            "the same command again",
+            f"the conversion cannot access {path} ({error.strerror or error}); make it readable and writable for this "
+            "user, or replace a faulty disk, and run the same command again",
             code="convert.system",
             about=path,
         )

@@ -273,7 +273,7 @@ def _verify(conversion: Conversion, partial: Partial, done: Mapping[str, Done], 
             partial.record_path(name).unlink()
             raise SlimxError(
                 f"{partial.path / name} does not contain the bytes that were written; run the same command again to "
-                "rewrite it, and check the disk",
+                "rewrite it, and check the disk for errors",
                 code="convert.bytes",
                 about=name,
             )

@@ -54,8 +54,8 @@ class MixedSource:
         saved = state.get("sources")
         if not isinstance(taken, int) or taken < 0 or not isinstance(saved, dict):
             raise SlimxError(
-                "the saved state of the prompts does not belong to rollout.sources; restore rollout.prompts of the "
-                "saved run, or start a new run",
+                "the saved run did not take its prompts from rollout.sources; restore rollout.prompts or "
+                "rollout.source of the saved run, or start a new run",
                 code="prompts.state",
                 about="rollout.sources",
             )

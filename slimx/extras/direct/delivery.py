@@ -213,7 +213,7 @@ class DirectDelivery(Delivery):
                 invitations.append(self._invitation(agent, receiver))
             async with self._judged(CONNECTING, index):
                 offers: list[Offer] = await recipient.perform("transport", epoch, "join", invitations)
-                async with self._unless_died():
+                async with self._unless_died(recipient.name):
                     for receiver, offer in zip(receivers, offers, strict=True):
                         await self._meet(recipient.name, receiver, offer)
             self._connected[recipient.name] = recipient.incarnation
@@ -250,8 +250,8 @@ class DirectDelivery(Delivery):
                         code="direct.unreached",
                         about=rank,
                     )
-                async with self._unless_died():
-                    await self._unless_replaced(recipient.perform("receive", epoch, packed, bucket))
+                async with self._unless_died(recipient.name):
+                    await self._unless_replaced(recipient.name, recipient.perform("receive", epoch, packed, bucket))
             except BaseException:
                 # The engine's memory may be released or still be written to, so it must offer new memory.
                 for receiver in self._receivers[index]:
@@ -293,7 +293,7 @@ class DirectDelivery(Delivery):
         if not ranks:
             return
         subject = "connect" if bucket == CONNECTING else f"write bucket {bucket}"
-        message = f"{ranks} could not {subject} to any of {len(outcome.lacking)} engines: {error}"
+        message = f"{ranks} could not {subject} to any of {len(outcome.lacking)} engines ({error})"
         if self._culprits and self.broken is None and not self._replaced.is_set():
             self.broken = PartLost(
                 f"{message}; check the machines and network of {self._culprits}, which also failed in the previous "
@@ -304,7 +304,7 @@ class DirectDelivery(Delivery):
         raise TransportLost(message, code="direct.sender", about=ranks) from error
 
     @asynccontextmanager
-    async def _unless_died(self) -> AsyncIterator[None]:
+    async def _unless_died(self, engine: str) -> AsyncIterator[None]:
         """Raises TransportLost if the block fails because a trainer rank died, which the next publication reports."""
         try:
             yield
@@ -316,18 +316,18 @@ class DirectDelivery(Delivery):
             if not self._replaced.is_set():
                 self.broken = error
             raise TransportLost(
-                f"a trainer rank died before its part of a bucket arrived at an engine ({error}); see the trainers' "
-                "logs",
+                f"trainer ranks died before all weights arrived at engine {engine} ({error}); find the cause in the "
+                "trainers' logs",
                 code="publish.source",
                 about="trainers",
             ) from error
 
-    async def _unless_replaced(self, receiving: Awaitable[Any]) -> None:
+    async def _unless_replaced(self, engine: str, receiving: Awaitable[Any]) -> None:
         """Waits until an engine has received a bucket. Raises TransportLost if ranks sending it are replaced first."""
         received, _ = await race(receiving, self._replaced.wait())
         if received is None:
             raise TransportLost(
-                "trainer ranks were replaced before their bucket arrived at the engine; publish again",
+                f"trainer ranks were replaced before their bucket arrived at engine {engine}; publish again",
                 code="publish.source",
                 about="trainers",
             )

@@ -161,8 +161,8 @@ def newest(directory: Path | str) -> StoredVersion | None:
         return StoredVersion(version, Manifest.from_json(content["manifest"]), buckets)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SlimxError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); check its permissions, or remove {version} if "
-            "it is damaged",
+            f"{path} cannot be read ({type(error).__name__}: {error}); make it readable for this user, or remove "
+            f"{version} if the file is damaged",
             code="disk.manifest",
             about=str(path),
         ) from None

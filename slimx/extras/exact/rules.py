@@ -142,7 +142,7 @@ def computes_the_same(numerics: Numerics, trainer: Trainer) -> Problems:
     field = next((name for name in trainer.megatron if name not in MEGATRON_FIELDS), None)
     if field is not None:
         about = f"trainer.megatron.{field}"
-        yield about, f"{MODE}, but {about} may change what the trainer computes; remove it"
+        yield about, f"{MODE}, but {about} may change what the trainer computes; remove {about}"
 
 
 @rule("exact.recompute", "trainer.recompute.modules")
@@ -151,7 +151,7 @@ def kept_activations(numerics: Numerics, trainer: Trainer) -> Problems:
     if numerics.exact and recompute.granularity == "selective" and "moe_act" in recompute.modules:
         yield (
             f"{MODE}, in which experts must save their activations, but trainer.recompute.modules contains moe_act, "
-            "which recomputes them; remove moe_act"
+            "which recomputes them; remove moe_act from trainer.recompute.modules"
         )
 
 
@@ -286,7 +286,7 @@ def cuts_evenly(numerics: Numerics, trainer: Trainer, rollout: Rollout, spec: Mo
         if width % leaves:
             yield (
                 f"row-parallel sums have {leaves} leaves, which do not divide the {width} inputs of {name} in "
-                f"{spec.path}; lower numerics.leaves or the tensor-parallel sizes"
+                f"{spec.path}; set numerics.leaves and all tensor-parallel sizes to divisors of {width}"
             )
 
 

@@ -112,8 +112,8 @@ def _serving(groups: Iterable[Engines]) -> Iterator[tuple[str, str]]:
 def freezes_itself(trainer: Trainer) -> Problems:
     if trainer.lora is not None and trainer.freeze:
         yield (
-            "trainer.lora already freezes every base weight; remove trainer.freeze, and select layers with "
-            "trainer.lora.targets"
+            "trainer.freeze is set, but trainer.lora already freezes every base weight; remove trainer.freeze, and "
+            "select layers with trainer.lora.targets"
         )
 
 
@@ -124,11 +124,14 @@ def has_targets(trainer: Trainer, spec: ModelSpec) -> Problems:
     from slimx.extras.lora.targets import absent
 
     for target in absent(trainer.lora.targets or (), spec.table):
-        yield f"{spec.path} has no layers of the target {target}; remove that target"
+        yield (
+            f"trainer.lora.targets contains {target}, but {spec.path} has no such layers; remove {target} from "
+            "trainer.lora.targets"
+        )
     if trainer.lora.targets == ():
         yield (
-            "trainer.lora.targets is an empty list, so nothing would be trained; remove it to adapt all layers, or "
-            "name targets"
+            "trainer.lora.targets is an empty list, so nothing would be trained; remove trainer.lora.targets to adapt "
+            "all layers, or list targets"
         )
 
 
@@ -148,8 +151,10 @@ def both_kinds(trainer: Trainer, sizes: Sizes) -> Problems:
         return
     if "experts" not in trainer.lora.targets or set(trainer.lora.targets) == {"experts"}:
         yield (
-            f"with trainer.expert={sizes.expert}, both experts and other layers must have adapters; add the missing "
-            "targets, or set trainer.expert=1"
+            f"with trainer.expert={sizes.expert}, both experts and other layers must have adapters, but "
+            f"trainer.lora.targets selects {'only' if 'experts' in trainer.lora.targets else 'no'} experts; add "
+            f"{'attention' if 'experts' in trainer.lora.targets else 'experts'} to trainer.lora.targets, or set "
+            "trainer.expert=1"
         )
 
 
@@ -171,16 +176,15 @@ def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Prob
     names = [row.name for row in spec.table.rows if adapts(trainer.lora.targets, row.name)]
     if any(adapts(("experts",), name) for name in names):
         yield (
-            "SGLang 0.5.23 supports adapters of routed experts only with Triton on GPUs, and slimx was never tested "
-            "with unmerged adapters of experts; set trainer.lora.targets to attention only, or set publish.adapters "
-            "to merged"
+            "publish.adapters=alone was never tested with adapters of routed experts, which SGLang 0.5.23 supports "
+            "only with Triton on GPUs; set trainer.lora.targets=[attention], or set publish.adapters=merged"
         )
         return
     others = [name for name in names if not adapts(SERVED, name)]
     if others:
         yield (
             f"publish.adapters=alone has been tested only for {' and '.join(SERVED)}, but {others[0]} would have an "
-            "adapter; remove other targets from trainer.lora.targets, or set publish.adapters to merged"
+            f"adapter; list only {' and '.join(SERVED)} in trainer.lora.targets, or set publish.adapters=merged"
         )
 
 
@@ -190,7 +194,7 @@ def brings_adapters(publish: Publish, device: str) -> Problems:
     if publish.adapters == "alone" and publish.transport != "memory":
         yield (
             "publish.adapters=alone requires publish.transport=memory, with trainers and engines on one machine; set "
-            "publish.transport to memory, or publish.adapters to merged"
+            "publish.transport=memory or publish.adapters=merged"
         )
 
 

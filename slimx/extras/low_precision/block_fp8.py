@@ -119,8 +119,9 @@ class BlockFp8(NumberFormat):
         scales = [name for name in unknown if name.endswith(SCALE_SUFFIX)]
         if scales:
             raise SlimxError(
-                f"{path}: {scales[0]} contains scales of fp8 blocks ({len(scales)} such tensors), but slimx trains "
-                "from bf16 and fp32 checkpoints; convert the checkpoint with `slimx convert hf-to-megatron`",
+                f"{path} is a block-wise fp8 checkpoint ({len(scales)} tensors, such as {scales[0]}, are scales of "
+                "blocks), but slimx trains only from bf16 and fp32 checkpoints; convert the checkpoint with `slimx "
+                "convert hf-to-megatron`",
                 code="checkpoint.fp8",
                 about=scales[0],
             )

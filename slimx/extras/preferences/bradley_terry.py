@@ -59,8 +59,9 @@ def pair_rows(groups: Sequence[Group]) -> list[TrainingRow]:
         pair = sorted(group.trajectories, key=lambda trajectory: -(trajectory.reward or 0.0))
         if len(pair) != 2 or pair[0].reward == pair[1].reward:
             raise SlimxError(
-                f"group {group.id} of prompt {group.prompt.id} is not a preference pair, and a reward model learns "
-                "only from such pairs; return two trajectories with different rewards from rollout.generate",
+                f"group {group.id} of prompt {group.prompt.id} has trajectories with the rewards "
+                f"{[item.reward for item in pair]}, but a reward model learns only from pairs with different rewards; "
+                "return two such trajectories from rollout.generate",
                 code="data.pair",
                 about=group.id,
             )

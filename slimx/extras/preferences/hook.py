@@ -46,9 +46,14 @@ def check_pair(prompt: Prompt) -> None:
     number."""
     rejected = prompt.metadata.get("rejected")
     if prompt.answer is None or not isinstance(rejected, str) or prompt.answer == rejected:
+        problem = "has no string in metadata.rejected"
+        if prompt.answer is None:
+            problem = "has no `answer`"
+        elif prompt.answer == rejected:
+            problem = "has the same text in `answer` and metadata.rejected"
         raise SlimxError(
-            f"prompt {prompt.id} is not a pair of answers; set `answer` to the chosen answer, and metadata.rejected "
-            "to the rejected answer, which must be different",
+            f"prompt {prompt.id} {problem}; set `answer` to the chosen answer, and metadata.rejected to a different, "
+            "rejected answer",
             code="hooks.pair",
             about=prompt.id,
         )

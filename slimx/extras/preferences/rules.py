@@ -55,9 +55,9 @@ def compares_with_a_reference(algorithm: Algorithm) -> Problems:
 def has_the_loss_of_its_gradient(algorithm: Algorithm) -> Problems:
     if algorithm.advantages.kind == "dpo" and (algorithm.loss.kind, algorithm.aggregation) != ("plain", "sum"):
         yield (
-            "algorithm.advantages is dpo, which needs algorithm.loss=plain and algorithm.aggregation=sum, because "
-            "only this combination has the gradient of DPO; set algorithm.name=dpo, and remove algorithm.advantages, "
-            "algorithm.loss and algorithm.aggregation"
+            f"algorithm.loss is {algorithm.loss.kind} and algorithm.aggregation is {algorithm.aggregation}, but "
+            "algorithm.advantages=dpo needs plain and sum, because only this combination has the gradient of DPO; set "
+            "algorithm.name=dpo, and remove algorithm.advantages, algorithm.loss and algorithm.aggregation"
         )
 
 
@@ -65,8 +65,8 @@ def has_the_loss_of_its_gradient(algorithm: Algorithm) -> Problems:
 def pairs(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Problems:
     if algorithm.advantages.kind == "dpo" and not rollout.engines and (rollout.group_size != 2 or reward.configured):
         yield (
-            "without engines, the pairs of algorithm.advantages=dpo must come from the prompt file; set "
-            "rollout.group_size=2, reward.function=null and rollout.generate=preferences"
+            "without engines, algorithm.advantages=dpo takes its pairs from the prompt file; set rollout.group_size=2, "
+            "reward.function=null and rollout.generate=preferences"
         )
 
 
@@ -74,8 +74,8 @@ def pairs(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Problems:
 def margin_before_routes(algorithm: Algorithm, trainer: Trainer) -> Problems:
     if algorithm.advantages.kind == "dpo" and trainer.moe.routing_replay != "none":
         yield (
-            "algorithm.advantages is dpo, which computes the margins of pairs before routes are replayed; set "
-            "trainer.moe.routing_replay=none"
+            f"trainer.moe.routing_replay is {trainer.moe.routing_replay}, but algorithm.advantages=dpo computes the "
+            "margins of pairs before routes are replayed; set trainer.moe.routing_replay=none"
         )
 
 
@@ -83,9 +83,9 @@ def margin_before_routes(algorithm: Algorithm, trainer: Trainer) -> Problems:
 def margin_before_updates(algorithm: Algorithm, schedule: Schedule) -> Problems:
     if algorithm.advantages.kind == "dpo" and schedule.updates_per_step > 1:
         yield (
-            "algorithm.advantages is dpo, which computes the margins of pairs before the first update of a step; "
-            "set schedule.updates_per_step=1, and rollout.prompts_per_step to the number of prompts that one "
-            "update trains"
+            f"schedule.updates_per_step is {schedule.updates_per_step}, but algorithm.advantages=dpo computes the "
+            "margins of pairs before the first update of a step; set schedule.updates_per_step=1, and "
+            "rollout.prompts_per_step to the number of prompts that one update trains"
         )
 
 
@@ -99,7 +99,10 @@ def pairs_of_files(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Pr
     if reward.configured:
         yield "reward.function", f"{needs} and needs no rewards; set reward.function=null and reward.parts=[]"
     if rollout.group_size != 2:
-        yield f"{needs}, which have two answers each; set rollout.group_size=2"
+        yield (
+            f"{needs}, which have two answers each, but rollout.group_size is {rollout.group_size}; set "
+            "rollout.group_size=2"
+        )
 
 
 @rule("reward_model.eval", "eval.samples")

@@ -73,7 +73,7 @@ class Mirror:
         if received != digest:
             raise MirrorLost(
                 f"the mirrored state of {self.holder} after step {step} was received with digest {received} instead "
-                f"of {digest}, so bytes were changed in transit; check the network and host memory",
+                f"of {digest}, so bytes were changed in transit; check the network and host memory for errors",
                 code="mirror.differs",
                 about=self.holder,
             )

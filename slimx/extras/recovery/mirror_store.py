@@ -77,7 +77,7 @@ class MirrorStore:
             raise MirrorLost(
                 f"the store received {mirrored.written} of {len(mirrored.data)} bytes of the state of trainer rank "
                 f"{rank} after step {step}, with digest {received} instead of {digest}, and dropped the state; check "
-                "the network and host memory",
+                "the network and host memory for errors",
                 code="mirror.differs",
                 about=f"trainer rank {rank}",
             )

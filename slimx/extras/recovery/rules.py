@@ -65,8 +65,8 @@ def shrinks_for_someone(recovery: Recovery) -> Problems:
 def keeps_engines(recovery: Recovery, rollout: Rollout) -> Problems:
     if recovery.trainers and not rollout.policy_engines:
         yield (
-            "recovery.trainers was never tested without engines of the policy (rollout.engines is empty, or "
-            "rollout.replay is set); set recovery.trainers=0"
+            "recovery.trainers was never tested without engines of the policy, but "
+            f"{'rollout.replay is set' if rollout.replay else 'rollout.engines has none'}; set recovery.trainers=0"
         )
 
 
@@ -80,8 +80,9 @@ def recovers_with(recovery: Recovery, publish: Publish, schedule: Schedule, devi
 
     if transport_of(publish).on_gpus(publish, device, colocate=schedule.colocate):
         yield (
-            "recovery.trainers replaces the ranks that pack buckets, which was never tested with buckets in GPU "
-            "memory; set publish.staging=model and publish.transport=auto, or set recovery.trainers=0"
+            "recovery.trainers was never tested with buckets in GPU memory, where "
+            f"publish.transport={publish.transport} and publish.staging={publish.staging} keep them; set "
+            "publish.staging=model and publish.transport=auto, or set recovery.trainers=0"
         )
 
 
@@ -92,10 +93,11 @@ def can_shrink(recovery: Recovery, sizes: Sizes, device: str) -> Problems:
     from slimx.layout.ranks import fewer
 
     if next(fewer(sizes), None) is None:
+        reason = "there is only one data-parallel rank" if sizes.data == 1 else "experts need all data-parallel ranks"
         yield (
             f"recovery.shrink_after cannot take effect with DP{sizes.data} (TP{sizes.tensor} CP{sizes.context} "
-            f"EP{sizes.expert} ETP{sizes.expert_tensor}), because there is only one data-parallel rank or the experts "
-            "need all such ranks; remove recovery.shrink_after, or choose a layout with more data-parallel ranks"
+            f"EP{sizes.expert} ETP{sizes.expert_tensor}), because {reason}; remove recovery.shrink_after, or choose a "
+            "layout with more data-parallel ranks"
         )
     if device == "cuda":
-        yield "recovery.shrink_after was never tested on GPUs; remove it, or run on the CPU"
+        yield "recovery.shrink_after was never tested on GPUs; remove recovery.shrink_after, or run on the CPU"

@@ -30,9 +30,10 @@ def check(*, weights: Mapping[str, float] | None = None) -> None:
         weights = {"prompt_strict": 1.0}
     unknown = [name for name in weights if name not in MEASURES]
     if unknown or not weights or not all(map(_is_finite, weights.values())):
+        problem = f"has the unknown name {unknown[0]!r}" if unknown else "has a value that is not a finite number"
         raise SlimxError(
-            f"{__name__}.reward: reward.options.weights={dict(weights)} is invalid; map at least one of "
-            f"{', '.join(MEASURES)} to a finite number, and use no other name",
+            f"{__name__}.reward: reward.options.weights={dict(weights)} {problem if weights else 'is empty'}; map at "
+            f"least one of {', '.join(MEASURES)} to a finite number, and use no other name",
             code="reward.weights",
             about=unknown[0] if unknown else "weights",
         )

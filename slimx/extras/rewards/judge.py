@@ -72,8 +72,8 @@ async def reward(
     scores = re.findall(pattern, verdict)
     if not scores:
         raise SlimxError(
-            f"the verdict of the judge at {url} does not match {pattern!r} (it ends with {verdict[-200:]!r}); correct "
-            "pattern or template in reward.options",
+            f"the verdict of the judge at {url} does not match {pattern!r} (it ends with {verdict[-200:]!r}); change "
+            "reward.options.pattern, or ask for this format in reward.options.template",
             code="reward.verdict",
             about=url,
         )

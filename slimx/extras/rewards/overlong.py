@@ -14,8 +14,8 @@ async def reward(ctx: Context, trajectory: Trajectory, *, limit: int, buffer: in
     Raises SlimxError unless 0 < buffer <= limit."""
     if not 0 < buffer <= limit:
         raise SlimxError(
-            f"slimx.extras.rewards.overlong: buffer={buffer} and limit={limit} (tokens) do not satisfy 0 < buffer <= "
-            "limit; correct reward.options",
+            f"slimx.extras.rewards.overlong: reward.options.buffer={buffer} (tokens) must be above 0 and at most "
+            f"reward.options.limit={limit}; set reward.options.buffer to a value from 1 to {limit}",
             code="reward.option",
             about="buffer",
         )

@@ -42,8 +42,8 @@ def compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise SlimxError(
-            f"slimx.extras.rewards.pattern: {pattern!r} is not a regular expression ({error}); correct "
-            "reward.options.pattern",
+            f"slimx.extras.rewards.pattern: {pattern!r} is not a regular expression ({error}); set "
+            "reward.options.pattern to a regular expression of Python",
             code="reward.option",
             about="pattern",
         ) from error

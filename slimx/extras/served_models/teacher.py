@@ -74,7 +74,7 @@ class Teacher:
                 raise SlimxError(
                     f"teacher {self.engine.name} returned the unusable log-prob {values[position]:g} for token "
                     f"{position} (id {trajectory.token_ids[position]}) of rollout {trajectory.id}; check the "
-                    "teacher's checkpoint and GPU",
+                    "teacher's checkpoint for invalid weights and its GPU for errors",
                     code="teacher.logprob",
                     about=trajectory.id,
                 )
@@ -145,7 +145,7 @@ def check_taught(algorithm: Algorithm, prompts: Iterable[Prompt]) -> None:
             continue
         raise SlimxError(
             f"algorithm.teacher_engines.{value} selects prompts whose metadata.{algorithm.teacher_field} is {value}, "
-            "but there are none; correct the value, or remove the entry",
+            f"but there are none; remove algorithm.teacher_engines.{value}, or rename it to a value that prompts have",
             code="teacher.unused",
             about=f"algorithm.teacher_engines.{value}",
         )

@@ -102,9 +102,12 @@ class HookCall:
         if isinstance(ids, list) and text is None and all(isinstance(as_whole(token), int) for token in ids):
             return as_ids(ids)
         if not isinstance(text, str) or ids is not None:
+            problem = f"`text` of type {type(text).__name__} without `input_ids`"
+            if ids is not None:
+                problem = "`input_ids` that are not integers" if text is None else "both `text` and `input_ids`"
             raise SlimxError(
-                "a slime hook posts neither a single `text` nor a single list of `input_ids` to the engines; post "
-                "exactly one of the two",
+                f"a slime hook posts {problem} to the engines; post either `text` as one string, or `input_ids` as one "
+                "list of integers",
                 code="slime.payload",
                 about="input_ids",
             )

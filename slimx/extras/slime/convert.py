@@ -260,14 +260,14 @@ def _metadata(sample: Sample, name: str) -> Json:
     """Returns the trajectory's metadata: the sample's metadata plus, under `KEY`, the fields that rewards need."""
     attributes = {key: value for key, value in vars(sample).items() if key not in FIELDS}
     stored = {key: getattr(sample, key) for key in KEPT}
-    metadata = {**sample.metadata, KEY: {**stored, "attributes": attributes}}
-    try:
-        encode(metadata)
-    except SlimxError as error:
-        raise SlimxError(
-            f"{name} has an invalid value in its metadata or in {', '.join(attributes) or 'its fields'} ({error}); "
-            "store only JSON values and numeric arrays",
-            code="slime.metadata",
-            about=", ".join(attributes) or name,
-        ) from error
-    return metadata
+    for field, value in {"metadata": sample.metadata, **stored, **attributes}.items():
+        try:
+            encode(value)
+        except SlimxError as error:
+            raise SlimxError(
+                f"{name} has an invalid value in its field {field} ({error}); store only JSON values and "
+                "numeric arrays",
+                code="slime.metadata",
+                about=", ".join(attributes) or name,
+            ) from error
+    return {**sample.metadata, KEY: {**stored, "attributes": attributes}}

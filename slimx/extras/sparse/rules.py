@@ -22,8 +22,8 @@ def _is_sparse(spec: ModelSpec) -> bool:
 def leaves_the_indexer(trainer: Trainer, spec: ModelSpec) -> Problems:
     if trainer.megatron.get("dsa_indexer_loss_coeff") and _is_sparse(spec):
         yield (
-            f"slimx does not train the indexer of {spec.path}, which keeps the checkpoint's values; remove "
-            "trainer.megatron.dsa_indexer_loss_coeff"
+            "trainer.megatron.dsa_indexer_loss_coeff would train the indexer, which slimx keeps at the values of "
+            f"{spec.path}; remove trainer.megatron.dsa_indexer_loss_coeff"
         )
 
 
@@ -49,8 +49,8 @@ def stages_begin_with_an_indexer(sizes: Sizes, spec: ModelSpec) -> Problems:
 def has_indexers(trainer: Trainer, spec: ModelSpec) -> Problems:
     if trainer.indexer_replay != "none" and not _is_sparse(spec):
         yield (
-            f"the model {spec.path} has no sparse attention whose selected tokens could be replayed; remove "
-            "trainer.indexer_replay"
+            f"trainer.indexer_replay is {trainer.indexer_replay}, but {spec.path} has no sparse attention whose "
+            "selected tokens could be replayed; remove trainer.indexer_replay"
         )
 
 
@@ -60,6 +60,6 @@ def chosen_by_engines(trainer: Trainer) -> Problems:
     # result sglang.srt.state_capturer.indexer_topk reports.
     if trainer.indexer_replay == "R3":
         yield (
-            "SGLang 0.5.23 reports the tokens that an indexer selects as slots of its KV cache instead of "
-            "positions, so they cannot be replayed; set trainer.indexer_replay to R2 or none"
+            "trainer.indexer_replay=R3 would replay tokens that an indexer selected, but SGLang 0.5.23 reports them "
+            "as slots of its KV cache instead of positions; set trainer.indexer_replay to R2 or none"
         )

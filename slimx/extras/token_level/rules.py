@@ -78,8 +78,8 @@ def critic_has_tensors(critic_spec: ModelSpec | None, critic_weights: Path | Non
     checkpoint_format = format_of(critic_weights)
     if checkpoint_format is not None:
         yield (
-            f"{critic_weights} is a checkpoint of {checkpoint_format.name}, which cannot initialize a critic; set a "
-            "Hugging Face directory (slimx convert writes one)"
+            f"{critic_weights} is a checkpoint of {checkpoint_format.name}, which cannot initialize a critic; set "
+            "critic.load to a Hugging Face directory (`slimx convert` writes one)"
         )
     else:
         CheckpointReader(critic_weights).check(critic_spec.table)

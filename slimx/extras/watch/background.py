@@ -37,8 +37,8 @@ class InOrder:
             self._calls.put_nowait(call)
         except queue.Full:
             raise SlimxError(
-                f"{self.name} is too slow: {self.waiting} calls are waiting, so this one is discarded; check that "
-                "its server is running and responds quickly",
+                f"{self.waiting} calls to {self.name} are waiting, so another call is discarded; check that the server "
+                f"of {self.name} is running and responds quickly",
                 code="track.late",
                 about=self.name,
             ) from None

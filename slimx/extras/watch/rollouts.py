@@ -44,15 +44,24 @@ def show_rollouts(
     --dropped and --json. Raises SlimxError for conflicting options and for missing steps or groups."""
     chosen = choice.group is not None or choice.reward_below is not None or choice.tokens
     if buffer and (dropped or step is not None):
+        other = "--dropped" if step is None else "--step"
         raise SlimxError(
-            "--buffer cannot be combined with --step or --dropped, because it shows groups of the newest checkpoint; "
-            "remove these options",
+            f"--buffer cannot be combined with {other}, because it shows groups of the newest checkpoint; remove "
+            f"--buffer or {other}",
             code="rollouts.options",
             about="--buffer",
         )
     if chosen and (dropped or not (buffer or step is not None)):
+        option = "--tokens" if choice.reward_below is None else "--reward-below"
+        option = option if choice.group is None else "--group"
+        if dropped:
+            raise SlimxError(
+                f"{option} cannot select from the groups of --dropped; remove {option} or --dropped",
+                code="rollouts.options",
+                about="--step",
+            )
         raise SlimxError(
-            "--group, --reward-below and --tokens need a step or the buffer to choose from; add --step N or --buffer",
+            f"{option} needs a step or the buffer to choose from; add --step N or --buffer",
             code="rollouts.options",
             about="--step",
         )
@@ -267,8 +276,8 @@ def _files(directory: Path) -> dict[int, Path]:
     if files:
         return files
     raise SlimxError(
-        f"{directory / DIRECTORY} has no saved step, because no step has been trained yet, or the run has no engines, "
-        "or track.rollouts.every is 0; set track.rollouts.every to save rollouts",
+        f"{directory / DIRECTORY} has no saved step; wait for the first step of a new run, or set track.rollouts.every "
+        "to at least 1 in a run with engines",
         code="rollouts.empty",
         about=str(directory / DIRECTORY),
     )

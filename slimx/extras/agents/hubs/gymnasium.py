@@ -56,7 +56,8 @@ class Gymnasium(StepEnvironment):
         """
         if (id is None) == (make is None):
             raise SlimxError(
-                f"{KEY} must set either id (a name for gymnasium.make) or make (a dotted path)",
+                f"{KEY} sets {'neither id nor make' if id is None else 'both id and make'}; set exactly one, either id "
+                "to a name for gymnasium.make, or make to a dotted path",
                 code="gymnasium.which",
                 about=KEY,
             )
@@ -132,14 +133,15 @@ class Gymnasium(StepEnvironment):
             raise
         except Exception as error:
             raise SlimxError(
-                f"{self._name}: {name} raised {raised(error)}; correct {KEY} or the environment",
+                f"the environment {self._name} failed in {name} ({raised(error)}); correct its code, or its arguments "
+                f"in {KEY}",
                 code="gymnasium.raised",
                 about=self._name,
             ) from error
 
     def _broken(self, name: str, expected: str, value: object) -> SlimxError:
         return SlimxError(
-            f"{self._name}: {name} returned {str(value)[:200]!r} instead of {expected}; correct the environment",
+            f"the environment {self._name} returned {str(value)[:200]!r} from {name}; return {expected}",
             code="gymnasium.answer",
             about=self._name,
         )

@@ -109,7 +109,8 @@ class McpTools:
         if absent:
             known = ", ".join(self._by_tool) or "none"
             raise SlimxError(
-                f"{KEY}.tools: no server has a tool named {absent[0]}; remove it (found: {known})",
+                f"{KEY}.tools contains {absent[0]}, but no server has a tool of this name (found: {known}); remove "
+                f"{absent[0]} from {KEY}.tools",
                 code="mcp.tool",
                 about=absent[0],
             )

@@ -52,7 +52,8 @@ def to_prompt(row: Json) -> Json:
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list) or not messages:
         raise SlimxError(
-            "responses_create_params.input of a NeMo Gym row is empty or not a list; set it to the prompt's messages",
+            f"responses_create_params.input of a NeMo Gym row is {str(messages)[:80]!r}, which is not a list with "
+            "messages; set it to the prompt's messages",
             code="nemo_gym.row",
             about="responses_create_params.input",
         )
@@ -172,9 +173,14 @@ def _description(tool: Json) -> Json:
     that is not a function, or whose name cannot be a URL path."""
     name = str(tool.get("name"))
     if tool.get("type") != "function" or not NAME.fullmatch(name) or name in RESERVED:
+        is_function = tool.get("type") == "function"
+        problem = (
+            "has a name that is not a path of its server"
+            if is_function
+            else f"has the type {tool.get('type')!r}, not function"
+        )
         raise SlimxError(
-            f"NeMo Gym: tool {name!r} of type {tool.get('type')!r} cannot be called on a resources server; "
-            "remove it from the row",
+            f"NeMo Gym: tool {name!r} {problem}; remove it from the row's responses_create_params.tools",
             code="nemo_gym.tool",
             about=name,
         )
@@ -199,7 +205,8 @@ def _content(message: Json) -> str:
     parts = [{"text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) and "text" in part for part in parts):
         raise SlimxError(
-            "NeMo Gym: an item of responses_create_params.input has non-text content; use rows with text only",
+            f"NeMo Gym: an item of responses_create_params.input has the content {str(content)[:80]!r}, which is not "
+            "text; use only rows with text",
             code="nemo_gym.row",
             about="responses_create_params.input",
         )

@@ -188,5 +188,7 @@ class OpenEnv(StepEnvironment):
 
     def _lost(self, problem: str) -> SlimxError:
         return SlimxError(
-            f"the OpenEnv server at {self._url} {problem}; see its log", code="openenv.server", about=self._url
+            f"the OpenEnv server at {self._url} {problem}; find the cause in the log of this server",
+            code="openenv.server",
+            about=self._url,
         )

@@ -158,8 +158,8 @@ def _update(digest: blake2b, value: object) -> None:
         digest.update(f"{type(plain).__name__} {plain!r}\n".encode())
     else:
         raise SlimxError(
-            f"an observation contains a value of type {type(value).__name__}, which does not identify a state; add to "
-            "the view a method state(observation, info) that returns a string",
+            f"an observation contains a {type(value).__name__}, from which no state key can be computed; add to the "
+            "view a method state(observation, info) that returns a string",
             code="environment.state",
             about=type(value).__name__,
         )

@@ -150,8 +150,8 @@ class ChatProxy:
         try:
             if session is None:
                 raise ApiError(
-                    "this session does not exist or has ended; use the base URL that the current rollout passed to "
-                    "the agent",
+                    f"session {http.match_info['session']} does not exist or has ended; use the base URL that the "
+                    "current rollout passed to the agent",
                     code="session_not_found",
                     status=404,
                 )

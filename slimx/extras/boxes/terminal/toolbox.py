@@ -73,7 +73,8 @@ class Terminal:
         toolbox = cls(**options)
         if not toolbox._base.is_dir():
             raise SlimxError(
-                f"{KEY}.tasks: the directory {toolbox._base} does not exist; correct the path",
+                f"{KEY}.tasks is {toolbox._base}, which is not a directory; set {KEY}.tasks to the directory that "
+                "contains the tasks",
                 code="task.base",
                 about=f"{KEY}.tasks",
             )
@@ -81,7 +82,7 @@ class Terminal:
             if toolbox._most > MAX_FILE:
                 raise SlimxError(
                     f"{KEY}.work_mib={toolbox._most // MIB} exceeds the {MAX_FILE // MIB} MiB that a sandbox server "
-                    "accepts; lower it",
+                    f"accepts; lower {KEY}.work_mib",
                     code="box.option",
                     about=f"{KEY}.work_mib",
                 )

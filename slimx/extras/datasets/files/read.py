@@ -109,7 +109,7 @@ def _array_rows(path: Path) -> Iterator[Row]:
         rows = msgspec.json.decode(path.read_bytes().removeprefix(BOM))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SlimxError(
-            f"{path}: the file is not valid JSON ({error}); correct the file",
+            f"{path}: the file is not valid JSON ({error}); correct the JSON at this position",
             code="prompts.unreadable",
             about=str(path),
         ) from error
@@ -135,8 +135,11 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
             for number, row in enumerate(rows, 1):
                 where = f"{path}, row {number}"
                 if None in row or None in row.values():
+                    header = len(rows.fieldnames or ())
+                    cells = header + len(row.get(None, ())) - list(row.values()).count(None)
                     raise SlimxError(
-                        f"{where}: the number of cells differs from that of the header; correct the row",
+                        f"{where}: the row has {cells} cells, but the header has {header}; add the missing cells, or "
+                        f"quote cells that contain {delimiter!r}",
                         code="prompts.line",
                         about=where,
                     )

@@ -178,8 +178,8 @@ class Transfer:
         """True once all bytes have arrived. Raises LinkError if the write has failed."""
         if self.ended and self.state != "DONE":
             raise LinkError(
-                f"the write to {self.peer} failed ({self.state}); check that its process is running and that it can "
-                "be reached over the network",
+                f"the write to {self.peer} failed ({self.state}); check that the process of {self.peer} is running and "
+                "can be reached over the network",
                 code="direct.broken",
                 about=self.peer,
             )
@@ -246,7 +246,8 @@ def devices_at(host: str) -> list[str]:
         if host in addresses or (is_loopback(host) and any(map(is_loopback, addresses))):
             return [device]
     raise SlimxError(
-        f"no network interface of {socket.gethostname()} has the address {host}; correct cluster.network",
+        f"no network interface of {socket.gethostname()} has the address {host}; set cluster.network to a network of "
+        "this machine",
         code="direct.interface",
         about=host,
     )

@@ -171,7 +171,8 @@ class DirectReceiver:
                 raise LinkError(
                     f"{lacking} of {total} bytes of bucket {bucket} from trainer ranks "
                     f"{', '.join(map(str, sorted(missing)))} did not arrive at {self.name} within "
-                    f"{self.deadline_s:.0f} s; check these ranks and the network",
+                    f"{self.deadline_s:.0f} s; check that these ranks are running and that the network connects them "
+                    "to the engine",
                     code="direct.missing",
                     about=f"trainer rank {min(missing)}",
                 )

@@ -79,7 +79,7 @@ def publishes_to_plain_layouts(
             yield (
                 f"rollout.engines.sglang.{field}",
                 f"rollout.engines.sglang.{field} is {group.sglang.get(field, 'auto')} in {group.where}, for which "
-                f"SGLang keeps weights in a layout that cannot be published on cluster.gpu=gb300; set it to {plain}",
+                f"SGLang keeps weights in a layout that cannot be published on cluster.gpu=gb300; set {field}={plain}",
             )
 
 
@@ -150,9 +150,9 @@ def idle_warnings(schedule: Schedule, trainer: Trainer, rollout: Rollout) -> Ite
     if schedule.colocate:
         if generating < trainer.world_size:
             yield (
-                f"with schedule.colocate, engines use only {generating} of the trainers' {trainer.world_size} GPUs, "
-                "and the other GPUs are idle during generation; raise rollout.engines.count until all GPUs have an "
-                "engine"
+                f"with schedule.colocate=true, engines use only {generating} of the trainers' {trainer.world_size} "
+                "GPUs, and the other GPUs are idle during generation; raise rollout.engines.count until all GPUs have "
+                "an engine"
             )
     elif schedule.max_staleness == 0:
         yield (

@@ -44,7 +44,7 @@ def engine_table(hf: HfConfig, architecture: str, *, fused_shared_experts: bool)
         raise delta_net.unserved(
             architecture,
             "rope_type",
-            "is missing next to mrope_section, so SGLang 0.5.23 would use image positions for text; set it to default",
+            "is missing next to mrope_section, so SGLang 0.5.23 would use image positions for text; set default",
         )
     tied = bool(hf.get("tie_word_embeddings"))
     return delta_net.engine_table(hf, delta_net.merged, embedding="undivided", tied=tied)

@@ -20,8 +20,8 @@ def rotary_of(transformer: TransformerConfig, gpt: dict[str, Any]) -> Rotary:
         return Rotary(transformer.qk_pos_emb_head_dim, float(transformer.rotary_base), scaling)
     if gpt["position_embedding_type"] != "rope":
         raise SlimxError(
-            "numerics.mode=exact does not support this model's position_embedding_type "
-            f"{gpt['position_embedding_type']} of megatron-core; set numerics.mode=fast",
+            f"this model has position_embedding_type={gpt['position_embedding_type']} in megatron-core, but "
+            "numerics.mode=exact supports only rope; set numerics.mode=fast",
             code="exact.rotary",
             about=gpt["position_embedding_type"],
         )

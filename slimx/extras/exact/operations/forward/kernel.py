@@ -98,13 +98,14 @@ def check_weights(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
     """Returns N, the number of rows of each of `weights` [N, K]. Raises SlimxError unless all weights have the dtype of
     `x` and the same shape, with as many columns as `x` [T, K]."""
     columns = weights[0].shape[0]
-    if any(weight.shape != (columns, x.shape[1]) or weight.dtype != x.dtype for weight in weights):
-        raise SlimxError(
-            f"not every weight has shape {[columns, x.shape[1]]} and dtype {x.dtype}, as x requires; pass matrices "
-            "of this shape and dtype",
-            code="exact.weights",
-            about="weights",
-        )
+    for index, weight in enumerate(weights):
+        if weight.shape != (columns, x.shape[1]) or weight.dtype != x.dtype:
+            raise SlimxError(
+                f"weights[{index}] has shape {list(weight.shape)} and dtype {weight.dtype}, but x and weights[0] "
+                f"require {[columns, x.shape[1]]} and {x.dtype}; pass a matrix of this shape and dtype",
+                code="exact.weights",
+                about="weights",
+            )
     return columns
 
 
