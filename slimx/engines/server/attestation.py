@@ -94,7 +94,7 @@ async def check_guarded(wire: ControlClient) -> None:
         if status not in REFUSED:
             raise SlimxError(
                 f"{wire.server_name} responds to {method} {wire.url}{path} without a key (status {status}); remove "
-                "from rollout.engines.sglang the arguments that disable keys",
+                "from rollout.engines.sglang all arguments that affect keys or server processes",
                 code="engine.unguarded",
                 about=path,
             )
