@@ -176,7 +176,7 @@ def _tools(tools: object, where: str) -> object:
     try:
         return msgspec.json.decode(tools)
     except msgspec.DecodeError as error:
-        raise SlimxError(f"{where}: the row's tools are a string that is not JSON ({error}); correct them") from error
+        raise SlimxError(f"{where}: the row's tools are a string that is not JSON ({error}); write JSON") from error
 
 
 def _hooked(hook: Callable[[Json], object], row: Json, where: str, key: str) -> Json:

@@ -117,7 +117,7 @@ async def _check_arguments(wire: ControlClient, spec: EngineSpec) -> None:
     if role != expected:
         raise SlimxError(
             f"engine {spec.name} at {spec.url} runs with disaggregation_mode={role!r}, but rollout.engines.role of its "
-            f"group is {spec.role}: change one of them",
+            f"group is {spec.role}; set the role of that mode, or restart the server with another mode",
         )
 
 

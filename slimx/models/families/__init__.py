@@ -310,7 +310,7 @@ def _spec(path: str, hf: Json, architecture: str, family: Family, mtp_layers: in
     if mtp_layers > declared:
         raise SlimxError(
             f"{file}: the checkpoint has {declared} multi-token prediction layers, fewer than "
-            f"trainer.megatron.mtp_num_layers={mtp_layers}; lower that number",
+            f"trainer.megatron.mtp_num_layers={mtp_layers}; lower this setting",
             code="model.mtp_layers",
             about="trainer.megatron.mtp_num_layers",
         )

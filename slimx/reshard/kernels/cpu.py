@@ -234,5 +234,5 @@ def _raise_for(status: int, isa: str) -> None:
         )
     if status:
         raise SlimxError(
-            f"the CPU packing kernel returned the unknown status {status}: rebuild the library with `make build`",
+            f"the CPU packing kernel returned the unknown status {status}; rebuild the library with `make build`",
         )
