@@ -340,18 +340,14 @@ class _Attempt:
         outcomes = self.out.engines
         version = f"version {self.manifest.version}"
         if not outcomes:
-            raise NoReceiverLeft(
-                f"{version} cannot be published, because no engine is running; see the engines' logs",
-                code="publish.no_engine",
-                about=version,
-            )
+            message = f"{version} cannot be published, because no engine is running; see the engines' logs"
+            raise NoReceiverLeft(message, code="publish.no_engine", about=version)
         reasons = "; ".join(str(outcome.error) for outcome in outcomes.values())
         steps = {outcome.step for outcome in outcomes.values()}
         if len(steps) == 1 and not any(isinstance(outcome.error, ReceiverLost) for outcome in outcomes.values()):
             step = steps.pop()
-            raise NoReceiverLeft(
-                f"every engine refused {version} in step {step}: {reasons}", code="publish.refused", about=step
-            )
+            message = f"every engine refused {version} in step {step}: {reasons}"
+            raise NoReceiverLeft(message, code="publish.refused", about=step)
         raise NoReceiverLeft(f"no engine received {version}: {reasons}", code="publish.lost", about=version)
 
     def _left(self) -> float:

@@ -126,9 +126,8 @@ class Membership:
                 self.restarts[engine.name].serves()
                 self.changed()
         if engine.state is not MemberState.MEMBER:
-            raise ReceiverLost(
-                f"engine {engine.name} was lost before it could serve", code="engine.lost", about=engine.name
-            )
+            message = f"engine {engine.name} was lost before it could serve"
+            raise ReceiverLost(message, code="engine.lost", about=engine.name)
 
     async def quarantine(self, engine: EngineHandle, error: SlimxError) -> None:
         """Removes `engine` from the router because of `error` and restarts it in the background. Does nothing if the
