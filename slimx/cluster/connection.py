@@ -57,12 +57,12 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
     except SlimxError:
         raise
     except Exception as error:  # Ray raises plain Exception if one of its processes does not start
-        where = config.cluster.ray_address or "on this machine"
-        reason = one_line(error)
+        address = config.cluster.ray_address
+        where = f"reached at {address}" if address else "started on this machine"
         raise PartLost(
-            f"Ray cannot be started or reached ({where}, {reason}); see its logs in /tmp/ray/session_latest/logs",
+            f"Ray cannot be {where} ({one_line(error)}); see its logs in /tmp/ray/session_latest/logs",
             code="ray.start",
-            about=where,
+            about=address or "on this machine",
         ) from error
     gpus = float(ranks + engines) if device == "cuda" else 0.0
     for kind, needed in (("CPU", float(cpus)), ("GPU", gpus)):

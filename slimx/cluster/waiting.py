@@ -165,9 +165,9 @@ async def ask_ray[T, *Ts](
     except TimeoutError:
         raise DeadlineError(what, deadline_s, holder) from None
     except ray.exceptions.RayError as error:
-        reason = one_line(error)
         raise PartLost(
-            f"{holder} failed while slimx waited for {what} ({reason}); see the logs of Ray's session",
+            f"{holder} failed while slimx waited for {what} ({one_line(error)}); see Ray's logs in "
+            "/tmp/ray/session_latest/logs",
             code="ray.lost",
             about=holder,
         ) from error

@@ -31,8 +31,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         return _load(Path(path).expanduser(), overrides)
     except RecursionError:
         raise SlimxError(
-            f"{path}: lists or mappings in this file or in an override are nested too deeply to be read; reduce the "
-            "nesting",
+            f"{path}: lists or mappings are nested too deeply to be read; reduce the nesting in this file and in the "
+            "overrides",
             code="config.depth",
             about=str(path),
         ) from None

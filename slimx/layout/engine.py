@@ -42,8 +42,8 @@ class EngineLayout:
     def __post_init__(self) -> None:
         if self.sizes.pipeline > self.table.layers:
             raise SlimxError(
-                f"rollout.engines.pipeline={self.sizes.pipeline} is more than the model's {self.table.layers} layers: "
-                "lower it",
+                f"rollout.engines.pipeline={self.sizes.pipeline} is more than the model's {self.table.layers} layers; "
+                "lower this size",
             )
         if not self.table.experts and (self.sizes.expert > 1 or self.sizes.redundant):
             raise SlimxError(

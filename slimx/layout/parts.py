@@ -75,7 +75,7 @@ def check_coverage(shapes: Mapping[str, Sequence[int]], parts: Iterable[Part]) -
                 if name not in covered:
                     raise SlimxError(
                         f"weight table: {part.name} uses tensor {name}, which is not in the table's checkpoint; "
-                        f"correct the row of {part.name}",
+                        "replace it in this row",
                         code="table.unknown_tensor",
                         about=name,
                     )
@@ -110,7 +110,7 @@ def check_boxes(name: str, shape: Shape, boxes: np.ndarray) -> None:
     ends = boxes[:, :2] + boxes[:, 2:]
     if len(boxes) and (boxes.min() < 0 or (ends > shape).any()):
         raise SlimxError(
-            f"{name} has a rectangle outside its {shape[0]} x {shape[1]} elements; correct its map",
+            f"{name} has a rectangle outside its {shape[0]} x {shape[1]} elements; keep its map inside",
             code="table.beyond",
             about=name,
         )
@@ -132,7 +132,7 @@ def check_boxes(name: str, shape: Shape, boxes: np.ndarray) -> None:
         if wrong.any():
             row, col = np.argwhere(wrong)[0]
             raise SlimxError(
-                f"{name} is {problem} by rectangles at row {rows[row]}, column {cols[col]}; correct its map",
+                f"{name} is {problem} by rectangles at row {rows[row]}, column {cols[col]}; make its map cover it once",
                 code=code,
                 about=name,
             )

@@ -180,8 +180,8 @@ class Table:
             for name, original in self.aliases.items():
                 if name in out or original not in out:
                     raise SlimxError(
-                        f"weight table: {name} is an alias of {original}, so only {original} may be in a row; correct "
-                        "the rows or the aliases",
+                        f"weight table: {name} is an alias of {original}, so a row must have the source {original} "
+                        "and no row the alias; add or rename the row's source, or remove the alias",
                         code="table.alias",
                         about=name,
                     )
@@ -208,7 +208,8 @@ class Table:
                 for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
                     if owner.setdefault(name, entry.row) is not entry.row:
                         raise SlimxError(
-                            f"weight table: {name} is a source of two rows; use each checkpoint tensor in one row",
+                            f"weight table: {name} is a source of {entry.row.name} and of an earlier row; remove it "
+                            "from one of the two rows",
                             code="table.two_rows",
                             about=name,
                         )
@@ -232,8 +233,9 @@ def check_row(row: Row, experts: int) -> None:
     """Raises SlimxError unless the row's map is invertible, that is, fills the local tensor except for padding and uses
     each checkpoint element exactly once."""
     if row.quantized and (row.dtype is not None or any(len(shape) == 1 for _, shape in row.sources)):
+        fault = "has a vector as a source" if row.dtype is None else "sets a dtype"
         raise SlimxError(
-            f"weight table: {row.name} is quantized, but has vectors or sets a dtype; correct its row",
+            f"weight table: {row.name} is quantized, but {fault}; set quantized=False in its row",
             code="table.quantized",
             about=row.name,
         )

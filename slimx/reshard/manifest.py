@@ -46,10 +46,9 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if self.encoding not in get_args(Encoding):
-            known = ", ".join(get_args(Encoding))
             raise SlimxError(
                 f"the manifest of version {self.version} has the unknown encoding {self.encoding!r}; use one of "
-                f"{known}",
+                f"{', '.join(get_args(Encoding))}",
                 code="manifest.value",
                 about="encoding",
             )

@@ -46,8 +46,8 @@ def has_known_devices(rollout: Rollout, schedule: Schedule) -> Problems:
 def can_sleep(rollout: Rollout, schedule: Schedule) -> Problems:
     if rollout.disaggregated and schedule.colocate:
         yield (
-            "schedule.colocate is true, but prefill and decode servers cannot release their KV cache while they sleep, "
-            "because it is registered for transfers; set schedule.colocate=false"
+            "schedule.colocate is true, but rollout.engines has prefill and decode servers, which cannot release their "
+            "KV cache while they sleep, because it is registered for transfers; set schedule.colocate=false"
         )
 
 
@@ -55,9 +55,9 @@ def can_sleep(rollout: Rollout, schedule: Schedule) -> Problems:
 def has_one_version(rollout: Rollout, schedule: Schedule) -> Problems:
     if rollout.disaggregated and schedule.max_staleness:
         yield (
-            f"schedule.max_staleness is {schedule.max_staleness}, but with prefill and decode servers the KV cache "
-            "of a prompt and the tokens sampled from it could come from different weight versions; set "
-            "schedule.max_staleness=0"
+            f"schedule.max_staleness is {schedule.max_staleness}, but with the prefill and decode servers in "
+            "rollout.engines, the KV cache of a prompt and the tokens sampled from it could come from different weight "
+            "versions; set schedule.max_staleness=0"
         )
 
 
@@ -104,8 +104,8 @@ def has_engine_kernels(rollout: Rollout, spec: ModelSpec) -> Problems:
         lack = deep_ep_lacks(group.tensor, spec.transformer["hidden_size"])
         if lack:
             yield (
-                f"{group.where} has sglang.moe_a2a_backend=deepep, which {lack}; remove it, or set a tensor-parallel "
-                "size that DeepEP supports"
+                f"{group.where} has sglang.moe_a2a_backend=deepep, which {lack}; remove it, or change the "
+                "group's tensor"
             )
 
 

@@ -107,10 +107,8 @@ def over_sampled(rollout: Rollout) -> Problems:
 @rule("flow.engines", "rollout.engines")
 def has_engines_to_schedule(rollout: Rollout, schedule: Schedule) -> Problems:
     if not rollout.sampled and (schedule.max_staleness or schedule.colocate):
-        yield (
-            "schedule.max_staleness and schedule.colocate need a group of the policy in rollout.engines; add such a "
-            "group"
-        )
+        setting = "max_staleness above 0" if schedule.max_staleness else "colocate=true"
+        yield f"schedule.{setting} needs a group of the policy in rollout.engines; add such a group"
 
 
 @rule("routes.engine", "trainer.moe.routing_replay")
@@ -143,8 +141,8 @@ def whole_groups(schedule: Schedule, rollout: Rollout) -> Problems:
     if rollout.prompts_per_step % schedule.updates_per_step:
         yield (
             f"schedule.updates_per_step is {schedule.updates_per_step}, which does not divide "
-            f"rollout.prompts_per_step={rollout.prompts_per_step}, but an update needs whole groups; change one of "
-            "the two"
+            f"rollout.prompts_per_step={rollout.prompts_per_step}, but an update needs whole groups; change "
+            "schedule.updates_per_step or rollout.prompts_per_step"
         )
 
 

@@ -92,7 +92,7 @@ def has_trainer_kernels(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Prob
     if lack:
         yield (
             f"trainer.moe.dispatcher=flex with trainer.moe.flex_backend=deepep {lack}; set "
-            "trainer.moe.dispatcher=alltoall, or other values of trainer.expert and trainer.expert_tensor"
+            "trainer.moe.dispatcher=alltoall, or change trainer.expert or trainer.expert_tensor"
         )
 
 

@@ -99,7 +99,7 @@ def moves_the_output_with_the_attention(trainer: Trainer) -> Problems:
     if "attn_proj" in trainer.offload_activations and "core_attn" not in trainer.offload_activations:
         yield (
             "trainer.offload_activations contains attn_proj, which frees no memory without core_attn, because "
-            "core_attn keeps the same tensor on the GPU; list both modules"
+            "core_attn keeps the same tensor on the GPU; add core_attn to the list"
         )
 
 

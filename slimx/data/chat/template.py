@@ -42,8 +42,8 @@ def check_ends(tokenizer: PreTrainedTokenizerBase) -> None:
     if not ends:
         where = tokenizer.name_or_path
         raise SlimxError(
-            f"{where}: the chat template exceeds the time or memory limit even for a short conversation; correct the "
-            "loops in the template",
+            f"{where}: loops in the chat template take too much time or memory even for a short conversation; limit "
+            "their numbers of iterations",
             code="template.endless",
             about=where,
         )
@@ -74,7 +74,7 @@ def check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, 
     for name in arguments:
         if not name.isidentifier() or not re.search(rf"\b{name}\b", template):
             raise SlimxError(
-                f"{key} sets {name!r}, which the chat template does not use; correct or remove the name",
+                f"{key} sets {name!r}, which the chat template does not use; rename or remove the argument",
                 code="template.argument",
                 about=f"{key}.{name}",
             )

@@ -333,7 +333,9 @@ def templated(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> PreTrainedT
 
 def _refused(prompt: Prompt, why: str) -> SlimxError:
     return SlimxError(
-        f"prompt {prompt.id!r}: {why}; change its messages or set token_ids", code="prompts.template", about=prompt.id
+        f"prompt {prompt.id!r}: {why}; change its messages or template, or set token_ids",
+        code="prompts.template",
+        about=prompt.id,
     )
 
 

@@ -163,8 +163,7 @@ def _after(mark: str, answer: object, where: str, key: str) -> str:
     _, separator, last = str(answer).rpartition(mark)
     if not separator:
         raise SlimxError(
-            f"{where}: the answer does not contain {mark!r}, the value of {key}.answer_after; correct the answer or "
-            "the setting",
+            f"{where}: the answer does not contain {mark!r}; set {key}.answer_after to text in all answers, or to null",
             code="prompts.answer_after",
             about=where,
         )
@@ -177,7 +176,7 @@ def _tools(tools: object, where: str) -> object:
     try:
         return msgspec.json.decode(tools)
     except msgspec.DecodeError as error:
-        raise SlimxError(f"{where}: the row's tools are a string that is not JSON ({error}); correct them") from error
+        raise SlimxError(f"{where}: the row's tools are a string that is not JSON ({error}); write JSON") from error
 
 
 def _hooked(hook: Callable[[Json], object], row: Json, where: str, key: str) -> Json:
@@ -185,7 +184,9 @@ def _hooked(hook: Callable[[Json], object], row: Json, where: str, key: str) -> 
         out = hook(row)
     except Exception as error:
         raise SlimxError(
-            f"{where}: {key} raised {raised(error)}; correct the hook or the row", code="prompts.map", about=where
+            f"{where}: {key} raised {raised(error)}; correct the hook, or remove the row",
+            code="prompts.map",
+            about=where,
         ) from error
     if not isinstance(out, dict):
         raise SlimxError(

@@ -151,7 +151,7 @@ def _prompt(row: Json, default_id: str, where: str) -> Prompt:
         raise SlimxError(f"{where}: the row has {problem}; set exactly one of the two", code=code, about=where)
     if not (prompt.messages or prompt.token_ids):
         raise SlimxError(
-            f"{where}: the list messages or token_ids is empty; add at least one entry",
+            f"{where}: {'messages' if prompt.token_ids is None else 'token_ids'} is an empty list; add an entry",
             code="prompts.empty_list",
             about=where,
         )
@@ -165,7 +165,7 @@ def _mistyped(row: Json, error: msgspec.ValidationError) -> str:
     the type that its key requires."""
     path = re.search(r"`\$\.((\w+)[^`]*)`$", str(error))
     if path is None or path[2] not in VALUE_KINDS:
-        return f"a value has the wrong type ({error}); correct it"
+        return f"a value has the wrong type ({error}); set a value of the expected type"
     value = row[path[2]]
     for index in re.findall(r"\[(\d+)\]", path[1]):
         if isinstance(value, list):

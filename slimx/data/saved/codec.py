@@ -66,7 +66,7 @@ def decode[T](kind: type[T], data: bytes) -> T:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
         raise SlimxError(
-            f"a record has a missing or wrong field ({error}); use a file that slimx wrote",
+            f"a record is invalid ({error}); use a file that slimx wrote",
             code="data.field",
             about="record",
         ) from error

@@ -94,7 +94,7 @@ async def check_guarded(wire: ControlClient) -> None:
         if status not in REFUSED:
             raise SlimxError(
                 f"{wire.server_name} responds to {method} {wire.url}{path} without a key (status {status}); remove "
-                "from rollout.engines.sglang the arguments that disable keys",
+                "from rollout.engines.sglang all arguments that affect keys or server processes",
                 code="engine.unguarded",
                 about=path,
             )
@@ -117,7 +117,7 @@ async def _check_arguments(wire: ControlClient, spec: EngineSpec) -> None:
     if role != expected:
         raise SlimxError(
             f"engine {spec.name} at {spec.url} runs with disaggregation_mode={role!r}, but rollout.engines.role of its "
-            f"group is {spec.role}: change one of them",
+            f"group is {spec.role}; set the role of that mode, or restart the server with another mode",
         )
 
 

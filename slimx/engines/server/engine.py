@@ -80,10 +80,9 @@ class Engine(EngineServer):
     def move(self, to: State) -> None:
         """Changes the state to `to`. Raises SlimxError if `TRANSITIONS` does not contain this transition."""
         if to not in TRANSITIONS[self.state]:
-            allowed = ", ".join(sorted(TRANSITIONS[self.state]))
             raise SlimxError(
-                f"engine {self.spec.name} is {self.state} and cannot become {to}; move it only to {allowed} from "
-                "this state",
+                f"engine {self.spec.name} is {self.state} and cannot become {to}; from this state, move it only to "
+                f"{', '.join(sorted(TRANSITIONS[self.state]))}",
                 code="engine.transition",
                 about=str(to),
             )

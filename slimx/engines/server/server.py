@@ -195,8 +195,9 @@ class EngineServer:
                 while not await self._generates():
                     await asyncio.sleep(0.25)
         except TimeoutError:
-            awaited = f"engine {self.spec.name} at {self.spec.url} to become ready"
-            raise DeadlineError(awaited, deadline_s, f"log {self.log_path}") from None
+            raise DeadlineError(
+                f"engine {self.spec.name} at {self.spec.url} to become ready", deadline_s, f"log {self.log_path}"
+            ) from None
 
     async def _generates(self) -> bool:
         """Returns True if the server is ready to generate. Raises SlimxError if the server has exited (the message

@@ -287,8 +287,8 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
         ) from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise SlimxError(
-            f"{file}: a field's value is invalid for architecture {architecture} ({error}); restore the file from "
-            "the checkpoint's source",
+            f"{file}: the values in this file do not describe a valid model of architecture {architecture} "
+            f"({error}); restore the file from the checkpoint's source",
             code="model.field",
             about=str(file),
         ) from error
@@ -310,7 +310,7 @@ def _spec(path: str, hf: Json, architecture: str, family: Family, mtp_layers: in
     if mtp_layers > declared:
         raise SlimxError(
             f"{file}: the checkpoint has {declared} multi-token prediction layers, fewer than "
-            f"trainer.megatron.mtp_num_layers={mtp_layers}; lower that number",
+            f"trainer.megatron.mtp_num_layers={mtp_layers}; lower this setting",
             code="model.mtp_layers",
             about="trainer.megatron.mtp_num_layers",
         )

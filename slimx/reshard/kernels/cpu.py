@@ -112,7 +112,7 @@ def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> N
         first = names[bad[0]] if names is not None else f"tensor {bad[0]}"
         raise SlimxError(
             f"{first} has a value that is infinite, NaN or too large for bf16 ({len(bad)} such tensors in this "
-            "bucket), so these weights cannot be published; check the last optimizer steps",
+            "bucket), so these weights cannot be published; resume from an older checkpoint with a lower learning rate",
             code="kernel.nonfinite",
             about=first,
         )
@@ -234,5 +234,5 @@ def _raise_for(status: int, isa: str) -> None:
         )
     if status:
         raise SlimxError(
-            f"the CPU packing kernel returned the unknown status {status}: rebuild the library with `make build`",
+            f"the CPU packing kernel returned the unknown status {status}; rebuild the library with `make build`",
         )

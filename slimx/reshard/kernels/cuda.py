@@ -216,7 +216,7 @@ def results(plan: DevicePlan, sums: torch.Tensor, flags: torch.Tensor | None = N
     if len(bad):
         raise SlimxError(
             f"{plan.names[bad[0]]} in bucket {plan.bucket} has a value that is infinite, NaN or too large for "
-            f"bf16 ({len(bad)} such tensors in this bucket); check the last optimizer steps",
+            f"bf16 ({len(bad)} tensors of this bucket); resume from an earlier checkpoint with a lower learning rate",
             code="kernel.nonfinite",
             about=plan.names[bad[0]],
         )
@@ -233,10 +233,9 @@ def triton_scales(device: torch.device | int) -> np.ndarray:
         table = torch.empty(BF16_AMAX, 2, dtype=torch.float32, device=cuda_device)
         status = library.slimx_cuda_triton_scales(table.data_ptr(), torch.cuda.current_stream().cuda_stream)
         if status:
-            reason = library.slimx_cuda_error_string(status).decode()
             raise SlimxError(
-                f"{cuda_device} could not compute the table of scales for the quantization rule triton ({reason}); "
-                "run `slimx health` on this machine",
+                f"{cuda_device} could not compute the table of scales for the quantization rule triton "
+                f"({library.slimx_cuda_error_string(status).decode()}); run `slimx health` on this machine",
                 code="kernel.table",
                 about=str(cuda_device),
             )

@@ -48,10 +48,9 @@ class DeviceGatherer:
         The paths are valid until `release(bucket)`. Raises SlimxError if two other buckets are open."""
         if bucket not in self._memories:
             if len(self._memories) == SLOTS:
-                others = " and ".join(map(str, sorted(self._memories)))
                 raise SlimxError(
-                    f"bucket {bucket} cannot be opened, because buckets {others} occupy all memory; release one of "
-                    "them first",
+                    f"bucket {bucket} cannot be opened, because buckets "
+                    f"{' and '.join(map(str, sorted(self._memories)))} occupy all memory; release one of them first",
                     code="pack.no_memory",
                     about=f"bucket {bucket}",
                 )

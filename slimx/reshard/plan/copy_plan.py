@@ -261,7 +261,7 @@ class _Compiler:
             name = part.sources[rect.source]
             if name not in self.sources:
                 raise SlimxError(
-                    f"{part.name} needs checkpoint tensor {name}, which no trainer rank has; correct the weight table",
+                    f"{part.name} needs checkpoint tensor {name}, which no trainer rank has; correct the row's sources",
                     code="plan.unheld",
                     about=name,
                 )

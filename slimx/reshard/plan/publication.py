@@ -54,10 +54,10 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
                 _planned(near, spec, near_sizes, device)
             except SlimxError:
                 continue
-            raise SlimxError(f"{error}; for example, set {words}", code=error.code, about=error.about) from error
+            raise SlimxError(f"{error}, for example {words}", code=error.code, about=error.about) from error
         raise SlimxError(
-            f"{error}; no single change of engine or trainer sizes achieves this, so remove publish.quantize to "
-            f"publish in {config.numerics.dtype}",
+            f"{error} (which takes changes of several engine or trainer sizes), or remove publish.quantize to publish "
+            f"in {config.numerics.dtype}",
             code=error.code,
             about=error.about,
         ) from error
@@ -79,7 +79,7 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
         raise SlimxError(
             f"{min(spec.table.transposed())} of {spec.path} stores experts transposed, which can be published only "
             f"in the engines' own layout (publish.encoding=local), but weights would be published with {note}; "
-            "change the setting that causes this",
+            "change that setting of publish or rollout.engines",
             code="publish.transposed",
             about="publish.encoding",
         )
@@ -88,7 +88,7 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
         mode = " in exact mode" if config.exact else ""
         raise SlimxError(
             f"publish.quantize={quantize}{mode} requires the engines' own layout (publish.encoding=local), but "
-            f"weights would be published with {note}; change the setting that causes this, or remove publish.quantize",
+            f"weights would be published with {note}; change that setting, or remove publish.quantize",
             code=f"publish.{'exact' if config.exact else quantize}_encoding",
             about="publish.quantize",
         )

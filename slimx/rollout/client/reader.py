@@ -109,7 +109,7 @@ class Reader:
         sampled = _last(meta, "output_token_logprobs", count)
         if len(sampled) != count:
             raise SlimxError(
-                f"{self.url} returned {len(sampled)} log-probs for {count} sampled tokens; check that it runs the "
+                f"{self.url} returned {len(sampled)} log-probs for {count} sampled tokens; start it with the "
                 "SGLang version that slimx requires",
                 code="answer.logprobs",
                 about=self.url,

@@ -119,7 +119,7 @@ def compact(token_ids: Sequence[int]) -> array[int]:
     except OverflowError:
         invalid = next(token for token in as_ids(token_ids) if not -(2**31) <= token < 2**31)
         raise SlimxError(
-            f"token id {invalid} is outside the model's vocabulary; use the model's tokenizer",
+            f"token id {invalid} does not fit into 32 bits; encode text with the model's tokenizer",
             code="request.token_ids",
             about=f"token id {invalid}",
         ) from None

@@ -100,7 +100,7 @@ def input_logprobs(meta: Json, token_ids: Sequence[int], who: str) -> list[float
     if len(scored) != len(expected) or not all(matches):
         raise SlimxError(
             f"{who} returned scores for {len(scored)} tokens that are not the {len(expected)} tokens of the request; "
-            "check that it runs the SGLang version that slimx requires",
+            "start it with the SGLang version that slimx requires",
             code="answer.scores",
             about=who,
         )
@@ -118,7 +118,7 @@ def input_top_logprobs(meta: Json, length: int, top: int, who: str) -> tuple[np.
     if len(rows) != length or any(row is None or len(row) != top for row in rows):
         raise SlimxError(
             f"{who} did not return {top} top tokens at each of {length} "
-            "positions; check that it runs the SGLang version that slimx requires",
+            "positions; start it with the SGLang version that slimx requires",
             code="answer.top_scores",
             about=who,
         )
@@ -246,7 +246,7 @@ class RequestSender:
         """
         if self._losses >= self._rule.retries:
             raise SlimxError(
-                f"POST {self.url}: {event}, and the request was lost {self._losses} times before; "
+                f"a request to {self.url} failed {self._losses + 1} times, most recently because {event}; "
                 "see the engines' logs",
                 code="request.lost",
                 about=self.url,

@@ -366,9 +366,8 @@ class RolloutManager:
         try:
             learn([outcomes[number] for number in sorted(outcomes)])
         except Exception as error:
-            name = self.config.rollout.source
             raise SlimxError(
-                f"rollout.source: {name}.learn raised {raised(error)}; correct the function",
+                f"rollout.source: {self.config.rollout.source}.learn raised {raised(error)}; correct the function",
                 code="sources.raised",
                 about="rollout.source",
             ) from error

@@ -114,8 +114,9 @@ class ReturnCheck:
         rewards = [trajectory.reward or 0.0, *trajectory.reward_parts.values()]
         rewards += [turn.reward for turn in trajectory.turns]
         if not np.isfinite(rewards).all():
-            text = f"returned {trajectory.id} with a reward that is not finite"
-            raise self._error("rollout.reward", trajectory.id, text)
+            raise self._error(
+                "rollout.reward", trajectory.id, f"returned {trajectory.id} with a reward that is not finite"
+            )
 
     def _check_tokens(self, trajectory: Trajectory) -> None:
         name = trajectory.id
@@ -200,15 +201,16 @@ def check_metadata(whose: str, metadata: object) -> None:
     `whose`: start of the error message, which names the owner of the metadata.
     """
     if not isinstance(metadata, dict):
-        kind = type(metadata).__name__
-        raise SlimxError(f"{whose} metadata that is a {kind}; use a dict", code="rollout.metadata", about="metadata")
+        raise SlimxError(
+            f"{whose} metadata of type {type(metadata).__name__}; use a dict", code="rollout.metadata", about="metadata"
+        )
     for key, value in metadata.items():
         try:
             decode(dict[str, Any], encode({key: value}))
         except SlimxError as error:
             about = safe_repr(key)
             raise SlimxError(
-                f"{whose} metadata {about} with an invalid value ({error}); use JSON values or numeric arrays",
+                f"{whose} metadata {about} with an invalid value ({error.__cause__}); use JSON or numeric arrays",
                 code="rollout.metadata",
                 about=about,
             ) from None

@@ -175,7 +175,7 @@ class _Worker:
         Raises TimeoutError, EOFError or OSError if the process does not accept the call in time.
         """
         if self._closed:
-            raise SlimxError("a reward was requested after its workers were stopped")
+            raise SlimxError("a reward was requested after its workers were stopped; await rewards before the run ends")
         seconds = self._take_s
         if not self._lives():
             self._start()

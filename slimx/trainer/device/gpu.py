@@ -49,7 +49,7 @@ class NvmlGpu:
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         except pynvml.NVMLError as error:
             raise SlimxError(
-                f"NVML cannot query GPU {uuid} ({error}); check the NVIDIA driver with nvidia-smi",
+                f"NVML cannot query GPU {uuid} ({error}); run nvidia-smi to see whether the driver responds",
                 code="gpu.nvml",
                 about=uuid,
             ) from error
@@ -179,10 +179,9 @@ def refuse_xids(gpu: NvmlGpu) -> None:
     """Raises SlimxError if the driver has reported critical errors since the last check."""
     xids = gpu.xids()
     if xids:
-        numbers = ", ".join(map(str, xids))
         raise SlimxError(
-            f"the driver has reported XID {numbers} for GPU {gpu.uuid}; look up the errors in NVIDIA's XID catalog, "
-            "and their context in dmesg",
+            f"the driver has reported XID {', '.join(map(str, xids))} for GPU {gpu.uuid}; look up the errors in "
+            "NVIDIA's XID catalog, and their context in dmesg",
             code="gpu.xid",
             about=gpu.uuid,
         )

@@ -171,7 +171,7 @@ def check_entry(entry: Json, places: Mapping[str, Destination], taken: Collectio
             else "no tensor of the model has a similar name"
         )
         raise SlimxError(
-            f"tensor {name} of bucket {bucket} is not in the model ({nearest}); correct its name",
+            f"tensor {name} of bucket {bucket} is not in the model ({nearest}); publish it under a name that is",
             code="receiver.tensor",
             about=name,
         )
