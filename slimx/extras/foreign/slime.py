@@ -102,7 +102,7 @@ SLIME: Table = {
     "rollout_all_samples_process_path": unsupported(_HOOK),
     "rollout_data_postprocess_path": unsupported(_HOOK),
     "custom_convert_samples_to_train_data_path": unsupported(_HOOK),
-    "buffer_filter_path": unsupported("groups are trained in the order of their prompts (schedule.window)"),
+    "buffer_filter_path": unsupported("groups are trained on in the order of their prompts (schedule.window)"),
     "use_fault_tolerance": not_needed("lost engines are always restarted (rollout.health)"),
     "rollout_health_check_interval": "rollout.health.interval",
     "rollout_health_check_timeout": "rollout.health.timeout",
