@@ -27,7 +27,7 @@ from slimx.adapters.sglang import hooks as sglang_hooks
 from slimx.adapters.sglang.weights import draft_model
 from slimx.adapters.sglang.weights.layout import ExpertLocation
 from slimx.adapters.sglang.weights.receiver import RankReceiver, receiver_of
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, raised
 from slimx.json_types import Json
 from slimx.layout.form import server_form
 from slimx.numerics.mode import server_mode
@@ -135,7 +135,7 @@ def check_weights(
     except SlimxError as error:
         response = {ERROR: str(error), CODE: error.code, ABOUT: error.about}
     except Exception as error:
-        response = {ERROR: f"{action} failed with {type(error).__name__}: {error}\n{traceback.format_exc()}"}
+        response = {ERROR: f"{action} failed with {raised(error)}\n{traceback.format_exc()}"}
     return {
         "checksums": response | {PID: str(os.getpid())},
         "per_gpu_checksum": "",

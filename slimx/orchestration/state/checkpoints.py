@@ -204,11 +204,8 @@ class Checkpointer:
         DeadlineError if reports are missing at `end`, a time on the event loop's clock."""
         while missing := await in_thread(files.unreported, directory, range(world), holder):
             if asyncio.get_running_loop().time() > end:
-                raise DeadlineError(
-                    f"the files of {directory}",
-                    self.config.checkpoint.deadline,
-                    ", ".join(f"{holder} rank {rank}" for rank in missing),
-                )
+                late = ", ".join(f"{holder} rank {rank}" for rank in missing)
+                raise DeadlineError(f"the files of {directory}", self.config.checkpoint.deadline, late)
             await asyncio.sleep(_POLL_S)
 
     def _commit(self, partial: Path, driver_files: dict[str, bytes]) -> Path:

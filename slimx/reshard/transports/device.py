@@ -194,9 +194,9 @@ def _library() -> ctypes.CDLL:
 
 def _raise_for(status: int, problem: str, *, code: str, about: str) -> None:
     if status:
+        reason = _library().slimx_cuda_error_string(status).decode()
         raise SlimxError(
-            f"{problem} (CUDA error {status}: {_library().slimx_cuda_error_string(status).decode()}); run `slimx "
-            "health` on this machine",
+            f"{problem} (CUDA error {status}: {reason}); run `slimx health` on this machine",
             code=code,
             about=about,
         )

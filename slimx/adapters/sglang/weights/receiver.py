@@ -38,7 +38,7 @@ from slimx.adapters.sglang.weights.places import (
     staged_sums,
     weights_of,
 )
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, raised
 from slimx.json_types import Json
 from slimx.reshard.manifest import Encoding, Manifest, is_adapter
 from slimx.reshard.parties import Staging
@@ -392,5 +392,5 @@ def load_staged(model: nn.Module, named_tensors: Iterable[object]) -> None:
     try:
         receiver._load()
     except Exception as error:
-        receiver.outcome["error"] = str(error) if isinstance(error, SlimxError) else f"{type(error).__name__}: {error}"
+        receiver.outcome["error"] = str(error) if isinstance(error, SlimxError) else raised(error)
         receiver.open = None
