@@ -45,8 +45,7 @@ def check(
     if (agent is None) == (command is None):
         raise SlimxError(
             f"rollout.options sets {'neither agent nor command' if agent is None else 'both agent and command'}; set "
-            "exactly one, either agent to a dotted path or a registered name, or command to a program and its "
-            "arguments",
+            "either `agent` to a dotted path or a registered name, or `command` to a program with its arguments",
             code="agent.program",
             about="rollout.options",
         )
@@ -54,28 +53,31 @@ def check(
         needs.check(_load(agent, agent_options))
     if command is not None and (not command or shutil.which(command[0]) is None):
         raise SlimxError(
-            f"rollout.options.command: the program {next(iter(command), '')!r} was not found; give its full path",
+            f"rollout.options.command: no executable program {next(iter(command), '')!r} was found; give the "
+            "full path of the program",
             code="agent.program",
             about="rollout.options.command",
         )
     for option, names in (("environment", environment), ("metadata", metadata)):
         if isinstance(names, str):
             raise SlimxError(
-                f"rollout.options.{option} must be a list of names, not {names!r}; set [{names}]",
+                f"rollout.options.{option} must be a list of names, not {names!r}; set "
+                f"rollout.options.{option} to [{names}]",
                 code=f"agent.{option}",
                 about=f"rollout.options.{option}",
             )
     missing = [name for name in environment if name not in os.environ]
     if missing:
         raise SlimxError(
-            f"rollout.options.environment names {missing[0]}, which is not set; export it before starting the run",
+            f"rollout.options.environment names the environment variable {missing[0]}, which is not set; export "
+            f"{missing[0]} before starting the run",
             code="agent.environment",
             about=missing[0],
         )
     if sampling not in ("run", "strict"):
         raise SlimxError(
-            f"rollout.options.sampling is {sampling!r}, which is neither run nor strict; set rollout.options.sampling "
-            "to run or strict",
+            f"rollout.options.sampling is {sampling!r}, which is neither `run` nor `strict`; set "
+            "rollout.options.sampling to `run` or `strict`",
             code="agent.sampling",
             about="rollout.options.sampling",
         )
@@ -122,7 +124,8 @@ async def generate(
         raise SlimxError("agents sample through a proxy, but this rollout has none; configure rollout.engines")
     if prompt.messages is None:
         raise SlimxError(
-            f"prompt {prompt.id!r} has token_ids, but agents need messages; set the prompt's messages instead",
+            f"prompt {prompt.id!r} has token_ids and no messages, but an agent needs messages; give the prompt "
+            "messages instead of token_ids",
             code="agent.prompt",
             about=prompt.id,
         )

@@ -78,8 +78,8 @@ async def run_command(
         await asyncio.shield(_end(starting))
     if process.returncode:
         raise SlimxError(
-            f"the agent {command[0]} {how_ended(process.returncode)} ({err or 'it wrote nothing to stderr'}); correct "
-            "the program so that it exits with status 0",
+            f"the agent {command[0]} {how_ended(process.returncode)} ({err or 'no output on stderr'}); correct the "
+            "agent, whose program must exit with status 0",
             code="agent.status",
             about=command[0],
         )
@@ -98,7 +98,8 @@ async def _end_of(stream: asyncio.StreamReader, program: str) -> str:
         total += len(piece)
         if total > MAX_WRITTEN:
             raise SlimxError(
-                f"{program} wrote more than {MAX_WRITTEN >> 20} MiB of output; make it write to a file instead",
+                f"the agent {program} wrote more than {MAX_WRITTEN >> 20} MiB to stdout or stderr; make the agent "
+                "write its output to a file instead",
                 code="agent.output",
                 about=program,
             )

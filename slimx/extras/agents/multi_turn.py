@@ -42,8 +42,8 @@ def check(
     missing = [name for name in ("reset", "step", "close") if not callable(getattr(kind, name, None))]
     if missing:
         raise SlimxError(
-            f"rollout.options.environment: {environment} has no method {missing[0]}; define reset, step and close "
-            "(slimx.environments.base)",
+            f"rollout.options.environment: {environment} has no method {missing[0]}; define the methods reset, "
+            "step and close, which slimx.environments.base describes",
             code="environment.methods",
             about="rollout.options.environment",
         )

@@ -49,7 +49,8 @@ def check(*, toolbox: str, toolbox_options: Json | None = None, tool_parser: str
     for name, value in limits.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
             raise SlimxError(
-                f"rollout.options.{name} is {value!r}, not a positive number of seconds; set a number above 0",
+                f"rollout.options.{name} must be a number of seconds greater than 0, not {value!r}; correct or remove "
+                f"rollout.options.{name}",
                 code="tools.limit",
                 about=f"rollout.options.{name}",
             )
@@ -57,8 +58,8 @@ def check(*, toolbox: str, toolbox_options: Json | None = None, tool_parser: str
     missing = [name for name in ("open", "call", "judge", "close") if not callable(getattr(kind, name, None))]
     if missing:
         raise SlimxError(
-            f"rollout.options.toolbox: {toolbox} has no method {missing[0]}; define open, call, judge and close "
-            "(slimx.extras.agents.toolbox)",
+            f"rollout.options.toolbox: {toolbox} has no method {missing[0]}; define the methods open, call, judge and "
+            "close, which slimx.extras.agents.toolbox describes",
             code="tools.methods",
             about="rollout.options.toolbox",
         )
@@ -171,9 +172,9 @@ async def reward(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]
     judged = trajectory.metadata["judged"]
     if not judged:
         raise SlimxError(
-            f"reward.function={__name__}.reward expects rewards from rollout.options.toolbox, which returned none for "
-            f"trajectory {trajectory.id}; return rewards from the toolbox's method judge, or set another "
-            "reward.function",
+            f"reward.function={__name__}.reward expects rewards from rollout.options.toolbox, which returned no "
+            f"rewards for trajectory {trajectory.id}; return rewards from the method `judge` of the toolbox, or set "
+            "another reward.function",
             code="tools.reward",
             about="reward.function",
         )

@@ -170,8 +170,9 @@ def merged(root: Path | None, files: Path | None, directory: str, most: int) -> 
         target = merged_root.joinpath(*directory.strip("/").split("/"))
         if not target.parent.resolve().is_relative_to(merged_root.resolve()) or target.is_symlink():
             raise BoxRefusal(
-                f"in the root {root}, the path {directory} is a link, or a link in it leads out of the root; use a "
-                "directory whose path has no links",
+                f"the directory {directory} of the root {root} "
+                f"{'is a link' if target.is_symlink() else 'leads out of the root through a link'}; use a directory "
+                "whose path contains no links",
                 code="member",
                 about=directory,
             )

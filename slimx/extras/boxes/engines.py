@@ -56,7 +56,7 @@ class ContainerEngine:
             problems.append(f"{candidate[0]}: {listing.stderr.strip()[-MAX_QUOTED:]}")
         raise SlimxError(
             f"no container engine works ({'; '.join(problems)}); install podman, start the Docker daemon, or set the "
-            "option `engine` to the command line of another engine",
+            "option `engine` to the command line of a working engine",
             code="box.engine",
             about=" ".join(words or KNOWN),
         )
@@ -131,7 +131,10 @@ class ContainerEngine:
 
     def no_image(self, name: str) -> BoxRefusal:
         return BoxRefusal(
-            f"{self.words[0]} has no image {name}; pull or build it on this machine first", code="source", about=name
+            f"{self.words[0]} has no image {name} on this machine; pull the image with `{' '.join(self.words)} pull "
+            f"{name}`, or build the image",
+            code="source",
+            about=name,
         )
 
     def sweep(self) -> int:

@@ -104,8 +104,8 @@ def names_of(path: str) -> list[str]:
     names = [name for name in path.split("/") if name]
     if not path.startswith("/") or not names or {".", ".."} & {*names} or "\0" in path:
         raise BoxRefusal(
-            f"{path!r} is not an absolute path of a file in the sandbox; use a path that starts with / and has no "
-            "component ..",
+            f"{path!r} is not an absolute path of a file in the sandbox; use a path that starts with `/` and "
+            "contains neither NUL characters nor the components `.` and `..`",
             code="path",
             about=path,
         )
@@ -120,8 +120,9 @@ def check_run(command: Sequence[str], stdin: str, cwd: str) -> None:
         stdin.encode()
     except UnicodeEncodeError as error:
         raise BoxRefusal(
-            f"a command or its input contains {error.object[:80]!r}, in which character {error.start} is an unpaired "
-            "surrogate; pass only text that can be encoded as UTF-8",
+            f"the {'standard input' if error.object == stdin else 'directory' if error.object == cwd else 'argument'} "
+            f"{error.object[:80]!r} of a command contains an unpaired surrogate at index {error.start}; remove the "
+            "surrogate, which UTF-8 cannot encode",
             code="command",
             about="",
         ) from None
@@ -134,11 +135,11 @@ def check_run(command: Sequence[str], stdin: str, cwd: str) -> None:
         )
     longest, total = max(map(len, words)), sum(map(len, words))
     if longest > MAX_WORD or total > MAX_WORDS:
-        excess = f"one argument of {longest} bytes, more than {MAX_WORD}"
+        excess = f"an argument of {longest} bytes, but at most {MAX_WORD} bytes are allowed"
         if longest <= MAX_WORD:
-            excess = f"{total} bytes of arguments, more than {MAX_WORDS}"
+            excess = f"{total} bytes of arguments, but at most {MAX_WORDS} bytes are allowed"
         raise BoxRefusal(
-            f"the command {command[0][:80]!r} has {excess}; put the data into a file",
+            f"the command {command[0][:80]!r} has {excess}; pass the data in a file instead",
             code="command",
             about=command[0][:100],
         )
@@ -147,8 +148,8 @@ def check_run(command: Sequence[str], stdin: str, cwd: str) -> None:
 def not_plain(path: str, reason: str) -> BoxRefusal:
     """Returns the error for a path that is not a regular file or contains a link."""
     return BoxRefusal(
-        f"{path} in the sandbox is not a regular file, or its path contains a link ({reason}); use the path of a "
-        "regular file without links",
+        f"{path} in the sandbox cannot be accessed as a regular file ({reason}); use the path of a regular file, "
+        "without links in the path",
         code="file",
         about=path,
     )
@@ -157,7 +158,7 @@ def not_plain(path: str, reason: str) -> BoxRefusal:
 def too_large(path: str, size: str, most: int) -> BoxRefusal:
     """Returns the error for a file of more than `most` bytes. `size`: string that describes the size of the file."""
     return BoxRefusal(
-        f"{path} in the sandbox has {size} bytes, but at most {most} are allowed; shrink the file",
+        f"{path} in the sandbox has {size} bytes, but at most {most} bytes are allowed; make the file smaller",
         code="large",
         about=path,
     )

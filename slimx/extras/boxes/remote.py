@@ -132,7 +132,8 @@ class RemoteServer:
         """Raises BoxRefusal if the server does not have the image `name`."""
         if not self.has_image(name):
             raise BoxRefusal(
-                f"the sandbox server at {self.url} has no image {name}; add it to the server's --images",
+                f"the sandbox server at {self.url} has no image {name}; add {name} to the directory "
+                "that the server's option --images names, or to the images of the server's container engine",
                 code="source",
                 about=name,
             )
@@ -259,7 +260,8 @@ class RemoteBox(Box):
                 continue
             if response.status == 404:
                 raise BoxRefusal(
-                    f"the sandbox server at {self._server.url} has no image {name}; add it to the server's --images",
+                    f"the sandbox server at {self._server.url} has no image {name}; add {name} to the directory "
+                    "that the server's option --images names, or to the images of the server's container engine",
                     code="source",
                     about=name,
                 )

@@ -235,8 +235,8 @@ def unpack(archive: Path, to: Path, most: int) -> None:
     except tarfile.FilterError as error:
         name = error.tarinfo.name
         raise BoxRefusal(
-            f"the image {archive} contains {name}, which is a device or leads out of the image ({error}); build the "
-            f"image without {name}",
+            f"the image {archive} contains {name}, which cannot be unpacked safely ({error}); build the image without "
+            f"{name}",
             code="member",
             about=name,
         ) from None
@@ -271,7 +271,7 @@ def pack(
 
 def too_large(source: Path, most: int) -> BoxRefusal:
     return BoxRefusal(
-        f"{source} exceeds the maximum initial size of a sandbox, {most // MIB} MiB; raise image_mib",
+        f"the files of {source} exceed the {most // MIB} MiB that the option image_mib allows; raise image_mib",
         code="large",
         about=str(source),
     )
@@ -291,14 +291,14 @@ def _call(*line: str) -> None:
     try:
         done = subprocess.run([program, *line[1:]], capture_output=True, text=True, timeout=COPY_S)
     except subprocess.TimeoutExpired:
-        problem = f"it took longer than {COPY_S:g} s"
+        problem = f"no result within {COPY_S:g} s"
     else:
         if done.returncode == 0:
             return
         problem = done.stderr.strip()[-300:]
     raise SlimxError(
-        f"{line[0]} failed on {line[-1]}, the root file system of a sandbox ({problem}); check that its disk has "
-        "free space",
+        f"`{line[0]}` failed on the directory {line[-1]} of a sandbox ({problem}); correct the error that "
+        f"`{line[0]}` reported",
         code="box.files",
         about=line[-1],
     )

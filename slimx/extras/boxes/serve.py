@@ -292,7 +292,7 @@ def _name(request: web.Request, kind: str) -> str:
     name = request.match_info[kind]
     if not NAME.fullmatch(name):
         raise BoxRefusal(
-            f"{name!r} is not the name of a {kind}; use 8 to 64 hexadecimal digits", code="name", about=name
+            f"{name!r} is not a valid name of a {kind}; use 8 to 64 hexadecimal digits", code="name", about=name
         )
     return name
 

@@ -176,8 +176,8 @@ def adapters_to_peft(
     lora = read_state(find_checkpoint(source)).policies[ACTOR]["lora"]
     if lora is None:
         raise SlimxError(
-            f"{source} has no adapters, because its run did not set trainer.lora; convert its weights with `slimx "
-            "convert megatron-to-hf`",
+            f"{source} contains no adapters, because the run did not set trainer.lora; convert the full weights with "
+            "`slimx convert megatron-to-hf` instead",
             code="convert.no_adapters",
             about=str(source),
         )

@@ -94,8 +94,8 @@ def differs(name: str, difference: str) -> SlimxError:
     """Builds the error for an output in which the tensor `name` differs from the source. `difference`: clause that says
     what differs."""
     return SlimxError(
-        f"tensor {name} of the output differs from the source: {difference}; do not use the output, and report this "
-        "error with the source's config.json",
+        f"tensor {name} of the output differs from the source: {difference}; do not use the output, and report "
+        "this error to the developers of slimx with the config.json of the source",
         code="convert.values",
         about=name,
     )

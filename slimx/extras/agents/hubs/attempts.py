@@ -29,7 +29,8 @@ class StepEnvironment:
         """
         if isinstance(max_invalid, bool) or not isinstance(max_invalid, int) or max_invalid < 1:
             raise SlimxError(
-                f"{key}.max_invalid is {max_invalid!r}, not a number of turns; set an integer of at least 1",
+                f"{key}.max_invalid must be an integer of at least 1, not {max_invalid!r}; set the number of "
+                "invalid answers in a row that end the episode",
                 code="environment.max_invalid",
                 about=f"{key}.max_invalid",
             )

@@ -56,8 +56,8 @@ class Gymnasium(StepEnvironment):
         """
         if (id is None) == (make is None):
             raise SlimxError(
-                f"{KEY} sets {'neither id nor make' if id is None else 'both id and make'}; set exactly one, either id "
-                "to a name for gymnasium.make, or make to a dotted path",
+                f"{KEY} sets {'neither id nor make' if id is None else 'both id and make'}; set either `id` to "
+                "a name for gymnasium.make, or `make` to the dotted path of a function",
                 code="gymnasium.which",
                 about=KEY,
             )
@@ -133,15 +133,15 @@ class Gymnasium(StepEnvironment):
             raise
         except Exception as error:
             raise SlimxError(
-                f"the environment {self._name} failed in {name} ({raised(error)}); correct its code, or its arguments "
-                f"in {KEY}",
+                f"the environment {self._name} failed in {name} ({raised(error)}); correct the code of the "
+                f"environment, or the arguments in {KEY}",
                 code="gymnasium.raised",
                 about=self._name,
             ) from error
 
     def _broken(self, name: str, expected: str, value: object) -> SlimxError:
         return SlimxError(
-            f"the environment {self._name} returned {str(value)[:200]!r} from {name}; return {expected}",
+            f"the environment {self._name} returned {str(value)[:200]!r} from {name}; make {name} return {expected}",
             code="gymnasium.answer",
             about=self._name,
         )
@@ -152,7 +152,8 @@ def _registered(id: str) -> Callable[..., Any]:
         import gymnasium
     except ImportError as error:
         raise SlimxError(
-            f"{KEY}.id: {id} needs the package gymnasium ({raised(error)}); install it with pip install {PACKAGE}",
+            f"{KEY}.id: {id} needs the package gymnasium, which cannot be imported ({raised(error)}); run "
+            f"`pip install {PACKAGE}`",
             code="gymnasium.package",
             about=f"{KEY}.id",
         ) from error

@@ -77,7 +77,8 @@ class McpTools:
             import mcp  # noqa: F401
         except ImportError as error:
             raise SlimxError(
-                f"{KEY}.servers: MCP needs the package mcp ({raised(error)}); install it with pip install {PACKAGE}",
+                f"{KEY}.servers: MCP needs the package mcp, which cannot be imported ({raised(error)}); run `pip "
+                f"install {PACKAGE}`",
                 code="mcp.package",
                 about=f"{KEY}.servers",
             ) from error
@@ -109,8 +110,8 @@ class McpTools:
         if absent:
             known = ", ".join(self._by_tool) or "none"
             raise SlimxError(
-                f"{KEY}.tools contains {absent[0]}, but no server has a tool of this name (found: {known}); remove "
-                f"{absent[0]} from {KEY}.tools",
+                f"{KEY}.tools contains {absent[0]}, but the MCP servers have no tool of this name (available: "
+                f"{known}); remove {absent[0]} from {KEY}.tools",
                 code="mcp.tool",
                 about=absent[0],
             )

@@ -52,8 +52,8 @@ def to_prompt(row: Json) -> Json:
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list) or not messages:
         raise SlimxError(
-            f"responses_create_params.input of a NeMo Gym row is {str(messages)[:80]!r}, which is not a list with "
-            "messages; set it to the prompt's messages",
+            f"responses_create_params.input of a NeMo Gym row is {str(messages)[:80]!r}, which is neither text nor a "
+            "nonempty list; set responses_create_params.input to a list of the prompt's messages",
             code="nemo_gym.row",
             about="responses_create_params.input",
         )
@@ -175,12 +175,12 @@ def _description(tool: Json) -> Json:
     if tool.get("type") != "function" or not NAME.fullmatch(name) or name in RESERVED:
         is_function = tool.get("type") == "function"
         problem = (
-            "has a name that is not a path of its server"
+            "has a name that is not the path of a tool on the resources server"
             if is_function
             else f"has the type {tool.get('type')!r}, not function"
         )
         raise SlimxError(
-            f"NeMo Gym: tool {name!r} {problem}; remove it from the row's responses_create_params.tools",
+            f"NeMo Gym: tool {name!r} {problem}; remove tool {name!r} from responses_create_params.tools of the row",
             code="nemo_gym.tool",
             about=name,
         )
@@ -193,7 +193,7 @@ def _role(message: object) -> str:
     if role not in ("system", "developer", "user", "assistant"):
         raise SlimxError(
             f"NeMo Gym: an item of responses_create_params.input has the role {role!r}, which is not supported; use "
-            "only text turns of system, developer, user and assistant",
+            "only items with the role system, developer, user or assistant",
             code="nemo_gym.row",
             about="responses_create_params.input",
         )
@@ -206,7 +206,7 @@ def _content(message: Json) -> str:
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) and "text" in part for part in parts):
         raise SlimxError(
             f"NeMo Gym: an item of responses_create_params.input has the content {str(content)[:80]!r}, which is not "
-            "text; use only rows with text",
+            "text; use only items with text content",
             code="nemo_gym.row",
             about="responses_create_params.input",
         )

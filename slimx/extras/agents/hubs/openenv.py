@@ -126,7 +126,7 @@ class OpenEnv(StepEnvironment):
         options = {"seed": seed_of_prompt(prompt), **prompt.metadata.get("reset", {})}
         data = await self._request({"type": "reset", "data": options})
         if isinstance(data, str):
-            raise self._lost(f"refused to reset the environment with {options}: {data}")
+            raise self._lost(f"refused to reset the environment with {options} ({data})")
         self._look(data["observation"], data)
         return self._beginning()
 
@@ -181,14 +181,14 @@ class OpenEnv(StepEnvironment):
         if kind == "error" and isinstance(data, dict):
             if data.get("code") in UNFIT:
                 return str(data.get("errors") or data.get("message"))[:MAX_SHOWN]
-            raise self._lost(f"answered {data.get('code')}: {str(data.get('message'))[:MAX_SHOWN]}")
+            raise self._lost(f"answered with the error {data.get('code')} ({str(data.get('message'))[:MAX_SHOWN]})")
         if kind != "observation" or not isinstance(data, dict) or not isinstance(data.get("observation"), dict):
-            raise self._lost(f"answered with something other than an observation: {response.data[:MAX_SHOWN]}")
+            raise self._lost(f"answered with something other than an observation ({response.data[:MAX_SHOWN]})")
         return data
 
     def _lost(self, problem: str) -> SlimxError:
         return SlimxError(
-            f"the OpenEnv server at {self._url} {problem}; find the cause in the log of this server",
+            f"the OpenEnv server at {self._url} {problem}; read the log of the OpenEnv server for the cause",
             code="openenv.server",
             about=self._url,
         )

@@ -39,8 +39,8 @@ def check(*, url: str, token_env: str | None = None) -> None:
     check_url(url, f"{KEY}.url", code="verifiers.url")
     if token_env is not None and not os.environ.get(token_env):
         raise SlimxError(
-            f"{KEY}.token_env names the environment variable {token_env}, which is unset or empty; export it before "
-            "starting the run",
+            f"{KEY}.token_env names the environment variable {token_env}, which is unset or empty; export "
+            f"{token_env} before starting the run",
             code="verifiers.token",
             about=f"{KEY}.token_env",
         )
@@ -58,8 +58,8 @@ async def play(base_url: str, prompt: Prompt, *, url: str, token_env: str | None
     task = prompt.metadata.get(TASK)
     if not isinstance(task, Mapping):
         raise SlimxError(
-            f"prompt {prompt.id!r} has no verifiers task in metadata.{TASK}; write the prompts with "
-            "verifiers_server.py --prompts",
+            f"prompt {prompt.id!r} has no verifiers task in metadata.{TASK}; write the file of prompts with "
+            "slimx/extras/agents/hubs/servers/verifiers_server.py and its option --prompts",
             code="verifiers.task",
             about=prompt.id,
         )

@@ -122,8 +122,8 @@ def seed_of_prompt(prompt: Prompt) -> int:
         return int.from_bytes(blake2b(prompt.id.encode(), digest_size=4).digest()) >> 1
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise SlimxError(
-            f"prompt {prompt.id!r}: metadata.seed is {seed!r}, not an integer of at least 0; correct or remove the "
-            "seed",
+            f"prompt {prompt.id!r}: metadata.seed must be an integer of at least 0, not {seed!r}; correct or remove "
+            "metadata.seed",
             code="environment.seed",
             about=prompt.id,
         )
@@ -158,8 +158,8 @@ def _update(digest: blake2b, value: object) -> None:
         digest.update(f"{type(plain).__name__} {plain!r}\n".encode())
     else:
         raise SlimxError(
-            f"an observation contains a {type(value).__name__}, from which no state key can be computed; add to the "
-            "view a method state(observation, info) that returns a string",
+            f"an observation contains a value of type {type(value).__name__}, from which slimx cannot compute a state "
+            "key; give the view of the environment a method `state(observation, info)` that returns a string",
             code="environment.state",
             about=type(value).__name__,
         )

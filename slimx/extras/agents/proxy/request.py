@@ -72,7 +72,7 @@ def fields_of(body: object, known: Collection[str], neutral: Json) -> Json:
     fields = {name: value for name, value in body.items() if value is not None}
     for name in sorted(fields.keys() - known - neutral.keys()):
         raise ApiError(
-            f"{name} is not supported by this server; remove it from the request",
+            f"the parameter {name} is not supported by this server; remove {name} from the request",
             code="unsupported_parameter",
             param=name,
         )

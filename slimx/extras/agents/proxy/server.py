@@ -118,8 +118,8 @@ class ChatProxy:
                     server = await self._open.listen(app, self._host, self._port, handler_cancellation=True)
                 except OSError as error:
                     raise SlimxError(
-                        f"rollout.proxy cannot listen on {address(self._host, self._port)} ({error.strerror}); "
-                        "choose another host or port",
+                        f"rollout.proxy: the proxy cannot listen on {address(self._host, self._port)} "
+                        f"({error.strerror}); set another host or port in rollout.proxy",
                         code="proxy.address",
                         about="rollout.proxy",
                     ) from None
@@ -187,7 +187,7 @@ class ChatProxy:
 
     async def _unknown(self, http: web.Request) -> web.Response:
         error = ApiError(
-            f"{http.method} {http.path} is not supported by this server; use only the paths in docs/agents.md",
+            f"{http.method} {http.path} is not supported by this server; use only the paths that docs/agents.md lists",
             code="unknown_url",
             status=404,
         )

@@ -72,7 +72,7 @@ def find_parser(name: str, router: str, headers: Mapping[str, str] = {}) -> Tool
     known = get_available_tool_call_parsers()
     if name not in known:
         raise SlimxError(
-            f"{key}={name!r} is not a known parser; use a dotted path or one of "
+            f"{key}={name!r} is not a known parser; set {key} to a dotted path or to one of "
             f"{', '.join(sorted([*PARSERS, *known]))}",
             code="proxy.tool_parser",
             about=key,

@@ -101,8 +101,8 @@ class NotStarted(SlimxError):
 
     def __init__(self, message: str):
         super().__init__(
-            f"the sandbox cannot start on this machine ({message}); allow user namespaces, or remove hooks that run "
-            "code",
+            f"the sandbox cannot start on this machine ({message}); allow user namespaces, or remove from the "
+            "configuration the hooks that run code",
             code="sandbox.start",
             about="bwrap",
         )
@@ -128,8 +128,8 @@ class Enclosure:
             path = shutil.which(program, path="/usr/local/bin:/usr/bin:/bin")
             if path is None:
                 raise SlimxError(
-                    f"the sandbox needs {program}, which is not in /usr or /bin; "
-                    f"install it with apt-get install {PACKAGES.get(program, program)}",
+                    f"the sandbox needs {program}, which is not in /usr/local/bin, /usr/bin or /bin; "
+                    f"run `apt-get install {PACKAGES.get(program, program)}`",
                     code="sandbox.program",
                     about=program,
                 )

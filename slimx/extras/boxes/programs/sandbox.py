@@ -90,7 +90,7 @@ class Sandbox:
         if not result.ok:
             raise SlimxError(
                 f"the program that tests the sandbox {result.ending} ({result.stderr.strip()[-300:]}); correct the "
-                "error that it printed, or remove hooks that run code",
+                "error that the program printed, or remove from the configuration the hooks that run code",
                 code="sandbox.probe",
                 about=result.ended,
             )
@@ -99,7 +99,7 @@ class Sandbox:
             raise SlimxError(
                 f"the sandbox cannot give all its guarantees on this machine (missing: {'; '.join(missing)}); allow "
                 "user namespaces (sysctl user.max_user_namespaces, or the container's seccomp profile), or remove "
-                "hooks that run code",
+                "from the configuration the hooks that run code",
                 code="sandbox.promise",
                 about=missing[0],
             )

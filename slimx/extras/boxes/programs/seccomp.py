@@ -78,7 +78,8 @@ def program() -> bytes:
     machine = platform.machine()
     if machine not in _MACHINES:
         raise SlimxError(
-            f"the sandbox does not support {machine} machines; run hooks that need a sandbox on x86_64 or aarch64",
+            f"the sandbox does not support {machine} machines; use an x86_64 or aarch64 machine, or remove from the "
+            "configuration the hooks that run code",
             code="sandbox.machine",
             about=machine,
         )

@@ -51,7 +51,8 @@ class Limits:
                 value = as_whole(getattr(self, limit.name))
                 if not isinstance(value, int):
                     raise SlimxError(
-                        f"the sandbox limit {limit.name} is {value!r}, not an integer; set an integer",
+                        f"the sandbox limit {limit.name} must be an integer, not {value!r}; set {limit.name} to a "
+                        "whole number",
                         code="sandbox.limit",
                         about=limit.name,
                     )

@@ -56,8 +56,8 @@ async def reward(
     tests = ctx.prompt.metadata.get("tests")
     if not isinstance(tests, list) or not tests or not all(map(_is_test, tests)):
         raise SlimxError(
-            f"prompt {ctx.prompt.id!r} has no tests for {__name__}; set metadata.tests to a list of assertions or of "
-            '{"input", "output"} objects',
+            f"prompt {ctx.prompt.id!r} has no list of valid tests in metadata.tests for {__name__}; set "
+            'metadata.tests to a nonempty list of assertions or of {"input", "output"} objects',
             code="reward.tests",
             about=ctx.prompt.id,
         )
@@ -85,8 +85,8 @@ def _passes(sandbox: Sandbox, code: str, test: str | dict[str, str], prompt: str
     judge = _judged(sandbox, code, test, stop)
     if judge.ended == "exit" and judge.status == UNFIT:
         raise SlimxError(
-            f"a test of prompt {prompt!r} cannot be run ({judge.stderr.strip()[-300:]}); correct the test in "
-            "metadata.tests",
+            f"a test in metadata.tests of prompt {prompt!r} cannot be run ({judge.stderr.strip()[-300:]}); correct the "
+            "code of the test",
             code="reward.test",
             about=prompt,
         )

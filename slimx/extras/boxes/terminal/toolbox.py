@@ -82,7 +82,7 @@ class Terminal:
             if toolbox._most > MAX_FILE:
                 raise SlimxError(
                     f"{KEY}.work_mib={toolbox._most // MIB} exceeds the {MAX_FILE // MIB} MiB that a sandbox server "
-                    f"accepts; lower {KEY}.work_mib",
+                    f"accepts; lower {KEY}.work_mib to at most {MAX_FILE // MIB}",
                     code="box.option",
                     about=f"{KEY}.work_mib",
                 )
@@ -197,8 +197,9 @@ class Terminal:
         tests = size_of_tests(task)
         if self._options.backend == "remote" and tests > MAX_FILE - self._most:
             raise SlimxError(
-                f"the tests have {tests} bytes, but a sandbox server accepts at most {MAX_FILE // MIB} MiB of tests "
-                f"and the model's files together; lower {KEY}.work_mib, or make the tests smaller",
+                f"the files of the task's tests ({tests} bytes) and {KEY}.work_mib ({self._most // MIB} MiB) together "
+                f"exceed the {MAX_FILE // MIB} MiB that a sandbox server accepts; lower {KEY}.work_mib, or make the "
+                "test files smaller",
                 code="task.tests",
                 about="tests.files",
             )
@@ -215,8 +216,8 @@ class Terminal:
             box.end()
         if not result.ok:
             raise SlimxError(
-                f"sh and tar do not run in {task.directory} of the task's sandbox (sh {result.ending}: "
-                f"{result.stderr.strip()[-300:]}); use a root that has both, or set host_usr to true",
+                f"the test command `sh -c 'tar --help'` {result.ending} in {task.directory} of the task's sandbox "
+                f"({result.stderr.strip()[-300:]}); use a root that contains sh and tar, or set host_usr to true",
                 code="box.trial",
                 about=task.directory,
             )

@@ -34,9 +34,9 @@ def quantized_names(table: Table, block: tuple[int, int]) -> frozenset[str]:
         for name, shape in zip(entry.sources, shapes, strict=True):
             if len(shapes) > 1 and shape[0] % block[0]:
                 raise SlimxError(
-                    f"tensor {name} has {shape[0]} rows, not a multiple of {block[0]}, but engines concatenate it "
-                    f"with {entry.sources[len(shapes) - 1]}, so this model cannot be served in block fp8; keep the "
-                    "model in bf16",
+                    f"tensor {name} has {shape[0]} rows, but must have a multiple of {block[0]} rows in block fp8, "
+                    f"because engines concatenate {name} with {entry.sources[len(shapes) - 1]}; keep the model in "
+                    "bf16",
                     code="convert.blocks",
                     about=name,
                 )
@@ -114,7 +114,8 @@ def check_rule(rule: str, dtype: torch.dtype, name: str) -> None:
         return
     if dtype != torch.bfloat16:
         raise SlimxError(
-            f"tensor {name} is {dtype}, but --rule triton quantizes only bf16; choose another rule",
+            f"tensor {name} has dtype {dtype}, but --rule triton quantizes only bf16 tensors; set --rule to another "
+            "rule",
             code="convert.rule",
             about=name,
         )

@@ -28,8 +28,8 @@ def experts_of(table: Table) -> frozenset[str]:
         for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
             if shape[1] % int4.GROUP:
                 raise SlimxError(
-                    f"tensor {name} has {shape[1]} columns, not a multiple of {int4.GROUP}, so this model cannot be "
-                    "stored in INT4; use `slimx convert hf-to-fp8`",
+                    f"tensor {name} has {shape[1]} columns, but must have a multiple of {int4.GROUP} columns in "
+                    "INT4; convert the model with `slimx convert hf-to-fp8` instead",
                     code="convert.groups",
                     about=name,
                 )

@@ -36,8 +36,8 @@ def export_adapters(source: Path, out: Path, original: Path, alpha: float) -> in
     path = find_checkpoint(source)
     if spec.family.ARCHITECTURE not in ARCHITECTURES:
         raise SlimxError(
-            f"{original} is {spec.family.ARCHITECTURE}, but the export of adapters has been tested only for "
-            f"{', '.join(ARCHITECTURES)}; export merged weights (checkpoint.export_hf) instead",
+            f"{original} has the architecture {spec.family.ARCHITECTURE}, but adapters can be exported only for "
+            f"{', '.join(ARCHITECTURES)}; export merged weights with checkpoint.export_hf instead",
             code="convert.peft_family",
             about=str(original),
         )

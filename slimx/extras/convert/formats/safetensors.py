@@ -184,8 +184,8 @@ class ToHuggingFace:
         for file in files:
             if not file.exists():
                 raise SlimxError(
-                    f"{file} is a link to {file.readlink()}, which does not exist; download the file again, or remove "
-                    "the link",
+                    f"{file} is a link to {file.readlink()}, which does not exist; download the linked file again, or "
+                    "remove the link",
                     code="convert.link",
                     about=str(file),
                 )

@@ -321,7 +321,7 @@ def _dtypes(
             if out.setdefault(location.key, actual) != actual:
                 raise SlimxError(
                     f"tensor {name} is stored as {actual}, but other parts of Megatron's tensor {location.key} are "
-                    f"stored as {out[location.key]}; choose one dtype with --dtype",
+                    f"stored as {out[location.key]}; set one dtype for all tensors with --dtype",
                     code="convert.dtypes",
                     about=name,
                 )

@@ -77,8 +77,8 @@ class TorchDistReader:
             dtype = _entry(metadata, key).properties.dtype
             if dtype not in _DTYPES:
                 raise SlimxError(
-                    f"{self.path}: tensor {key} has dtype {dtype}, which slimx does not support; save the tensor in "
-                    "bf16",
+                    f"{self.path}: tensor {key} has dtype {dtype}, which slimx does not support; save the checkpoint "
+                    "again with this tensor in bf16",
                     code="megatron.dtype",
                     about=key,
                 )
@@ -99,7 +99,7 @@ class TorchDistReader:
         for name, end in sorted(ends.items()):
             file = self.path / name
             if not file.is_file():
-                raise _damaged(self.path, name, "the file is missing, but .metadata refers to it")
+                raise _damaged(self.path, name, "the file is missing, although .metadata refers to the file")
             size = file.stat().st_size
             if size < end:
                 raise _damaged(self.path, name, f"the file has {size} bytes, but .metadata requires {end}")
@@ -237,7 +237,9 @@ def _load(path: Path, piece: _Stored) -> torch.Tensor:
 
 
 def _damaged(path: Path, file: str, problem: str, code: str = "megatron.file") -> SlimxError:
-    return SlimxError(f"{path / file}: {problem}; restore the file from its source", code=code, about=file)
+    return SlimxError(
+        f"{path / file}: {problem}; copy the file again from the original checkpoint", code=code, about=file
+    )
 
 
 def _incomplete(path: Path, key: str, problem: str) -> SlimxError:
@@ -279,7 +281,8 @@ def _stored(path: Path, key: str, chunk: ChunkStorageMetadata, metadata: Metadat
     storage = metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
     if storage is None:
         raise SlimxError(
-            f"{path / '.metadata'} does not locate {key} at {list(chunk.offsets)}; save the checkpoint again",
+            f"{path / '.metadata'} has no storage entry for tensor {key} at offsets {list(chunk.offsets)}; save "
+            "the checkpoint again",
             code="megatron.metadata",
             about=key,
         )
