@@ -60,8 +60,8 @@ def shares_groups(sizes: Sizes, spec: ModelSpec) -> Problems:
 def has_no_values(algorithm: Algorithm, critic: Critic | None, spec: ModelSpec) -> Problems:
     if spec.transformer.get("is_hybrid_model") and (algorithm.scores or critic is not None):
         yield (
-            "the model is a megatron-core HybridModel, which slimx does not support as a critic or reward model; "
-            "set algorithm.name to an algorithm that trains neither"
+            f"the model {spec.path} is a megatron-core HybridModel, which slimx cannot train as a critic or reward "
+            "model; set algorithm.name to an algorithm that trains no critic and no reward model"
         )
 
 

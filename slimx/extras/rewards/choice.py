@@ -35,7 +35,8 @@ async def reward(ctx: Context, trajectory: Trajectory, *, letters: str = LETTERS
     if len(answer) != 1 or answer not in letters:
         raise SlimxError(
             f"prompt {ctx.prompt.id!r} has the answer {ctx.prompt.answer!r}, which is not one of the letters "
-            f"{letters}; correct the answer or set reward.options.letters",
+            f"{letters}; set the answer to one of these letters, or list the letters of the choices in "
+            "reward.options.letters",
             code="reward.answer",
             about=ctx.prompt.id,
         )

@@ -54,8 +54,9 @@ def check_prompts(prompts: Iterable[Prompt]) -> None:
             checker.check_following(SENTENCES)
         except LookupError as error:
             raise SlimxError(
-                f"{__name__}.reward: {name} needs nltk data that are missing on this machine; run python -m "
-                "nltk.downloader punkt_tab, or set NLTK_DATA to a directory that contains them",
+                f"{__name__}.reward: the instruction {name} needs the NLTK data punkt_tab, which are missing on this "
+                "machine; run `python -m nltk.downloader punkt_tab`, or set NLTK_DATA to a directory that contains "
+                "punkt_tab",
                 code="reward.package",
                 about=name,
             ) from error
@@ -155,8 +156,8 @@ def _checkers() -> Mapping[str, Any]:
         from langdetect import DetectorFactory
     except ImportError as error:
         raise SlimxError(
-            f"{__name__}.reward needs {PACKAGE.partition('=')[0]}, which is not installed ({raised(error)}); run pip "
-            f"install {PACKAGE}, or choose another reward.function",
+            f"{__name__}.reward needs {PACKAGE.partition('=')[0]}, which is not installed ({raised(error)}); run `pip "
+            f"install {PACKAGE}`, or choose another reward.function",
             code="reward.package",
             about="if-verifiable",
         ) from error

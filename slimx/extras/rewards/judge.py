@@ -64,16 +64,16 @@ async def reward(
         verdict = response["choices"][0]["message"]["content"] or ""
     except (LookupError, TypeError) as error:
         raise SlimxError(
-            f"{url} returned {str(response)[:200]}, which is not a chat completion; check that it is the URL of a "
-            "judge",
+            f"{url} returned {str(response)[:200]}, which is not a chat completion; set reward.options.url or "
+            "reward.options.engine to a server with an OpenAI-compatible chat API",
             code="reward.verdict",
             about=url,
         ) from error
     scores = re.findall(pattern, verdict)
     if not scores:
         raise SlimxError(
-            f"the verdict of the judge at {url} does not match {pattern!r} (it ends with {verdict[-200:]!r}); change "
-            "reward.options.pattern, or ask for this format in reward.options.template",
+            f"the verdict of the judge at {url} ends with {verdict[-200:]!r} and does not match the regular expression "
+            f"{pattern!r}; change reward.options.pattern, or ask for a matching verdict in reward.options.template",
             code="reward.verdict",
             about=url,
         )
@@ -115,8 +115,8 @@ async def score(
         return float(value)
     except (LookupError, TypeError, ValueError) as error:
         raise SlimxError(
-            f"{address} returned {str(response)[:200]}, which is not a single number; check that it is the URL of a "
-            "reward model",
+            f"{address} returned {str(response)[:200]}, which does not contain exactly one score; set "
+            "reward.options.url or reward.options.engine to a server of a reward model",
             code="reward.verdict",
             about=url or engine or "",
         ) from error
@@ -127,8 +127,9 @@ def _server(ctx: Context, engine: str | None) -> tuple[str, dict[str, str]]:
     group."""
     if engine is None or engine not in ctx.engines:
         raise SlimxError(
-            f"slimx.extras.rewards.judge: reward.options.engine is {engine!r}, not a frozen group of rollout.engines; "
-            f"set it to one of the frozen groups ({', '.join(ctx.engines) or 'none'}), or set reward.options.url",
+            f"slimx.extras.rewards.judge: reward.options.engine is {engine!r}, which is not among the frozen groups of "
+            f"rollout.engines ({', '.join(ctx.engines) or 'none'}); set reward.options.engine to the name of a frozen "
+            "group, or reward.options.url to the URL of a server",
             code="reward.engine",
             about=engine or "",
         )

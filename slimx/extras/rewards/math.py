@@ -38,7 +38,7 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
     if not gold:
         raise SlimxError(
             f"prompt {ctx.prompt.id!r} has the answer {ctx.prompt.answer!r}, in which math-verify finds no value; set "
-            "it to a number or a LaTeX expression, or choose another reward.function",
+            "the answer to a number or a LaTeX expression, or choose another reward.function",
             code="reward.answer",
             about=ctx.prompt.id,
         )

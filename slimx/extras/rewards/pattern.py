@@ -42,8 +42,8 @@ def compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise SlimxError(
-            f"slimx.extras.rewards.pattern: {pattern!r} is not a regular expression ({error}); set "
-            "reward.options.pattern to a regular expression of Python",
+            f"slimx.extras.rewards.pattern: reward.options.pattern={pattern!r} is not a valid regular expression "
+            f"({error}); correct the pattern (Python's module `re` documents the syntax)",
             code="reward.option",
             about="pattern",
         ) from error

@@ -30,7 +30,8 @@ async def reward(
     values = list(response.values()) if isinstance(response, dict) else [response]
     if not values or any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
         raise SlimxError(
-            f"{url} returned {str(response)[:200]}, which is not a reward; return a number or an object of numbers",
+            f"{url} returned {str(response)[:200]}, which is not a reward; let the server return a number, or a JSON "
+            "object with at least one entry and only numbers as values",
             code="reward.verdict",
             about=url,
         )

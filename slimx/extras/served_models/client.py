@@ -82,7 +82,8 @@ class FrozenEngine:
                 failure = self._failure()
                 if failure is not None:
                     raise SlimxError(
-                        f"the frozen engines {self.name} are lost ({failure}); see their logs",
+                        f"the frozen engines of group {self.name} are lost ({failure}); see the logs of these "
+                        "engines for the cause",
                         code="frozen.lost",
                         about=self.name,
                     )

@@ -50,7 +50,7 @@ def within_vocabulary(algorithm: Algorithm, spec: ModelSpec) -> Problems:
     if algorithm.teacher_top_k > spec.vocab_size:
         yield (
             f"algorithm.teacher_top_k is {algorithm.teacher_top_k}, but the vocabulary of {spec.path} has only "
-            f"{spec.vocab_size} tokens; lower algorithm.teacher_top_k"
+            f"{spec.vocab_size} tokens; set algorithm.teacher_top_k to at most {spec.vocab_size}"
         )
 
 

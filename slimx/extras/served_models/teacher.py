@@ -72,9 +72,9 @@ class Teacher:
             if len(invalid):
                 position = int(invalid[0])
                 raise SlimxError(
-                    f"teacher {self.engine.name} returned the unusable log-prob {values[position]:g} for token "
-                    f"{position} (id {trajectory.token_ids[position]}) of rollout {trajectory.id}; check the "
-                    "teacher's checkpoint for invalid weights and its GPU for errors",
+                    f"teacher {self.engine.name} returned the log-prob {values[position]:g}, which is not finite, "
+                    f"for token {position} (id {trajectory.token_ids[position]}) of rollout {trajectory.id}; check the "
+                    "teacher's checkpoint for invalid weights, and the teacher's GPU for errors",
                     code="teacher.logprob",
                     about=trajectory.id,
                 )
@@ -122,8 +122,8 @@ def teacher_of(algorithm: Algorithm, prompt: Prompt) -> str:
         selector = f"has no metadata.{field}" if value is None else f"has metadata.{field} {value}"
         raise SlimxError(
             f"prompt {prompt.id} {selector}, but algorithm.teacher_engines has entries only for "
-            f"{', '.join(algorithm.teacher_engines)}; add an entry, or set algorithm.teacher_engine for all other "
-            "prompts",
+            f"{', '.join(algorithm.teacher_engines)}; correct metadata.{field} of the prompt, add an entry for the "
+            "value, or set algorithm.teacher_engine to the teacher of all other prompts",
             code="teacher.prompt",
             about=prompt.id,
         )
@@ -145,7 +145,8 @@ def check_taught(algorithm: Algorithm, prompts: Iterable[Prompt]) -> None:
             continue
         raise SlimxError(
             f"algorithm.teacher_engines.{value} selects prompts whose metadata.{algorithm.teacher_field} is {value}, "
-            f"but there are none; remove algorithm.teacher_engines.{value}, or rename it to a value that prompts have",
+            f"but no prompt has this value; remove algorithm.teacher_engines.{value}, or rename this entry to a value "
+            "that prompts have",
             code="teacher.unused",
             about=f"algorithm.teacher_engines.{value}",
         )
@@ -164,13 +165,13 @@ async def check_vocabulary(server: FrozenEngine, tokenizer: PreTrainedTokenizerB
         if not isinstance(texts, list) or len(texts) != len(ids):
             raise SlimxError(
                 f"the teacher at {server.url} does not return the text of tokens ({str(response)[:200]}); check that "
-                "it is an SGLang server",
+                "an SGLang server runs at this URL",
             )
         for (token,), text, other in zip(ids, tokenizer.batch_decode(ids), texts, strict=True):
             if text != other:
                 raise SlimxError(
                     f"the vocabulary of the teacher at {server.url} differs from the policy's: token {token} is "
-                    f"{other!r} in the teacher and {text!r} in the policy; serve a model with the policy's tokenizer",
+                    f"{other!r} in the teacher and {text!r} in the policy; serve a teacher with the policy's tokenizer",
                     code="teacher.vocabulary",
                     about=str(token),
                 )

@@ -61,7 +61,7 @@ class RunFacts:
         if match is None:
             raise SlimxError(
                 f"group id {group_id!r} does not end in a number, from which the indices of slime's samples are "
-                "computed; use ids such as g17",
+                "computed; use group ids of letters and a number, such as g17",
                 code="slime.group_id",
                 about=group_id,
             )

@@ -61,7 +61,7 @@ class HookCall:
         unknown = sorted(payload.keys() - PAYLOAD)
         if unknown:
             raise SlimxError(
-                f"a slime hook posts the unsupported field {unknown[0]!r} to the engines; use only "
+                f"a slime hook posts the unsupported field {unknown[0]!r} to the engines; post only the fields "
                 f"{', '.join(sorted(PAYLOAD))}",
                 code="slime.payload",
                 about=unknown[0],
@@ -69,7 +69,7 @@ class HookCall:
         if payload.get("stream"):
             raise SlimxError(
                 "a slime hook posts stream=true to the engines, but slimx does not stream responses to hooks; remove "
-                "stream",
+                "stream from the request",
                 code="slime.payload",
                 about="stream",
             )

@@ -65,12 +65,15 @@ def to_trajectory(
     for field, reason in UNSERVED.items():
         if getattr(sample, field):
             raise SlimxError(
-                f"{name} sets {field}, which is not allowed ({reason}); leave it unset", code="slime.field", about=field
+                f"{name} sets {field}, which is not allowed ({reason}); leave {field} unset",
+                code="slime.field",
+                about=field,
             )
     status = Status(sample.status)  # published hooks also set the status as a string
     if status is Status.ABORTED:
         raise SlimxError(
-            f"{name} has the status ABORTED; return completed, truncated or failed samples",
+            f"{name} has the status ABORTED, which slimx does not accept from a hook; return only samples with the "
+            "status COMPLETED, TRUNCATED or FAILED",
             code="slime.aborted",
             about=name,
         )
@@ -88,8 +91,8 @@ def to_trajectory(
             if mask[position]:
                 raise SlimxError(
                     f"{name} trains token {position} (id {tokens[position]}), but no request of this rollout sampled "
-                    "it after the preceding tokens; append the ids of output_token_logprobs unchanged, never "
-                    "retokenized text",
+                    "this token after the preceding tokens; append the ids in output_token_logprobs unchanged, and "
+                    "do not tokenize a response's text again",
                     code="slime.token",
                     about=f"token {position} of {name}",
                 )
@@ -150,8 +153,8 @@ def _mask(sample: Sample, name: str) -> list[int]:
     if length < 1 or start < 1 or len(mask) != length:
         raise SlimxError(
             f"{name} has {len(sample.tokens)} tokens, response_length {length} and a loss_mask of length "
-            f"{len(mask)}, but these lengths are inconsistent; return the tokens of prompt and response, and a "
-            "loss_mask with one entry per response token",
+            f"{len(mask)}, but loss_mask must have one entry per response token, and prompt and response at least one "
+            "token each; correct tokens, response_length or loss_mask",
             code="slime.lengths",
             about=name,
         )
@@ -203,17 +206,17 @@ def _as_claimed(sample: Sample, position: int, mask: list[int], ctx: Any, name: 
     versions = sample.weight_versions or ([str(version)] if version is not None else [])
     if sample.rollout_log_probs is None or (len(set(versions)) != 1 and len(versions) != len(edges)):
         raise SlimxError(
-            f"{name} has trained tokens, but no request of this rollout used slime.utils.http_utils.post; a hook with "
-            "another client must set rollout_log_probs and, unless schedule.max_staleness is 0, weight_versions (one "
-            "for each run of consecutive trained tokens)",
+            f"{name} has trained tokens, but no request of this rollout used slime.utils.http_utils.post; send "
+            "requests with this function, or let the hook set rollout_log_probs and, unless schedule.max_staleness "
+            "is 0, weight_versions (one version for each run of consecutive trained tokens)",
             code="slime.unsampled",
             about=name,
         )
     claimed = versions[index if len(versions) == len(edges) else 0]
     if not claimed.isdigit():
         raise SlimxError(
-            f"{name} has the weight version {claimed!r}, which is not a number; set weight_versions to the versions "
-            "that the engines returned",
+            f"{name} has the weight version {claimed!r}, which is not an integer of at least 0; set weight_versions "
+            "to the versions that the engines returned",
             code="slime.version",
             about=name,
         )
@@ -242,7 +245,7 @@ def _check_logprobs(
     if len(claimed) != sample.response_length:
         raise SlimxError(
             f"{name} has {len(claimed)} rollout_log_probs for a response of {sample.response_length} tokens; set one "
-            "per token",
+            "log-prob per response token",
             code="slime.lengths",
             about=name,
         )
@@ -250,7 +253,7 @@ def _check_logprobs(
         if mask[at] and np.float32(claimed[at - start]) != np.float32(logprob):
             raise SlimxError(
                 f"{name} has the log-prob {claimed[at - start]:g} for token {at}, but the engine returned {logprob:g}; "
-                "keep rollout_log_probs aligned with the tokens",
+                "set rollout_log_probs to the log-probs that the engine returned, in the order of the response tokens",
                 code="slime.logprobs",
                 about=f"token {at} of {name}",
             )

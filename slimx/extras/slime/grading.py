@@ -126,8 +126,8 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     text = sample.response
     if kind not in RULES:
         raise SlimxError(
-            f"rm_type {kind!r} is not supported; set it to one of {', '.join(RULES)} in reward.options or in the "
-            "prompt's metadata, or set a reward hook",
+            f"rm_type {kind!r} is not supported; set rm_type to one of {', '.join(RULES)} in reward.options or in the "
+            "prompt's metadata, or set reward.function to a slime reward function",
             code="slime.rm_type",
             about=kind,
         )
@@ -149,8 +149,9 @@ async def ask(function: Callable[..., Any], path: str, args: Any, judged: Any, *
     this function again without end."""
     if function is JUDGING.get():
         raise SlimxError(
-            f"{path} is the run's reward and calls slime's rm_hub, which would call {path} again in an endless "
-            "recursion; set args.custom_rm_path to None before the call, so that rm_type is used",
+            f"{path} is the run's reward function and calls slime's rm_hub, which would call {path} again in an "
+            "endless recursion; set args.custom_rm_path to None before the call, so that rm_hub applies the rule of "
+            "rm_type",
             code="slime.recursion",
             about=path,
         )

@@ -54,19 +54,21 @@ def load(key: str, path: str, kind: str) -> Callable[..., Any]:
     name = f"{key}: {path}"
     if not callable(function):
         raise SlimxError(
-            f"{name} is of type {type(function).__name__}, not a function; write {shape}", code="slime.hook", about=path
+            f"{name} is of type {type(function).__name__}, not a function; define a function `{shape}`",
+            code="slime.hook",
+            about=path,
         )
     try:
         inspect.signature(function).bind(*parameters)
     except TypeError as error:
         raise SlimxError(
-            f"{name}{inspect.signature(function)} has the wrong parameters ({error}); write {shape}",
+            f"{name}{inspect.signature(function)} has the wrong parameters ({error}); define the function as `{shape}`",
             code="slime.signature",
             about=path,
         ) from error
     if inspect.iscoroutinefunction(function) != text.startswith("async"):
         raise SlimxError(
-            f"{name} must{'' if text.startswith('async') else ' not'} be async; write {shape}",
+            f"{name} must{'' if text.startswith('async') else ' not'} be async; define the function as `{shape}`",
             code="slime.async",
             about=path,
         )
@@ -101,7 +103,8 @@ class GenerateHook:
         reserved = sorted(RESERVED & config.rollout.options.keys())
         if reserved:
             raise SlimxError(
-                f"rollout.options sets {reserved[0]}, which the run itself sets; remove {reserved[0]}",
+                f"rollout.options sets {reserved[0]}, which only the run may set; remove {reserved[0]} from "
+                "rollout.options",
                 code="slime.option",
                 about=reserved[0],
             )
@@ -125,7 +128,8 @@ class GenerateHook:
             return to_trajectory(result, ctx, call.requests, version=version)
         if not isinstance(result, list) or not all(isinstance(item, Sample) for item in result):
             raise SlimxError(
-                f"{self.path} returned a value of type {type(result).__name__}; return a Sample or a list of Samples",
+                f"the generate hook {self.path} returned a value of type {type(result).__name__}, which is neither a "
+                "Sample nor a list of Samples; return a Sample, or a list that contains only Samples",
                 code="slime.returned",
                 about=self.path,
             )
@@ -141,8 +145,8 @@ class GenerateHook:
         reads_sample = any(str(path).startswith(PREFIX) or path == NAME for path in rewards)
         if not reads_sample and any(getattr(sample, "reward", None) is not None for sample in samples):
             raise SlimxError(
-                f"{self.path} set sample.reward, but the run's reward.function {rewards[0]} ignores it; set "
-                f"reward.function={NAME}",
+                f"the generate hook {self.path} set sample.reward, but the run's reward (reward.function={rewards[0]}) "
+                f"ignores sample.reward; set reward.function={NAME}, or leave sample.reward unset",
                 code="slime.reward",
                 about=self.path,
             )
@@ -303,13 +307,15 @@ def _number(sample: Sample, args: Any, path: str) -> float:
     if isinstance(value, dict):
         if args.reward_key not in value:
             raise SlimxError(
-                f"{path} returned a dict as the reward, but reward.options.reward_key is not one of its keys; set "
-                f"reward.options.reward_key to one of {', '.join(map(str, value))}",
+                f"{path} returned a dict as the reward, but reward.options.reward_key={args.reward_key!r} is not a "
+                f"key of this dict; set reward.options.reward_key to one of {', '.join(map(str, value))}",
             )
         value = value[args.reward_key]
     try:
         return float(value)
     except (TypeError, ValueError):
         raise SlimxError(
-            f"{path} returned {value!r} as the reward; return a number", code="slime.reward", about=path
+            f"{path} returned {value!r} as a reward, which is not a number; return a number for each sample",
+            code="slime.reward",
+            about=path,
         ) from None

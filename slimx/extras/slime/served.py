@@ -40,8 +40,8 @@ async def post(url: str, payload: Any, max_retries: int = RETRIES, headers: dict
     if call.address and base == call.address:
         if parts.path != "/generate":
             raise SlimxError(
-                f"a slime hook posts to {parts.path} of the policy's router; post only to /generate, because only the "
-                "tokens that it returns can be trained",
+                f"a slime hook posts to {parts.path} of the policy's router, but slimx can train only tokens that "
+                "/generate returns; post to /generate instead",
                 code="slime.path",
                 about=parts.path,
             )
@@ -104,8 +104,8 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     else:
         coroutine.close()
         raise SlimxError(
-            "slime.utils.async_utils.run was called in an event loop, which it would block; await the coroutine "
-            "instead",
+            "slime.utils.async_utils.run was called in a running event loop, which the call would block; await the "
+            "coroutine instead",
             code="slime.async",
             about="slime.utils.async_utils.run",
         )

@@ -43,8 +43,8 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
     Raises SlimxError if config.json lacks the field from which SGLang determines the indexer's rotation."""
     if hf.get("indexer_rope_interleave") is not True:
         raise SlimxError(
-            f"SGLang 0.5.23 would serve a {ARCHITECTURE} without indexer_rope_interleave as a different model; set "
-            "the field to true in config.json, as in the published files",
+            f"config.json of this {ARCHITECTURE} lacks indexer_rope_interleave=true, so SGLang 0.5.23 would serve a "
+            "different model; set indexer_rope_interleave to true, as in the published config.json",
             code="model.served_field",
             about="indexer_rope_interleave",
         )

@@ -22,8 +22,8 @@ def _is_sparse(spec: ModelSpec) -> bool:
 def leaves_the_indexer(trainer: Trainer, spec: ModelSpec) -> Problems:
     if trainer.megatron.get("dsa_indexer_loss_coeff") and _is_sparse(spec):
         yield (
-            "trainer.megatron.dsa_indexer_loss_coeff would train the indexer, which slimx keeps at the values of "
-            f"{spec.path}; remove trainer.megatron.dsa_indexer_loss_coeff"
+            f"trainer.megatron.dsa_indexer_loss_coeff would train the sparse-attention indexer of {spec.path}, but "
+            "slimx keeps the weights of indexers unchanged; remove trainer.megatron.dsa_indexer_loss_coeff"
         )
 
 
@@ -41,7 +41,7 @@ def stages_begin_with_an_indexer(sizes: Sizes, spec: ModelSpec) -> Problems:
         yield (
             f"a pipeline stage starts with layer {layer} of {spec.path}, which reads the tokens selected in a layer "
             "of the previous stage; set trainer.layers_per_stage such that every stage starts with one of the layers "
-            f"{', '.join(map(str, fitting))}, or use fewer stages (trainer.pipeline, trainer.virtual_pipeline)"
+            f"{', '.join(map(str, fitting))}, or lower trainer.pipeline or trainer.virtual_pipeline"
         )
 
 
@@ -60,6 +60,7 @@ def chosen_by_engines(trainer: Trainer) -> Problems:
     # result sglang.srt.state_capturer.indexer_topk reports.
     if trainer.indexer_replay == "R3":
         yield (
-            "trainer.indexer_replay=R3 would replay tokens that an indexer selected, but SGLang 0.5.23 reports them "
-            "as slots of its KV cache instead of positions; set trainer.indexer_replay to R2 or none"
+            "trainer.indexer_replay=R3 would replay the tokens that SGLang's indexers selected, but SGLang 0.5.23 "
+            "reports these tokens as slots of the KV cache instead of positions; set trainer.indexer_replay to R2 or "
+            "none"
         )

@@ -61,8 +61,8 @@ def step_advantages(
         sampled = {span.turn for span in trajectory.spans if span.source == "sampled"}
         if not trajectory.turns or max(sampled, default=0) >= len(trajectory.turns):
             raise SlimxError(
-                f"trajectory {trajectory.id} does not describe its turns, which algorithm.advantages=gigpo needs; "
-                "call draft.describe_turn(state_key=...) after each add_sampled in the generate hook",
+                f"trajectory {trajectory.id} does not describe each of its turns, as algorithm.advantages=gigpo "
+                "requires; call draft.describe_turn(state_key=...) after each draft.add_sampled in the generate hook",
                 code="advantages.turns",
                 about=str(trajectory.id),
             )
@@ -71,8 +71,9 @@ def step_advantages(
             key = trajectory.turns[turn].state_key
             if key is None:
                 raise SlimxError(
-                    f"trajectory {trajectory.id}: turn {turn} has no state_key, but algorithm.advantages=gigpo needs "
-                    "it to match turns; pass state_key to draft.describe_turn in the generate hook",
+                    f"turn {turn} of trajectory {trajectory.id} has no state_key, by which "
+                    "algorithm.advantages=gigpo matches turns; pass a state_key to draft.describe_turn in the "
+                    "generate hook",
                     code="advantages.state_key",
                     about=str(trajectory.id),
                 )

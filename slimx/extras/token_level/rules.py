@@ -50,8 +50,8 @@ def feeds_critic(rollout: Rollout, schedule: Schedule, critic_sizes: Sizes | Non
     rows = update_rows(rollout, schedule)
     if critic_sizes is not None and rows < critic_sizes.data:
         yield (
-            f"an update of {rows} rollouts {UPDATE} has fewer than one for each of the critic's {critic_sizes.data} "
-            "data-parallel ranks; lower critic.layout.data"
+            f"an update has only {rows} rollouts {UPDATE}, but each of the critic's {critic_sizes.data} data-parallel "
+            f"ranks needs at least one rollout; lower critic.layout.data to at most {rows}"
         )
 
 
@@ -78,8 +78,8 @@ def critic_has_tensors(critic_spec: ModelSpec | None, critic_weights: Path | Non
     checkpoint_format = format_of(critic_weights)
     if checkpoint_format is not None:
         yield (
-            f"{critic_weights} is a checkpoint of {checkpoint_format.name}, which cannot initialize a critic; set "
-            "critic.load to a Hugging Face directory (`slimx convert` writes one)"
+            f"{critic_weights} is a checkpoint of {checkpoint_format.name}, which cannot initialize a critic; "
+            "convert the checkpoint with `slimx convert`, and set critic.load to the resulting Hugging Face directory"
         )
     else:
         CheckpointReader(critic_weights).check(critic_spec.table)

@@ -37,8 +37,8 @@ class InOrder:
             self._calls.put_nowait(call)
         except queue.Full:
             raise SlimxError(
-                f"{self.waiting} calls to {self.name} are waiting, so another call is discarded; check that the server "
-                f"of {self.name} is running and responds quickly",
+                f"{self.waiting} calls to {self.name} are waiting, so slimx discarded a new call; check that the "
+                f"server of {self.name} is running and responds quickly",
                 code="track.late",
                 about=self.name,
             ) from None
@@ -63,8 +63,8 @@ class InOrder:
         if self._thread.is_alive():
             raise SlimxError(
                 f"{self.name} did not finish its last {self._calls.unfinished_tasks - ends} calls in "
-                f"{self._close_s:g} seconds, so they are discarded; check that its server is running and responds "
-                "quickly",
+                f"{self._close_s:g} seconds, so slimx discarded these calls; check that the server of {self.name} is "
+                "running and responds quickly",
                 code="track.late",
                 about=self.name,
             )

@@ -50,7 +50,8 @@ class PrometheusSink:
             self._server.RequestHandlerClass = _bounded(self._server.RequestHandlerClass, REQUEST_S)
         except OSError as error:
             raise SlimxError(
-                f"track.prometheus: slimx cannot listen on {host}:{port} ({error.strerror}); set another port",
+                f"track.prometheus: slimx cannot listen on {host}:{port} ({error.strerror}); set "
+                "track.prometheus.port to another port",
                 code="track.prometheus",
                 about="track.prometheus.port",
             ) from error

@@ -46,7 +46,7 @@ def show_rollouts(
     if buffer and (dropped or step is not None):
         other = "--dropped" if step is None else "--step"
         raise SlimxError(
-            f"--buffer cannot be combined with {other}, because it shows groups of the newest checkpoint; remove "
+            f"--buffer cannot be combined with {other}, because --buffer shows groups of the newest checkpoint; remove "
             f"--buffer or {other}",
             code="rollouts.options",
             about="--buffer",
@@ -56,18 +56,18 @@ def show_rollouts(
         option = option if choice.group is None else "--group"
         if dropped:
             raise SlimxError(
-                f"{option} cannot select from the groups of --dropped; remove {option} or --dropped",
+                f"{option} cannot be combined with --dropped; remove {option} or --dropped",
                 code="rollouts.options",
                 about="--step",
             )
         raise SlimxError(
-            f"{option} needs a step or the buffer to choose from; add --step N or --buffer",
+            f"{option} works only with --step or --buffer; add --step N or --buffer",
             code="rollouts.options",
             about="--step",
         )
     if choice.limit < 0:
         raise SlimxError(
-            f"--limit={choice.limit} is negative; give a number of groups, or 0 for all",
+            f"--limit={choice.limit} is negative; set --limit to a number of groups, or to 0 for all groups",
             code="rollouts.limit",
             about="--limit",
         )
@@ -108,8 +108,8 @@ def step_of(directory: Path, step: int, choice: Choice) -> Json:
     files = _files(directory)
     if step not in files:
         raise SlimxError(
-            f"{directory / DIRECTORY} has no step {step}; choose from {_ranges(list(files))} (track.rollouts "
-            "sets which steps are saved)",
+            f"{directory / DIRECTORY} has no step {step}; choose a saved step ({_ranges(list(files))}), or set "
+            "track.rollouts.every=1 before a new run to save every step",
             code="rollouts.step",
             about=f"step {step}",
         )
@@ -117,7 +117,8 @@ def step_of(directory: Path, step: int, choice: Choice) -> Json:
     trained = read_trained(files[step], groups)
     if choice.group is not None and not any(group.id == choice.group for group in groups):
         raise SlimxError(
-            f"step {step} of {directory} has no group {choice.group}; choose from {groups[0].id} to {groups[-1].id}",
+            f"step {step} of {directory} has no group {choice.group}; choose a group from {groups[0].id} to "
+            f"{groups[-1].id}",
             code="rollouts.group",
             about=choice.group,
         )
@@ -143,8 +144,8 @@ def buffer_of(directory: Path, choice: Choice) -> Json:
     newest = Saves(directory / "checkpoints", keep=1).newest()
     if newest is None:
         raise SlimxError(
-            f"{directory} has no complete checkpoint yet, and the buffer is read from a checkpoint; wait for the "
-            "first checkpoint",
+            f"{directory} has no complete checkpoint yet, from which slimx could read the buffer; wait until the run "
+            "has written its first checkpoint",
             code="rollouts.buffer",
             about=str(directory),
         )
@@ -276,8 +277,8 @@ def _files(directory: Path) -> dict[int, Path]:
     if files:
         return files
     raise SlimxError(
-        f"{directory / DIRECTORY} has no saved step; wait for the first step of a new run, or set track.rollouts.every "
-        "to at least 1 in a run with engines",
+        f"{directory / DIRECTORY} has no saved step; wait until the run completes its first step, or set "
+        "track.rollouts.every to at least 1 in a run with engines",
         code="rollouts.empty",
         about=str(directory / DIRECTORY),
     )

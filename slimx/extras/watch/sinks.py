@@ -60,7 +60,7 @@ class TensorBoardSink:
     name = "tensorboard"
 
     def __init__(self, run: TrackedRun) -> None:
-        with _starting("tensorboard", "make its directory writable"):
+        with _starting("tensorboard", "make the run directory writable"):
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(log_dir=str(run.directory / "tensorboard"), purge_step=run.resume_step)
@@ -89,7 +89,7 @@ class WandbSink:
     name = "wandb"
 
     def __init__(self, run: TrackedRun) -> None:
-        with _starting("wandb", "log in"):
+        with _starting("wandb", "run `wandb login`"):
             import wandb
 
             self._wandb = wandb
@@ -123,7 +123,7 @@ class MlflowSink:
 
     def __init__(self, run: TrackedRun, uri: str) -> None:
         self._names = _MlflowNames()
-        with _starting("mlflow", "set the URI of a server that responds", off="null"):
+        with _starting("mlflow", "set track.mlflow to the URI of a server that responds", off="null"):
             from mlflow import MlflowClient
             from mlflow.entities import Metric, Param
 
@@ -166,7 +166,7 @@ class SwanlabSink:
     name = "swanlab"
 
     def __init__(self, run: TrackedRun) -> None:
-        with _starting("swanlab", "log in"):
+        with _starting("swanlab", "run `swanlab login`"):
             import swanlab
 
             self._swanlab = swanlab
@@ -259,7 +259,7 @@ def _starting(key: str, remedy: str, off: str = "false") -> Iterator[None]:
         yield
     except Exception as error:
         raise SlimxError(
-            f"track.{key} is set, but {key} could not be started ({error}); {remedy} or set track.{key}={off}",
+            f"track.{key} is set, but {key} could not be started ({error}); {remedy}, or set track.{key}={off}",
             code=f"track.{key}",
             about=f"track.{key}",
         ) from error

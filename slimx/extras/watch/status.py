@@ -191,7 +191,7 @@ def run_stacks(directory: Path) -> str:
     if not found:
         raise SlimxError(
             f"no process of the run {directory} is visible to this user on {socket.gethostname()}; run this command "
-            "on the machines of the run, as its user or as root",
+            "on a machine of the run, as the user of the run or as root",
             code="stacks.none",
             about=str(directory),
         )

@@ -296,7 +296,8 @@ def check_served(hf: HfConfig, architecture: str, *, fused_shared_experts: bool)
         raise unserved(
             architecture,
             "full_attention_interval",
-            "is missing, so SGLang 0.5.23 would serve a different model; add it to config.json",
+            "is missing from config.json, so SGLang 0.5.23 would serve a different model; set "
+            "full_attention_interval as in the published config.json",
         )
     interval = hf["full_attention_interval"]
     layers = hf["num_hidden_layers"]
@@ -304,22 +305,22 @@ def check_served(hf: HfConfig, architecture: str, *, fused_shared_experts: bool)
         raise unserved(
             architecture,
             "full_attention_interval",
-            f"is {interval}, so none of the {layers} layers has attention; restore config.json from the checkpoint's "
-            "source",
+            f"is {interval} in config.json, so none of the {layers} layers has full attention; restore config.json "
+            "from the checkpoint's source",
         )
     if layers_of(hf, "full_attention") != tuple(range(interval - 1, layers, interval)):
         raise unserved(
             architecture,
             "layer_types",
-            f"does not have one attention layer in every {interval}, the only pattern that SGLang 0.5.23 builds; "
-            "train the model without engines",
+            f"in config.json does not have one full-attention layer in every {interval} layers, the only pattern that "
+            "SGLang 0.5.23 builds; train the model without engines",
         )
     if fused_shared_experts:
         raise unserved(
             architecture,
             "shared_expert_intermediate_size",
-            "belongs to a gated shared expert, and its fusion with the routed experts was never tested; remove "
-            "rollout.engines.sglang.enforce_shared_experts_fusion",
+            "in config.json declares a gated shared expert, whose fusion with the routed experts was never tested; "
+            "remove rollout.engines.sglang.enforce_shared_experts_fusion",
         )
 
 

@@ -37,14 +37,15 @@ def engine_table(hf: HfConfig, architecture: str, *, fused_shared_experts: bool)
             architecture,
             "partial_rotary_factor",
             f"is {expected} in rope_parameters, but SGLang 0.5.23 reads {factor} from the top level of config.json; "
-            "set both to the same value",
+            f"set partial_rotary_factor to {expected} at the top level",
         )
     rotary = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if "mrope_section" in rotary and not (rotary.get("rope_type") or rotary.get("type")):
         raise delta_net.unserved(
             architecture,
             "rope_type",
-            "is missing next to mrope_section, so SGLang 0.5.23 would use image positions for text; set default",
+            "is missing next to mrope_section in config.json, so SGLang 0.5.23 would use image positions for text; set "
+            "rope_type to default",
         )
     tied = bool(hf.get("tie_word_embeddings"))
     return delta_net.engine_table(hf, delta_net.merged, embedding="undivided", tied=tied)

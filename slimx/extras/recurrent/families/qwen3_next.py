@@ -40,13 +40,14 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
         raise delta_net.unserved(
             ARCHITECTURE,
             "rope_theta",
-            "is missing, so SGLang 0.5.23 would serve a different model; add it to config.json",
+            "is missing from config.json, so SGLang 0.5.23 would serve a different model; set rope_theta as in the "
+            "published config.json",
         )
     if hf.get("tie_word_embeddings"):
         raise delta_net.unserved(
             ARCHITECTURE,
             "tie_word_embeddings",
-            "is set, but SGLang 0.5.23 always builds a separate output layer; untie the embeddings or train "
-            "without engines",
+            "is true in config.json, but SGLang 0.5.23 always builds a separate output layer; untie the embeddings "
+            "of the checkpoint, or train without engines",
         )
     return delta_net.engine_table(hf, delta_net.as_stored)

@@ -36,14 +36,16 @@ async def post(url: str, body: Json, *, timeout_s: float, retries: int, headers:
                         break
             except json.JSONDecodeError as error:
                 raise SlimxError(
-                    f"{url} did not return JSON ({error}); check that it is the URL of the reward's server",
+                    f"{url} returned text that is not JSON ({error}); check that this URL is correct and that its "
+                    "server responds with JSON",
                     code="reward.server",
                     about=url,
                 ) from error
             except (aiohttp.ClientError, TimeoutError) as error:
                 failure = f"{type(error).__name__} {error}".strip() + f" (timeout {timeout_s:g} s)"
     raise SlimxError(
-        f"{url} returned no reward in {attempt + 1} requests ({failure}); check that the server is running",
+        f"{url} returned no reward, and attempt {attempt + 1} was the last ({failure}); check that this URL is "
+        "correct and that its server is running",
         code="reward.server",
         about=url,
     )

@@ -163,7 +163,11 @@ def _step(request: web.Request) -> int:
     """Returns the step in the request's path. Raises SlimxError if it is not a number, or has more than 18 digits."""
     step = request.match_info["step"]
     if not re.fullmatch(r"\d{1,18}", step, re.ASCII):
-        raise SlimxError(f"{step[:20]!r} is not a step; give the number of a step", code="rollouts.step", about="step")
+        raise SlimxError(
+            f"the URL contains {step[:20]!r} in place of a step number; request a URL with the number of a saved step",
+            code="rollouts.step",
+            about="step",
+        )
     return int(step)
 
 

@@ -62,7 +62,9 @@ def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
         out.write_text(html, encoding="utf-8")
     except OSError as error:
         raise SlimxError(
-            f"{out} cannot be written ({error.strerror}); give another file", code="report.out", about=str(out)
+            f"the report {out} cannot be written ({error.strerror}); set --out to a writable file",
+            code="report.out",
+            about=str(out),
         ) from error
 
 
