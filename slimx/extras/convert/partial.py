@@ -49,7 +49,9 @@ class Partial:
         exists."""
         if os.path.lexists(out) or out.name in ("", ".."):
             raise SlimxError(
-                f"{out} already exists; remove it or choose another directory", code="convert.exists", about=str(out)
+                f"{out} already exists; remove {out}, or choose another output directory",
+                code="convert.exists",
+                about=str(out),
             )
         self.out = out
         self.path = out.with_name(out.name + ".partial")
@@ -90,7 +92,8 @@ class Partial:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise SlimxError(
-                    f"{self.path}: another process is writing to this directory; wait until it ends",
+                    f"another process is writing to {self.path}; wait until that process ends, then run the same "
+                    "command again",
                     code="convert.busy",
                     about=str(self.path),
                 ) from None
@@ -123,16 +126,16 @@ class Partial:
             write_synced(self._plan, fingerprint.encode())
         elif other:
             raise SlimxError(
-                f"{self.path} belongs to a conversion with other source files or options; remove {self.path} to start "
-                "over",
+                f"{self.path} was written by an earlier conversion with different source files or options; remove "
+                f"{self.path} to start over",
                 code="convert.other",
                 about=str(self.path),
             )
 
     def _foreign(self, path: Path) -> SlimxError:
         return SlimxError(
-            f"{path} was not created by this conversion, which writes to {self.path}; move it away, or choose another "
-            "output directory",
+            f"{path} was not created by this conversion, which keeps its unfinished files in {self.path}; move {path} "
+            "to another place, or choose another output directory",
             code="convert.foreign",
             about=str(path),
         )
@@ -181,7 +184,8 @@ class Partial:
         SlimxError if that name exists."""
         if os.path.lexists(self.out):
             raise SlimxError(
-                f"{self.out} was created during the conversion; move it away and run the same command again",
+                f"{self.out} was created by another program during the conversion; rename {self.out}, then run the "
+                "same command again",
                 code="convert.exists",
                 about=str(self.out),
             )
@@ -195,15 +199,15 @@ class Partial:
         """Builds the SlimxError that explains an OS error of the conversion to the user."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return SlimxError(
-                f"{self.path}: no space is left on the disk; free up space and run the same command again, which "
-                "keeps finished files",
+                f"{self.path}: no space is left on the disk; free up space, then run the same command again to "
+                "continue after the last finished file",
                 code="convert.space",
                 about=str(self.path),
             )
         path = str(error.filename or self.path)
         return SlimxError(
-            f"the conversion cannot access {path} ({error.strerror or error}); make it readable and writable for this "
-            "user, or replace a faulty disk, and run the same command again",
+            f"the conversion cannot access {path} ({error.strerror or error}); make {path} readable and writable for "
+            "this user, or replace the disk after an input/output error, then run the same command again",
             code="convert.system",
             about=path,
         )

@@ -98,8 +98,8 @@ def _numbered(spec: ModelSpec, layers: Layers) -> bool:
     differ = numbers_layers(spec.transformer)
     if layers == "stacked" and differ:
         raise SlimxError(
-            f"--layers stacked: the layers of {spec.path} differ, so megatron-core expects numbered keys; set "
-            "--layers numbered",
+            f"--layers stacked requires layers of the same kind, but the layers of {spec.path} differ; set --layers "
+            "numbered",
             code="convert.layers",
             about="--layers",
         )
@@ -166,7 +166,7 @@ def hf_to_fp8(
     names = quantized_names(spec.table, quantization.block)
     if not names:
         raise SlimxError(
-            f"{source}: slimx has no fp8 format for {spec.family.ARCHITECTURE}; use the checkpoint unquantized",
+            f"{source}: slimx cannot quantize {spec.family.ARCHITECTURE} to FP8; use the unquantized checkpoint",
             code="convert.fp8",
             about=str(source),
         )
@@ -210,8 +210,8 @@ def hf_to_int4(
     names = int4.experts_of(spec.table)
     if not names:
         raise SlimxError(
-            f"{source}: {spec.family.ARCHITECTURE} has no routed experts that are stored as separate matrices, but "
-            "only those can be quantized to INT4; use `slimx convert hf-to-fp8`",
+            f"{source}: only routed experts that are stored as separate matrices can be quantized to INT4, but "
+            f"{spec.family.ARCHITECTURE} has no such experts; use `slimx convert hf-to-fp8`",
             code="convert.int4",
             about=str(source),
         )

@@ -43,8 +43,8 @@ def parse_layout(text: str) -> Sizes:
         name, _, size = part.partition("=")
         if name not in _NAMES or name in sizes or not _is_size(size):
             raise SlimxError(
-                f"--layout {text[:80]}: {part[:40]!r} is not a parallel size; use {', '.join(_NAMES)} with numbers "
-                f"from 1 to {_MOST}, such as tensor=8,expert=8",
+                f"--layout {text[:80]}: {part[:40]!r} is invalid; set each of {', '.join(_NAMES)} at most once, to a "
+                f"number from 1 to {_MOST}, such as --layout tensor=8,expert=8",
                 code="convert.layout",
                 about="--layout",
             )
@@ -79,8 +79,8 @@ class Target:
     def __post_init__(self) -> None:
         if self.sizes.stages > self.table.layers:
             raise SlimxError(
-                f"--layout: {self.sizes.stages} pipeline stages are more than the {self.table.layers} layers; choose "
-                "fewer stages",
+                f"--layout requests {self.sizes.stages} pipeline stages, but the model has only {self.table.layers} "
+                f"layers; choose at most {self.table.layers} stages",
                 code="convert.layout",
                 about="--layout",
             )

@@ -190,8 +190,8 @@ def _check_space(partial: Path, required: int) -> None:
     required += required // 100 + _SPARE_BYTES  # file headers and metadata grow with the tensors
     if required > free:
         raise SlimxError(
-            f"{partial}: {required / 1e9:.2f} GB are needed, but the disk has {free / 1e9:.2f} GB free; "
-            "free up space or choose a directory on another disk",
+            f"{partial}: the conversion needs {required / 1e9:.2f} GB, but only {free / 1e9:.2f} GB of the disk are "
+            "free; free up space, or choose an output directory on another disk",
             code="convert.space",
             about=str(partial),
         )
@@ -272,8 +272,8 @@ def _verify(conversion: Conversion, partial: Partial, done: Mapping[str, Done], 
         if record(partial.path / name) != file.record:
             partial.record_path(name).unlink()
             raise SlimxError(
-                f"{partial.path / name} does not contain the bytes that were written; run the same command again to "
-                "rewrite it, and check the disk for errors",
+                f"the bytes in {partial.path / name} differ from the bytes that the conversion wrote; check the disk "
+                "for errors, then run the same command again to rewrite the file",
                 code="convert.bytes",
                 about=name,
             )

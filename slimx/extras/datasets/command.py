@@ -43,16 +43,20 @@ def convert(name: str, out: Path, source: str | None, seed: int) -> Iterator[str
     or directory to read instead of a download; `seed`: seed for the order of the choices in GPQA."""
     if name not in KNOWN:
         near = [known for known in KNOWN if known.startswith(name)] or difflib.get_close_matches(name, KNOWN, n=1)
-        hint = f"did you mean {near[0]}?" if len(near) == 1 else "for a file of your own, use slimx data check FILE"
+        hint = f"did you mean {near[0]}?" if len(near) == 1 else "to check a prompt file, use `slimx data check FILE`"
         raise SlimxError(
-            f"{name!r} is not a data set that slimx can download, only {', '.join(KNOWN)}; {hint}",
+            f"slimx data can download only {', '.join(KNOWN)}, not {name!r}; {hint}",
             code="data.name",
             about=name,
         )
     known = entry_points.load(DATASETS, name)
     origin = source or known.hub
     if out.exists() and not out.is_file():
-        raise SlimxError(f"{out} exists and is not a file; give the path of a file", code="data.out", about=str(out))
+        raise SlimxError(
+            f"{out} exists, but is not a regular file; choose another path for the output file",
+            code="data.out",
+            about=str(out),
+        )
     prompts: dict[str, Json] = {}
     repeated: Counter[str] = Counter()
     for where, number, row in read_rows(origin)[1]:
@@ -70,18 +74,23 @@ def convert(name: str, out: Path, source: str | None, seed: int) -> Iterator[str
             repeated[prompt["id"]] += 1
         else:
             raise SlimxError(
-                f"{where}: id {prompt['id']!r} is already the id of another question; use the file as it was published",
+                f"{where}: the id {prompt['id']!r} is also the id of a different question in an earlier row; use an "
+                "unmodified copy of the published file",
                 code="prompts.id",
                 about=prompt["id"],
             )
     if not prompts:
-        raise SlimxError(f"{origin} contains no rows; give another file", code="prompts.empty", about=origin)
+        raise SlimxError(
+            f"{origin} contains no rows; give a file that contains rows", code="prompts.empty", about=origin
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts.values()))
     except OSError as error:
         raise SlimxError(
-            f"{out} cannot be written ({error.strerror}); give another file", code="data.out", about=str(out)
+            f"{out} cannot be written ({error.strerror}); choose another path for the output file",
+            code="data.out",
+            about=str(out),
         ) from error
     yield f"{out}: {len(prompts)} prompts of {origin}"
     if repeated:

@@ -144,4 +144,6 @@ def _column(row: Row, path: str, where: str) -> Any:
 
 
 def _unfit(where: str, reason: str) -> SlimxError:
-    return SlimxError(f"{where}: {reason}; use the data set as it was published", code="prompts.published", about=where)
+    return SlimxError(
+        f"{where}: {reason}; use an unmodified copy of the published data set", code="prompts.published", about=where
+    )

@@ -54,8 +54,8 @@ class MixedSource:
         saved = state.get("sources")
         if not isinstance(taken, int) or taken < 0 or not isinstance(saved, dict):
             raise SlimxError(
-                "the saved run did not take its prompts from rollout.sources; restore rollout.prompts or "
-                "rollout.source of the saved run, or start a new run",
+                "this run uses rollout.sources, but the saved run took its prompts from rollout.prompts or "
+                "rollout.source; use the same setting as the saved run, or start a new run",
                 code="prompts.state",
                 about="rollout.sources",
             )
@@ -63,8 +63,8 @@ class MixedSource:
         if changed:
             raise SlimxError(
                 f"the saved order of prompts cannot be continued, because source {changed[0]!r} was "
-                f"{'added' if changed[0] in self._sources else 'removed'}; restore rollout.sources of the saved run "
-                "(a weight of 0 disables a source), or start a new run",
+                f"{'added to' if changed[0] in self._sources else 'removed from'} rollout.sources; list the same "
+                "sources as in the saved run (a weight of 0 disables a source), or start a new run",
                 code="prompts.changed",
                 about=changed[0],
             )

@@ -76,7 +76,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: str) -
     if THOUGHT_ENDS in answer and opened.endswith(THOUGHT_BEGINS):  # the prompt opens the thinking, the answer ends it
         text = answer.strip().removeprefix(THOUGHT_BEGINS).lstrip("\n")
         return text, len(text)
-    raise _refused(prompt, f"does not render the answer after {before[-30:]!r}, or omits a part of it")
+    raise _refused(prompt, f"does not render the complete answer directly after {before[-30:]!r}")
 
 
 def _turns(answer: str, *, apart: bool) -> Iterator[Json]:
@@ -106,7 +106,7 @@ def _shows(text: str, answer: str) -> bool:
 def _refused(prompt: Prompt, reason: str) -> SlimxError:
     return SlimxError(
         f"prompt {prompt.id!r}: the chat template {reason}; set the template's thinking mode in rollout.template, "
-        "include the thinking in the answer, or set token_ids",
+        "include the thinking in the answer, or give the prompt as token_ids",
         code="prompts.demonstration",
         about=prompt.id,
     )
@@ -115,7 +115,8 @@ def _refused(prompt: Prompt, reason: str) -> SlimxError:
 def _end(tokenizer: PreTrainedTokenizerBase) -> int:
     if tokenizer.eos_token_id is None:
         raise SlimxError(
-            "the tokenizer has no end token (eos_token), which answers need; set one in its tokenizer_config.json",
+            "the tokenizer has no eos_token, but every answer must end with this token; set eos_token in the "
+            "tokenizer's tokenizer_config.json",
             code="tokenizer.end",
             about="eos_token",
         )

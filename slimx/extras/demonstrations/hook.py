@@ -31,8 +31,8 @@ async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
 def _answer(prompt: Prompt) -> str:
     if prompt.answer is None:
         raise SlimxError(
-            f"prompt {prompt.id} has no answer, but supervised fine-tuning learns from the answers of all prompts; "
-            "set its `answer`",
+            f"prompt {prompt.id} has no answer, but supervised fine-tuning learns from the answers of all prompts; add "
+            "`answer` to this prompt",
             code="hooks.answer",
             about=prompt.id,
         )

@@ -231,8 +231,8 @@ class DirectDelivery(Delivery):
                 await self.senders.connect(receiver, offer)
         except TimeoutError:
             raise SlimxError(
-                f"trainer ranks could not connect to engine {name} within {patience:.0f} s; check the network "
-                "between their machines (cluster.network)",
+                f"trainer ranks could not connect to engine {name} within {patience:.0f} s; set cluster.network to a "
+                "network that connects the machines of trainers and engines",
                 code="direct.connect",
                 about="trainer ranks",
             ) from None
@@ -296,7 +296,7 @@ class DirectDelivery(Delivery):
         message = f"{ranks} could not {subject} to any of {len(outcome.lacking)} engines ({error})"
         if self._culprits and self.broken is None and not self._replaced.is_set():
             self.broken = PartLost(
-                f"{message}; check the machines and network of {self._culprits}, which also failed in the previous "
+                f"{message}; repair the machines or the network of {self._culprits}, which also failed in the previous "
                 "publication",
                 code="direct.mute",
                 about=ranks,
@@ -393,8 +393,8 @@ def _bases(engine: str, attested: object, receivers: int, buckets: int) -> list[
         if [len(found) for found in bases] == [buckets] * receivers:
             return bases
     raise SlimxError(
-        f"engine {engine} did not report a transfer for each of its {buckets} buckets; install the same version of "
-        "slimx on every machine",
+        f"engine {engine} did not report one transfer for each of {buckets} buckets; install the same version of slimx "
+        "on every machine",
         code="direct.bases",
         about=engine,
     )

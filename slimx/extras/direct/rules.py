@@ -12,6 +12,6 @@ from slimx.config.sections.publish import Publish
 def has_nixl(publish: Publish, local_device: str) -> Problems:
     if publish.transport == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
         yield (
-            "publish.transport=nixl requires the package nixl-cu13, which is not installed; install it as pinned in "
-            "requirements/, or set publish.transport to disk"
+            "publish.transport=nixl requires the package nixl-cu13, which is not installed; install nixl-cu13 in the "
+            "version pinned in requirements/, or set publish.transport=disk"
         )

@@ -14,6 +14,7 @@ def put_together(rollout: Rollout, publish: Publish) -> Problems:
     for group in rollout.policy_engines:
         if group.urls or group.nodes > 1:
             yield (
-                "with publish.delta and publish.transport=disk, a slimx process next to each server assembles its "
-                f"weights on one machine, but {group.where} has urls or multi-node servers; remove publish.delta"
+                "publish.delta with publish.transport=disk supports only servers that slimx starts and that run on "
+                f"a single machine, but {group.where} sets {'urls' if group.urls else f'nodes={group.nodes}'}; remove "
+                "publish.delta"
             )

@@ -124,8 +124,8 @@ class StoredVersion:
         """Raises SlimxError if `manifest` describes a version other than the stored one."""
         if manifest.version != self.manifest.version:
             raise SlimxError(
-                f"{self.path} contains {self.manifest}, not {manifest}; publish the stored version as version "
-                f"{self.manifest.version}",
+                f"{self.path} contains {self.manifest}, but {manifest} is being published; publish the stored weights "
+                f"as version {self.manifest.version}",
                 code="disk.version",
                 about=str(self.path),
             )
@@ -161,8 +161,8 @@ def newest(directory: Path | str) -> StoredVersion | None:
         return StoredVersion(version, Manifest.from_json(content["manifest"]), buckets)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SlimxError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); make it readable for this user, or remove "
-            f"{version} if the file is damaged",
+            f"{path} cannot be read ({type(error).__name__}: {error}); make the file readable for this user, or "
+            f"remove the directory {version} if the file is damaged",
             code="disk.manifest",
             about=str(path),
         ) from None

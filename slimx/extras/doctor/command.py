@@ -53,21 +53,21 @@ def doctor(
     checks = [name for name, enabled in options.items() if enabled]
     if len(checks) > 1:
         raise SlimxError(
-            f"slimx doctor accepts only one of --{checks[0]} and --{checks[1]} at a time; remove one of the two",
+            f"slimx doctor cannot combine --{checks[0]} with --{checks[1]}; remove --{checks[0]} or --{checks[1]}",
             code="doctor.options",
             about=f"--{checks[1]}",
         )
     if say and not hooks:
         raise SlimxError(
-            "slimx doctor --say has no effect without --hooks, because it sets the texts that scripted engines "
-            "return to hooks; add --hooks",
+            "slimx doctor --say requires --hooks, because --say sets the texts that scripted engines return to hooks; "
+            "add --hooks",
             code="doctor.say",
             about="--say",
         )
     if checks:
         if file is None:
             raise SlimxError(
-                f"slimx doctor --{checks[0]} needs the YAML file of a run; pass the file as FILE",
+                f"slimx doctor --{checks[0]} needs the YAML file of a run; use `slimx doctor FILE --{checks[0]}`",
                 code="doctor.file",
                 about=f"--{checks[0]}",
             )
@@ -121,8 +121,8 @@ def _show_gap(config: Config, layers: bool) -> bool:
     engines, or if the trainer's parallel sizes prevent comparing layers."""
     if not config.rollout.policy_engines:
         raise SlimxError(
-            "slimx doctor --gap compares trainers with engines, but rollout.engines is empty; add an engine group "
-            "that serves the policy",
+            "slimx doctor --gap compares trainers with engines, but no group in rollout.engines serves the policy; add "
+            "an engine group that serves the policy",
             code="engines.none",
             about="rollout.engines",
         )

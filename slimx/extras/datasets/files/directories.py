@@ -39,7 +39,8 @@ def chosen_files(directory: Path, subset: str | None, split: str | None) -> list
             files.append(file)
     if not files:
         raise SlimxError(
-            f"{directory} contains no file that ends in {', '.join(SUFFIXES)}; give a file or directory of prompts",
+            f"{directory} contains no file whose name ends in {' or '.join(SUFFIXES)}; give a prompt file, or a "
+            "directory of prompt files",
             code="prompts.unreadable",
             about=str(directory),
         )
@@ -58,9 +59,9 @@ def chosen_files(directory: Path, subset: str | None, split: str | None) -> list
             listed += f" and {len(names) - NAMED} more"
         which = "match several of" if matches else "match none of"
         raise SlimxError(
-            f"{directory}: subset {subset or 'any'} and split {split or 'any'} {which} {listed}; choose one by "
-            "setting subset and split in the entry of rollout.sources, or give its files, such as "
-            f"{directory}/{next(iter(matches or parts))[-1]}*",
+            f"{directory}: subset={subset or 'any'} and split={split or 'any'} {which} {listed}; set subset and split "
+            "in the entry of rollout.sources so that only a single split matches, or give the files of one split, such "
+            f"as {directory}/{next(iter(matches or parts))[-1]}*",
             code="prompts.split",
             about=str(directory),
         )

@@ -89,8 +89,8 @@ def _downloaded(name: str, subset: str | None, split: str) -> Path:
     except Exception as error:  # any exception: no network, an unknown data set, one that needs a token
         reason = textwrap.shorten(raised(error), 400, placeholder=" ...")
         raise SlimxError(
-            f"{HUB}{name} cannot be downloaded ({reason}); download it on another machine, copy it to this one, and "
-            "give its directory",
+            f"{HUB}{name} cannot be downloaded ({reason}); correct the name, or download the data set on another "
+            "machine, copy the directory to this machine, and give the path of the directory",
             code="prompts.download",
             about=f"{HUB}{name}",
         ) from error

@@ -77,8 +77,8 @@ def _file_rows(path: Path) -> Iterator[Row]:
         yield from json_lines(path)
     else:
         raise SlimxError(
-            f"{path}: files that end in {path.suffix} are not supported, only {', '.join(SUFFIXES)}; convert or rename "
-            "it",
+            f"{path}: the file name ends in {path.suffix}, but must end in {' or '.join(SUFFIXES)}; convert the file "
+            "to one of these formats, or correct the ending of the name",
             code="prompts.ending",
             about=str(path),
         )
@@ -98,7 +98,7 @@ def _instead_of(path: Path) -> str:
     known = next((name for name in entry_points.find(DATASETS) if path.name.startswith(name)), None)
     if known is not None:
         return f"write it with `slimx data {known} {path}`"
-    hint = "give a prompt file, or write one with slimx data"
+    hint = "give a prompt file, or write one with `slimx data`"
     if re.fullmatch(r"[\w-][\w.-]*/[\w-]+", str(path)):
         hint += f"; for a data set of the Hugging Face Hub write {HUB}{path}"
     return hint
@@ -109,7 +109,7 @@ def _array_rows(path: Path) -> Iterator[Row]:
         rows = msgspec.json.decode(path.read_bytes().removeprefix(BOM))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SlimxError(
-            f"{path}: the file is not valid JSON ({error}); correct the JSON at this position",
+            f"{path}: the file is not valid JSON ({error}); correct the syntax, and save the file as UTF-8",
             code="prompts.unreadable",
             about=str(path),
         ) from error
@@ -128,7 +128,7 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
             twice = [name for name, count in Counter(rows.fieldnames or ()).items() if count > 1]
             if twice:
                 raise SlimxError(
-                    f"{path}: the header contains {twice[0]!r} twice; rename one of the columns",
+                    f"{path}: the header contains {twice[0]!r} more than once; give each column a different name",
                     code="prompts.unreadable",
                     about=str(path),
                 )
@@ -138,15 +138,16 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
                     header = len(rows.fieldnames or ())
                     cells = header + len(row.get(None, ())) - list(row.values()).count(None)
                     raise SlimxError(
-                        f"{where}: the row has {cells} cells, but the header has {header}; add the missing cells, or "
-                        f"quote cells that contain {delimiter!r}",
+                        f"{where}: the row has {cells} cells, but the header has {header} cells; write {header} cells "
+                        f"in each row, and quote cells that contain {delimiter!r}",
                         code="prompts.line",
                         about=where,
                     )
                 yield where, number, {name: cell or None for name, cell in row.items()}
     except (csv.Error, UnicodeDecodeError) as error:
         raise SlimxError(
-            f"{path}: the file is not valid CSV ({error}); save it as UTF-8, with cells separated by {delimiter!r}",
+            f"{path}: the file is not valid CSV ({error}); save the file as UTF-8, with cells separated by "
+            f"{delimiter!r}",
             code="prompts.unreadable",
             about=str(path),
         ) from error

@@ -42,7 +42,8 @@ def table_rows(path: Path, *, stream: bool) -> Iterator[tuple[str, int, Json]]:
                 yield f"{path}, row {number}", number, values
     except (pyarrow.ArrowException, OSError) as error:
         raise SlimxError(
-            f"{path}: the file cannot be read after row {number} ({raised(error)}); check that the file is complete",
+            f"{path}: the file cannot be read after row {number} ({raised(error)}); replace the file with an "
+            "intact copy",
             code="prompts.unreadable",
             about=str(path),
         ) from error

@@ -50,8 +50,8 @@ class Agent:
             self._agent.create_backend(BACKEND, options)
         except Exception as error:  # NIXL has no exception class for errors in its library
             raise LinkError(
-                f"NIXL cannot start the agent of {name} on {host} ({first_words(error)}); check the network devices of "
-                "this machine, or set publish.transport=disk",
+                f"NIXL cannot start an agent for {name} at address {host} ({first_words(error)}); check that UCX "
+                "supports the network device with this address, or set publish.transport=disk",
                 code="direct.agent",
                 about=name,
             ) from None
@@ -102,8 +102,8 @@ class Agent:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
             raise LinkError(
-                f"{self.name} cannot connect to another NIXL agent ({first_words(error)}); check the network between "
-                "the two machines, and install the same version of nixl on both",
+                f"{self.name} cannot use the NIXL metadata received from a peer ({first_words(error)}); install the "
+                "same version of nixl on all machines, and check that the network connects these machines",
                 code="direct.metadata",
                 about=self.name,
             ) from None

@@ -86,26 +86,26 @@ class ReceivedRuns:
             rank = f"trainer rank {run.source}"
             if frame_base not in (NO_BASE, base):
                 raise LinkError(
-                    f"{engine} has the bytes of transfer {base} for bucket {bucket}, but {rank} sent changes relative "
-                    f"to transfer {frame_base}; publish again, which sends full weights",
+                    f"engine {engine} has the bytes of transfer {base} for bucket {bucket}, but {rank} sent changes "
+                    f"relative to transfer {frame_base}; publish again to send full weights",
                     code="direct.base",
                     about=rank,
                 )
             frame = received[HEADER.itemsize :]
             if not 0 <= length <= frames.room(run.nbytes):
-                reason = f"its frame has {length} bytes, but at most {frames.room(run.nbytes)} are possible"
+                reason = f"the frame has {length} bytes, but must have 0 to {frames.room(run.nbytes)} bytes"
                 raise _broken(engine, bucket, rank, reason)
             try:
                 frames.apply(frame[:length], self.run(run), item=self.item)
             except SlimxError as error:
-                raise _broken(engine, bucket, rank, str(error)) from None
+                raise _broken(engine, bucket, rank, str(error).partition("; ")[0]) from None
         self.bases[bucket] = transfer
 
 
 def _broken(engine: str, bucket: int, rank: str, reason: str) -> LinkError:
     return LinkError(
-        f"{engine} cannot receive bucket {bucket} from {rank}, because {reason}; install the same version of slimx on "
-        "every machine",
+        f"engine {engine} cannot receive bucket {bucket} from {rank}, because {reason}; install the same version of "
+        "slimx on every machine",
         code="direct.frame",
         about=rank,
     )

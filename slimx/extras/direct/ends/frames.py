@@ -34,9 +34,9 @@ def encode(
     `threads`: None for torch's number of threads."""
     nbytes = _check(fresh, item)
     if base is not None and _check(base, item) != nbytes:
-        raise _invalid(f"{base.numel()} bytes with {nbytes} bytes")
+        raise _invalid(f"tensors of {base.numel()} bytes and {nbytes} bytes")
     if _memory(frame) < room(nbytes):
-        raise _invalid(f"{nbytes} bytes with a frame of {frame.numel()} bytes, which is too small")
+        raise _invalid(f"tensors of {nbytes} bytes with a frame of only {frame.numel()} bytes")
     length = np.zeros(1, np.int64)
     cpu.library().slimx_delta_encode(
         None if base is None else base.data_ptr(),
@@ -61,8 +61,8 @@ def apply(frame: torch.Tensor, base: torch.Tensor, *, item: int, threads: int | 
     )
     if status:
         raise SlimxError(
-            f"the frame of {frame.numel()} bytes cannot be decoded to {nbytes} bytes in elements of {item} bytes "
-            f"(status {status}); install the same version of slimx on every machine, and publish again",
+            f"a frame of {frame.numel()} bytes cannot be decoded to {nbytes} bytes in elements of {item} bytes "
+            f"(status {status} of the decoder); install the same version of slimx on every machine, and publish again",
             code="delta.frame",
             about="frame",
         )
@@ -71,20 +71,22 @@ def apply(frame: torch.Tensor, base: torch.Tensor, *, item: int, threads: int | 
 def _check(memory: torch.Tensor, item: int) -> int:
     nbytes = _memory(memory)
     if item not in ITEMS or nbytes % STEP:
-        raise _invalid(f"{nbytes} bytes in elements of {item} bytes")
+        raise _invalid(f"tensors of {nbytes} bytes with elements of {item} bytes")
     return nbytes
 
 
 def _memory(memory: torch.Tensor) -> int:
     if memory.dtype != torch.uint8 or memory.device.type != "cpu" or not memory.is_contiguous():
-        raise _invalid(f"a {memory.dtype} tensor on {memory.device}")
+        raise _invalid(
+            f"a {'' if memory.is_contiguous() else 'non-contiguous '}{memory.dtype} tensor on {memory.device}"
+        )
     return memory.numel()
 
 
 def _invalid(memory: str) -> SlimxError:
     return SlimxError(
-        f"{memory} cannot be compared; pass contiguous uint8 CPU tensors of equal size, a multiple of {STEP} bytes, "
-        f"and compare elements of {' or '.join(map(str, ITEMS))} bytes",
+        f"{memory} cannot be compared; pass contiguous uint8 CPU tensors of equal size in multiples of {STEP} bytes, "
+        f"elements of {' or '.join(map(str, ITEMS))} bytes, and a frame of at least `frames.room(size)` bytes",
         code="delta.argument",
         about="memory",
     )

@@ -76,15 +76,16 @@ class Offer(msgspec.Struct, frozen=True):
             offer = msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:
             raise SlimxError(
-                f"an engine's offer of memory cannot be decoded ({error}); install the same version of slimx on every "
-                "machine",
+                f"a memory offer of {len(data)} bytes from an engine cannot be decoded ({error}); install the same "
+                "version of slimx on every machine",
                 code="direct.offer",
                 about="offer",
             ) from None
         if offer.item not in (0, *frames.ITEMS):
             raise SlimxError(
-                f"engine {offer.engine} requests changes in elements of {offer.item} bytes, which is not supported; "
-                "install the same version of slimx on every machine",
+                f"engine {offer.engine} requests changes in elements of {offer.item} bytes, but only elements of "
+                f"{' or '.join(map(str, frames.ITEMS))} bytes are supported; install the same version of slimx on "
+                "every machine",
                 code="direct.item",
                 about=offer.engine,
             )

@@ -146,7 +146,7 @@ class DirectReceiver:
 
     def _has_closed(self) -> LinkError:
         return LinkError(
-            f"the receiver of {self.name} was closed; connect to the engine again",
+            f"the receiver of engine {self.name} was closed; connect the trainers to the engine again",
             code="direct.closed",
             about=self.name,
         )
@@ -170,9 +170,9 @@ class DirectReceiver:
                 total = sum(run.nbytes for run in runs)
                 raise LinkError(
                     f"{lacking} of {total} bytes of bucket {bucket} from trainer ranks "
-                    f"{', '.join(map(str, sorted(missing)))} did not arrive at {self.name} within "
-                    f"{self.deadline_s:.0f} s; check that these ranks are running and that the network connects them "
-                    "to the engine",
+                    f"{', '.join(map(str, sorted(missing)))} did not arrive at engine {self.name} within "
+                    f"{self.deadline_s:.0f} s; check that these ranks are running and can reach the engine over "
+                    "the network",
                     code="direct.missing",
                     about=f"trainer rank {min(missing)}",
                 )

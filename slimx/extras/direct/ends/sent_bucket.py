@@ -45,8 +45,8 @@ def describe_copies(
     if len(different):
         name = form.tensors[different[0]].name
         raise SlimxError(
-            f"trainer ranks packed different bytes of {name} for different engines, so data-parallel replicas of the "
-            "trainer have diverged; restart from the last checkpoint",
+            f"trainer ranks packed different bytes of tensor {name} for different engines, so data-parallel replicas "
+            "of the trainer have diverged; restart the run from the last checkpoint",
             code="direct.copies",
             about=name,
         )

@@ -160,8 +160,8 @@ def try_hooks(config: Config) -> None:
         raise
     except Exception as error:
         raise SlimxError(
-            f"{' or '.join(hooks)}, called with synthetic rollouts, raised {raised(error)}; to find the cause, call "
-            "the hook by hand on a batch from slimx.extras.doctor.effects.probe.make_probe",
+            f"{' or '.join(hooks)} raised {raised(error)} when called with synthetic rollouts; to find the cause, call "
+            "the hook with a batch from slimx.extras.doctor.effects.probe.make_probe",
             code="algorithm.hook",
             about=" or ".join(hooks),
         ) from error

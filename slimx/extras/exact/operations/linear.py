@@ -55,7 +55,8 @@ def combine_leaves(parts: Sequence[torch.Tensor] | torch.Tensor, dtype: torch.dt
     check_leaves(len(ordered))
     if any(part.dtype != torch.float32 for part in ordered):
         raise SlimxError(
-            f"partial sums of dtype {ordered[0].dtype} would be rounded twice; pass the fp32 results of linear_partial",
+            f"partial sums have dtype {', '.join(sorted({str(part.dtype) for part in ordered}))}, but must have dtype "
+            "torch.float32; pass the fp32 results of linear_partial unchanged",
             code="exact.dtype",
             about=str(ordered[0].dtype),
         )
@@ -81,7 +82,7 @@ def grouped_linear(
     if len(weights) != len(counts) or sum(counts) != len(x):
         raise SlimxError(
             f"x has {len(x)} rows for {len(weights)} experts, but counts has {len(counts)} entries with sum "
-            f"{sum(counts)}; pass the number of rows of each expert",
+            f"{sum(counts)}; set counts to the number of rows of each expert, with sum {len(x)}",
             code="exact.counts",
             about="counts",
         )

@@ -42,7 +42,7 @@ class AttentionCall(ctypes.Structure):
         if not query.dtype == key.dtype == value.dtype:
             raise SlimxError(
                 f"query, key and value have different dtypes ({query.dtype}, {key.dtype} and {value.dtype}); convert "
-                "them to one dtype",
+                "all three tensors to the same dtype",
                 code="exact.dtype",
                 about="query, key and value",
             )
@@ -68,7 +68,8 @@ def linear(
     one of `ordered.kernel.isas()`; "best": the fastest that this processor supports."""
     if leaves > MOST_LEAVES:
         raise SlimxError(
-            f"row-parallel sums of {leaves} leaves exceed the kernels' limit of {MOST_LEAVES}; lower numerics.leaves",
+            f"row-parallel sums have {leaves} leaves, but the kernels support at most {MOST_LEAVES}; set "
+            f"numerics.leaves to at most {MOST_LEAVES}",
             code="exact.leaves",
             about=str(leaves),
         )
@@ -90,7 +91,9 @@ def check_dtype(name: str, t: torch.Tensor, dtype: torch.dtype) -> None:
     tensor's name in the error."""
     if t.dtype != dtype:
         raise SlimxError(
-            f"{name} has dtype {t.dtype}, not {dtype}; convert the tensor", code="kernel.dtype", about=name
+            f"{name} has dtype {t.dtype}, but must have dtype {dtype}; convert {name} to {dtype}",
+            code="kernel.dtype",
+            about=name,
         )
 
 
@@ -101,8 +104,8 @@ def check_weights(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
     for index, weight in enumerate(weights):
         if weight.shape != (columns, x.shape[1]) or weight.dtype != x.dtype:
             raise SlimxError(
-                f"weights[{index}] has shape {list(weight.shape)} and dtype {weight.dtype}, but x and weights[0] "
-                f"require {[columns, x.shape[1]]} and {x.dtype}; pass a matrix of this shape and dtype",
+                f"weights[{index}] has shape {list(weight.shape)} and dtype {weight.dtype}, but must have shape "
+                f"{[columns, x.shape[1]]} and dtype {x.dtype} to match x and weights[0]; pass a matching matrix",
                 code="exact.weights",
                 about="weights",
             )
@@ -178,8 +181,8 @@ def wide_of(t: torch.Tensor) -> int:
     other dtype."""
     if t.dtype not in _WIDE:
         raise SlimxError(
-            f"exact mode computes in bf16 or fp32, but received a tensor of {t.dtype} on {t.device}; convert the "
-            "tensor",
+            f"numerics.mode=exact supports only bf16 and fp32, but received a tensor of dtype {t.dtype} on {t.device}; "
+            "convert the tensor to bf16 or fp32",
             code="exact.dtype",
             about=str(t.dtype),
         )

@@ -147,8 +147,8 @@ def _checked_shape(x: torch.Tensor) -> tuple[int, int]:
     MOST_WIDTH elements."""
     if x.shape[1] > MOST_WIDTH:
         raise SlimxError(
-            f"rows of {x.shape[1]} elements exceed the CUDA kernels' limit of {MOST_WIDTH}; run this model on the CPU "
-            "or with numerics.mode=fast",
+            f"a row has {x.shape[1]} elements, but the CUDA kernels of numerics.mode=exact support at most "
+            f"{MOST_WIDTH}; set numerics.mode=fast, or run this model on the CPU",
             code="exact.width",
             about=str(x.shape[1]),
         )
