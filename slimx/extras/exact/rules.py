@@ -86,7 +86,7 @@ IN_BLOCKS = ("DeepseekV3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 block-fp8 weights."""
 
 
-MODE = "numerics.mode is exact"
+MODE = "numerics.mode=exact"
 
 
 @rule("exact.leaves", "numerics.leaves")
@@ -94,20 +94,21 @@ def leaves_divide(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> Pro
     if not numerics.exact:
         if numerics.leaves is not None:
             yield (
-                f"numerics.leaves={numerics.leaves} has an effect only with numerics.mode=exact; remove numerics.leaves"
+                f"numerics.leaves={numerics.leaves} has an effect only with {MODE}, but numerics.mode is "
+                f"{numerics.mode}; remove numerics.leaves"
             )
         return
     leaves = tree_leaves(numerics, trainer, rollout)
     if leaves & (leaves - 1):
         yield (
-            f"{leaves} leaves of row-parallel sums do not form a complete binary tree; set numerics.leaves to a power "
-            "of two"
+            f"row-parallel sums would have {leaves} leaves, which is not a power of two; set numerics.leaves to a "
+            "power of two"
         )
     for name, size in tensor_sizes(trainer, rollout).items():
         if leaves % size:
             yield (
-                f"{name} is {size}, which does not divide the {leaves} leaves of row-parallel sums; set "
-                "numerics.leaves to a multiple of every tensor-parallel size"
+                f"{name} is {size}, which does not divide {leaves}, the number of leaves of row-parallel sums; set all "
+                "tensor-parallel sizes to powers of two, and numerics.leaves to the largest of these sizes"
             )
 
 
@@ -115,7 +116,7 @@ def leaves_divide(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> Pro
 def exact_attention(numerics: Numerics, trainer: Trainer) -> Problems:
     if numerics.exact and trainer.attention in ("flash", "fused"):
         yield (
-            f"{MODE}, which requires slimx's exact attention, but trainer.attention is {trainer.attention}; set "
+            f"{MODE} requires slimx's exact attention, but trainer.attention is {trainer.attention}; set "
             "trainer.attention=auto"
         )
 
@@ -124,7 +125,8 @@ def exact_attention(numerics: Numerics, trainer: Trainer) -> Problems:
 def same_experts(numerics: Numerics, trainer: Trainer) -> Problems:
     if numerics.exact and trainer.moe.routing_replay != "none":
         yield (
-            f"{MODE}, which makes trainer.moe.routing_replay={trainer.moe.routing_replay} unnecessary; set "
+            f"with {MODE}, trainer and engines choose the same experts, so "
+            f"trainer.moe.routing_replay={trainer.moe.routing_replay} is unnecessary; set "
             "trainer.moe.routing_replay=none"
         )
 
@@ -132,7 +134,10 @@ def same_experts(numerics: Numerics, trainer: Trainer) -> Problems:
 @rule("exact.dispatcher", "trainer.moe.dispatcher")
 def dispatched(numerics: Numerics, trainer: Trainer) -> Problems:
     if numerics.exact and trainer.moe.dispatcher != "alltoall":
-        yield f"{MODE}, but trainer.moe.dispatcher is {trainer.moe.dispatcher}; set trainer.moe.dispatcher=alltoall"
+        yield (
+            f"{MODE} does not support trainer.moe.dispatcher={trainer.moe.dispatcher}; set "
+            "trainer.moe.dispatcher=alltoall"
+        )
 
 
 @rule("exact.megatron", "trainer.megatron")
@@ -142,7 +147,7 @@ def computes_the_same(numerics: Numerics, trainer: Trainer) -> Problems:
     field = next((name for name in trainer.megatron if name not in MEGATRON_FIELDS), None)
     if field is not None:
         about = f"trainer.megatron.{field}"
-        yield about, f"{MODE}, but {about} may change what the trainer computes; remove {about}"
+        yield about, f"{about} may change the trainer's results, so {MODE} does not support the field; remove {about}"
 
 
 @rule("exact.recompute", "trainer.recompute.modules")
@@ -150,8 +155,8 @@ def kept_activations(numerics: Numerics, trainer: Trainer) -> Problems:
     recompute = trainer.recompute
     if numerics.exact and recompute.granularity == "selective" and "moe_act" in recompute.modules:
         yield (
-            f"{MODE}, in which experts must save their activations, but trainer.recompute.modules contains moe_act, "
-            "which recomputes them; remove moe_act from trainer.recompute.modules"
+            f"{MODE} does not support recomputation of the experts' activations, but trainer.recompute.modules "
+            "contains moe_act; remove moe_act from trainer.recompute.modules"
         )
 
 
@@ -160,8 +165,8 @@ def whole_vocabulary(numerics: Numerics, rollout: Rollout) -> Problems:
     sampling = rollout.sampling
     if numerics.exact and (sampling.top_p < 1 or sampling.top_k != -1):
         yield (
-            f"{MODE}, which samples from the full vocabulary, but rollout.sampling has top_p={sampling.top_p:g} and "
-            f"top_k={sampling.top_k}; set rollout.sampling.top_p=1 and rollout.sampling.top_k=-1"
+            f"{MODE} requires sampling from the full vocabulary, but rollout.sampling.top_p is {sampling.top_p:g} and "
+            f"rollout.sampling.top_k is {sampling.top_k}; set rollout.sampling.top_p=1 and rollout.sampling.top_k=-1"
         )
 
 
@@ -169,8 +174,8 @@ def whole_vocabulary(numerics: Numerics, rollout: Rollout) -> Problems:
 def probed(numerics: Numerics, rollout: Rollout, schedule: Schedule) -> Problems:
     if numerics.exact and schedule.max_staleness and rollout.gap_probe == 0 and rollout.policy_engines:
         yield (
-            f"{MODE} and schedule.max_staleness is {schedule.max_staleness}, so only the gap probe can detect "
-            "different log-probs, but rollout.gap_probe is 0; set rollout.gap_probe to at least 1"
+            f"with {MODE} and schedule.max_staleness={schedule.max_staleness}, only the gap probe can detect that "
+            "log-probs of trainer and engines differ, but rollout.gap_probe is 0; set rollout.gap_probe to at least 1"
         )
 
 
@@ -178,7 +183,7 @@ def probed(numerics: Numerics, rollout: Rollout, schedule: Schedule) -> Problems
 def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publish: Publish) -> Problems:
     if not numerics.exact or publish.quantize is None:
         return
-    problem = f"{MODE} and publish.quantize is {publish.quantize}"
+    problem = f"numerics.mode is exact and publish.quantize is {publish.quantize}"
     if not publish.in_fp8:
         yield "publish.quantize", f"{problem}, but exact mode supports only block fp8; set numerics.mode=fast"
         return
@@ -212,7 +217,7 @@ def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publ
 @rule("exact.critic", "critic")
 def no_critic(numerics: Numerics, critic: Critic | None) -> Problems:
     if numerics.exact and critic is not None:
-        yield f"{MODE}, which does not support a critic, because no engine computes its values; set numerics.mode=fast"
+        yield f"{MODE} does not support a critic, because no engine computes a critic's values; set numerics.mode=fast"
 
 
 @rule("exact.engines", "rollout.engines")
@@ -224,17 +229,20 @@ def serve_the_same(numerics: Numerics, rollout: Rollout) -> Problems:
             if getattr(group, key) > 1:
                 yield (
                     f"rollout.engines.{key}",
-                    f"{MODE}, which supports only tensor and expert parallelism in engines, but {group.where} has "
+                    f"{MODE} supports only tensor and expert parallelism in engines, but {group.where} has "
                     f"{key}={getattr(group, key)}; set {key}=1",
                 )
         if group.role != "regular":
-            yield "rollout.engines.role", f"{MODE}, but {group.where} has role={group.role}; set role=regular"
+            yield (
+                "rollout.engines.role",
+                f"{MODE} supports only role=regular, but {group.where} has role={group.role}; set role=regular",
+            )
         argument = next((name for name in SERVER_ARGUMENTS if group.sglang.get(name)), None)
         if argument is not None:
             yield (
                 f"rollout.engines.sglang.{argument}",
-                f"{MODE}, but {group.where} sets sglang.{argument}, which would change the engine's results; remove "
-                "the argument",
+                f"{group.where} sets sglang.{argument}, which {MODE} does not support, because the argument would "
+                "change the engine's results; remove the argument",
             )
 
 
@@ -242,8 +250,8 @@ def serve_the_same(numerics: Numerics, rollout: Rollout) -> Problems:
 def rounds_here(numerics: Numerics, publish: Publish, local_device: str) -> Problems:
     if numerics.exact and publish.quantize is not None and local_device != "cpu":
         yield (
-            f"{MODE} and publish.quantize is {publish.quantize}, which exact mode supports only on the CPU; set "
-            "publish.quantize=null or numerics.mode=fast"
+            f"{MODE} supports publish.quantize={publish.quantize} only on the CPU, but the device is {local_device}; "
+            "set publish.quantize=null or numerics.mode=fast"
         )
 
 
@@ -272,7 +280,7 @@ def covers_model_here(numerics: Numerics, spec: ModelSpec, local_device: str) ->
 
 def _uncovered(spec: ModelSpec, covered: tuple[str, ...], device: str) -> str:
     return (
-        f"{MODE}, which covers {', '.join(covered)} on {device}, but {spec.path} is a {spec.family.ARCHITECTURE}; set "
+        f"on {device}, {MODE} supports only {', '.join(covered)}, but {spec.path} is a {spec.family.ARCHITECTURE}; set "
         "numerics.mode=fast"
     )
 
@@ -285,8 +293,8 @@ def cuts_evenly(numerics: Numerics, trainer: Trainer, rollout: Rollout, spec: Mo
     for name, width in _row_parallel_widths(spec.transformer).items():
         if width % leaves:
             yield (
-                f"row-parallel sums have {leaves} leaves, which do not divide the {width} inputs of {name} in "
-                f"{spec.path}; set numerics.leaves and all tensor-parallel sizes to divisors of {width}"
+                f"the {width} inputs of {name} in {spec.path} cannot be divided into {leaves} leaves of equal size; "
+                f"set numerics.leaves and all tensor-parallel sizes to powers of two that divide {width}"
             )
 
 
@@ -294,7 +302,7 @@ def cuts_evenly(numerics: Numerics, trainer: Trainer, rollout: Rollout, spec: Mo
 def rounds_model(numerics: Numerics, publish: Publish, spec: ModelSpec) -> Problems:
     if numerics.exact and publish.quantize is not None and spec.family.ARCHITECTURE not in IN_BLOCKS:
         yield (
-            f"{MODE}, which supports publish.quantize only for {', '.join(IN_BLOCKS)}, but {spec.path} is a "
+            f"{MODE} supports publish.quantize only for {', '.join(IN_BLOCKS)}, but {spec.path} is a "
             f"{spec.family.ARCHITECTURE}; set publish.quantize=null"
         )
 
@@ -322,10 +330,11 @@ def serves_blocks(numerics: Numerics, publish: Publish, rollout: Rollout, spec: 
             block = None
         if block != quantization.block:
             height, width = quantization.block
-            present = "none" if block is None else f"{block[0]} x {block[1]}"
+            present = "no fp8 blocks" if block is None else f"blocks of {block[0]} x {block[1]}"
             yield (
-                f"publish.quantize uses fp8 blocks of {height} x {width}, but {group.model}, the model of "
-                f"{group.where}, has {present}; create it with `slimx convert hf-to-fp8`"
+                f"publish.quantize={publish.quantize} uses fp8 blocks of {height} x {width}, but {group.model}, the "
+                f"model of {group.where}, has {present}; convert the unquantized model with `slimx convert hf-to-fp8`, "
+                "and set the group's model to the output directory"
             )
 
 

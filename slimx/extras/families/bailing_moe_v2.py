@@ -88,9 +88,9 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
     for key in ("moe_router_enable_expert_bias", "router_dtype", "use_qk_norm"):
         if hf.get(key) is None:
             raise SlimxError(
-                f"SGLang 0.5.23 would serve a {ARCHITECTURE} without {key} as a different model; add the field to "
-                "config.json (published values: moe_router_enable_expert_bias true, use_qk_norm true, router_dtype "
-                "fp32)",
+                f"config.json of the {ARCHITECTURE} lacks {key}, without which SGLang 0.5.23 would compute a different "
+                f"model; add {key} to config.json with the published value (true for moe_router_enable_expert_bias and "
+                'use_qk_norm, "fp32" for router_dtype)',
                 code="model.served_field",
                 about=key,
             )

@@ -100,9 +100,9 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
     for key in ("use_qk_norm", "use_routing_bias", "scoring_func", "rotary_dim"):
         if hf.get(key) is None:
             raise SlimxError(
-                f"SGLang 0.5.23 would serve a {ARCHITECTURE} without {key} as a different model; add the field to "
-                "config.json, as in the published files (use_qk_norm true, use_routing_bias true, scoring_func "
-                "sigmoid)",
+                f"config.json of the {ARCHITECTURE} lacks {key}, without which SGLang 0.5.23 would compute a different "
+                f"model; copy {key} from the published config.json (true for use_qk_norm and use_routing_bias, "
+                '"sigmoid" for scoring_func)',
                 code="model.served_field",
                 about=key,
             )

@@ -59,8 +59,8 @@ def engine_moe_table(hf: HfConfig, attention: tuple[Row, ...], *, fused: bool, g
     of the router's weight; None: the model's dtype."""
     if fused and hf.get("n_shared_experts") != 1:
         raise SlimxError(
-            "rollout.engines.sglang.enforce_shared_experts_fusion can fuse exactly one shared expert with the routed "
-            f"ones, but the model has n_shared_experts={hf.get('n_shared_experts')}; remove "
+            "rollout.engines.sglang.enforce_shared_experts_fusion requires a model with exactly one shared expert, "
+            f"but config.json has n_shared_experts={hf.get('n_shared_experts')}; remove "
             "rollout.engines.sglang.enforce_shared_experts_fusion",
             code="model.fused_shared_experts",
             about="n_shared_experts",

@@ -112,8 +112,8 @@ def _serving(groups: Iterable[Engines]) -> Iterator[tuple[str, str]]:
 def freezes_itself(trainer: Trainer) -> Problems:
     if trainer.lora is not None and trainer.freeze:
         yield (
-            "trainer.freeze is set, but trainer.lora already freezes every base weight; remove trainer.freeze, and "
-            "select layers with trainer.lora.targets"
+            "trainer.freeze is set, but trainer.lora already freezes all weights except those of adapters; remove "
+            "trainer.freeze, and list the layers that get adapters in trainer.lora.targets"
         )
 
 
@@ -131,7 +131,7 @@ def has_targets(trainer: Trainer, spec: ModelSpec) -> Problems:
     if trainer.lora.targets == ():
         yield (
             "trainer.lora.targets is an empty list, so nothing would be trained; remove trainer.lora.targets to adapt "
-            "all layers, or list targets"
+            "all layers, or list at least one target, such as attention"
         )
 
 
@@ -162,8 +162,8 @@ def both_kinds(trainer: Trainer, sizes: Sizes) -> Problems:
 def has_some(trainer: Trainer, publish: Publish) -> Problems:
     if publish.adapters == "alone" and trainer.lora is None:
         yield (
-            "publish.adapters=alone publishes adapters, but the run trains none; set trainer.lora, or remove "
-            "publish.adapters"
+            "publish.adapters=alone publishes only adapters, but trainer.lora is not set, so the run trains no "
+            "adapters; set trainer.lora, or remove publish.adapters"
         )
 
 
@@ -177,14 +177,15 @@ def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Prob
     if any(adapts(("experts",), name) for name in names):
         yield (
             "publish.adapters=alone was never tested with adapters of routed experts, which SGLang 0.5.23 supports "
-            "only with Triton on GPUs; set trainer.lora.targets=[attention], or set publish.adapters=merged"
+            "only with Triton on GPUs; set trainer.lora.targets=[attention] or publish.adapters=merged"
         )
         return
     others = [name for name in names if not adapts(SERVED, name)]
     if others:
         yield (
-            f"publish.adapters=alone has been tested only for {' and '.join(SERVED)}, but {others[0]} would have an "
-            f"adapter; list only {' and '.join(SERVED)} in trainer.lora.targets, or set publish.adapters=merged"
+            f"publish.adapters=alone has been tested only with adapters of {' and '.join(SERVED)}, but {others[0]} "
+            f"would also have an adapter; list only {' and '.join(SERVED)} in trainer.lora.targets, or set "
+            "publish.adapters=merged"
         )
 
 
@@ -193,8 +194,8 @@ def brings_adapters(publish: Publish, device: str) -> Problems:
     """Checks that the weight transport, which slimx may have chosen for `device`, can publish adapters alone."""
     if publish.adapters == "alone" and publish.transport != "memory":
         yield (
-            "publish.adapters=alone requires publish.transport=memory, with trainers and engines on one machine; set "
-            "publish.transport=memory or publish.adapters=merged"
+            "publish.adapters=alone requires publish.transport=memory, which works only on one machine, but the "
+            f"transport is {publish.transport}; set publish.transport=memory or publish.adapters=merged"
         )
 
 

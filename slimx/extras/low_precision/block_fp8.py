@@ -46,8 +46,8 @@ def _block(config: Mapping[str, Any], file: Path) -> Block:
             raise ValueError(f"{size} is not a size")
     except (ValueError, KeyError, TypeError) as error:
         raise SlimxError(
-            f"{file}: the tensors are in fp8, but quantization_config.weight_block_size does not define the blocks "
-            f"({error!r}); restore the file from the checkpoint's source",
+            f"the checkpoint is in fp8, but in {file} quantization_config.weight_block_size is not a list of two "
+            f"positive integers ({error!r}); restore config.json from the source of the checkpoint",
             code="checkpoint.block_size",
             about=str(file),
         ) from error
@@ -72,8 +72,8 @@ def quantization(rule: str, block: Block | None = None) -> Quantization:
         block = (1, 32) if narrow else (128, 128)
     if rule not in BlockFp8.RULES or narrow != (block == (1, 32)):
         raise SlimxError(
-            f"the fp8 rule {rule} does not support blocks of {block}; use 1 x 32 with mxfp8, and other sizes with all "
-            "other rules",
+            f"the fp8 rule {rule} does not support blocks of {block[0]} x {block[1]}; use blocks of 1 x 32 with mxfp8, "
+            "and blocks of any other size with ieee, triton, te or ue8m0",
             code="plan.rule",
             about=rule,
         )
@@ -121,7 +121,7 @@ class BlockFp8(NumberFormat):
             raise SlimxError(
                 f"{path} is a block-wise fp8 checkpoint ({len(scales)} tensors, such as {scales[0]}, are scales of "
                 "blocks), but slimx trains only from bf16 and fp32 checkpoints; convert the checkpoint with `slimx "
-                "convert hf-to-megatron`",
+                "convert hf-to-megatron`, and train from the output directory",
                 code="checkpoint.fp8",
                 about=scales[0],
             )

@@ -82,9 +82,9 @@ def dequantize(
     fits = scales.shape == shape and scales.dtype == scales_dtype
     if not fits or (shape[2] > 1 and scales.stride(2) != 1):
         raise SlimxError(
-            f"scales of dtype {scales.dtype} and shape {list(scales.shape)} do not fit codes of shape "
-            f"{list(codes.shape)} in blocks of {block[0]} x {block[1]}; pass {'uint8' if mx else 'fp32'} scales of "
-            f"shape {list(shape)}",
+            f"scales of dtype {scales.dtype}, shape {list(scales.shape)} and strides {scales.stride()} do not fit "
+            f"codes of shape {list(codes.shape)} in blocks of {block[0]} x {block[1]}; pass contiguous scales of dtype "
+            f"{scales_dtype} and shape {list(shape)}",
             code="kernel.scales",
             about="scales",
         )

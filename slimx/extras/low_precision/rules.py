@@ -75,8 +75,8 @@ def unproven_architecture(trainer: Trainer, spec: ModelSpec) -> Problems:
 def from_bf16(trainer: Trainer, numerics: Numerics) -> Problems:
     if trainer.fp8 is not None and numerics.dtype != "bfloat16":
         yield (
-            f"numerics.dtype is {numerics.dtype}, but trainer.fp8={trainer.fp8} rounds bf16 tensors, as publications "
-            "do; set numerics.dtype=bfloat16"
+            f"trainer.fp8={trainer.fp8} rounds only bf16 tensors, but numerics.dtype is {numerics.dtype}; set "
+            "numerics.dtype=bfloat16"
         )
 
 
@@ -94,8 +94,8 @@ def one_rule(trainer: Trainer, publish: Publish) -> Problems:
         return
     remedy = "set publish.quantize=te" if trainer.fp8 == "blockwise" else "remove publish.quantize"
     yield (
-        f"trainer.fp8={trainer.fp8} rounds weights differently from publish.quantize={publish.quantize}, so engines "
-        f"would not compute with the trainer's weights; {remedy}"
+        f"trainer.fp8={trainer.fp8} and publish.quantize={publish.quantize} round weights differently, so trainer and "
+        f"engines would compute with different weights; {remedy}"
     )
 
 
@@ -117,7 +117,7 @@ def whole_blocks(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
         ways = sizes.expert_tensor if row.per_expert else sizes.tensor
         name = row.name.removesuffix(".weight").split(".")[-1]
         if not _splits_evenly(row, 1, width, cut=cut):
-            yield f"{blocks}, which do not divide the parts of {name} in {spec.path}; remove trainer.fp8"
+            yield f"{blocks}, but {name} in {spec.path} cannot be divided into such blocks; remove trainer.fp8"
             return
         if row.axis is not None and not _splits_evenly(row, ways, width, cut=cut):
             yield key, f"{blocks}, and {key}={ways} would split a block of {name} in {spec.path}; set {key} lower"
@@ -156,7 +156,7 @@ def keeps_unrounded_weights(trainer: Trainer, numerics: Numerics) -> Problems:
     if trainer.qat is not None and numerics.dtype != "bfloat16":
         yield (
             f"trainer.qat={trainer.qat} rounds the model's weights, but with numerics.dtype={numerics.dtype} the "
-            "optimizer has no unrounded copies; set numerics.dtype=bfloat16, or remove trainer.qat"
+            "optimizer has no unrounded copies of the weights; set numerics.dtype=bfloat16, or remove trainer.qat"
         )
 
 
@@ -187,7 +187,7 @@ def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
         if cols % GROUP:
             yield (
                 f"trainer.qat={trainer.qat} rounds groups of {GROUP} columns, but {name} in the experts of "
-                f"{spec.path} has {cols} columns, not a multiple of {GROUP}; remove trainer.qat"
+                f"{spec.path} has {cols} columns, which is not a multiple of {GROUP}; remove trainer.qat"
             )
             return
         if row.axis == 1 and cols % (GROUP * sizes.expert_tensor):
@@ -256,7 +256,7 @@ def has_kernels(publish: Publish, numerics: Numerics, rollout: Rollout, device: 
     if publish.in_fp8:
         problem = "supports fp8 blocks only in slimx's exact mode; remove publish.quantize, or set numerics.mode=exact"
     else:
-        problem = "has no INT4 kernels; remove publish.quantize (trainer.qat=int4 already rounds the weights)"
+        problem = "has no INT4 kernels; remove publish.quantize, and set trainer.qat=int4 to round weights to INT4"
     yield f"publish.quantize is {publish.quantize}, but on the CPU SGLang {problem}"
 
 
@@ -265,9 +265,9 @@ def starts_in_plain_values(rollout: Rollout, spec: ModelSpec) -> Problems:
     method = (spec.hf.get("quantization_config") or {}).get("quant_method")
     if rollout.policy_engines and method == "mxfp4":
         yield (
-            f"the checkpoint {spec.path} is in MXFP4, and engines started from it would keep their experts in MXFP4; "
-            "convert it to bf16 (`slimx convert hf-to-megatron`, then `megatron-to-hf`) and set model.path to the "
-            "result"
+            f"engines that start from the MXFP4 checkpoint {spec.path} would store experts in MXFP4, but slimx does "
+            "not publish MXFP4 weights; convert the checkpoint to bf16 (`slimx convert hf-to-megatron`, then `slimx "
+            "convert megatron-to-hf`), and set model.path to the output directory"
         )
 
 
@@ -280,9 +280,9 @@ def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Proble
     for group, directory, quantization in _origins(rollout, spec):
         if not quantization:
             yield (
-                f"{group.where} starts from {directory}, which is not in fp8, but publish.quantize is "
-                f"{publish.quantize}; convert the directory with `slimx convert hf-to-fp8` and set the group's model "
-                "to the result"
+                f"{group.where} starts from {directory}, which is not an fp8 checkpoint, but publish.quantize is "
+                f"{publish.quantize}; convert the checkpoint with `slimx convert hf-to-fp8`, and set the group's model "
+                "to the output directory"
             )
 
 
@@ -296,13 +296,14 @@ def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelS
         if starts and not published:
             yield (
                 f"{group.where} starts from {directory}, an INT4 checkpoint, but publish.quantize is not int4; set "
-                "publish.quantize=int4, or convert the checkpoint to bf16 (`slimx convert hf-to-megatron`, then "
-                "`megatron-to-hf`) and set the group's model to the result"
+                "publish.quantize=int4, or convert the checkpoint to bf16 (`slimx convert hf-to-megatron`, then `slimx "
+                "convert megatron-to-hf`) and set the group's model to the output directory"
             )
         if published and not starts:
             yield (
-                f"{group.where} starts from {directory}, which is not in INT4, but publish.quantize is int4; convert "
-                "the directory with `slimx convert hf-to-int4` and set the group's model to the result"
+                f"{group.where} starts from {directory}, which is not an INT4 checkpoint, but publish.quantize is "
+                "int4; convert the checkpoint with `slimx convert hf-to-int4`, and set the group's model to the output "
+                "directory"
             )
 
 

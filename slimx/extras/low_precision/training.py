@@ -44,7 +44,7 @@ class Fp8(Rounding):
         if not engine:
             raise SlimxError(
                 f"trainer.fp8={self.recipe.name} needs the package transformer_engine, which is not installed; "
-                "install the package or remove trainer.fp8",
+                "install transformer_engine, or remove trainer.fp8",
                 code="trainer.not_installed",
                 about="trainer.fp8",
             )

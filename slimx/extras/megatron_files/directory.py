@@ -86,8 +86,8 @@ def find_checkpoint(path: Path) -> Path:
     backend = read_object(format_file).get("sharded_backend")
     if backend != "torch_dist":
         raise SlimxError(
-            f"{checkpoint} has the format {str(backend)[:40]}, which slimx does not read; save the checkpoint again "
-            "with --ckpt-format torch_dist",
+            f"sharded_backend is {str(backend)[:40]} in {format_file}, but slimx reads only torch_dist; save the "
+            "checkpoint again with Megatron-LM's option `--ckpt-format torch_dist`",
             code="megatron.format",
             about=str(format_file),
         )

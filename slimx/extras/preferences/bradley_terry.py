@@ -61,7 +61,7 @@ def pair_rows(groups: Sequence[Group]) -> list[TrainingRow]:
             raise SlimxError(
                 f"group {group.id} of prompt {group.prompt.id} has trajectories with the rewards "
                 f"{[item.reward for item in pair]}, but a reward model learns only from pairs with different rewards; "
-                "return two such trajectories from rollout.generate",
+                "return exactly two trajectories with different rewards from the hook rollout.generate",
                 code="data.pair",
                 about=group.id,
             )

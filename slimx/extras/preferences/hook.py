@@ -52,16 +52,16 @@ def check_pair(prompt: Prompt) -> None:
         elif prompt.answer == rejected:
             problem = "has the same text in `answer` and metadata.rejected"
         raise SlimxError(
-            f"prompt {prompt.id} {problem}; set `answer` to the chosen answer, and metadata.rejected to a different, "
-            "rejected answer",
+            f"prompt {prompt.id} {problem}; set `answer` to the chosen answer, and metadata.rejected to a different "
+            "answer",
             code="hooks.pair",
             about=prompt.id,
         )
     margin = prompt.metadata.get("margin", 0.0)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise SlimxError(
-            f"prompt {prompt.id} has metadata.margin={margin!r}, which is not a finite number; set it to a number, "
-            "or remove it",
+            f"prompt {prompt.id} has metadata.margin={margin!r}, which is not a finite number; set metadata.margin to "
+            "a finite number, or remove metadata.margin",
             code="hooks.margin",
             about=prompt.id,
         )

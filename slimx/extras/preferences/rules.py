@@ -46,8 +46,8 @@ def unproven(**sections: Any) -> Problems:
 def compares_with_a_reference(algorithm: Algorithm) -> Problems:
     if algorithm.advantages.kind == "dpo" and not algorithm.reference:
         yield (
-            "algorithm.advantages is dpo, which compares the policy with a reference, but algorithm.reference is "
-            "false; set algorithm.reference=true"
+            "algorithm.advantages=dpo compares the policy with a reference model, but algorithm.reference is false; "
+            "set algorithm.reference=true"
         )
 
 
@@ -55,9 +55,9 @@ def compares_with_a_reference(algorithm: Algorithm) -> Problems:
 def has_the_loss_of_its_gradient(algorithm: Algorithm) -> Problems:
     if algorithm.advantages.kind == "dpo" and (algorithm.loss.kind, algorithm.aggregation) != ("plain", "sum"):
         yield (
-            f"algorithm.loss is {algorithm.loss.kind} and algorithm.aggregation is {algorithm.aggregation}, but "
-            "algorithm.advantages=dpo needs plain and sum, because only this combination has the gradient of DPO; set "
-            "algorithm.name=dpo, and remove algorithm.advantages, algorithm.loss and algorithm.aggregation"
+            "algorithm.advantages=dpo requires algorithm.loss=plain and algorithm.aggregation=sum, but algorithm.loss "
+            f"is {algorithm.loss.kind} and algorithm.aggregation is {algorithm.aggregation}; set algorithm.name=dpo, "
+            "and remove algorithm.advantages, algorithm.loss and algorithm.aggregation"
         )
 
 
@@ -65,8 +65,9 @@ def has_the_loss_of_its_gradient(algorithm: Algorithm) -> Problems:
 def pairs(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Problems:
     if algorithm.advantages.kind == "dpo" and not rollout.engines and (rollout.group_size != 2 or reward.configured):
         yield (
-            "without engines, algorithm.advantages=dpo takes its pairs from the prompt file; set rollout.group_size=2, "
-            "reward.function=null and rollout.generate=preferences"
+            "without engines, algorithm.advantages=dpo reads two answers per prompt from the prompt file, but "
+            f"{'a reward is set' if rollout.group_size == 2 else f'rollout.group_size is {rollout.group_size}'}; set "
+            "rollout.group_size=2, reward.function=null, reward.parts=[] and rollout.generate=preferences"
         )
 
 
@@ -84,8 +85,8 @@ def margin_before_updates(algorithm: Algorithm, schedule: Schedule) -> Problems:
     if algorithm.advantages.kind == "dpo" and schedule.updates_per_step > 1:
         yield (
             f"schedule.updates_per_step is {schedule.updates_per_step}, but algorithm.advantages=dpo computes the "
-            "margins of pairs before the first update of a step; set schedule.updates_per_step=1, and "
-            "rollout.prompts_per_step to the number of prompts that one update trains"
+            "margins of pairs before the first update of a step; set schedule.updates_per_step=1, and divide "
+            f"rollout.prompts_per_step by {schedule.updates_per_step}"
         )
 
 
@@ -100,7 +101,7 @@ def pairs_of_files(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Pr
         yield "reward.function", f"{needs} and needs no rewards; set reward.function=null and reward.parts=[]"
     if rollout.group_size != 2:
         yield (
-            f"{needs}, which have two answers each, but rollout.group_size is {rollout.group_size}; set "
+            f"{needs}, so a group must consist of two answers, but rollout.group_size is {rollout.group_size}; set "
             "rollout.group_size=2"
         )
 
@@ -124,5 +125,6 @@ def starts_from_hugging_face(algorithm: Algorithm, weights: Path) -> Problems:
     if source is not None:
         yield (
             f"trainer.load is {weights}, a checkpoint of {source.name}, but a reward model can start only from a "
-            "Hugging Face directory; convert the checkpoint (slimx convert)"
+            "Hugging Face directory; convert the checkpoint with `slimx convert megatron-to-hf`, and set trainer.load "
+            "to the output directory"
         )

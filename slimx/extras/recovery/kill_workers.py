@@ -50,8 +50,9 @@ async def kill_on_nodes(pids: Mapping[str | None, Sequence[int]], about: str) ->
     running = [pid for node_running in await asyncio.gather(*work) for pid in node_running]
     if running:
         raise PartLost(
-            f"{about}: the processes {', '.join(map(str, running))} did not end within {END_S:.0f} s of SIGKILL, so "
-            "they cannot be replaced; check the device driver or file system that blocks them",
+            f"{about} cannot be replaced, because the processes {', '.join(map(str, running))} did not end within "
+            f"{END_S:.0f} s after SIGKILL; search the kernel log (`dmesg`) for a device driver or file system that "
+            "blocks these processes",
             code="rank.held",
             about=about,
         )

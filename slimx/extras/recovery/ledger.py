@@ -79,7 +79,7 @@ def check_same(step: int, recorded: Mapping[str, float], again: Mapping[str, flo
         before = recorded.get(name)
         now = again.get(name)
         if before is None or now is None or not _same(before, now):
-            hint = "; if kernels without a fixed order of summation cause this, set recovery.trainers=0"
+            hint = ", and set recovery.trainers=0 if kernels do not add numbers in a fixed order"
             raise _differs(step, name, before, now, hint)
 
 
@@ -100,9 +100,9 @@ def check_close(step: int, recorded: Mapping[str, float], again: Mapping[str, fl
 
 def _differs(step: int, name: str, before: float | None, now: float | None, hint: str) -> SlimxError:
     return SlimxError(
-        f"new trainers trained step {step} again on its recorded batch, but {name} is {now} instead of {before}, so "
-        "their state differs from that of the lost trainers; run the same command again to resume from the newest "
-        f"checkpoint{hint}",
+        f"new trainers repeated step {step} on the same batch as the lost trainers, but {name} is {now} instead of "
+        f"{before}, so the restored state differs from the lost state; run the same command again to resume from the "
+        f"newest checkpoint{hint}",
         code="recovery.differs",
         about=name,
     )

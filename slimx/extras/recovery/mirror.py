@@ -53,8 +53,8 @@ class Mirror:
             self._thread.join(self.deadline_s)
             if self._thread.is_alive():
                 raise MirrorLost(
-                    f"{self.holder} is still sending the previous mirror after {self.deadline_s} s, so this mirror is "
-                    "skipped; raise recovery.mirror_every, or check the network",
+                    f"{self.holder} is still sending the previous copy of its state after {self.deadline_s} s, so the "
+                    "next copy is skipped; raise recovery.mirror_every, or check the network for errors",
                     code="mirror.busy",
                     about=self.holder,
                 )
@@ -127,7 +127,7 @@ class Mirror:
                 raise cause from None
             raise MirrorLost(
                 f"the process that stores the mirror of {self.holder} does not respond ({type(error).__name__}); "
-                "check that its node is up and has free memory",
+                "check that the node of this process is up and has free memory",
                 code="mirror.lost",
                 about=self.holder,
             ) from None

@@ -75,9 +75,9 @@ class MirrorStore:
         if mirrored.written != len(mirrored.data) or received != digest:
             del self.states[step, rank]
             raise MirrorLost(
-                f"the store received {mirrored.written} of {len(mirrored.data)} bytes of the state of trainer rank "
-                f"{rank} after step {step}, with digest {received} instead of {digest}, and dropped the state; check "
-                "the network and host memory for errors",
+                f"the mirror store dropped the state of trainer rank {rank} after step {step}, because the store "
+                f"received {mirrored.written} of {len(mirrored.data)} bytes, with digest {received} instead of "
+                f"{digest}; check the network and host memory for errors",
                 code="mirror.differs",
                 about=f"trainer rank {rank}",
             )
@@ -98,8 +98,8 @@ class MirrorStore:
         mirrored = self.states.get((step, rank)) if step == self.committed else None
         if mirrored is None or mirrored.digest is None:
             raise MirrorLost(
-                f"the state of trainer rank {rank} after step {step} is not in this store; resume from the newest "
-                "checkpoint",
+                f"the mirror store does not contain the state of trainer rank {rank} after step {step}; run the same "
+                "command again to resume from the newest checkpoint",
                 code="mirror.absent",
                 about=f"trainer rank {rank}",
             )

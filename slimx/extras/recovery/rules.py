@@ -37,9 +37,9 @@ def unproven(**sections: Any) -> Problems:
 def keeps_few_batches(recovery: Recovery, checkpoint: Checkpoint) -> Problems:
     if recovery.trainers and not checkpoint.every:
         yield (
-            "checkpoint.every is 0, but with recovery.trainers the driver keeps every batch trained on since the "
-            "newest checkpoint, so its memory would grow without bound; set checkpoint.every to at least 1, or "
-            "recovery.trainers to 0"
+            f"checkpoint.every is 0, but with recovery.trainers={recovery.trainers} the driver keeps all batches since "
+            "the newest checkpoint, so the driver's memory would grow without bound; set checkpoint.every to at least "
+            "1, or set recovery.trainers=0"
         )
 
 
@@ -47,8 +47,8 @@ def keeps_few_batches(recovery: Recovery, checkpoint: Checkpoint) -> Problems:
 def mirrors_for_someone(recovery: Recovery) -> Problems:
     if recovery.mirror_every and not recovery.trainers:
         yield (
-            "recovery.mirror_every has no effect without recovery.trainers; set recovery.trainers, or remove "
-            "recovery.mirror_every"
+            "recovery.mirror_every has no effect with recovery.trainers=0; set recovery.trainers to at least 1, or "
+            "remove recovery.mirror_every"
         )
 
 
@@ -56,8 +56,8 @@ def mirrors_for_someone(recovery: Recovery) -> Problems:
 def shrinks_for_someone(recovery: Recovery) -> Problems:
     if recovery.shrink_after is not None and not recovery.trainers:
         yield (
-            "recovery.shrink_after has no effect without recovery.trainers; set recovery.trainers, or remove "
-            "recovery.shrink_after"
+            "recovery.shrink_after has no effect with recovery.trainers=0; set recovery.trainers to at least 1, or "
+            "remove recovery.shrink_after"
         )
 
 
@@ -65,8 +65,9 @@ def shrinks_for_someone(recovery: Recovery) -> Problems:
 def keeps_engines(recovery: Recovery, rollout: Rollout) -> Problems:
     if recovery.trainers and not rollout.policy_engines:
         yield (
-            "recovery.trainers was never tested without engines of the policy, but "
-            f"{'rollout.replay is set' if rollout.replay else 'rollout.engines has none'}; set recovery.trainers=0"
+            "recovery.trainers was never tested without engines that serve the policy, but "
+            f"{'rollout.replay starts no' if rollout.replay else 'rollout.engines contains no such'} engines; set "
+            "recovery.trainers=0"
         )
 
 
@@ -80,9 +81,9 @@ def recovers_with(recovery: Recovery, publish: Publish, schedule: Schedule, devi
 
     if transport_of(publish).on_gpus(publish, device, colocate=schedule.colocate):
         yield (
-            "recovery.trainers was never tested with buckets in GPU memory, where "
-            f"publish.transport={publish.transport} and publish.staging={publish.staging} keep them; set "
-            "publish.staging=model and publish.transport=auto, or set recovery.trainers=0"
+            f"publish.transport={publish.transport} and publish.staging={publish.staging} keep buckets in GPU memory, "
+            "which was never tested with recovery.trainers; set publish.staging=model and publish.transport=auto, or "
+            "set recovery.trainers=0"
         )
 
 
@@ -95,9 +96,9 @@ def can_shrink(recovery: Recovery, sizes: Sizes, device: str) -> Problems:
     if next(fewer(sizes), None) is None:
         reason = "there is only one data-parallel rank" if sizes.data == 1 else "experts need all data-parallel ranks"
         yield (
-            f"recovery.shrink_after cannot take effect with DP{sizes.data} (TP{sizes.tensor} CP{sizes.context} "
-            f"EP{sizes.expert} ETP{sizes.expert_tensor}), because {reason}; remove recovery.shrink_after, or choose a "
-            "layout with more data-parallel ranks"
+            f"recovery.shrink_after cannot take effect with the layout DP{sizes.data} TP{sizes.tensor} "
+            f"CP{sizes.context} EP{sizes.expert} ETP{sizes.expert_tensor}, because {reason}; remove "
+            "recovery.shrink_after, or choose a layout with more data-parallel ranks"
         )
     if device == "cuda":
         yield "recovery.shrink_after was never tested on GPUs; remove recovery.shrink_after, or run on the CPU"

@@ -23,13 +23,15 @@ def check_leaves(leaves: int, columns: int | None = None) -> None:
     elements of a dot product. If `columns` is None, only the first condition is checked."""
     if leaves < 1 or leaves & (leaves - 1):
         raise SlimxError(
-            f"{leaves} leaves do not form a complete binary tree; set numerics.leaves to a power of two",
+            f"row-parallel sums would have {leaves} leaves, which is not a power of two; set numerics.leaves to a "
+            "power of two",
             code="exact.leaves",
             about=str(leaves),
         )
     if columns is not None and columns % leaves:
         raise SlimxError(
-            f"a dot product over {columns} elements cannot be cut into {leaves} equal leaves; lower numerics.leaves",
+            f"a dot product over {columns} elements cannot be divided into {leaves} equal leaves; set numerics.leaves "
+            f"to a power of two that divides {columns}",
             code="exact.leaves",
             about=str(leaves),
         )

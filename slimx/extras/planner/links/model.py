@@ -204,8 +204,8 @@ def predict(traffic: Traffic, links: Links) -> Stages:
     if links.domain is not None and traffic.ranks > links.domain:
         raise SlimxError(
             f"the publication connects {traffic.ranks} ranks ({traffic.sources} of trainers, {traffic.engine_ranks} "
-            "of engines), more than the "
-            f"{links.domain} that {links.name} can connect; lower trainer.world_size or the number of engine ranks",
+            f"of engines), but {links.name} can connect only {links.domain}; lower trainer.world_size, "
+            "rollout.engines.count or rollout.engines.tensor",
             code="links.ranks",
             about=links.name,
         )

@@ -107,8 +107,9 @@ class EngineRank:
         for name, checksum in zip(views, sums.tolist(), strict=True):
             if checksum != checksums[name]:
                 raise SlimxError(
-                    f"the {state} tensor {name} has the checksum {checksum:016x}, but {checksums[name]:016x} was "
-                    "published, so bytes were changed in transit; check the network and repeat the rehearsal",
+                    f"the {state} tensor {name} has the checksum {checksum:016x} instead of the published "
+                    f"{checksums[name]:016x}, so bytes changed in transit; check the network for errors, and repeat "
+                    "the rehearsal",
                     code="links.checksum",
                     about=name,
                 )

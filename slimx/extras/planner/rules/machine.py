@@ -34,7 +34,7 @@ def spans_nodes(cluster: Cluster, rollout: Rollout, machine: Machine) -> Problem
         ranks = group.ranks // group.nodes
         if ranks > machine.per_node and not group.urls:
             yield (
-                f"a server of {group.where} has {ranks} ranks on each of its {group.nodes} nodes, but a node has only "
+                f"{group.where} has nodes={group.nodes}, so a server has {ranks} ranks per node, but a node has only "
                 f"{machine.per_node} GPUs; set rollout.engines.nodes to {-(-group.ranks // machine.per_node)}, or "
                 "lower rollout.engines.tensor"
             )
@@ -44,8 +44,9 @@ def spans_nodes(cluster: Cluster, rollout: Rollout, machine: Machine) -> Problem
 def has_nodes(machine: Machine, places: RankMap | Together) -> Problems:
     if machine.nodes is not None and places.nodes > machine.nodes:
         yield (
-            f"the run needs {places.gpus} GPUs on {places.nodes} nodes of {machine.per_node}, but cluster.nodes is "
-            f"{machine.nodes}; lower trainer.world_size or rollout.engines.count, or raise cluster.nodes"
+            f"the run needs {places.gpus} GPUs on {places.nodes} nodes with {machine.per_node} GPUs each, but "
+            f"cluster.nodes is {machine.nodes}; raise cluster.nodes, or lower trainer.world_size or "
+            "rollout.engines.count"
         )
 
 
@@ -56,9 +57,9 @@ def has_dispatcher(trainer: Trainer, machine: Machine) -> Problems:
     moe = trainer.moe
     if machine.gpu is GPUS["gb300"] and moe.dispatcher == "flex" and moe.flex_backend == "deepep":
         yield (
-            "trainer.moe.flex_backend=deepep does not run on cluster.gpu=gb300, whose NVLink domain spans nodes of 4 "
-            "GPUs; set trainer.moe.dispatcher=alltoall, or trainer.moe.flex_backend=hybridep if DeepEP is built "
-            "from its hybrid-ep branch"
+            "trainer.moe.flex_backend=deepep does not run on cluster.gpu=gb300, whose NVLink domain spans several "
+            "nodes of 4 GPUs; set trainer.moe.dispatcher=alltoall, or install DeepEP from its branch `hybrid-ep` and "
+            "set trainer.moe.flex_backend=hybridep"
         )
 
 
@@ -96,9 +97,9 @@ def reaches_engines(publish: Publish, cluster: Cluster, places: RankMap, device:
         if place.node != publisher:
             yield (
                 f"publish.transport={publish.transport} works only on one machine, but the run needs {places.nodes} "
-                f"nodes of {places.per_node} GPUs, with server {place.server} of {place.group} on node {place.node} "
-                f"and trainer rank 0, which packs the weights, on node {publisher}; set publish.transport to auto, "
-                "nixl or disk"
+                f"nodes of {places.per_node} GPUs, where trainer rank 0, which packs the weights, is on node "
+                f"{publisher}, and server {place.server} of rollout.engines group {place.group} is on node "
+                f"{place.node}; set publish.transport to auto, nixl or disk"
             )
             return
 
@@ -111,14 +112,15 @@ def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec:
     for key, size in tensors.items():
         if size > machine.domain:
             yield (
-                f"{key}={size} exceeds the {machine.domain} GPUs that NVLink connects, so every layer waits for the "
-                f"network; lower {key}"
+                f"{key} is {size}, but NVLink connects only {machine.domain} GPUs, so every layer waits for the "
+                f"network; set {key} to at most {machine.domain}"
             )
     wide = trainer.expert * trainer.expert_tensor_size > machine.domain
     if trainer.moe.dispatcher == "alltoall" and wide and crosses_nodes(spec.transformer["hidden_size"]):
         yield (
-            f"trainer.expert={trainer.expert} spans nodes and trainer.moe.dispatcher is alltoall, so tokens are sent "
-            "once per expert instead of once per node; set trainer.moe.dispatcher=flex if its kernels are installed"
+            f"with trainer.expert={trainer.expert}, experts are on several nodes, and trainer.moe.dispatcher=alltoall "
+            "sends each token once per expert instead of once per node; install the kernels of "
+            "trainer.moe.flex_backend, and set trainer.moe.dispatcher=flex"
         )
 
 
@@ -136,8 +138,9 @@ def start_warnings(config: Config, spec: ModelSpec, device: str) -> Iterator[str
     seconds = start_seconds(device, nbytes)
     if deadline < seconds:
         yield (
-            f"cluster.start_deadline={deadline:g} is less than the {seconds:.0f} s that a first start may take to "
-            f"read {nbytes / 1e9:.0f} GB of weights and to compile; raise or remove cluster.start_deadline"
+            f"cluster.start_deadline is {deadline:g} s, but a first start may take {seconds:.0f} s to read "
+            f"{nbytes / 1e9:.0f} GB of weights and to compile kernels; set cluster.start_deadline to at least "
+            f"{seconds:.0f}, or remove cluster.start_deadline"
         )
 
 
@@ -151,15 +154,15 @@ def idle_warnings(schedule: Schedule, trainer: Trainer, rollout: Rollout) -> Ite
         if generating < trainer.world_size:
             yield (
                 f"with schedule.colocate=true, engines use only {generating} of the trainers' {trainer.world_size} "
-                "GPUs, and the other GPUs are idle during generation; raise rollout.engines.count until all GPUs have "
-                "an engine"
+                "GPUs, so the other GPUs are idle during generation; raise rollout.engines.count until engines use "
+                f"{trainer.world_size} GPUs"
             )
     elif schedule.max_staleness == 0:
         yield (
             f"with schedule.max_staleness=0, the {trainer.world_size} GPUs of trainers are idle while engines "
             f"generate, and the {generating} GPUs of engines are idle while trainers train; set "
-            "schedule.max_staleness=1 to let both work at the same time, one version apart, or "
-            "schedule.colocate=true to let them share GPUs"
+            "schedule.max_staleness=1 to generate and train at the same time, or schedule.colocate=true to let "
+            "trainers and engines share GPUs"
         )
 
 
@@ -176,7 +179,7 @@ def crowded_warnings(rollout: Rollout, engines: Iterable[EngineMemory], requests
     if 0 < fitting < requests / CROWDED:
         yield (
             f"the KV caches of all servers in rollout.engines have space for only {fitting} rollouts of the maximum "
-            f"length, but {requests} are in flight; give each server more GPUs (tensor, expert, nodes), raise "
+            f"length, but up to {requests} rollouts are in flight; raise rollout.engines.tensor or "
             "rollout.engines.sglang.mem_fraction_static, or lower rollout.concurrency"
         )
 

@@ -36,7 +36,8 @@ def trains(
             yield (
                 f"{models} rank {record.rank} (stage {record.stage}) would need {_gib(peak)} GiB ({_kinds(record)}) "
                 f"plus trainer.memory_margin_mib={margin // MIB}, but a GPU has only {_gib(machine.memory)} GiB; use "
-                "more ranks or more recomputation, or raise trainer.optimizer.offload_fraction"
+                "more ranks, recompute more modules (trainer.recompute), or raise "
+                "trainer.optimizer.offload_fraction"
             )
 
 
@@ -47,9 +48,10 @@ def serves(rollout: Rollout, machine: Machine, engine_memory: tuple[EngineMemory
     for engine in engine_memory:
         if engine.static is not None and engine.weights > engine.static:
             yield (
-                f"a rank of engine {engine.group} has {_gib(engine.weights)} GiB of weights, but SGLang reserves "
-                f"{_gib(engine.static)} GiB of a GPU for weights and KV cache (mem_fraction_static "
-                f"{engine.static_fraction}); raise rollout.engines.tensor, or set publish.quantize"
+                f"a rank of engine {engine.group} has {_gib(engine.weights)} GiB of weights, but SGLang reserves only "
+                f"{_gib(engine.static)} GiB of a GPU for weights and KV cache "
+                f"(rollout.engines.sglang.mem_fraction_static={engine.static_fraction}); raise rollout.engines.tensor, "
+                "or set publish.quantize"
             )
         elif engine.concurrency == 0:
             states = ""
@@ -66,9 +68,8 @@ def serves(rollout: Rollout, machine: Machine, engine_memory: tuple[EngineMemory
 def takes_turns(machine: Machine, trainer: Trainer, phases: tuple[PhasePeak, ...]) -> Problems:
     for group, excess in _too_full(machine, trainer, phases, "shared"):
         yield (
-            f"trainer and engine {group}, which share GPUs (schedule.colocate), do not fit on {excess}; lower "
-            "rollout.engines.sglang.mem_fraction_static, split the trainer over more ranks, or set "
-            "publish.staging=bucket"
+            f"trainer and engine {group}, which share GPUs (schedule.colocate=true), do not fit on {excess}; lower "
+            "rollout.engines.sglang.mem_fraction_static, raise trainer.world_size, or set publish.staging=bucket"
         )
 
 
@@ -78,8 +79,8 @@ def holds_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhaseP
     for gpu in ("trainer", "critic"):
         for _, excess in _too_full(machine, trainer, others, gpu):
             yield (
-                f"the fullest {gpu} rank does not fit on {excess}; use more ranks, or smaller buckets "
-                "(publish.staging=bucket)"
+                f"the {gpu} rank that needs the most memory does not fit on {excess}; split the {gpu} over more ranks, "
+                "or set publish.staging=bucket"
             )
 
 
@@ -110,9 +111,9 @@ def margin_warnings(machine: Machine, phases: tuple[PhasePeak, ...]) -> Iterator
             if group:
                 name += f" of {group}"
             yield (
-                f"the fullest {name} has only {_gib(left)} of {_gib(machine.memory)} GiB left in phase "
-                f"{_describe(peak)}, and estimates may be off by {MARGIN // GIB} GiB; use more ranks, or lower "
-                "rollout.engines.sglang.mem_fraction_static or trainer.max_tokens_per_microbatch"
+                f"the fullest {name} has only {_gib(left)} GiB of {_gib(machine.memory)} GiB left in phase "
+                f"{_describe(peak)}, and the estimate may be off by {MARGIN // GIB} GiB; split the model over more "
+                "ranks, or lower rollout.engines.sglang.mem_fraction_static or trainer.max_tokens_per_microbatch"
             )
 
 
@@ -122,10 +123,10 @@ def fits_host(machine: Machine, host: HostMemory) -> Problems:
         return
     largest = host.parts[0]
     yield (
-        f"{host.ranks} trainer ranks need {_gib(host.nbytes)} GiB of a node's host memory, most of it for "
-        f"{largest.name} ({_gib(largest.nbytes)} GiB), but a node has only {_gib(host.memory)} GiB (set by "
-        "cluster.host_memory_gib or implied by cluster.gpu); lower trainer.optimizer.offload_fraction, or use more "
-        "nodes"
+        f"the {host.ranks} trainer ranks on a node need {_gib(host.nbytes)} GiB of host memory, including "
+        f"{_gib(largest.nbytes)} GiB for {largest.name}, but the node has only {_gib(host.memory)} GiB (set by "
+        "cluster.host_memory_gib or implied by cluster.gpu); lower trainer.optimizer.offload_fraction, or place fewer "
+        "trainer ranks on each node"
     )
 
 
