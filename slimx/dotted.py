@@ -32,7 +32,7 @@ def load_module(key: str, path: str, value: str = "") -> ModuleType:
         ) from error
     except (Exception, SystemExit) as error:
         raise SlimxError(
-            f"{key}: importing {path} raised {raised(error)}; correct that module", code="dotted.raised", about=key
+            f"{key}: importing {path} raised {raised(error)}; correct the module", code="dotted.raised", about=key
         ) from error
 
 
@@ -130,7 +130,7 @@ def _import_hint(error: ImportError, path: str) -> str:
     near = difflib.get_close_matches(last, modules, n=1)
     if near:
         return f"did you mean {'.'.join(filter(None, [parent, near[0]]))}?"
-    return "add the directory that contains it to PYTHONPATH"
+    return "add the directory that contains the module to PYTHONPATH"
 
 
 def load_function(
@@ -153,7 +153,7 @@ def load_function(
     shape = f"{'async ' if is_async else ''}def {name}({', '.join(parameters)})"
     if not callable(function):
         raise SlimxError(
-            f"{key}: {path} is of type {type(function).__name__}, not a function; write {shape}",
+            f"{key}: {path} is of type {type(function).__name__}, not a function; define a function `{shape}`",
             code="dotted.callable",
             about=key,
         )
@@ -172,7 +172,7 @@ def load_function(
     try:
         signature.bind(*parameters, **keywords)
     except TypeError as error:
-        remedy = f"write {shape}"
+        remedy = f"define the function as `{shape}`"
         if options_key:
             remedy += f", or set the missing arguments in {options_key}"
         raise SlimxError(
@@ -182,7 +182,7 @@ def load_function(
     called = getattr(function, "__call__", function)  # noqa: B004
     if (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)) != is_async:
         raise SlimxError(
-            f"{key}: {path} must{'' if is_async else ' not'} be async; define it as {shape}",
+            f"{key}: {path} must{'' if is_async else ' not'} be async; define the function as `{shape}`",
             code="dotted.async",
             about=key,
         )

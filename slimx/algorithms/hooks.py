@@ -29,7 +29,7 @@ def load_loss(path: str) -> Loss:
         result = hook(inputs)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             raise SlimxError(
-                f"algorithm.loss: {path} returned {_kind(result)}; return a tuple (loss, dict of metrics)",
+                f"algorithm.loss: {path} returned {_kind(result)}; return a tuple of the loss and a dict of metrics",
                 code="hook.loss_result",
                 about=path,
             )
@@ -37,7 +37,7 @@ def load_loss(path: str) -> Loss:
         if not isinstance(loss, torch.Tensor) or loss.shape or not loss.requires_grad:
             raise SlimxError(
                 f"algorithm.loss: {path} returned {_kind(loss)} as the loss; return a scalar tensor with a gradient, "
-                "such as the sum over tokens of inputs.weight times a loss per token",
+                "such as `(inputs.weight * token_losses).sum()`",
                 code="hook.loss_tensor",
                 about=path,
             )
@@ -45,7 +45,7 @@ def load_loss(path: str) -> Loss:
             if not isinstance(value, torch.Tensor) or value.shape or value.requires_grad:
                 raise SlimxError(
                     f"algorithm.loss: {path} returned {_kind(value)} as metric {name}; return a scalar tensor without "
-                    "a gradient (.detach()), because metrics are summed over micro-batches",
+                    "a gradient (call `.detach()`), because metrics are summed over micro-batches",
                     code="hook.loss_metric",
                     about=name,
                 )
@@ -65,7 +65,7 @@ def load_advantages(path: str) -> Advantages:
         if not isinstance(result, Sequence) or len(result) != len(trajectories):
             raise SlimxError(
                 f"algorithm.advantages: {path} returned {_kind(result)} for {len(trajectories)} trajectories; return "
-                "a list with one item per trajectory, either a number or an array over its predicted tokens",
+                "a list with a number, or an array with one number per predicted token, for each trajectory",
                 code="hook.advantages_result",
                 about=path,
             )
@@ -75,7 +75,7 @@ def load_advantages(path: str) -> Advantages:
             if array.dtype.kind not in "fiu" or array.shape not in ((), (count,)) or not np.isfinite(array).all():
                 raise SlimxError(
                     f"algorithm.advantages: {path} returned {_kind(value)} for trajectory {trajectory.id}; return a "
-                    f"finite number, or an array over its {count} predicted tokens",
+                    f"finite number, or an array of {count} finite numbers (one per predicted token)",
                     code="hook.advantages_value",
                     about=str(trajectory.id),
                 )

@@ -57,7 +57,7 @@ def check_token() -> None:
     if os.environ.get(MODE, "token").lower() != "token":
         raise SlimxError(
             f"{MODE}={os.environ[MODE]} would let anyone who can reach this machine run programs through Ray; unset "
-            f"{MODE}",
+            f"the environment variable {MODE}",
             code="ray.no_token",
             about=MODE,
         )

@@ -60,7 +60,7 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
         address = config.cluster.ray_address
         where = f"reached at {address}" if address else "started on this machine"
         raise PartLost(
-            f"Ray cannot be {where} ({one_line(error)}); see its logs in /tmp/ray/session_latest/logs",
+            f"Ray cannot be {where} ({one_line(error)}); for the cause, see Ray's logs in /tmp/ray/session_latest/logs",
             code="ray.start",
             about=address or "on this machine",
         ) from error
@@ -71,7 +71,7 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
             stop_ray()
             raise SlimxError(
                 f"the Ray cluster has {available:g} {kind}s, but the run needs {needed:g} ({ranks} trainer ranks, "
-                f"{engines} engine ranks, cluster.device {device}); add nodes, or lower trainer.world_size or "
+                f"{engines} engine ranks, cluster.device={device}); add nodes, or lower trainer.world_size or "
                 "rollout.engines.count",
                 code="cluster.resources",
                 about=kind,

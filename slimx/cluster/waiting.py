@@ -127,7 +127,7 @@ def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxErr
         out: SlimxError = ActorDied(f"{holder} died during {what}; {reason}", code="actor.died", about=holder)
     else:
         out = SlimxError(
-            f"{what} failed on {holder} ({type(cause or error).__name__}: {_short(cause or error)}); see its log {log}",
+            f"{what} failed on {holder} ({type(cause or error).__name__}: {_short(cause or error)}); see the log {log}",
             code="actor.failed",
             about=holder,
         )
@@ -167,7 +167,7 @@ async def ask_ray[T, *Ts](
     except ray.exceptions.RayError as error:
         raise PartLost(
             f"{holder} failed while slimx waited for {what} ({one_line(error)}); see Ray's logs in "
-            "/tmp/ray/session_latest/logs",
+            "/tmp/ray/session_latest/logs for the cause",
             code="ray.lost",
             about=holder,
         ) from error

@@ -78,8 +78,7 @@ def with_hooks(
     if reward is not None:
         if config.reward.parts:
             raise SlimxError(
-                "the argument `reward` cannot be combined with reward.parts of the configuration; remove one of the "
-                "two",
+                "the argument `reward` cannot be combined with reward.parts; omit `reward`, or remove reward.parts",
                 code="script.reward_parts",
                 about="reward.parts",
             )
@@ -87,7 +86,7 @@ def with_hooks(
         if in_process(config.reward, reward) and not _has_file(reward.__module__):
             raise SlimxError(
                 f"reward: {path} is defined in an interactive session, from which another process cannot import; "
-                "move it into a module file, or set reward.isolation=thread",
+                "move the function into a .py file, or set reward.isolation=thread",
                 code="script.reward_process",
                 about=path,
             )
@@ -103,7 +102,7 @@ def _path(argument: str, function: Generate | Reward | Keep) -> str:
     if module is None or name is None or getattr(sys.modules.get(module), name, None) is not function:
         raise SlimxError(
             f"{argument}: {name or function!r} is not defined at the top level of a module, so a run cannot import "
-            "it by module and name; define it at the top level with def",
+            "the function; define the function at the top level with `def`",
             code="script.hook",
             about=argument,
         )

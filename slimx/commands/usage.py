@@ -78,7 +78,9 @@ class RunCommand(TyperCommand):
                     value = following[0]
             suggestion = for_flag(Config, flag, value)
             if suggestion is not None:
-                raise SlimxError(f"slimx {self.name} has no {flag}; {suggestion}", code="cli.foreign_flag", about=flag)
+                raise SlimxError(
+                    f"slimx {self.name} has no option {flag}; {suggestion}", code="cli.foreign_flag", about=flag
+                )
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Context) -> object:
@@ -90,7 +92,7 @@ class RunCommand(TyperCommand):
                 raise  # the command itself failed; commands never raise it for success
             raise SlimxError(
                 f"slimx {self.name} was ended early by {raised(error)}; remove the call to exit from the run's hooks "
-                "or from the modules that they import",
+                "or from the modules that the hooks import",
                 code="cli.exit",
                 about=type(error).__name__,
             ) from error
@@ -131,7 +133,7 @@ def refusal(error: typer.TyperException) -> SlimxError:
     if option is not None and option not in options:
         near = difflib.get_close_matches(option, options, n=1)
         hint = f"did you mean {near[0]}?" if near else _hint_without(ctx, option)
-        return SlimxError(f"{command} has no {option}; {hint}", code="cli.option", about=option)
+        return SlimxError(f"{command} has no option {option}; {hint}", code="cli.option", about=option)
     parameter = getattr(error, "param", None)
     if parameter is not None and not error.args[0]:
         name = parameter.name.upper()
@@ -140,7 +142,7 @@ def refusal(error: typer.TyperException) -> SlimxError:
             name = f"{option} {name}"
         description = (parameter.help or name).rstrip(".")
         return SlimxError(
-            f"{command} requires {name} ({description}); add it to the command", code="cli.missing", about=name
+            f"{command} requires {name} ({description}); add this argument", code="cli.missing", about=name
         )
     return SlimxError(f"{command}: {error.format_message()}", code="cli.arguments", about=command)
 

@@ -140,7 +140,7 @@ def to_known_names(tree: object, where: str) -> None:
                 continue
             if name in section:
                 raise SlimxError(
-                    f"{where}: {old} is an alias of {new}, and both are set; remove {old}",
+                    f"{where}: {old} is an alias of {new}, but both keys are set; remove {old}",
                     code="config.two_names",
                     about=old,
                 )

@@ -31,8 +31,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         return _load(Path(path).expanduser(), overrides)
     except RecursionError:
         raise SlimxError(
-            f"{path}: lists or mappings are nested too deeply to be read; reduce the nesting in this file and in the "
-            "overrides",
+            f"{path}: lists or mappings are nested too deeply; reduce the nesting in this file and in the overrides",
             code="config.depth",
             about=str(path),
         ) from None
@@ -182,8 +181,8 @@ def _listed(override: object, base: object, path: tuple[str, ...], where: str) -
         if int(index) > len(entries):
             key = ".".join(path)
             raise SlimxError(
-                f"{where}: {key}.{index} does not exist, because {key} has only {len(entries)} entries, counted from "
-                f"0; write {key}.{len(entries)} to add an entry",
+                f"{where}: {key}.{index} does not exist, because {key} has only {len(entries)} entries (numbered from "
+                f"0); write {key}.{len(entries)} to add an entry",
                 code="config.entry",
                 about=f"{key}.{index}",
             )

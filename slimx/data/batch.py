@@ -134,8 +134,8 @@ def _aligned(
         if values is None or values.shape[1:] != shape or not np.isfinite(values[1:][trained]).all():
             size = f" (top {shape[0]})" if shape else ""
             raise SlimxError(
-                f"trajectory {trajectory.id} has no {name}{size} for its trained tokens, but the algorithm section "
-                "now requires them; generate the trajectory again",
+                f"trajectory {trajectory.id} lacks {name}{size} for trained tokens, which the algorithm section now "
+                "requires; generate the trajectory again",
                 code="data.column",
                 about=trajectory.id,
             )

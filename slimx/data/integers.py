@@ -29,8 +29,8 @@ def as_ids(token_ids: Sequence[int]) -> list[int]:
     if not isinstance(token_ids, str | bytes):
         wrong = next(value for value in values if not isinstance(value, int))
     raise SlimxError(
-        f"token_ids has {wrong!r:.80}, which is not an integer; encode texts with ctx.draft(prompt) or "
-        "ctx.turn(text, after=ids)",
+        f"token_ids has {wrong!r:.80}, which is not an integer; encode text with `ctx.draft(prompt)` or "
+        "`ctx.turn(text, after=ids)`",
         code="tokens.ids",
         about="token_ids",
     )

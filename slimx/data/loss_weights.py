@@ -52,8 +52,8 @@ def loss_weights(
     units = sum(1 for tokens in trained.values() if tokens)
     if not units:
         raise SlimxError(
-            "the batch has no trained token, because every loss_mask is all zeros; return from the generate hook a "
-            "loss_mask with ones at the tokens to train on",
+            "the batch has no trained token, because loss_mask is 0 at all tokens; return from the generate hook a "
+            "loss_mask that is 1 at the tokens to train on",
             code="data.untrained",
             about="loss_mask",
         )

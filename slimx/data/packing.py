@@ -54,15 +54,15 @@ def pack(
         length = max(len(row) for row in rows) + 1
         note = f" (padded to a multiple of {sequence_multiple})" if sequence_multiple > 1 else ""
         raise SlimxError(
-            f"a trajectory of {length} tokens{note} exceeds trainer.max_tokens_per_microbatch={max_tokens}; raise the "
-            "limit or lower rollout.sampling.max_new_tokens",
+            f"a trajectory of {length} tokens{note} exceeds trainer.max_tokens_per_microbatch={max_tokens}; raise this "
+            "limit, or lower rollout.sampling.max_new_tokens",
             code="data.microbatch",
             about="trainer.max_tokens_per_microbatch",
         )
     if len(rows) < data_size:
         raise SlimxError(
             f"an update has {len(rows)} trajectories for {data_size} data-parallel ranks, but each rank needs at "
-            "least one; lower trainer.data or schedule.updates_per_step",
+            "least one trajectory; lower trainer.data or schedule.updates_per_step",
             code="data.update",
             about="trainer.data",
         )
@@ -247,7 +247,7 @@ def _joined_routes(
     if len(shapes) > 1:
         raise SlimxError(
             f"trajectories of a batch have routed_experts of different shapes per token ({sorted(map(list, shapes))}); "
-            "train only on rollouts of one model",
+            "train each batch on rollouts of only one model",
             code="data.routes",
             about="routed_experts",
         )
@@ -296,7 +296,7 @@ def zigzag(lengths: Sequence[int], size: int, rank: int) -> np.ndarray:
         if length % (2 * size):
             raise SlimxError(
                 f"a packed sequence of {length} tokens cannot be split into {2 * size} equal chunks for "
-                f"trainer.context={size}; pad it to a multiple of {2 * size} before packing",
+                f"trainer.context={size}; pad the sequence to a multiple of {2 * size} before packing",
                 code="layout.zigzag",
                 about="trainer.context",
             )

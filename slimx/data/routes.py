@@ -39,7 +39,7 @@ def check_routes(trajectories: Sequence[Trajectory], shape: RouteShape) -> None:
         if routes is None:
             raise SlimxError(
                 f"trajectory {trajectory.id} has no routed_experts, which trainer.moe.routing_replay=R3 needs for "
-                f"layers {shape.moe_layers[0]} to {shape.moe_layers[-1]}; pass on the completion's routed_experts in "
+                f"layers {shape.moe_layers[0]} to {shape.moe_layers[-1]}; return the completion's routed_experts from "
                 "the generate hook, or set trainer.moe.routing_replay=none",
                 code="routes.missing",
                 about=trajectory.id,
@@ -48,7 +48,7 @@ def check_routes(trajectories: Sequence[Trajectory], shape: RouteShape) -> None:
             raise SlimxError(
                 f"trajectory {trajectory.id}: routed_experts has the shape {list(routes.shape)}, but its tokens and "
                 f"the model's layers {shape.moe_layers[0]} to {shape.moe_layers[-1]} require {list(expected)} (tokens "
-                "- 1, layers, experts per token); return the engine's routes unchanged",
+                "- 1, layers, experts per token); return the engine's routed_experts unchanged",
                 code="routes.shape",
                 about=trajectory.id,
             )
@@ -75,8 +75,8 @@ def _check_ids(name: str, routes: np.ndarray, shape: RouteShape) -> None:
             code = "routes.experts"
             problem = f"not all of them are experts from 0 to {shape.experts - 1}"
         raise SlimxError(
-            f"trajectory {name}: layer {layer} was routed to {routes[position, layer].tolist()} at token {position} "
-            f"({problem}), so trainer.moe.routing_replay=R3 cannot replay it; return the engine's routes unchanged",
+            f"trajectory {name}: layer {layer} routes token {position} to experts {routes[position, layer].tolist()} "
+            f"({problem}), which trainer.moe.routing_replay=R3 cannot replay; return the engine's routes unchanged",
             code=code,
             about=name,
         )

@@ -69,8 +69,8 @@ def prepare_deep_ep(*, needed: bool) -> list[str]:
     except (ImportError, AssertionError) as error:
         if needed:
             raise SlimxError(
-                f"trainer.moe.dispatcher=flex needs deep_ep, but importing it fails ({type(error).__name__}: "
-                f"{error}); run `slimx doctor` on this host, or set trainer.moe.dispatcher=alltoall",
+                f"trainer.moe.dispatcher=flex needs deep_ep, which cannot be imported ({type(error).__name__}: "
+                f"{error}); reinstall deep_ep on this host, or set trainer.moe.dispatcher=alltoall",
                 code="trainer.deep_ep",
                 about="trainer.moe.dispatcher",
             ) from error

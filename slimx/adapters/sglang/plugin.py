@@ -152,9 +152,9 @@ def _response(runner: Runner, verb: str, arguments: Json) -> Json:
         if verb in of_process:
             return entry_points.load(VERBS, verb)(runner, **arguments)
         raise SlimxError(
-            f"this server runs slimx {slimx.__version__}, which has the actions "
+            f"this server runs slimx {slimx.__version__}, which supports the actions "
             f"{', '.join(sorted(verbs | of_process.keys()))} but not {PREFIX}{verb}; install the same version of "
-            "slimx on every machine",
+            "slimx on all machines of the run",
             code="plugin.action",
             about=PREFIX + verb,
         )

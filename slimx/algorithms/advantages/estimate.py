@@ -90,7 +90,7 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float]:
             if group.baseline is None:
                 raise SlimxError(
                     f"group {group.id} has no greedy rollout, which algorithm.advantages=remax needs as its baseline; "
-                    "generate the group again with this setting",
+                    "generate the group again with algorithm.advantages=remax",
                     code="advantages.baseline",
                     about=str(group.id),
                 )
@@ -171,8 +171,8 @@ def _parts(rollouts: Mapping[str, Sequence[Trajectory]]) -> dict[str, list[float
         if missing or not names:
             raise SlimxError(
                 f"trajectory {trajectory.id} has no reward part{' ' + missing[0] if missing else 's'}, but "
-                "algorithm.advantages=gdpo normalizes each part separately; return a dict from the reward hook, "
-                "with the same names for every trajectory of a prompt",
+                "algorithm.advantages=gdpo normalizes each part separately; return from the reward hook a "
+                "dict with the same part names for every trajectory of a prompt",
                 code="advantages.reward_part",
                 about=str(trajectory.id),
             )

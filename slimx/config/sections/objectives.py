@@ -254,7 +254,7 @@ def read_objective(key: str, value: object, preset: object = {}) -> Objective:
     record = records.get(kind, Objective)
     for name in sorted(map(str, values.keys() - record.model_fields.keys())):
         near = difflib.get_close_matches(name.lower(), record.model_fields, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"remove it, or set {where}.kind"
+        remedy = f"did you mean {near[0]}?" if near else f"remove the parameter, or set another {where}.kind"
         raise Refusal(
             f"{where}.{name} is not a parameter of {kind}, whose parameters are {', '.join(record.model_fields)}; "
             f"{remedy}",

@@ -190,7 +190,7 @@ class Track(Section):
                 good = False
             if not good:
                 raise Refusal(
-                    "track.webhook is not a URL; set a URL such as https://hooks.example.com/services/KEY, or null",
+                    "track.webhook is not an http or https URL; set a URL such as https://example.com/KEY, or null",
                     code="track.webhook",
                     about="track.webhook",
                 )

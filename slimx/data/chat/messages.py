@@ -22,8 +22,8 @@ def with_text(messages: Sequence[Json], where: str) -> list[Json]:
     for turn, message in enumerate(messages):
         if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
             raise SlimxError(
-                f"{where}: messages[{turn}] has {', '.join(map(str, message)) or 'nothing'}, but a message needs a "
-                "role and content; rewrite the row with rollout.map",
+                f"{where}: messages[{turn}] contains {', '.join(map(str, message)) or 'nothing'}, but a message needs "
+                "content and a role (a string); rewrite the row in a rollout.map hook",
                 code="prompts.message",
                 about=where,
             )
@@ -34,7 +34,7 @@ def with_text(messages: Sequence[Json], where: str) -> list[Json]:
             content = ""
         if not isinstance(content, str):
             raise SlimxError(
-                f"{where}: messages[{turn}].content is {_kind(content)}, which is not text; set a string, or a list "
+                f"{where}: messages[{turn}].content is {_kind(content)}; content must be a string, or a list "
                 "of parts of type text",
                 code="prompts.content",
                 about=where,
@@ -42,8 +42,8 @@ def with_text(messages: Sequence[Json], where: str) -> list[Json]:
         out.append({**message, "content": content})
     if out and out[-1]["role"] == "assistant":
         raise SlimxError(
-            f"{where}: messages end with an assistant's message, to which the model would reply; remove that "
-            "message, and put a demonstration or reference answer into `answer`",
+            f"{where}: messages end with an assistant's message, to which the model would reply; remove this "
+            "message, or move its text to the key `answer` of the row",
             code="prompts.last_turn",
             about=where,
         )

@@ -42,8 +42,8 @@ def check_ends(tokenizer: PreTrainedTokenizerBase) -> None:
     if not ends:
         where = tokenizer.name_or_path
         raise SlimxError(
-            f"{where}: loops in the chat template take too much time or memory even for a short conversation; limit "
-            "their numbers of iterations",
+            f"{where}: loops in the chat template take too much time or memory even for a short conversation; reduce "
+            "the number of iterations of these loops",
             code="template.endless",
             about=where,
         )

@@ -46,15 +46,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     path = Path(path)
     if not path.is_dir():
         raise SlimxError(
-            f"{path}: no such directory; give a local Hugging Face directory with a tokenizer",
+            f"{path} is not a local directory; use a directory with the files of a Hugging Face tokenizer",
             code="tokenizer.missing",
             about=str(path),
         )
     # Checked here, because transformers creates an empty tokenizer for a directory with only a config.json.
     if not any((path / name).is_file() for name in VOCABULARIES):
         raise SlimxError(
-            f"{path}: the directory has no tokenizer (none of {', '.join(VOCABULARIES)}); copy the tokenizer's files "
-            "into it",
+            f"{path}: the directory has no tokenizer (none of {', '.join(VOCABULARIES)}); copy the model's tokenizer "
+            "files into this directory",
             code="tokenizer.missing",
             about=str(path),
         )
@@ -137,7 +137,7 @@ def encode_chat(
         ids = tokenizer.apply_chat_template(list(messages), **_arguments(tools), return_dict=False)
     except Exception as error:  # templates may raise any exception, tokenizers a bare Exception
         raise SlimxError(
-            f"the tokenizer or its chat template rejects the conversation ({one_line(error)}); use "
+            f"the conversation cannot be encoded with the chat template ({one_line(error)}); use "
             "only roles and fields that the template supports",
             code="tokenizer.template",
         ) from error
@@ -151,7 +151,7 @@ def encode_turn(tokenizer: PreTrainedTokenizerBase, content: str, *, role: str, 
         return encode_turns(tokenizer, [{"role": role, "content": content}], after=after)
     except SlimxError as error:
         raise SlimxError(
-            f"a message with the role {role!r} cannot be encoded ({error}); use the role user",
+            f"a message with the role {role!r} cannot be encoded ({error}); use the role `user` instead",
             code=error.code,
             about=role,
         ) from error
@@ -190,13 +190,13 @@ def encode_turns(
     except Exception as error:  # templates may raise any exception
         raise SlimxError(
             f"the chat template rejects messages after an assistant's answer ({one_line(error)}); "
-            "use only roles and fields that the template supports",
+            "use only roles and fields that the template supports after an answer",
             code="tokenizer.template",
         ) from error
     if lost is not None:
         raise SlimxError(
             f"the chat template omits a message with the role {messages[lost]['role']!r} after an assistant's "
-            "answer; use another role",
+            "answer; use a role that the template renders in this place",
             code="tokenizer.template",
         )
     return ids[1:] if ids[:1] == list(after[-1:]) else ids
@@ -260,15 +260,15 @@ def check_prompts(
         if len(ids) > max_prompt_tokens:
             raise SlimxError(
                 f"{path}: prompt {prompt.id!r} has {len(ids)} tokens, more than "
-                f"rollout.max_prompt_tokens={max_prompt_tokens}; shorten the prompt or raise the limit",
+                f"rollout.max_prompt_tokens={max_prompt_tokens}; shorten the prompt, or raise this limit",
                 code="prompts.length",
                 about=prompt.id,
             )
         outside = [token for token in ids if not 0 <= token < vocab_size]
         if outside:
             raise SlimxError(
-                f"{path}: prompt {prompt.id!r} ({len(ids)} tokens) has token id {outside[0]}, which is not in the "
-                f"model's vocabulary of {vocab_size}; use the model's tokenizer",
+                f"{path}: prompt {prompt.id!r} ({len(ids)} tokens) has token id {outside[0]}, which is outside the "
+                f"model's vocabulary of {vocab_size} tokens; encode the prompt with the model's tokenizer",
                 code="prompts.token_id",
                 about=prompt.id,
             )
@@ -315,7 +315,7 @@ def _full_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str | Slim
     except SlimxError as error:
         return error
     except Exception as error:  # templates may raise any exception
-        return _refused(prompt, f"the tokenizer or its chat template refuses the messages ({one_line(error)})")
+        return _refused(prompt, f"the chat template cannot render the messages ({one_line(error)})")
     if lost is not None:
         return _refused(prompt, f"the chat template omits messages[{lost}] of role {messages[lost]['role']!r}")
     return text
@@ -333,7 +333,7 @@ def templated(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> PreTrainedT
 
 def _refused(prompt: Prompt, why: str) -> SlimxError:
     return SlimxError(
-        f"prompt {prompt.id!r}: {why}; change its messages or template, or set token_ids",
+        f"prompt {prompt.id!r}: {why}; change the prompt's messages or template, or set token_ids instead",
         code="prompts.template",
         about=prompt.id,
     )

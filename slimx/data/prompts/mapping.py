@@ -97,7 +97,7 @@ def value_at(row: Mapping[str, object], path: str, key: str, where: str) -> obje
     for part in path.split("."):
         if not isinstance(value, Mapping) or part not in value:
             raise SlimxError(
-                f"{where}: the row has no column {path!r}, which {key} names; set one of {', '.join(map(str, row))}",
+                f"{where}: the row has no column {path!r}, which {key} names; name one of {', '.join(map(str, row))}",
                 code="prompts.field",
                 about=path,
             )
@@ -163,7 +163,7 @@ def _after(mark: str, answer: object, where: str, key: str) -> str:
     _, separator, last = str(answer).rpartition(mark)
     if not separator:
         raise SlimxError(
-            f"{where}: the answer does not contain {mark!r}; set {key}.answer_after to text in all answers, or to null",
+            f"{where}: the answer lacks {mark!r}; set {key}.answer_after to a text in all answers, or to null",
             code="prompts.answer_after",
             about=where,
         )
@@ -212,10 +212,10 @@ def _with_turns(row: Json, where: str) -> Json:
         if key not in ("role", "content") and value is not None:
             more.append(key)
     if row.get("answer") is not None or more or not isinstance(last.get("content"), str):
-        reason = "the row already has an answer" if row.get("answer") is not None else "it is not only text"
+        reason = "the row already has an answer" if row.get("answer") is not None else "the message is not only text"
         raise SlimxError(
-            f"{where}: the last message is an assistant's and cannot become `answer`, because {reason}; remove the "
-            "message, or rewrite the row with rollout.map",
+            f"{where}: the last message is the assistant's and cannot become `answer`, because {reason}; remove the "
+            "message, or rewrite the row in a rollout.map hook",
             code="prompts.last_turn",
             about=where,
         )
@@ -229,7 +229,7 @@ def _with_role(turn: Json, where: str) -> Json:
     if role is None:
         raise SlimxError(
             f"{where}: a turn has the speaker {turn['from']!r}, which is not one of {', '.join(SPEAKERS)}; rewrite the "
-            "row with rollout.map",
+            "row in a rollout.map hook",
             code="prompts.message",
             about=where,
         )
@@ -241,7 +241,7 @@ def _with_system(system: str, row: Json, where: str) -> Json:
     if not isinstance(messages, list) or not messages:
         if row.get("token_ids"):
             raise SlimxError(
-                f"{where}: the row has token_ids, to which rollout.system cannot be added; remove rollout.system",
+                f"{where}: rollout.system needs a row with messages, but the row has token_ids; remove rollout.system",
                 code="prompts.system",
                 about=where,
             )

@@ -107,7 +107,7 @@ def iter_prompts(
         prompt = _prompt(mapping(row, where), f"{stem}:{line}", where)
         if prompt.id in seen:
             raise SlimxError(
-                f"{where}: id {prompt.id!r} is already the id of {seen[prompt.id]}; make ids unique",
+                f"{where}: id {prompt.id!r} is already the id of {seen[prompt.id]}; give each row a unique id",
                 code="prompts.id",
                 about=prompt.id,
             )
@@ -116,20 +116,18 @@ def iter_prompts(
             prompt.metadata["dataset"] = dataset
         yield prompt
     if not seen:
-        raise SlimxError(
-            f"{path} has no prompts; write one JSON object per line", code="prompts.empty", about=str(path)
-        )
+        raise SlimxError(f"{path} contains no prompts; add at least one row", code="prompts.empty", about=str(path))
 
 
 def _prompt(row: Json, default_id: str, where: str) -> Prompt:
     for key in row:
         if key not in KEYS:
             fitting = fitting_fields(row)
-            hint = "or rewrite the row with rollout.map"
+            hint = "or rewrite the row in a rollout.map hook"
             if fitting:
                 hint = f"or set rollout.fields: {written(fitting)}"
             raise SlimxError(
-                f"{where}: key {key!r} is unknown, because a row may have only {', '.join(KEYS)}; put other values "
+                f"{where}: key {key!r} is unknown, because a row may have only {', '.join(KEYS)}; move its value "
                 f"into metadata, {hint}",
                 code="prompts.key",
                 about=key,
@@ -148,10 +146,10 @@ def _prompt(row: Json, default_id: str, where: str) -> Prompt:
         if prompt.messages is None:
             code = "prompts.neither"
             problem = "neither messages nor token_ids"
-        raise SlimxError(f"{where}: the row has {problem}; set exactly one of the two", code=code, about=where)
+        raise SlimxError(f"{where}: the row has {problem}; set exactly one of these keys", code=code, about=where)
     if not (prompt.messages or prompt.token_ids):
         raise SlimxError(
-            f"{where}: {'messages' if prompt.token_ids is None else 'token_ids'} is an empty list; add an entry",
+            f"{where}: {'messages' if prompt.token_ids is None else 'token_ids'} is empty; add at least one entry",
             code="prompts.empty_list",
             about=where,
         )
@@ -214,8 +212,8 @@ class PromptSource:
         missing = [key for key in ("epoch", "position", *self._identity) if key not in state]
         if missing:
             raise SlimxError(
-                f"the saved state of the prompts has no {', '.join(missing)}, so it belongs to another source; restore "
-                "the prompts of the saved run, or start a new run",
+                f"the saved state of the prompts has no {', '.join(missing)}, so another source saved the state; "
+                "restore the prompts of the saved run, or start a new run",
                 code="prompts.state",
                 about=missing[0],
             )
@@ -233,7 +231,7 @@ class PromptSource:
         if not (integers and epoch >= 0 and 0 <= position <= len(self._prompts)):
             raise SlimxError(
                 f"the saved state of the prompts points to epoch {epoch!r}, position {position!r} of "
-                f"{len(self._prompts)}, which does not exist; use another checkpoint",
+                f"{len(self._prompts)} prompts, which does not exist; use another checkpoint",
                 code="prompts.state",
                 about="position",
             )

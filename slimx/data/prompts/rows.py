@@ -47,7 +47,7 @@ def _object(line: bytes, where: str) -> Json:
         fields = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SlimxError(
-            f"{where}: the line is not a JSON object ({error}); write one object per line",
+            f"{where}: the line is not a JSON object ({error}); write one JSON object per line",
             code="prompts.line",
             about=where,
         ) from error
@@ -59,7 +59,7 @@ def as_row(fields: object, where: str) -> Json:
     errors."""
     if not isinstance(fields, dict):
         raise SlimxError(
-            f"{where}: the row is {kind_of(fields)}, not a JSON object; write one object per line",
+            f"{where}: the row is {kind_of(fields)}, not a JSON object; write each row as a JSON object",
             code="prompts.line",
             about=where,
         )

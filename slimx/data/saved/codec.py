@@ -44,8 +44,8 @@ def encode(value: object) -> bytes:
         return msgspec.msgpack.encode(value, enc_hook=_from_numpy)
     except (TypeError, NotImplementedError, OverflowError, ValueError, RecursionError) as error:
         raise SlimxError(
-            f"a value cannot be written to a checkpoint ({error}); use None, booleans, numbers, strings, lists, dicts "
-            "and numeric arrays",
+            f"a value cannot be written to a checkpoint ({error}); use only None, booleans, numbers, strings, lists, "
+            "dicts and numeric arrays",
             code="data.value",
         ) from error
 
@@ -66,7 +66,7 @@ def decode[T](kind: type[T], data: bytes) -> T:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
         raise SlimxError(
-            f"a record is invalid ({error}); use a file that slimx wrote",
+            f"a saved record is invalid ({error}); use a file that slimx wrote",
             code="data.field",
             about="record",
         ) from error
@@ -116,7 +116,7 @@ def load_groups(path: str | Path) -> list[Group]:
         payload = file.read()
     if fingerprint(payload) != header["blake2b"]:
         raise SlimxError(
-            f"{path}: the file was changed after it was written (its checksum differs); use another copy",
+            f"{path}: the file was changed after it was written (its checksum differs); use an intact copy",
             code="data.checksum",
             about=str(path),
         )
@@ -139,7 +139,7 @@ def _open(path: Path) -> BinaryIO:
         return path.open("rb")
     except OSError as error:
         raise SlimxError(
-            f"{path}: the file cannot be read ({error.strerror}); use another copy",
+            f"{path}: the file cannot be read ({error.strerror}); make the file readable, or use another copy",
             code="data.unreadable",
             about=str(path),
         ) from error
@@ -154,20 +154,20 @@ def _header(path: Path, file: BinaryIO) -> Json:
         header["blake2b"]
     except (ValueError, TypeError, KeyError) as error:
         raise SlimxError(
-            f"{path}: the file is not a file of saved groups (wrong header); use a file that slimx wrote",
+            f"{path}: the file does not start with the header of saved groups; use a file that slimx wrote",
             code="data.header",
             about=str(path),
         ) from error
     if form != FORMAT:
         raise SlimxError(
-            f"{path}: the file has format {form!r}, not {FORMAT!r}; read it with the release that wrote it",
+            f"{path}: the file has format {form!r}, not {FORMAT!r}; read the file with the slimx release that wrote it",
             code="data.format",
             about=str(path),
         )
     rest = os.fstat(file.fileno()).st_size - file.tell()
     if rest != length:
         raise SlimxError(
-            f"{path}: the file has {rest} bytes of groups, but {length} were written; use another copy",
+            f"{path}: the file has {rest} bytes of groups, but {length} bytes were written; use a complete copy",
             code="data.truncated",
             about=str(path),
         )
@@ -229,14 +229,13 @@ def _check_schema(kind: object, value: object, where: str) -> None:
 def _check_version(version: object, where: str) -> None:
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise SlimxError(
-            f"{where} has schema_version {version}, newer than the supported {SCHEMA_VERSION}; read it with a newer "
-            "slimx",
+            f"{where} has schema_version {version}, above the supported {SCHEMA_VERSION}; install a newer slimx",
             code="data.schema_version",
             about=where,
         )
     if not isinstance(version, int) or version < 1:
         raise SlimxError(
-            f"{where} has schema_version {version!r}, which no release wrote; use another checkpoint",
+            f"{where} has schema_version {version!r}, which no slimx release writes; use another checkpoint",
             code="data.schema_version",
             about=where,
         )

@@ -246,7 +246,7 @@ def read_step_about(path: Path) -> About:
         return msgspec.convert(read_about(path), About)
     except msgspec.ValidationError as error:
         raise SlimxError(
-            f"{path}: the description of the step is invalid ({error}); use another file",
+            f"{path}: the description of the step is invalid ({error}); use an intact copy of the file",
             code="data.header",
             about=str(path),
         ) from error

@@ -101,7 +101,7 @@ def read_trained(groups_file: Path, groups: Sequence[Group]) -> dict[str, Traine
         return {}
     except (SafetensorError, KeyError, ValueError) as error:
         raise SlimxError(
-            f"{path}: the file is damaged ({error}); remove it, which does not affect the step's groups",
+            f"{path}: the file is damaged ({error}); remove the file (the step's groups are in another file)",
             code="data.trained",
             about=str(path),
         ) from error

@@ -151,7 +151,7 @@ def check_manifest(manifest: Manifest, staging: str) -> None:
         )
     if staging not in get_args(Staging):
         raise SlimxError(
-            f"{manifest} has the unknown staging {staging!r}; use one of {', '.join(get_args(Staging))}",
+            f"{manifest} has the unknown staging mode {staging!r}; use one of {', '.join(get_args(Staging))}",
             code="receiver.manifest",
             about="staging",
         )
@@ -171,7 +171,7 @@ def check_entry(entry: Json, places: Mapping[str, Destination], taken: Collectio
             else "no tensor of the model has a similar name"
         )
         raise SlimxError(
-            f"tensor {name} of bucket {bucket} is not in the model ({nearest}); publish it under a name that is",
+            f"tensor {name} of bucket {bucket} is not in the model ({nearest}); use the model's tensor names",
             code="receiver.tensor",
             about=name,
         )
@@ -179,20 +179,20 @@ def check_entry(entry: Json, places: Mapping[str, Destination], taken: Collectio
     if offered != place.form:
         raise SlimxError(
             f"tensor {name} of bucket {bucket} has dtype and shape {offered}, but the model loads {place.form}; "
-            "convert the tensor before publishing",
+            "convert the tensor to the model's dtype and shape before publishing",
             code="receiver.form",
             about=name,
         )
     if name in taken:
         raise SlimxError(
-            f"tensor {name} of bucket {bucket} was already sent in this publication; send each tensor only once",
+            f"tensor {name} of bucket {bucket} was already sent in this publication; send each tensor once",
             code="receiver.twice",
             about=name,
         )
     if entry["nbytes"] != place.nbytes or not 0 <= entry["offset"] <= size - place.nbytes:
         raise SlimxError(
             f"tensor {name} of bucket {bucket} is declared with {entry['nbytes']} bytes at offset {entry['offset']}, "
-            f"but the tensor has {place.nbytes} bytes and the bucket has {size}; correct the bucket's index",
+            f"but the tensor has {place.nbytes} bytes and the bucket {size}; correct the declared size or offset",
             code="receiver.extent",
             about=name,
         )

@@ -65,9 +65,8 @@ def take_draft(result: None, scheduler: Any) -> None:
     drafts = [] if scheduler.draft_worker is None else scheduler.draft_worker.weight_update_runners()
     if len(drafts) != 1:
         raise SlimxError(
-            f"the server has {len(drafts)} draft models, but a publication contains the weights of exactly one; set "
-            "rollout.engines.sglang.speculative_algorithm=EAGLE, which needs a model with one multi-token prediction "
-            "layer",
+            f"the server has {len(drafts)} draft models, but slimx can publish weights to exactly one draft model; set "
+            "rollout.engines.sglang.speculative_algorithm=EAGLE for a model with one multi-token prediction layer",
             code="plugin.drafts",
             about="speculative_algorithm",
         )

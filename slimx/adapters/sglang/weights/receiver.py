@@ -81,7 +81,7 @@ class RankReceiver:
         check_manifest(new, staging)
         if new.membership_epoch < self.epoch:
             raise SlimxError(
-                f"{new} is older than this server's membership epoch {self.epoch}; publish in the current epoch",
+                f"{new} is older than this server's membership epoch {self.epoch}; publish again in the server's epoch",
                 code="receiver.late",
                 about=str(new),
             )
@@ -96,14 +96,14 @@ class RankReceiver:
             name, reason = next(iter(layout.uncovered.items()))
             raise SlimxError(
                 f"{new} in encoding {new.encoding} does not cover {len(layout.uncovered)} parameters of this rank "
-                f"(the first is {name}: {reason}); use another publish.encoding",
+                f"(the first is {name}: {reason}); set publish.encoding to an encoding that covers these parameters",
                 code="receiver.uncovered",
                 about=name,
             )
         if self.adapters and new.policy not in self.adapters:
             raise SlimxError(
-                f"{new} was sent to a server that has adapters only of {', '.join(self.adapters)}; start the server "
-                "with the adapters of all published policies",
+                f"{new} cannot be received, because this server has adapters only of {', '.join(self.adapters)}; "
+                "restart the server with the adapters of all published policies",
                 code="receiver.policy",
                 about=new.policy,
             )
@@ -122,8 +122,8 @@ class RankReceiver:
         part = ranks.get(str(self.rank), ranks.get("all"))
         if part is None:
             raise SlimxError(
-                f"bucket {bucket} has parts for ranks {', '.join(ranks)}, but none for rank {self.rank}; send one "
-                "part per rank",
+                f"bucket {bucket} has parts for ranks {', '.join(ranks)}, but none for rank {self.rank}; send a "
+                "part for each rank of the server, or only a part named `all`",
                 code="plugin.bucket",
                 about=f"bucket {bucket}",
             )
@@ -145,14 +145,14 @@ class RankReceiver:
                 if actual != expected:
                     raise SlimxError(
                         f"tensor {name} of bucket {bucket} has checksum {actual:016x} in the server, but "
-                        f"{expected:016x} at the publisher, so its bytes changed in transit; publish again",
+                        f"{expected:016x} at the publisher, so its bytes changed in transit; publish the weights again",
                         code="receiver.checksum",
                         about=name,
                     )
                 if base.get(name, share) != share:
                     raise SlimxError(
                         f"tensor {name} of {publication.manifest} differs from the base weight to which this server "
-                        "applies other policies' adapters; start all policies from the same weights",
+                        "applies other policies' adapters; start all policies from the same base weights",
                         code="receiver.other_base",
                         about=name,
                     )
@@ -169,14 +169,14 @@ class RankReceiver:
         publication = self.open
         if publication is None or not publication.waiting:
             raise SlimxError(
-                "nothing is staged for load; begin a publication and stage its buckets first",
+                "load was called, but no bucket is staged; begin a publication and stage its buckets before load",
                 code="receiver.nothing_staged",
                 about="load",
             )
         missing = publication.missing if publication.staging == "model" else []
         if missing:
             raise SlimxError(
-                f"load needs {len(missing)} tensors that are not staged (such as {missing[0]}); stage them before load",
+                f"{len(missing)} tensors (such as {missing[0]}) are not staged; stage all model tensors before load",
                 code="receiver.not_staged",
                 about=missing[0],
             )
@@ -257,7 +257,7 @@ class RankReceiver:
             raise self._not_open(f"version {version}", "committed")
         if not publication.verified:
             raise SlimxError(
-                f"{publication.manifest} is not completely loaded and verified; load and verify it before the commit",
+                f"{publication.manifest} is not completely loaded and verified; call load and verify before commit",
                 code="receiver.not_verified",
                 about=str(publication.manifest),
             )
@@ -348,8 +348,8 @@ class RankReceiver:
         """Returns the checksum shares of the base weights to which the adapter-only publication `new` applies."""
         if not self.adapters:
             raise SlimxError(
-                f"{new} contains only adapters, but this server was started without slots for adapters; start it "
-                "with the adapters of the run's policies",
+                f"{new} contains only adapters, but this server was started without slots for adapters; "
+                "restart the server with the adapters of the run's policies",
                 code="receiver.no_adapters",
                 about=str(new),
             )
