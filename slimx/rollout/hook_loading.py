@@ -176,8 +176,8 @@ def in_process(config: RewardConfig, reward: Reward) -> bool:
     needing = [name_of(hook) for hook in _parts(reward) if needs.asks_for_process(hook)]
     if config.isolation == "thread" and needing:
         raise SlimxError(
-            f"reward.isolation is thread, but {needing[0]} computes for a long time without awaiting, and a thread "
-            "cannot be stopped at its deadline; set reward.isolation=auto",
+            f"reward.isolation is thread, but hook {needing[0]} may compute without awaiting, and a thread that does "
+            "so cannot be stopped at reward.deadline; set reward.isolation=auto",
             code="hooks.isolation",
             about="reward.isolation",
         )
@@ -197,9 +197,9 @@ def check_answers(config: RewardConfig, reward: Reward, prompts: Sequence[Prompt
         if len(lacking) > share * len(prompts):
             key = "reward.parts" if config.parts else "reward.function"
             raise SlimxError(
-                f"{key}: {name_of(hook)} needs the prompts' answers, but {len(lacking)} of {len(prompts)} prompts "
-                f"have none (the first is {lacking[0].id!r}); set rollout.fields.answer to the column with the "
-                f"answers, or choose another {key}",
+                f"{key}: {name_of(hook)} needs the prompts' answers, but {len(lacking)} of {len(prompts)} prompts have "
+                f"none (the first is {lacking[0].id!r}); set rollout.fields.answer to the column with the answers, or "
+                f"use another hook in {key}",
                 code="reward.answer",
                 about=lacking[0].id,
             )

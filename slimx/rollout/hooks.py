@@ -123,7 +123,7 @@ class RolloutEngine:
     def _client(self) -> Generator:
         if self.client is None:
             raise SlimxError(
-                "the generate hook requested a completion, but this run has no engines; add a group in rollout.engines",
+                "the generate hook requested a completion, but this run has no engines; add a group to rollout.engines",
                 code="hooks.no_engines",
                 about="rollout.engines",
             )

@@ -25,8 +25,8 @@ def _demonstrated(algorithm: Algorithm) -> bool:
 def has_engines(algorithm: Algorithm, rollout: Rollout) -> Problems:
     if not _demonstrated(algorithm) and not rollout.sampled and not rollout.replay:
         yield (
-            f"rollout.engines has no group of the policy, but algorithm.name={algorithm.name} trains on rollouts; add "
-            "an engine group, or set algorithm.name=sft"
+            f"algorithm.name={algorithm.name} trains on rollouts, but no group in rollout.engines serves the policy; "
+            "add an engine group with frozen=false, or set algorithm.name=sft"
         )
 
 
@@ -44,7 +44,7 @@ def has_groups(algorithm: Algorithm, rollout: Rollout) -> Problems:
     if algorithm.compares and rollout.group_size == 1:
         yield (
             f"algorithm.advantages={algorithm.advantages} compares the rollouts of a prompt, so every advantage would "
-            "be 0 with rollout.group_size=1; raise rollout.group_size"
+            "be 0 with rollout.group_size=1; set rollout.group_size to at least 2"
         )
 
 
@@ -80,7 +80,7 @@ def same_architecture(spec: ModelSpec, teacher_weights: Path | None) -> Problems
         if policy_fields.get(field) != teacher_fields.get(field):
             yield (
                 f"algorithm.teacher {path} has {field} {teacher_fields.get(field)}, not {policy_fields.get(field)} "
-                f"as in {spec.path}, but both are loaded into the same model; use a teacher of the same architecture"
+                f"like the policy {spec.path}; set algorithm.teacher to a model of the policy's architecture"
             )
             return
     CheckpointReader(path).check(spec.table)
@@ -94,6 +94,6 @@ def credit_matters(policies: Mapping[str, Policy], algorithm: Algorithm) -> Prob
         yield (
             "algorithm.credit=shared has no effect with one trained policy and "
             f"algorithm.advantages={algorithm.advantages}, which compares the mean rewards of rollouts; remove "
-            "algorithm.credit, or set algorithm.advantages to an estimator that uses each trajectory's reward "
-            "(reinforce, reinforce_baseline, gae)"
+            "algorithm.credit, or set algorithm.advantages to reinforce, reinforce_baseline or gae, which use the "
+            "reward of each trajectory"
         )

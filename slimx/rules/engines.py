@@ -38,7 +38,7 @@ def has_known_devices(rollout: Rollout, schedule: Schedule) -> Problems:
         if group.urls and schedule.colocate:
             yield (
                 f"schedule.colocate is true, but {group.where} has urls of external servers, whose GPUs slimx cannot "
-                "share; remove urls, or set schedule.colocate=false"
+                "share; remove the group's urls, or set schedule.colocate=false"
             )
 
 
@@ -46,8 +46,8 @@ def has_known_devices(rollout: Rollout, schedule: Schedule) -> Problems:
 def can_sleep(rollout: Rollout, schedule: Schedule) -> Problems:
     if rollout.disaggregated and schedule.colocate:
         yield (
-            "schedule.colocate is true, but rollout.engines has prefill and decode servers, which cannot release their "
-            "KV cache while they sleep, because it is registered for transfers; set schedule.colocate=false"
+            "schedule.colocate is true, but rollout.engines has prefill and decode servers, whose KV cache is "
+            "registered for transfers and cannot be released while trainers run; set schedule.colocate=false"
         )
 
 
@@ -66,9 +66,9 @@ def has_trusted_network(rollout: Rollout, cluster: Cluster) -> Problems:
     for group in rollout.served:
         if group.nodes > 1 and group.dp_attention > 1 and not group.urls and not cluster.trusted_network:
             yield (
-                f"{group.where} has dp_attention {group.dp_attention} on {group.nodes} nodes, where SGLang unpickles "
-                "data from its sockets, so any host that can reach these machines can execute code on them; set "
-                "cluster.trusted_network to the CIDR of a network that only this run's users can reach, or to true"
+                f"{group.where} has dp_attention={group.dp_attention} on {group.nodes} nodes, where SGLang unpickles "
+                "data from its sockets, so any host that can reach these nodes can execute code on them; set "
+                "cluster.trusted_network to the CIDR of a network that only this run's users can reach"
             )
 
 
@@ -76,10 +76,7 @@ def has_trusted_network(rollout: Rollout, cluster: Cluster) -> Problems:
 def can_transfer_kv(rollout: Rollout, device: str) -> Problems:
     for group in rollout.policy_engines:
         if group.role != "regular" and device == "cpu":
-            yield (
-                f"{group.where} has the role {group.role}, but SGLang transfers the KV cache only between GPUs; on "
-                "CPUs set role=regular"
-            )
+            yield f"{group.where} has the role {group.role}, but SGLang transfers no KV cache on CPUs; set role=regular"
 
 
 @rule("engines.colocated_ranks", "schedule.colocate")
@@ -87,9 +84,9 @@ def shares_gpus(rollout: Rollout, schedule: Schedule, trainer: Trainer, device: 
     ranks = sum(group.started * group.ranks for group in rollout.policy_engines)
     if schedule.colocate and device == "cuda" and ranks > trainer.world_size:
         yield (
-            f"schedule.colocate is true and the policy's servers have {ranks} ranks, but there are only "
-            f"{trainer.world_size} trainer ranks (trainer.world_size) whose GPUs they can share; lower "
-            "rollout.engines.count or the parallel sizes"
+            f"schedule.colocate is true, but the policy's servers have {ranks} ranks, more than the "
+            f"{trainer.world_size} GPUs of the trainers (trainer.world_size); lower count, tensor or pipeline in "
+            "rollout.engines"
         )
 
 
@@ -104,8 +101,8 @@ def has_engine_kernels(rollout: Rollout, spec: ModelSpec) -> Problems:
         lack = deep_ep_lacks(group.tensor, spec.transformer["hidden_size"])
         if lack:
             yield (
-                f"{group.where} has sglang.moe_a2a_backend=deepep, which {lack}; remove it, or change the "
-                "group's tensor"
+                f"{group.where} has sglang.moe_a2a_backend=deepep, but DeepEP {lack}; remove sglang.moe_a2a_backend, "
+                "or change the group's number of ranks (tensor)"
             )
 
 
@@ -119,5 +116,5 @@ def has_transfer(rollout: Rollout, local_device: str) -> Problems:
         if group.role != "regular" and package is not None and importlib.util.find_spec(package) is None:
             yield (
                 f"{group.where} has the role {group.role} and transfers the KV cache with {backend}, but the package "
-                f"{package} is not installed; install it, or set another backend"
+                f"{package} is not installed; install the package, or change sglang.disaggregation_transfer_backend"
             )

@@ -30,8 +30,8 @@ def overtaking(rollout: Rollout, schedule: Schedule) -> Problems:
     elif window and batches_in_flight(rollout, schedule) <= 1:
         yield (
             f"schedule.window is {window}, but with schedule.max_staleness={stale} only one batch is in flight "
-            "(max_staleness + 1 - window), so no batch can overtake a group; raise schedule.max_staleness, or set "
-            "rollout.over_sampling above 1"
+            "(schedule.max_staleness + 1 - schedule.window), so no batch can overtake a group; raise "
+            "schedule.max_staleness, or set rollout.over_sampling above 1"
         )
 
 
@@ -42,9 +42,8 @@ def requests_outlast_detection(rollout: Rollout) -> Problems:
     if rollout.served and rollout.request_deadline <= detection:
         yield (
             f"rollout.request_deadline is {rollout.request_deadline:g} s, but an engine or router that does not "
-            f"respond is detected only after {detection:g} s (threshold x (interval + timeout) of rollout.health), "
-            f"when its requests have failed; raise rollout.request_deadline above {detection:g}, or lower one of "
-            "these times"
+            f"respond is detected only after {detection:g} s (threshold x (interval + timeout) of rollout.health); "
+            f"raise rollout.request_deadline above {detection:g} s, or lower these settings of rollout.health"
         )
 
 
@@ -54,7 +53,7 @@ def stragglers(rollout: Rollout, schedule: Schedule) -> Problems:
     if deadline is None:
         return
     if not rollout.sampled:
-        yield "schedule.straggler_deadline has no effect, because no engine samples rollouts; remove it"
+        yield "schedule.straggler_deadline has no effect, because no engine samples rollouts; remove this setting"
     elif batches_in_flight(rollout, schedule) <= 1:
         yield (
             "schedule.straggler_deadline has no effect, because stragglers are dropped when enough other groups have "
@@ -64,8 +63,8 @@ def stragglers(rollout: Rollout, schedule: Schedule) -> Problems:
         )
     elif deadline >= schedule.step_deadline:
         yield (
-            f"schedule.straggler_deadline={deadline:g} has no effect, because schedule.step_deadline="
-            f"{schedule.step_deadline:g} ends the run first; lower schedule.straggler_deadline, or raise "
+            f"schedule.straggler_deadline of {deadline:g} s has no effect, because schedule.step_deadline of "
+            f"{schedule.step_deadline:g} s ends the run first; lower schedule.straggler_deadline, or raise "
             "schedule.step_deadline"
         )
 
@@ -74,8 +73,8 @@ def stragglers(rollout: Rollout, schedule: Schedule) -> Problems:
 def partial(rollout: Rollout, schedule: Schedule) -> Problems:
     if rollout.partial and not schedule.max_staleness:
         yield (
-            "rollout.partial continues rollouts with newer weights, which needs a schedule.max_staleness of at least "
-            "1; raise schedule.max_staleness, or set rollout.partial=false"
+            "rollout.partial is true, but with schedule.max_staleness=0 no rollout can continue with newer weights; "
+            "set schedule.max_staleness to at least 1, or rollout.partial=false"
         )
 
 
@@ -83,9 +82,9 @@ def partial(rollout: Rollout, schedule: Schedule) -> Problems:
 def colocated(rollout: Rollout, schedule: Schedule) -> Problems:
     if schedule.colocate and schedule.max_staleness and not rollout.partial:
         yield (
-            "schedule.colocate is true, and engines that sleep while trainers run cannot generate ahead as "
-            f"schedule.max_staleness={schedule.max_staleness} allows; set schedule.colocate=false or "
-            "schedule.max_staleness=0, or set rollout.partial=true, which keeps unfinished rollouts"
+            "schedule.colocate is true, so engines sleep while trainers run and cannot generate ahead as "
+            f"schedule.max_staleness={schedule.max_staleness} allows; set schedule.colocate=false, "
+            "schedule.max_staleness=0, or rollout.partial=true, which keeps unfinished rollouts"
         )
 
 
@@ -94,40 +93,37 @@ def masked(algorithm: Algorithm, schedule: Schedule) -> Problems:
     if algorithm.mask_stale_tokens and not schedule.max_staleness:
         yield (
             "algorithm.mask_stale_tokens has no effect, because with schedule.max_staleness=0 no token is stale; "
-            "remove it"
+            "remove algorithm.mask_stale_tokens"
         )
 
 
 @rule("flow.over_sampling", "rollout.over_sampling")
 def over_sampled(rollout: Rollout) -> Problems:
     if rollout.over_sampling is not None and not rollout.policy_engines:
-        yield "rollout.over_sampling has no effect, because rollout.engines has no group of the policy; remove it"
+        yield "rollout.over_sampling has no effect, because no engine serves the policy; remove rollout.over_sampling"
 
 
 @rule("flow.engines", "rollout.engines")
 def has_engines_to_schedule(rollout: Rollout, schedule: Schedule) -> Problems:
     if not rollout.sampled and (schedule.max_staleness or schedule.colocate):
         setting = "max_staleness above 0" if schedule.max_staleness else "colocate=true"
-        yield f"schedule.{setting} needs a group of the policy in rollout.engines; add such a group"
+        yield f"schedule.{setting} needs engines that serve the policy; add a group to rollout.engines"
 
 
 @rule("routes.engine", "trainer.moe.routing_replay")
 def routes_of_engines(trainer: Trainer, rollout: Rollout) -> Problems:
     if trainer.moe.routing_replay == "R3" and not (rollout.sampled and rollout.routed_experts):
-        missing = "rollout.routed_experts is false" if rollout.sampled else "rollout.engines is empty"
+        missing = "rollout.routed_experts is false" if rollout.sampled else "no engine serves the policy"
         yield (
-            f"trainer.moe.routing_replay is R3, but {missing}, so engines do not return the experts of tokens; set "
-            "rollout.routed_experts=true, or set trainer.moe.routing_replay to none or R2"
+            f"trainer.moe.routing_replay is R3, but {missing}, so no engine returns the experts of tokens; use engines "
+            "with rollout.routed_experts=true, or set trainer.moe.routing_replay to none or R2"
         )
 
 
 @rule("eval.engines", "eval.prompts")
 def evaluated(eval: Eval, rollout: Rollout, algorithm: Algorithm) -> Problems:
     if eval.files and not rollout.sampled and not algorithm.scores:
-        yield (
-            "eval.prompts is set, but rollout.engines has no group of the policy; add such a group, or remove "
-            "eval.prompts"
-        )
+        yield "eval.prompts needs engines that serve the policy; add a group to rollout.engines, or remove eval.prompts"
 
 
 @rule("eval.prompts", "eval.every")
@@ -141,21 +137,21 @@ def whole_groups(schedule: Schedule, rollout: Rollout) -> Problems:
     if rollout.prompts_per_step % schedule.updates_per_step:
         yield (
             f"schedule.updates_per_step is {schedule.updates_per_step}, which does not divide "
-            f"rollout.prompts_per_step={rollout.prompts_per_step}, but an update needs whole groups; change "
-            "schedule.updates_per_step or rollout.prompts_per_step"
+            f"rollout.prompts_per_step={rollout.prompts_per_step}, but every update needs whole groups; set "
+            "schedule.updates_per_step to a divisor of rollout.prompts_per_step"
         )
 
 
 @rule("replay.colocate", "schedule.colocate")
 def replays_apart(rollout: Rollout, schedule: Schedule) -> Problems:
     if rollout.replay is not None and schedule.colocate:
-        yield "schedule.colocate is true, but with rollout.replay there are no engines; set schedule.colocate=false"
+        yield "schedule.colocate is true, but a run with rollout.replay has no engines; set schedule.colocate=false"
 
 
 @rule("replay.own_directory", "rollout.replay")
 def another_run(rollout: Rollout, run: RunSection) -> Problems:
     if rollout.replay is not None and Path(rollout.replay).resolve() == Path(run.dir).resolve():
-        yield f"rollout.replay is the same directory as run.dir ({run.dir}); set another run.dir"
+        yield f"rollout.replay is the same directory as run.dir ({run.dir}); set run.dir to another directory"
 
 
 UPDATE = "(rollout.prompts_per_step x rollout.group_size / schedule.updates_per_step)"
@@ -168,7 +164,7 @@ def has_positions(rollout: Rollout, spec: ModelSpec) -> Problems:
     if rollout.longest > positions:
         yield (
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and rollout.sampling.max_new_tokens={answer} "
-            f"together exceed the model's {positions} positions; lower one of the two"
+            f"together exceed the model's {positions} positions; lower one of these settings"
         )
 
 

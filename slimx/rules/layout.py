@@ -71,7 +71,7 @@ def covers(sizes: Sizes, spec: ModelSpec) -> Problems:
 def trains_something(trainer: Trainer, spec: ModelSpec) -> Problems:
     frozen = spec.frozen(trainer.freeze)
     if trainer.freeze and all(entry.sources in frozen for entry in spec.table.entries()):
-        yield "trainer.freeze matches every parameter of the model, so none would be trained; narrow its patterns"
+        yield "trainer.freeze matches all parameters, so none would be trained; remove patterns from trainer.freeze"
 
 
 @rule("layout.no_weight_decay", "trainer.optimizer.no_weight_decay")
@@ -91,7 +91,7 @@ def has_trainer_kernels(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Prob
     lack = deep_ep_lacks(ranks, spec.transformer["hidden_size"])
     if lack:
         yield (
-            f"trainer.moe.dispatcher=flex with trainer.moe.flex_backend=deepep {lack}; set "
+            f"trainer.moe.dispatcher is flex, but DeepEP (trainer.moe.flex_backend=deepep) {lack}; set "
             "trainer.moe.dispatcher=alltoall, or change trainer.expert or trainer.expert_tensor"
         )
 

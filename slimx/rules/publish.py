@@ -20,8 +20,8 @@ def reaches_urls(rollout: Rollout, publish: Publish) -> Problems:
         if group.urls and publish.transport not in ("auto", "memory", "disk"):
             yield (
                 f"publish.transport={publish.transport} needs a slimx process next to each server, but {group.where} "
-                "has urls of external servers; set publish.transport=disk, or memory if the servers are on the "
-                "trainers' machine"
+                "has urls of external servers; set publish.transport=disk, or publish.transport=memory if the servers "
+                "are on the trainers' machine"
             )
 
 
@@ -59,7 +59,7 @@ def stays_on_one_machine(publish: Publish, cluster: Cluster, rollout: Rollout, d
         if group.started:
             remedy = "set publish.transport=auto"
             if device != "cpu":
-                remedy += ", or set cluster.gpus_per_node, from which the nodes of servers are known"
+                remedy += ", or set cluster.gpus_per_node, from which slimx computes the node of each server"
             yield (
                 f"publish.transport={publish.transport} works only on one machine, but cluster.nodes is "
                 f"{cluster.nodes} and servers of {group.where} may be on any node; {remedy}"
@@ -83,7 +83,7 @@ def leaves_no_node_idle(
             f"publish.transport={publish.transport} reaches only engines on the node of trainer rank 0, so with "
             f"schedule.colocate the {trainer.world_size - per_node} GPUs of the other nodes (trainer.world_size "
             f"{trainer.world_size}, {per_node} per node) would be idle during generation; set publish.transport to "
-            "auto, nixl or disk, and have servers on every node"
+            "auto, nixl or disk, and run servers on every node"
         )
 
 
@@ -103,5 +103,5 @@ def publishes_over_memory(policies: Mapping[str, Policy], publish: Publish, devi
     if publish.transport != "memory" and any(policy.shares is None for policy in policies.values()):
         yield (
             f"publish.transport={publish.transport} was never tested with several trained policies; set "
-            "publish.transport=memory, with trainers and engines of all policies on one machine"
+            "publish.transport=memory, and run trainers and engines of all policies on one machine"
         )

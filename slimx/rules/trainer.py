@@ -44,8 +44,8 @@ def has_effect(trainer: Trainer) -> Problems:
 def whole_matrices(trainer: Trainer) -> Problems:
     if trainer.optimizer.kind == "muon" and trainer.distributed_optimizer:
         yield (
-            "trainer.distributed_optimizer shards matrices, but trainer.optimizer.kind=muon has to orthogonalize "
-            "them as a whole; set trainer.distributed_optimizer=false"
+            "trainer.distributed_optimizer shards matrices, but trainer.optimizer.kind=muon has to orthogonalize whole "
+            "matrices; set trainer.distributed_optimizer=false"
         )
 
 
@@ -65,13 +65,13 @@ def gathered_during_a_pass(trainer: Trainer, schedule: Schedule, algorithm: Algo
     if not trainer.distributed_optimizer:
         yield (
             "trainer.overlap_param_gather has no effect with trainer.distributed_optimizer=false, where every rank "
-            "updates all weights; remove it"
+            "updates all weights; remove trainer.overlap_param_gather"
         )
     if schedule.updates_per_step == 1 or algorithm.scores:
         consumer = "evaluation of a reward model" if algorithm.scores else "publication (schedule.updates_per_step=1)"
         yield (
-            f"trainer.overlap_param_gather has no effect, because the {consumer} after every update needs all "
-            "weights at once; remove it"
+            f"trainer.overlap_param_gather has no effect, because the {consumer} after every update needs all weights "
+            "at once; remove trainer.overlap_param_gather"
         )
 
 
@@ -80,7 +80,7 @@ def has_short_gradients(trainer: Trainer, numerics: Numerics) -> Problems:
     if not trainer.grad_reduce_in_fp32 and numerics.dtype == "float32":
         yield (
             "trainer.grad_reduce_in_fp32=false has no effect, because gradients are float32 with "
-            "numerics.dtype=float32; remove it"
+            "numerics.dtype=float32; remove trainer.grad_reduce_in_fp32"
         )
 
 
@@ -107,8 +107,8 @@ def moves_the_output_with_the_attention(trainer: Trainer) -> Problems:
 def has_a_device(trainer: Trainer, device: str) -> Problems:
     if trainer.offload_activations and device != "cuda":
         yield (
-            "trainer.offload_activations moves activations from a GPU to the host, but the run is on CPUs "
-            "(cluster.device); remove it"
+            "trainer.offload_activations moves activations from a GPU to the host, but this run is on CPUs "
+            "(cluster.device); remove trainer.offload_activations"
         )
 
 

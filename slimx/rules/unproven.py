@@ -178,8 +178,8 @@ def other_architectures(table: Mapping[str, Sequence[str]], sections: Sections, 
     for feature, architectures in table.items():
         if name not in architectures and is_set(feature, sections):
             yield (
-                f"{feature} was never tested with the architecture {name} of {spec.path}; remove the setting, or "
-                f"train one of {', '.join(architectures)}"
+                f"{feature} was never tested with the architecture {name} of {spec.path}; remove this setting, or "
+                f"train a model of one of the architectures {', '.join(architectures)}"
             )
 
 

@@ -42,8 +42,8 @@ def claimed_port(host: str) -> tuple[int, socket.socket]:
         if claim is not None:
             return port, claim
     raise SlimxError(
-        f"none of {TRIES} ports tried from {LISTENING.start} to {LISTENING.stop - 1} on {host} is free; stop "
-        "programs that use them",
+        f"none of {TRIES} random ports from {LISTENING.start} to {LISTENING.stop - 1} on {host} is free; stop programs "
+        "that use ports in this range",
         code="ports.none",
         about=host,
     )
@@ -91,8 +91,8 @@ def local_address(network: str | None) -> str:
             if ipaddress.ip_address(entry.address.partition("%")[0]) in subnet:
                 return entry.address
     raise SlimxError(
-        f"{socket.gethostname()} has no address in cluster.trusted_network={network}; set a network to which every "
-        "machine of the run belongs",
+        f"machine {socket.gethostname()} has no address in cluster.trusted_network={network}; set "
+        "cluster.trusted_network to a network to which every machine of the run belongs",
         code="cluster.network",
         about=network,
     )

@@ -82,7 +82,7 @@ def wheel_home(wheel: Path, environment: Mapping[str, str]) -> Path:
         if not home.exists():  # it exists if another process of this node created it at the same time
             raise SlimxError(
                 f"{home}, a directory of links to the CUDA toolkit in {wheel}, cannot be created ({error.strerror}); "
-                "set XDG_CACHE_HOME to a writable directory, or CUDA_HOME to a toolkit",
+                "set XDG_CACHE_HOME to a writable directory, or CUDA_HOME to the directory of a CUDA toolkit",
                 code="toolkit.cache",
                 about=str(cache),
             ) from None

@@ -26,7 +26,7 @@ def private_directory() -> Path:
     room = SOCKET_BYTES - SOCKET_NAME_BYTES - len(os.fsencode(directory))
     if room < 0:
         raise SlimxError(
-            f"TMPDIR={directory.parent} is {-room} bytes too long, because paths of sockets in it may have at most "
+            f"TMPDIR={directory.parent} is {-room} bytes too long, because paths of sockets in TMPDIR may have at most "
             f"{SOCKET_BYTES} bytes; set TMPDIR to a shorter path",
             code="tmpdir.length",
             about="TMPDIR",
@@ -44,8 +44,8 @@ def private_directory() -> Path:
         ) from error
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise SlimxError(
-            f"{directory} is not a directory owned by this user, so others could replace its files; remove it, "
-            "or set TMPDIR to another directory",
+            f"{directory} is not a directory owned by this user, so other users could replace files in it; remove this "
+            "path, or set TMPDIR to another directory",
             code="tmpdir.owner",
             about=str(directory),
         )

@@ -295,10 +295,10 @@ class RolloutManager:
             # Unresponsive engines may respond after a restart; other failures would repeat.
             silent = all(failure.reason == ENGINE_DEADLINE for failure in self._failures)
             raise (PartLost if silent else SlimxError)(
-                f"{len(self._failures)} groups of this step failed, more than "
+                f"{len(self._failures)} groups of this step failed, more than the share "
                 f"rollout.max_failed_share={self.config.rollout.max_failed_share} of "
-                f"{self.config.rollout.prompts_per_step} allows; correct the cause of the last failure, "
-                f"{last.reason} ({last.detail}), or raise the limit",
+                f"rollout.prompts_per_step={self.config.rollout.prompts_per_step}; correct the cause of the last "
+                f"failure, {last.reason} ({last.detail}), or raise rollout.max_failed_share",
                 code="rollout.failed",
                 about="rollout.max_failed_share",
             )
@@ -367,7 +367,7 @@ class RolloutManager:
             learn([outcomes[number] for number in sorted(outcomes)])
         except Exception as error:
             raise SlimxError(
-                f"rollout.source: {self.config.rollout.source}.learn raised {raised(error)}; correct the function",
+                f"rollout.source: {self.config.rollout.source}.learn raised {raised(error)}; correct the method",
                 code="sources.raised",
                 about="rollout.source",
             ) from error

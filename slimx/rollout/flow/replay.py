@@ -59,7 +59,7 @@ def step_path(run: Path, step: int) -> Path:
     if step not in files:
         raise SlimxError(
             f"rollout.replay: {run / DIRECTORY} does not contain step {step}, only {_words(list(files))}; choose one "
-            "of these steps",
+            "of the steps in this directory",
             code="replay.step",
             about=str(step),
         )
@@ -75,17 +75,17 @@ def check_replay(run: Path, origin: Origin, *, first: int, last: int, routes: bo
     files = step_files(run / DIRECTORY)
     if not files:
         raise SlimxError(
-            f"rollout.replay: {run / DIRECTORY} contains no saved step; use the directory of a run "
-            "with engines and track.rollouts.every=1",
+            f"rollout.replay: {run / DIRECTORY} contains no saved batches; set rollout.replay to the directory of a "
+            "run with engines and track.rollouts.every=1",
             code="replay.empty",
             about="rollout.replay",
         )
     for step in range(first, last + 1):
         if step not in files:
             raise SlimxError(
-                f"rollout.replay: {run / DIRECTORY} contains {_words(list(files))}, but not step {step} of the "
-                f"steps {first} to {last} that this run trains; set schedule.steps, start from a checkpoint "
-                "(run.fork), or save more steps in that run (track.rollouts)",
+                f"rollout.replay: {run / DIRECTORY} contains {_words(list(files))}, but not step {step} of the steps "
+                f"{first} to {last} that this run trains; lower schedule.steps, set run.fork to a later checkpoint, or "
+                "replay a run that saved every step (track.rollouts.every=1)",
                 code="replay.step",
                 about=str(step),
             )
@@ -94,14 +94,14 @@ def check_replay(run: Path, origin: Origin, *, first: int, last: int, routes: bo
         if differences:
             raise SlimxError(
                 f"rollout.replay: {files[step]} does not match this run ({'; '.join(differences.values())}); use the "
-                "settings of the saved run, or another rollout.replay",
+                "settings of the saved run, or set rollout.replay to another run",
                 code="replay.origin",
                 about=", ".join(differences),
             )
         if routes and not saved.routes:
             raise SlimxError(
-                f"rollout.replay: {files[step]} contains no routed experts, which trainer.moe.routing_replay=R3 "
-                "needs; set trainer.moe.routing_replay=none, or save the batches with track.rollouts.routes=true",
+                f"rollout.replay: {files[step]} contains no routed experts, which trainer.moe.routing_replay=R3 needs; "
+                "set trainer.moe.routing_replay=none, or replay a run with track.rollouts.routes=true",
                 code="replay.routes",
                 about="trainer.moe.routing_replay",
             )

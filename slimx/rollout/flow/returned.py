@@ -210,7 +210,8 @@ def check_metadata(whose: str, metadata: object) -> None:
         except SlimxError as error:
             about = safe_repr(key)
             raise SlimxError(
-                f"{whose} metadata {about} with an invalid value ({error.__cause__}); use JSON or numeric arrays",
+                f"{whose} metadata in which {about} has an invalid value ({error.__cause__}); use JSON values or "
+                "numeric NumPy arrays",
                 code="rollout.metadata",
                 about=about,
             ) from None

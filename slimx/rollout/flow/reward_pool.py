@@ -220,8 +220,8 @@ def checked(value: object, hook: Reward) -> Verdict:
     if not floats or not math.isfinite(sum(floats.values())):
         shown = "an empty dict" if not floats else f"{safe_repr(value)}, whose sum is not finite"
         raise SlimxError(
-            f"reward hook {name_with_source(hook)} returned {shown}; "
-            "return a finite number or a dict of finite numbers",
+            f"reward hook {name_with_source(hook)} returned {shown}; return a finite number, or a nonempty dict of "
+            "numbers with a finite sum",
             code="reward.returned",
             about=name_of(hook),
         )
@@ -240,7 +240,7 @@ def _finite(key: object, part: object, value: object, hook: Reward) -> float:
                 return number
     except Exception:  # raised by a user's number type, or by an integer too large for a float
         pass
-    shown = f"{safe_repr(part)} for {safe_repr(key)}" if isinstance(value, dict) else safe_repr(part)
+    shown = f"{safe_repr(part)} for key {safe_repr(key)}" if isinstance(value, dict) else safe_repr(part)
     raise SlimxError(
         f"reward hook {name_with_source(hook)} returned {shown}; return a finite number or a dict of finite numbers",
         code="reward.returned",

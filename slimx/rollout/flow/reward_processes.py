@@ -135,8 +135,8 @@ class RewardProcesses:
                 worker.kill()
         else:
             raise SlimxError(
-                f"none of {TRIES} processes accepted the call of reward hook {name} for {subject}; check that the "
-                "machine has free memory and process ids, and that the hook can be imported in a new Python process",
+                f"none of {TRIES} worker processes accepted the call of reward hook {name} for {subject}; free memory "
+                "or process ids on the machine, and make sure that a new Python process can import the hook",
                 code="reward.worker",
                 about=name,
             )
@@ -148,7 +148,7 @@ class RewardProcesses:
         except (EOFError, OSError):
             raise SlimxError(
                 f"the process of reward hook {name} {worker.how_ended()} while it computed the reward of {subject}; "
-                "to find the cause, run the hook outside slimx",
+                "run the hook outside slimx to find the cause",
                 code="reward.crash",
                 about=name,
             ) from None

@@ -33,7 +33,7 @@ class Damaged(SlimxError):
 
     def __init__(self, checkpoint: Path, file: Path, problem: str):
         super().__init__(
-            f"{file} {problem}; remove {checkpoint} to resume from the checkpoint before it",
+            f"{file} {problem}; remove {checkpoint} to resume from the previous checkpoint",
             code="checkpoint.damaged",
             about=str(file),
         )
@@ -113,8 +113,8 @@ def write_error(directory: Path, holder: str, reason: str) -> SlimxError:
     """Returns the error that ends a run because a process could not write its files for a checkpoint. `holder`: name of
     the process, a rank or the driver."""
     return SlimxError(
-        f"{directory}: {holder} could not write its files of the checkpoint ({reason}); free disk space or repair "
-        "the disk, and run the same command again to resume from the newest complete checkpoint",
+        f"{holder} could not write its files of checkpoint {directory} ({reason}); free disk space or repair the disk, "
+        "and run the same command again to resume from the newest complete checkpoint",
         code="checkpoint.write",
         about=str(directory),
     )

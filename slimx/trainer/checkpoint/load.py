@@ -142,8 +142,8 @@ def unusable(path: Path, error: BaseException) -> SlimxError:
     if isinstance(error, SlimxError):
         return error
     return SlimxError(
-        f"{path}: this checkpoint cannot be loaded ({one_line(error)}); use the parallel sizes of the run "
-        "that wrote it, or another checkpoint",
+        f"checkpoint {path} cannot be loaded ({one_line(error)}); use the parallel sizes of the run that wrote the "
+        "checkpoint, or load another checkpoint",
         code="checkpoint.load",
         about=str(path),
     )

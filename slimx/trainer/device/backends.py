@@ -136,8 +136,8 @@ def _attention(choice: Attention, device: str, packages: Collection[str]) -> tup
         return "unfused", f"attention is unfused ({kernel}), as configured"
     if not engine:
         raise SlimxError(
-            f"trainer.attention={choice} needs {_missing_engine(device)}, which is not available; install it, or set "
-            "trainer.attention=auto",
+            f"trainer.attention={choice} needs {_missing_engine(device)}, which is not available; set "
+            "trainer.attention=auto, or install Transformer Engine on a machine with CUDA",
             code=_missing_code(device),
             about="trainer.attention",
         )
@@ -145,8 +145,8 @@ def _attention(choice: Attention, device: str, packages: Collection[str]) -> tup
         flash = [name for name in FLASH if name in packages]
         if not flash:
             raise SlimxError(
-                f"trainer.attention=flash needs one of the packages {', '.join(FLASH)}, but none is installed; "
-                "install one, or set trainer.attention to fused or auto",
+                f"trainer.attention=flash needs one of the packages {', '.join(FLASH)}, but none is installed; install "
+                "one of these packages, or set trainer.attention to fused or auto",
                 code="trainer.not_installed",
                 about="trainer.attention",
             )
@@ -191,8 +191,8 @@ def _overlap(trainer: Trainer, device: str, packages: Collection[str], experts: 
         # megatron-core reduces a bucket when it has counted all of its gradients. If ranks do so in different orders,
         # gradients of different buckets are added.
         raise SlimxError(
-            "trainer.overlap_grad_reduce with experts in plain torch layers would wait forever, because an expert "
-            "without tokens gets no gradient; remove it, or install Transformer Engine",
+            "trainer.overlap_grad_reduce with experts in plain torch layers waits forever for gradients of experts "
+            "without tokens; remove trainer.overlap_grad_reduce, or install Transformer Engine",
             code="trainer.overlap_grad_reduce",
             about="trainer.overlap_grad_reduce",
         )
@@ -223,8 +223,8 @@ def _gather(trainer: Trainer, overlap: bool) -> tuple[str, ...]:
 def _check_offload(trainer: Trainer, device: str, packages: Collection[str]) -> None:
     if trainer.offload_activations and not has_engine(device, packages):
         raise SlimxError(
-            f"trainer.offload_activations needs {_missing_engine(device)}, which is not available; remove it, and "
-            "set trainer.recompute instead",
+            f"trainer.offload_activations needs {_missing_engine(device)}, which is not available; set "
+            "trainer.recompute instead of trainer.offload_activations",
             code=_missing_code(device),
             about="trainer.offload_activations",
         )
@@ -252,10 +252,10 @@ def _check_flex(trainer: Trainer, device: str, packages: Collection[str]) -> Non
     missing = "the package deep_ep, which is not installed"
     if trainer.moe.flex_backend == "hybridep":
         required = HYBRID
-        missing = f"{HYBRID} of DeepEP's branch hybrid-ep, which the installed deep_ep lacks"
+        missing = f"{HYBRID} of DeepEP's branch hybrid-ep, which is not installed"
     if required not in packages:
         raise SlimxError(
-            f"{choice} needs {missing}; install it, or set trainer.moe.dispatcher=alltoall",
+            f"{choice} needs {missing}; install the required version of DeepEP, or set trainer.moe.dispatcher=alltoall",
             code="trainer.not_installed",
             about="trainer.moe.dispatcher",
         )

@@ -149,8 +149,8 @@ def check_health(gpu: NvmlGpu) -> tuple[str, ...]:
     pending, failed = gpu.remapped_rows()
     if failed:
         raise SlimxError(
-            f"GPU {gpu.uuid} has defective memory rows that could not be remapped; replace the GPU, and start "
-            "without this node until then",
+            f"GPU {gpu.uuid} has defective memory rows that could not be remapped; replace the GPU, and run without "
+            "its node until then",
             code="gpu.remapping_failed",
             about=gpu.uuid,
         )
@@ -163,8 +163,8 @@ def check_health(gpu: NvmlGpu) -> tuple[str, ...]:
     errors = gpu.uncorrected_errors()
     if errors:
         raise SlimxError(
-            f"GPU {gpu.uuid} has had {errors} memory errors that ECC could not correct since the driver was "
-            "loaded; reset the GPU, and replace it if they recur",
+            f"GPU {gpu.uuid} has had {errors} memory errors that ECC could not correct since the driver was loaded; "
+            "reset the GPU, and replace the GPU if such errors recur",
             code="gpu.memory_errors",
             about=gpu.uuid,
         )
@@ -180,8 +180,8 @@ def refuse_xids(gpu: NvmlGpu) -> None:
     xids = gpu.xids()
     if xids:
         raise SlimxError(
-            f"the driver has reported XID {', '.join(map(str, xids))} for GPU {gpu.uuid}; look up the errors in "
-            "NVIDIA's XID catalog, and their context in dmesg",
+            f"the driver has reported XID {', '.join(map(str, xids))} for GPU {gpu.uuid}; look up these XID errors in "
+            "NVIDIA's XID catalog and in the output of dmesg",
             code="gpu.xid",
             about=gpu.uuid,
         )
@@ -237,8 +237,8 @@ class MemoryGuard:
         raise SlimxError(
             f"GPU {self.gpu.uuid} has only {_mib(free)} of {_mib(total)} free even after freeing caches, less than "
             f"trainer.memory_margin_mib={self.margin // MIB} (processes on it: "
-            f"{', '.join(users) or 'none that NVML shows'}; memory of this rank: {', '.join(kinds) or 'none'}); "
-            "lower trainer.max_tokens_per_microbatch, offload more, or end the other processes",
+            f"{', '.join(users) or 'none that NVML shows'}; memory of this rank: {', '.join(kinds) or 'none'}); lower "
+            "trainer.max_tokens_per_microbatch, set trainer.offload_activations, or end other processes on the GPU",
             code="gpu.memory_margin",
             about=self.gpu.uuid,
         )

@@ -81,9 +81,9 @@ def install(block: TransformerBlockSubmodules, config: TransformerConfig) -> Non
     qk_layernorm, with which megatron-core would compute wrong gradients."""
     if config.qk_layernorm:
         raise SlimxError(
-            "trainer.megatron.qk_layernorm is true, but the norms of this model span all heads, so tensor-parallel "
-            "ranks have different parts of them, whose gradients megatron-core would add up; remove "
-            "trainer.megatron.qk_layernorm",
+            "trainer.megatron.qk_layernorm is true, but the query and key norms of this model span all heads, so "
+            "tensor-parallel ranks have different parts of the norms, whose gradients megatron-core would add up; "
+            "remove trainer.megatron.qk_layernorm",
             code="trainer.qk_layernorm",
             about="trainer.megatron.qk_layernorm",
         )
@@ -93,8 +93,8 @@ def install(block: TransformerBlockSubmodules, config: TransformerConfig) -> Non
             continue  # its spec is shared with a layer that was changed already
         if attention.module is not SelfAttention or not isinstance(attention.submodules, SelfAttentionSubmodules):
             raise SlimxError(
-                "the norms of this model span all heads, which is supported only in megatron-core's SelfAttention, "
-                f"but a layer has {attention.module}; use a model in which all layers have SelfAttention",
+                "the query and key norms of this model span all heads, which is supported only in megatron-core's "
+                f"SelfAttention, but a layer has {attention.module}; use a model with SelfAttention in all layers",
                 code="trainer.projection_norm",
                 about=str(attention.module),
             )

@@ -57,8 +57,8 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
     _check_sinks(spec, trainer, backends)
     if (trainer.megatron.get("mtp_num_layers") or 0) != spec.table.mtp_layers:
         raise SlimxError(
-            f"trainer.megatron.mtp_num_layers is {trainer.megatron.get('mtp_num_layers')}, but {spec.path} was "
-            f"read with {spec.table.mtp_layers} MTP layers; pass the same number to read_model",
+            f"trainer.megatron.mtp_num_layers is {trainer.megatron.get('mtp_num_layers')}, but {spec.path} was read "
+            f"with {spec.table.mtp_layers} MTP layers; pass the same number as mtp_layers to read_model",
             code="trainer.mtp_layers",
             about="trainer.megatron.mtp_num_layers",
         )
@@ -198,7 +198,7 @@ def check_megatron_fields(fields: Iterable[str], kind: type[TransformerConfig]) 
     for key in fields:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else "; remove it"
+            hint = f"; did you mean {near[0]}?" if near else "; remove this field"
             raise SlimxError(
                 f"trainer.megatron.{key} is not a field of megatron-core's {kind.__name__}{hint}",
                 code="trainer.megatron_field",

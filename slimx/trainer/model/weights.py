@@ -65,8 +65,8 @@ class Weights:
             odd = sorted(names ^ set(self.parameters))
             place = "table" if odd[0] in names else "model"
             raise SlimxError(
-                f"the weight table of {spec.path} does not match the model: {odd[0]} is only in the {place}; "
-                "correct the weight_table of the model's family",
+                f"the weight table of {spec.path} does not match the model, because parameter {odd[0]} is only in the "
+                f"{place}; correct the function weight_table of the model's family",
                 code="model.table_name",
                 about=odd[0],
             )
@@ -74,9 +74,9 @@ class Weights:
             shape = tuple(self.parameters[part.name].shape)
             if shape != part.shape:
                 raise SlimxError(
-                    f"the weight table of {spec.path} does not match the model: {part.name} has shape "
-                    f"{list(shape)} in the model, but {list(part.shape)} in the table; correct the weight_table of "
-                    "the model's family",
+                    f"the weight table of {spec.path} does not match the model, because parameter {part.name} has "
+                    f"shape {list(shape)} in the model, but {list(part.shape)} in the table; correct the function "
+                    "weight_table of the model's family",
                     code="model.table_shape",
                     about=part.name,
                 )

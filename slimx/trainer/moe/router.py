@@ -69,8 +69,8 @@ class RouterWatch:
         if tokens is None:
             if not self._again:
                 raise SlimxError(
-                    f"{self.name} ran outside a micro-batch, which is a bug in slimx; report it with this run's "
-                    "configuration",
+                    f"router {self.name} ran outside a micro-batch, which is a bug in slimx; report the bug with this "
+                    "run's configuration",
                     code="routing.outside",
                     about=self.name,
                 )
@@ -85,8 +85,8 @@ class RouterWatch:
         requires one."""
         if self._again and trainable:
             raise SlimxError(
-                f"{self.name} got no gradient in {len(self._again)} micro-batches, because everything before its "
-                "layer is frozen, so the backward pass did not recompute the layer; set "
+                f"router {self.name} got no gradient in {len(self._again)} micro-batches, because all parameters "
+                "before its layer are frozen, so the backward pass did not recompute the layer; set "
                 "trainer.recompute.granularity=none",
                 code="routing.not_recomputed",
                 about=self.name,

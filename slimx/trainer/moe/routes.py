@@ -24,7 +24,7 @@ def engine_routes(batch: MicroBatch, layers: Sequence[int], *, experts: int, top
     if not (known_routes(batch) | batch.padding).all():
         raise SlimxError(
             "trainer.moe.routing_replay is R3, but a micro-batch contains tokens without the engine's routes; set "
-            "routed_experts in every trained trajectory, or trainer.moe.routing_replay to R2 or none",
+            "routed_experts in every trained trajectory, or set trainer.moe.routing_replay to R2 or none",
             code="routes.missing",
             about="routed_experts",
         )
@@ -34,15 +34,16 @@ def engine_routes(batch: MicroBatch, layers: Sequence[int], *, experts: int, top
     missing = [layer for layer in layers if layer not in recorded]
     if missing:
         raise SlimxError(
-            f"a micro-batch contains the engine's routes of layers {recorded[0]} to {recorded[-1]}, but this rank "
-            f"has layer {missing[0]}; select the routes of the rank's pipeline stage",
+            f"a micro-batch contains the engine's routes of layers {recorded[0]} to {recorded[-1]}, but not of layer "
+            f"{missing[0]}, which this rank has; select the routes of the rank's pipeline stage",
             code="routes.layer",
             about=f"layer {missing[0]}",
         )
     if batch.routed_experts.shape[::2] != (count, topk):
         raise SlimxError(
             f"a micro-batch of {count} tokens contains routes of shape {list(batch.routed_experts.shape)} (tokens, "
-            f"layers, experts), but the model has {topk} experts per token; replay routes of the same model",
+            f"layers, experts per token), but the model routes each token to {topk} experts; use routes of the same "
+            "tokens and model",
             code="routes.shape",
             about="routed_experts",
         )

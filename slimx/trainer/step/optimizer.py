@@ -218,8 +218,8 @@ class OptimizerStep:
         if self.skipped_in_a_row >= self.options.max_skipped > 0:
             raise SlimxError(
                 f"{self.skipped_in_a_row} consecutive optimizer steps ({self.key}.max_skipped) were skipped because "
-                f"of gradients that are not finite, most recently {origin}; lower the learning rate if the "
-                "loss diverged, and resume from the newest checkpoint",
+                f"the gradient norm was not finite (at the last step, {origin}); lower the learning rate if the loss "
+                "diverged, and resume from the newest checkpoint",
                 code="trainer.max_skipped",
                 about=f"{self.key}.max_skipped",
             )

@@ -88,7 +88,7 @@ class ForwardPasses:
                 return self._pipeline.scores(batches)
         if under not in self._copies:
             raise SlimxError(
-                f"this run has no {under}; set algorithm.{under} to add one",
+                f"this run has no {under} to compute log-probs with; set algorithm.{under}",
                 code="trainer.no_weights",
                 about=f"algorithm.{under}",
             )
