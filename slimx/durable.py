@@ -49,7 +49,7 @@ def replace_synced(path: Path, data: bytes) -> None:
         write_atomic(path, data)
     except OSError as error:
         raise SlimxError(
-            f"{path} cannot be written ({error.strerror}); free space or repair the disk, then repeat the command",
+            f"{path} cannot be written ({error.strerror}); free disk space or repair the disk, then repeat the command",
             code="disk.write",
             about=str(path),
         ) from error

@@ -65,7 +65,7 @@ def find(group: str) -> dict[str, EntryPoint]:
         if other is not point:
             raise SlimxError(
                 f"entry point {point.name} of {group} is defined by {_package(other)} ({other.value}) and by "
-                f"{_package(point)} ({point.value}); uninstall one of the two",
+                f"{_package(point)} ({point.value}); uninstall one of the two packages",
                 code="entry_point.twice",
                 about=point.name,
             )

@@ -119,8 +119,8 @@ class MemoryDelivery(Delivery):
             # The engine did not cause the error if the rank whose memory has the bucket has died.
             if self._owners and await has_died(*self._owners):
                 raise TransportLost(
-                    f"a trainer rank died before engine {recipient.name} had copied bucket {bucket} ({error}); see the "
-                    "trainers' logs",
+                    f"a trainer rank died before engine {recipient.name} had copied bucket {bucket} ({error}); find "
+                    "the cause in the trainers' logs",
                     code="publish.source",
                     about="trainers",
                 ) from error

@@ -182,7 +182,7 @@ class InProcess:
         if not succeeded:
             raise SlimxError(
                 f"the environment {self._path} of rollout {self._rollout} raised {result} in {name}; correct the "
-                "environment",
+                "environment's code",
                 code="environment.raised",
                 about=self._path,
             )

@@ -49,7 +49,7 @@ class EngineLayout:
             raise SlimxError(
                 f"an engine has expert-parallel size {self.sizes.expert} and {self.sizes.redundant} redundant "
                 "experts, but the model has no experts; set rollout.engines.expert=1 and remove "
-                "sglang.ep_num_redundant_experts",
+                "rollout.engines.sglang.ep_num_redundant_experts",
                 code="engine_layout.no_experts",
                 about="rollout.engines.expert",
             )
@@ -64,7 +64,7 @@ class EngineLayout:
         if physical % self.sizes.expert:
             raise SlimxError(
                 f"rollout.engines.expert={self.sizes.expert} does not divide an engine's {physical} physical experts "
-                f"({self.table.experts} of the model, {self.sizes.redundant} redundant); choose a divisor",
+                f"({self.table.experts} of the model, {self.sizes.redundant} redundant); choose a divisor of that sum",
                 code="engine_layout.experts",
                 about="rollout.engines.expert",
             )

@@ -69,7 +69,7 @@ def share(length: int, rank: int, size: int, name: str = "a dimension") -> tuple
     `name`: description of the dimension for the SlimxError that is raised if `size` does not divide `length`."""
     if length % size:
         raise SlimxError(
-            f"{name} of {length} cannot be split over {size} ranks; choose a size that divides {length}",
+            f"{name} is {length}, but must be a multiple of {size}; choose another number of ranks",
             code="maps.share",
             about=name,
         )
@@ -88,7 +88,7 @@ def _shard(length: int, axis: int | None, rank: int, size: int, name: str) -> tu
 def _refuse_columns(axis: int | None, name: str) -> None:
     if axis == 1:
         raise SlimxError(
-            f"a layout with {name} cannot be split along columns (axis 1); split it along rows (axis 0)",
+            f"a layout with {name} cannot be split along columns (axis 1); split the layout along rows (axis 0)",
             code="maps.columns",
             about=name,
         )

@@ -26,8 +26,8 @@ class MegatronLayout:
         table = self.table
         if sizes.virtual > 1 and sizes.pipeline == 1:
             raise SlimxError(
-                f"trainer.virtual_pipeline={sizes.virtual} requires trainer.pipeline > 1, because one rank has no "
-                "stages to interleave with; set trainer.virtual_pipeline=1",
+                f"trainer.virtual_pipeline={sizes.virtual} is not possible, because trainer.pipeline is 1; set "
+                "trainer.virtual_pipeline=1, or raise trainer.pipeline",
                 code="layout.virtual_pipeline",
                 about="trainer.virtual_pipeline",
             )
@@ -52,14 +52,14 @@ class MegatronLayout:
             )
         if sizes.expert > 1 and not table.experts:
             raise SlimxError(
-                f"trainer.expert={sizes.expert} splits experts, but the model has none; set trainer.expert=1",
+                f"trainer.expert={sizes.expert} splits experts, but the model has no experts; set trainer.expert=1",
                 code="layout.experts",
                 about="trainer.expert",
             )
         if table.experts % sizes.expert:
             raise SlimxError(
                 f"trainer.expert={sizes.expert} does not divide the model's {table.experts} experts; "
-                f"choose a divisor of {table.experts}",
+                "choose a divisor of that number",
                 code="layout.experts",
                 about="trainer.expert",
             )

@@ -74,8 +74,8 @@ def check_coverage(shapes: Mapping[str, Sequence[int]], parts: Iterable[Part]) -
                 name = part.sources[rect.source]
                 if name not in covered:
                     raise SlimxError(
-                        f"weight table: {part.name} uses tensor {name}, which is not in the table's checkpoint; "
-                        "replace it in this row",
+                        f"weight table: the row of {part.name} uses tensor {name}, which is not in the checkpoint; "
+                        "correct the tensor's name in this row",
                         code="table.unknown_tensor",
                         about=name,
                     )
@@ -110,7 +110,7 @@ def check_boxes(name: str, shape: Shape, boxes: np.ndarray) -> None:
     ends = boxes[:, :2] + boxes[:, 2:]
     if len(boxes) and (boxes.min() < 0 or (ends > shape).any()):
         raise SlimxError(
-            f"{name} has a rectangle outside its {shape[0]} x {shape[1]} elements; keep its map inside",
+            f"{name} has {shape[0]} rows and {shape[1]} columns, but a map exceeds this range; correct the map",
             code="table.beyond",
             about=name,
         )
@@ -126,13 +126,14 @@ def check_boxes(name: str, shape: Shape, boxes: np.ndarray) -> None:
         np.add.at(count, (row, col), sign)
     count = count.cumsum(0).cumsum(1)[:-1, :-1]
     for wrong, code, problem in (
-        (count > 1, "table.overlap", "covered twice"),
-        (count == 0, "table.coverage", "not covered"),
+        (count > 1, "table.overlap", "cover more than once"),
+        (count == 0, "table.coverage", "do not cover"),
     ):
         if wrong.any():
             row, col = np.argwhere(wrong)[0]
             raise SlimxError(
-                f"{name} is {problem} by rectangles at row {rows[row]}, column {cols[col]}; make its map cover it once",
+                f"{name} has an element (row {rows[row]}, column {cols[col]}) that the maps {problem}; "
+                "change the maps such that they cover each element exactly once",
                 code=code,
                 about=name,
             )

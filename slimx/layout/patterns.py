@@ -36,8 +36,8 @@ def select(table: Table, patterns: Sequence[str], key: str) -> frozenset[Sources
             selected.add(entry.sources)
         elif matched:
             raise SlimxError(
-                f"{key} matches {matched[0]} but not {missing[0]}, although both are part of the parameter "
-                f"{megatron_name(table, entry)}; match all of {', '.join(entry.sources)} or none",
+                f"{key} matches {matched[0]} but not {missing[0]}, although these tensors are parts of one parameter "
+                f"({megatron_name(table, entry)}); match all of {', '.join(entry.sources)}, or none of these tensors",
                 code="layout.pattern_part",
                 about=key,
             )

@@ -146,7 +146,7 @@ class EngineSizes:
             if self.tensor % size:
                 raise SlimxError(
                     f"rollout.engines.{name}={size} does not divide the {self.tensor} tensor-parallel ranks of an "
-                    f"engine; choose a divisor of {self.tensor}",
+                    "engine; choose a divisor of that number",
                     code="engines.divides",
                     about=f"rollout.engines.{name}",
                 )
@@ -172,8 +172,8 @@ def engine_sizes(group: Engines) -> EngineSizes:
     if group.pipeline > 1 and not group.frozen:
         raise SlimxError(
             f"rollout.engines.pipeline={group.pipeline} of engine {group.name} is not supported, because SGLang 0.5.23 "
-            "returns responses only from the first stage, so weights of other stages could not be verified; use "
-            "tensor and expert parallelism",
+            "returns responses only from the first stage, so the weights of other stages could not be verified; "
+            "set rollout.engines.pipeline=1, and use tensor or expert parallelism instead",
             code="engines.pipeline",
             about="rollout.engines.pipeline",
         )

@@ -179,9 +179,10 @@ class Table:
                 out[tensor.name] = tensor.shape(shape, self.experts)
             for name, original in self.aliases.items():
                 if name in out or original not in out:
+                    fault = "a row uses the alias as" if name in out else "no row has the original as"
                     raise SlimxError(
-                        f"weight table: {name} is an alias of {original}, so a row must have the source {original} "
-                        "and no row the alias; add or rename the row's source, or remove the alias",
+                        f"weight table: {name} is an alias of {original}, but {fault} a source; correct the rows or "
+                        "remove the alias",
                         code="table.alias",
                         about=name,
                     )
@@ -208,8 +209,8 @@ class Table:
                 for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
                     if owner.setdefault(name, entry.row) is not entry.row:
                         raise SlimxError(
-                            f"weight table: {name} is a source of {entry.row.name} and of an earlier row; remove it "
-                            "from one of the two rows",
+                            f"weight table: {name} is a source of {entry.row.name} and of an earlier row; remove the "
+                            "source from one of the two rows",
                             code="table.two_rows",
                             about=name,
                         )
@@ -235,7 +236,7 @@ def check_row(row: Row, experts: int) -> None:
     if row.quantized and (row.dtype is not None or any(len(shape) == 1 for _, shape in row.sources)):
         fault = "has a vector as a source" if row.dtype is None else "sets a dtype"
         raise SlimxError(
-            f"weight table: {row.name} is quantized, but {fault}; set quantized=False in its row",
+            f"weight table: {row.name} is quantized, but {fault}; set quantized=False in this row",
             code="table.quantized",
             about=row.name,
         )

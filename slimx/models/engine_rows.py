@@ -19,7 +19,7 @@ def no_engine(architecture: str, reason: str) -> SlimxError:
     """Returns the error for an attempt to publish weights of the family `architecture`, which engines cannot serve.
     `reason`: reason why engines cannot serve the family, as a clause."""
     return SlimxError(
-        f"{architecture} cannot be published to engines, because {reason}; train it without engines "
+        f"{architecture} models cannot be published to engines, because {reason}; train the model without engines "
         "(algorithm.name=sft)",
         code="model.no_engine",
         about=architecture,

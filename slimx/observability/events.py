@@ -51,8 +51,8 @@ def open_events(config: object, note: Callable[[str], None]) -> AbstractContextM
     name, *others = entry_points.find("slimx.event_receivers")
     if others:
         raise SlimxError(
-            f"only one package may receive the events of a run, but {name} and {', '.join(others)} are entry "
-            "points of slimx.event_receivers; uninstall all packages but one",
+            f"slimx.event_receivers may have only one entry point, but has several ({name}, {', '.join(others)}); "
+            "uninstall the packages of all entry points except one",
             code="entry_point.twice",
             about=others[0],
         )

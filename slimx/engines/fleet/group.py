@@ -204,9 +204,9 @@ def placement_of(ranks: Sequence[Placement], name: str) -> Placement:
     nodes = {place.node for place in ranks}
     if len(nodes) > 1:
         raise SlimxError(
-            f"a server of rollout.engines group {name} shares the GPUs of {len(ranks)} consecutive trainer ranks, "
-            f"but these are on {len(nodes)} nodes; set the group's tensor, pipeline and nodes such that tensor x "
-            "pipeline / nodes divides the number of GPUs per node",
+            f"a server of rollout.engines group {name} would use the GPUs of {len(ranks)} trainer ranks on "
+            f"{len(nodes)} nodes, but can use only one node; set the group's tensor, pipeline and nodes such that "
+            "tensor x pipeline / nodes divides the number of GPUs per node",
             code="engines.shared_gpus",
             about=name,
         )

@@ -161,7 +161,7 @@ class EngineHandle:
         self._check_not_lost()
         if self.actor is None:
             raise ReceiverLost(
-                f"engine {self.name} is not running; wait until it has been restarted",
+                f"engine {self.name} is not running; wait until slimx has restarted the engine",
                 code="engine.not_running",
                 about=self.name,
             )

@@ -173,8 +173,8 @@ class Membership:
                 limit += f": {history}"
             self.fail(
                 PartLost(
-                    f"no {kind} is left, and all restarts are used up ({limit}), most recently after {error}; see "
-                    "the logs of the engines, and run the same command again to resume",
+                    f"no {kind} is left, and all restarts are used up ({limit}) after the last error ({error}); "
+                    "find the cause in the engines' logs, and run the same command again to resume",
                     code="engines.gone",
                     about=engine.name,
                 )

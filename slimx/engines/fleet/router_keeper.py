@@ -105,8 +105,8 @@ class RouterKeeper:
         await asyncio.shield(self._restarting)
         if not self.up:
             raise PartLost(
-                f"the router is permanently lost ({first_line(reason)}); see its log, and run the same command again "
-                "to resume",
+                f"the router is permanently lost ({first_line(reason)}); find the cause in the router's log, and run "
+                "the same command again to resume",
                 code="router.gone",
                 about="router",
             )
@@ -141,8 +141,8 @@ class RouterKeeper:
             limit += f": {history}"
         self.membership.fail(
             PartLost(
-                f"the router is lost, and its restarts are used up ({limit}), most recently after {reason}; see the "
-                "router's log, and run the same command again to resume",
+                f"the router is lost, and its restarts are used up ({limit}) after the last error ({reason}); find "
+                "the cause in the router's log, and run the same command again to resume",
                 code="router.gone",
                 about="router",
             )

@@ -78,7 +78,7 @@ def check_server_args(args: Json, where: str = "rollout.engines.sglang") -> None
     for name, value in args.items():
         if name not in fields:
             close = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), fields, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]}?" if close else "see python -m sglang.launch_server --help"
+            hint = f"did you mean {close[0]}?" if close else "see `python -m sglang.launch_server --help`"
             raise SlimxError(
                 f"{where}.{name} is not an argument of the installed SGLang; {hint}",
                 code="sglang.argument",
@@ -87,7 +87,7 @@ def check_server_args(args: Json, where: str = "rollout.engines.sglang") -> None
         kind = fields[name].type.removeprefix("Optional[").removesuffix("]")
         if value is not None and kind in ACCEPTED and type(value) not in ACCEPTED[kind]:
             raise SlimxError(
-                f"{where}.{name} is {value!r}, but SGLang declares its type as {fields[name].type}; set a value of "
+                f"{where}.{name} is {value!r}, but SGLang requires the type {fields[name].type}; set a value of "
                 "that type",
                 code="sglang.type",
                 about=f"{where}.{name}",

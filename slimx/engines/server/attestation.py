@@ -54,8 +54,8 @@ async def _attest(wire: ControlClient, name: str) -> list[Json]:
         if error.code not in ("http.refused", "engine.no_plugin"):
             raise
         raise SlimxError(
-            f"{wire.server_name} at {wire.url} does not attest the slimx plugin ({error}); start the server with "
-            "`python -m slimx.engines.server.launch` in an environment where slimx is installed",
+            f"{wire.server_name} at {wire.url} does not confirm that it runs the slimx plugin ({error}); start the "
+            "server with `python -m slimx.engines.server.launch` in an environment where slimx is installed",
             code="engine.unattested",
             about=name,
         ) from None
@@ -73,8 +73,8 @@ def check_plugin(rank: Json, name: str) -> None:
     failed = [part for part, in_force in parts.items() if not in_force]
     if failed:
         raise SlimxError(
-            f"parts of the slimx plugin of engine {name} did not take effect in process {rank['pid']} "
-            f"({', '.join(failed)}); search SGLang's log for 'plugin' to find the reason",
+            f"parts of the slimx plugin ({', '.join(failed)}) have no effect in process {rank['pid']} of engine "
+            f"{name}; search the engine's log for `plugin` to find the reason",
             code="engine.plugin_part",
             about=", ".join(failed),
         )
@@ -93,8 +93,8 @@ async def check_guarded(wire: ControlClient) -> None:
         )
         if status not in REFUSED:
             raise SlimxError(
-                f"{wire.server_name} responds to {method} {wire.url}{path} without a key (status {status}); remove "
-                "from rollout.engines.sglang all arguments that affect keys or server processes",
+                f"{wire.server_name} must reject {method} {wire.url}{path} without a key, but returned status "
+                f"{status}; remove from rollout.engines.sglang all arguments that affect keys or server processes",
                 code="engine.unguarded",
                 about=path,
             )
@@ -149,13 +149,18 @@ def _facts(rank: Json, spec: EngineSpec) -> list[Fact]:
     numerics = spec.numerics.contract(spec.dtype)
     sizes = EngineSizes(**rank["sizes"])
     facts = [
-        Fact("dtype", rank["dtype"], spec.dtype, "start it with that --dtype"),
-        Fact("adapters", rank["adapters"], spec.form.contract(), "start it with the adapter options of this run"),
-        Fact("numerics", rank["numerics"], numerics, "start it in that mode (None is fast), or change numerics.mode"),
-        Fact("sizes", sizes, spec.sizes, "correct the sizes of its group in rollout.engines"),
+        Fact("dtype", rank["dtype"], spec.dtype, "start the engine with that --dtype"),
+        Fact("adapters", rank["adapters"], spec.form.contract(), "start the engine with this run's adapter options"),
+        Fact(
+            "numerics",
+            rank["numerics"],
+            numerics,
+            "start the engine in that mode (None is fast), or change numerics.mode",
+        ),
+        Fact("sizes", sizes, spec.sizes, "correct the sizes of the engine's group in rollout.engines"),
     ]
     if not spec.frozen:
-        remedy = "start it with --publish-draft if the run publishes draft weights, else without"
+        remedy = "start the engine with --publish-draft only if the run publishes draft weights"
         facts.append(Fact("draft", rank["draft"], spec.draft, remedy))
     return facts
 
@@ -203,8 +208,8 @@ def forms_of(name: str, ranks: Sequence[Json], encoding: Encoding) -> list[dict[
         if uncovered:
             parameter, reason = next(iter(uncovered.items()))
             raise SlimxError(
-                f"engine {name} rank {index} has {len(uncovered)} parameters that slimx cannot publish (the first is "
-                f"{parameter}: {reason}); add rows for them to slimx/adapters/sglang/weights/layout.py",
+                f"rank {index} of engine {name} has {len(uncovered)} parameters that slimx cannot publish (the first "
+                f"is {parameter}: {reason}); add rows for these parameters to slimx/adapters/sglang/weights/layout.py",
                 code="engine.uncovered",
                 about=parameter,
             )
@@ -215,7 +220,7 @@ def forms_of(name: str, ranks: Sequence[Json], encoding: Encoding) -> list[dict[
         for tensor, form in rank["forms"].items():
             if tensors.setdefault(tensor, form) != form:
                 raise SlimxError(
-                    f"engine {name}: tensor {tensor} is {form} on rank {index}, but {tensors[tensor]} on earlier "
+                    f"engine {name}: tensor {tensor} is {form} on rank {index}, but {tensors[tensor]} on lower "
                     "ranks; start all ranks of the engine with the same arguments and SGLang version",
                     code="engine.ranks_differ",
                     about=tensor,
@@ -243,7 +248,7 @@ def check_copied(name: str, ranks: Sequence[Json]) -> None:
         if error:
             raise SlimxError(
                 f"copying weights to rank {index} of engine {name} failed after {rank['outcome']['loaded']} tensors "
-                f"({error}); publish again",
+                f"({error}); publish the weights again",
                 code="engine.copy",
                 about=name,
             )
@@ -258,7 +263,7 @@ def verified_by(name: str, ranks: Sequence[Json]) -> Json:
     same_for_all = ranks[0]["encoding"] != "local"
     if same_for_all and len(set(counts)) > 1:
         raise SlimxError(
-            f"engine {name}: ranks received different numbers of tensors ({counts}) in one publication; publish again",
+            f"engine {name}: the ranks received different numbers of tensors ({counts}); publish the weights again",
             code="engine.counts",
             about=name,
         )
@@ -266,8 +271,8 @@ def verified_by(name: str, ranks: Sequence[Json]) -> Json:
         wrong = _names_of_all(ranks, key)
         if wrong:
             raise SlimxError(
-                f"engine {name}: {len(wrong)} tensors (the first is {wrong[0]}) {problem}; publish again or restart "
-                "the engine",
+                f"engine {name}: {len(wrong)} tensors (the first is {wrong[0]}) {problem}; publish the weights "
+                "again, or restart the engine",
                 code="engine.unverified",
                 about=wrong[0],
             )

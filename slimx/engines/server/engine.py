@@ -81,7 +81,7 @@ class Engine(EngineServer):
         """Changes the state to `to`. Raises SlimxError if `TRANSITIONS` does not contain this transition."""
         if to not in TRANSITIONS[self.state]:
             raise SlimxError(
-                f"engine {self.spec.name} is {self.state} and cannot become {to}; from this state, move it only to "
+                f"engine {self.spec.name} is {self.state} and cannot become {to}; choose as the next state one of "
                 f"{', '.join(sorted(TRANSITIONS[self.state]))}",
                 code="engine.transition",
                 about=str(to),
@@ -92,8 +92,8 @@ class Engine(EngineServer):
         """Raises SlimxError, naming `operation`, unless the engine is in one of `states`."""
         if self.state not in states:
             raise SlimxError(
-                f"engine {self.spec.name} is {self.state}, but {operation} requires {' or '.join(states)}; bring the "
-                "engine into that state first",
+                f"engine {self.spec.name} is {self.state}, but {operation} requires the state {' or '.join(states)}; "
+                "first bring the engine into that state",
                 code="engine.state",
                 about=operation,
             )
@@ -162,8 +162,8 @@ class Engine(EngineServer):
     def _enter(self, verb: str, epoch: int) -> None:
         if epoch < self.epoch or (epoch > self.epoch and verb not in BEFORE_BEGIN):
             raise SlimxError(
-                f"engine {self.spec.name}: {verb} belongs to the publication of epoch {epoch}, but the current "
-                f"publication has epoch {self.epoch}; publish again",
+                f"engine {self.spec.name}: the call `{verb}` belongs to epoch {epoch}, but the current publication "
+                f"has epoch {self.epoch}; publish the weights again",
                 code="engine.late",
                 about=verb,
             )
@@ -359,7 +359,7 @@ class Engine(EngineServer):
     def _open(self, operation: str) -> Manifest:
         if self.publication is None:
             raise SlimxError(
-                f"engine {self.spec.name}: {operation} requires a publication; begin a publication first",
+                f"engine {self.spec.name}: no publication is open, but `{operation}` requires one; call `begin` first",
                 code="engine.not_open",
                 about=operation,
             )

@@ -129,11 +129,11 @@ class ControlClient:
             headers=bearer(key or self.keys.control),
             server_name=self.server_name,
         )
-        failure = f"{self.server_name}: {method} {self.url}{path} returned status {status}: {message_of(response)}"
+        failure = f"{self.server_name}: {method} {self.url}{path} returned status {status} ({message_of(response)})"
         if status in REFUSED:
             raise SlimxError(
                 f"{failure}, because the server requires a different key; set api_key_env and admin_api_key_env of "
-                "its group in rollout.engines to the environment variables that contain its keys",
+                "the engine's group in rollout.engines to the names of environment variables with the server's keys",
                 code="engine.key",
                 about=path,
             )
@@ -165,8 +165,8 @@ class ControlClient:
         rank."""
         if not responses or any("pid" not in entry["checksums"] for entry in responses):
             raise SlimxError(
-                f"{self.server_name} at {self.url} has no slimx plugin that responds to {action}; start it with "
-                "`python -m slimx.engines.server.launch`",
+                f"{self.server_name} at {self.url} has no slimx plugin that responds to {action}; start the server "
+                "with `python -m slimx.engines.server.launch`",
                 code="engine.no_plugin",
                 about=self.server_name,
             )
@@ -179,16 +179,16 @@ class ControlClient:
             size = position["size"]
             if ranks.setdefault(rank, response)["pid"] != response["pid"]:
                 raise SlimxError(
-                    f"{self.server_name}: two processes respond as rank {rank}, because they are replicas (dp_size "
-                    "without enable_dp_attention); start one engine per replica",
+                    f"{self.server_name}: two processes respond as rank {rank}, because dp_size without "
+                    "enable_dp_attention creates replicas; remove dp_size, and start one engine per replica",
                     code="engine.replicas",
                     about=self.server_name,
                 )
         if sorted(ranks) != list(range(size)):
             raise SlimxError(
-                f"{self.server_name}: only ranks {sorted(ranks)} of {size} responded to {action}, because with "
-                "pp_size above 1 SGLang returns only the responses of the first stage; set pp_size to 1, and use "
-                "tensor and expert parallelism",
+                f"{self.server_name}: only ranks {sorted(ranks)} of {size} responded to {action}, because "
+                "SGLang returns only responses of the first pipeline stage; set pp_size to 1, and use tensor or expert "
+                "parallelism instead",
                 code="engine.ranks_missing",
                 about=self.server_name,
             )

@@ -82,7 +82,7 @@ class Keys:
         except (ValueError, TypeError):
             # The cause is omitted, because its message would show the content that was read.
             raise SlimxError(
-                f'--keys: {where} must contain the JSON object {{"api_key": "...", "admin_api_key": "..."}}',
+                f'--keys: {where} has no valid keys; put {{"api_key": "...", "admin_api_key": "..."}} into the file',
                 code="keys.form",
                 about=where,
             ) from None
@@ -102,7 +102,7 @@ def key_in(name: str | None, variables: Mapping[str, str], where: str) -> str | 
     key = variables.get(name)
     if not key:
         raise SlimxError(
-            f"{where} names the environment variable {name}, which is not set; export it where the run is started",
+            f"{where} names the environment variable {name}, which is not set; export that variable for the run",
             code="keys.variable",
             about=name,
         )

@@ -260,7 +260,7 @@ class EngineServer:
             await cancelled(task)
         if task.cancelled():
             raise ReceiverLost(
-                f"engine {self.spec.name} was stopped before it responded; wait until it has been restarted",
+                f"engine {self.spec.name} was stopped before it responded; wait until slimx has restarted the engine",
                 code="engine.stopped",
                 about=self.spec.name,
             )

@@ -167,8 +167,8 @@ def server_args(spec: EngineSpec) -> Json:
     taken = sorted(ours.keys() & spec.sglang.keys())
     if taken:
         raise SlimxError(
-            f"rollout.engines.sglang.{taken[0]} cannot be set for engine {spec.name}, because slimx sets it to "
-            f"{ours[taken[0]]!r}; remove it",
+            f"rollout.engines.sglang.{taken[0]} cannot be set for engine {spec.name}, because slimx sets the argument "
+            f"to {ours[taken[0]]!r}; remove the argument",
             code="sglang.taken",
             about=f"rollout.engines.sglang.{taken[0]}",
         )
@@ -182,14 +182,14 @@ def check_keyless(args: Json) -> None:
         if args.get(name) is not None:
             raise SlimxError(
                 f"rollout.engines.sglang.{name} would be on the server's command line, which every user of the "
-                "machine can read; remove it, because slimx generates random keys for each run's servers",
+                "machine can read; remove the argument, because slimx generates random keys for each run's servers",
                 code="engine.key_on_command_line",
                 about=name,
             )
     if args.get("tokenizer_worker_num") not in (None, 1):
         raise SlimxError(
-            f"rollout.engines.sglang.tokenizer_worker_num is {args['tokenizer_worker_num']}, but SGLang checks no "
-            "keys if it is above 1, so any process could replace the weights; set it to 1",
+            f"rollout.engines.sglang.tokenizer_worker_num is {args['tokenizer_worker_num']}, but SGLang checks "
+            "keys only if the value is 1, so any process could replace the weights; set the value to 1",
             code="engine.unguarded",
             about="tokenizer_worker_num",
         )

@@ -270,7 +270,7 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
     hf, architecture = _config_of(file)
     if not isinstance(mtp_layers, int) or mtp_layers < 0:
         raise SlimxError(
-            f"trainer.megatron.mtp_num_layers={mtp_layers!r} is not a number of layers; set 0 or more",
+            f"trainer.megatron.mtp_num_layers is {mtp_layers!r}, which is not valid; set an integer of at least 0",
             code="model.mtp_layers",
             about="trainer.megatron.mtp_num_layers",
         )
@@ -280,7 +280,7 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
         return _spec(str(path), hf, architecture, family, mtp_layers)
     except KeyError as error:
         raise SlimxError(
-            f"{file}: field {error}, which {architecture} requires, is missing or null; restore the file from the "
+            f"{file}: field {error} has no value, but {architecture} requires one; restore the file from the "
             "checkpoint's source",
             code="model.field_missing",
             about=str(error.args[0]),
@@ -327,8 +327,8 @@ def _spec(path: str, hf: Json, architecture: str, family: Family, mtp_layers: in
     unread = next(fields.unread(), None)
     if unread is not None:
         raise SlimxError(
-            f"{file}: slimx does not read field {unread} of {architecture}, which may change what the model computes; "
-            "remove the field if it has no effect, or set model.family to a family that reads it",
+            f"{file}: field {unread} may change the model, but slimx does not read this field of {architecture}; "
+            "remove the field if it has no effect, or set model.family to a family that reads the field",
             code="model.field_unread",
             about=unread,
         )
@@ -356,17 +356,14 @@ def _config_of(file: Path) -> tuple[Json, str]:
             path.parent.name: path.parent for path in file.parent.parent.glob("*/config.json") if path.is_file()
         }
         near = get_close_matches(file.parent.name, siblings, n=1)
-        hint = f"did you mean {siblings[near[0]]}?" if near else "give a Hugging Face model directory"
-        raise SlimxError(
-            f"{file.parent}: {problem}; {hint}",
-            code="model.directory",
-            about=str(file.parent),
-        )
+        hint = f"did you mean {siblings[near[0]]}?" if near else "choose a Hugging Face model directory"
+        raise SlimxError(f"{file.parent}: {problem}; {hint}", code="model.directory", about=str(file.parent))
     hf = read_object(file)
     names = hf.get("architectures") or ["nothing"]
     if not isinstance(names, list) or not isinstance(names[0], str):
         raise SlimxError(
-            f"{file}: architectures is {names!r}, not a list of names; restore the file from the checkpoint's source",
+            f"{file}: architectures is {names!r}, but must be a list of names; restore the file from the checkpoint's "
+            "source",
             code="model.architectures",
             about=str(file),
         )
@@ -377,8 +374,8 @@ def _family_of(architecture: str, file: Path, configured: Family | None) -> Fami
     if configured is not None:
         if architecture != configured.ARCHITECTURE:
             raise SlimxError(
-                f"{file}: architecture {architecture} differs from {configured.ARCHITECTURE}, the one of "
-                "model.family; set model.family to the checkpoint's family, or remove model.family",
+                f"{file}: the architecture is {architecture}, but model.family supports {configured.ARCHITECTURE}; "
+                "set model.family to the checkpoint's family, or remove model.family",
                 code="model.other_family",
                 about=architecture,
             )
@@ -392,8 +389,8 @@ def _family_of(architecture: str, file: Path, configured: Family | None) -> Fami
     known = entry_points.find(GROUP)
     if architecture not in known:
         raise SlimxError(
-            f"{file}: architecture {architecture} is not supported; choose one of {', '.join(known)}, or add a family "
-            "(model.family) as docs/models.md shows",
+            f"{file}: architecture {architecture} is not supported; choose a checkpoint with one of the architectures "
+            f"{', '.join(known)}, or set model.family to a family that you write as docs/models.md shows",
             code="model.unknown",
             about=architecture,
         )

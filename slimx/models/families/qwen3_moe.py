@@ -77,8 +77,8 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
     if hf.get("tie_word_embeddings"):
         raise SlimxError(
             f"{ARCHITECTURE} with tie_word_embeddings cannot be served, because SGLang 0.5.23 builds a separate "
-            "output layer for it and would return wrong logits; train the model without engines, or untie the "
-            "embeddings",
+            "output layer for such a model and would return wrong logits; train the model without engines "
+            "(algorithm.name=sft), or untie the embeddings",
             code="model.served_field",
             about="tie_word_embeddings",
         )

@@ -64,20 +64,20 @@ def indexed_files(directory: Path) -> dict[str, str] | None:
         or not all(isinstance(file, str) for file in weight_map.values())
     ):
         raise SlimxError(
-            f"{index}: the file has no weight_map from tensors to files; {_RESTORE}",
+            f"{index}: the file has no weight_map from tensor names to file names; {_RESTORE}",
             code="checkpoint.index",
             about=str(index),
         )
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file:
             raise SlimxError(
-                f"{index} names {file!r}, but its directory contains no such file; {_RESTORE}",
+                f"{index}: the file contains the path {file!r} instead of a file name; {_RESTORE}",
                 code="checkpoint.index",
                 about=file,
             )
         if not (directory / file).is_file():
             raise SlimxError(
-                f"{directory}: shard {file}, which {INDEX} names, is missing; download it again",
+                f"{directory}: shard {file}, which {INDEX} names, is missing; download the shard again",
                 code="checkpoint.shard",
                 about=file,
             )

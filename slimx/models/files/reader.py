@@ -46,7 +46,7 @@ class CheckpointReader:
         if weight_map is None:
             if not (self.path / SINGLE).is_file():
                 raise SlimxError(
-                    f"{self.path} contains neither {SINGLE} nor {INDEX}; give a Hugging Face model directory",
+                    f"{self.path} contains neither {SINGLE} nor {INDEX}; choose a Hugging Face model directory",
                     code="checkpoint.none",
                     about=str(self.path),
                 )
@@ -59,7 +59,7 @@ class CheckpointReader:
                 self._files[name] = safe_open(self.path / name, framework="pt")
             except SafetensorError as error:
                 raise SlimxError(
-                    f"{self.path / name}: the file is truncated or not a safetensors file ({error}); download it again",
+                    f"{self.path / name}: the file is not a valid safetensors file ({error}); download the file again",
                     code="checkpoint.file",
                     about=name,
                 ) from error
@@ -189,7 +189,7 @@ class CheckpointReader:
                 continue
             raise SlimxError(
                 f"{self.path}: tensor {name} differs from {original}, although the two must be equal in this model; "
-                f"remove {name} from the checkpoint, or correct tie_word_embeddings if it is independent",
+                f"remove {name} from the checkpoint, or correct tie_word_embeddings if the two are independent",
                 code="checkpoint.copy",
                 about=name,
             )
@@ -281,7 +281,7 @@ def check_finite(values: torch.Tensor, name: str, path: Path) -> None:
     """Raises SlimxError if `values`, read from tensor `name` of the checkpoint in `path`, contain NaN or infinities."""
     if not _finite(values):
         raise SlimxError(
-            f"{path}: tensor {name} contains NaN or infinite values; restore its file from the checkpoint's source",
+            f"{path}: tensor {name} contains NaN or infinite values; restore this file from the checkpoint's source",
             code="checkpoint.finite",
             about=name,
         )

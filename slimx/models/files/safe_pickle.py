@@ -89,7 +89,7 @@ def read_metadata(path: Path) -> Metadata:
             metadata = _Unpickler(file).load()
     except OSError as error:
         raise SlimxError(
-            f"{path}: the file cannot be read ({error.strerror}); restore it from its source",
+            f"{path}: the file cannot be read ({error.strerror}); restore the file from its source",
             code="megatron.metadata",
             about=str(path),
         ) from error
@@ -104,7 +104,7 @@ def read_metadata(path: Path) -> Metadata:
 
 def _no_metadata(path: Path, reason: str) -> SlimxError:
     return SlimxError(
-        f"{path}: the file is not the metadata of a torch_dist checkpoint ({reason}); restore it from its source",
+        f"{path}: the file is not the metadata of a torch_dist checkpoint ({reason}); restore the file from its source",
         code="megatron.metadata",
         about=str(path),
     )

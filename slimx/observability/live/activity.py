@@ -98,7 +98,7 @@ def read_activity(directory: Path) -> Json | None:
         return json.loads(file.read_text())
     except ValueError as error:
         raise SlimxError(
-            f"{file} is damaged ({error}); remove the file, which a run in progress writes again",
+            f"{file} is damaged ({error}); remove the file (a run in progress will write a new one)",
             code="run.activity",
             about=str(file),
         ) from error

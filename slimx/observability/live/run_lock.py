@@ -64,7 +64,7 @@ def check_usable(directory: Path) -> None:
 
 def _locked(directory: Path) -> SlimxError:
     return SlimxError(
-        f"another process is training in {directory}; wait until it has ended, or set another run.dir",
+        f"another process is training in {directory}; wait until that process has ended, or set another run.dir",
         code="run.locked",
         about=str(directory),
     )

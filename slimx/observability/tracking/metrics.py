@@ -35,7 +35,7 @@ def _collect(prefix: str, metrics: Mapping[str, object], flat: dict[str, float])
             continue
         if name in flat:
             raise SlimxError(
-                f"metric {name} is logged twice in one step; rename one of the two",
+                f"metric {name} is logged twice in one step; rename one of the two metrics",
                 code="metrics.twice",
                 about=name,
             )

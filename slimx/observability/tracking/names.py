@@ -258,7 +258,7 @@ def check_hook_name(name: str) -> None:
     slimx's metrics."""
     if not isinstance(name, str) or not _FORM.fullmatch(name):
         raise SlimxError(
-            f"a hook called ctx.log with the invalid name {name!r}; use letters, digits and the characters _ . - in "
+            f"a hook called ctx.log with the invalid name {name!r}; use letters, digits, `_`, `.` and `-`, in "
             "parts separated by single slashes",
             code="metrics.name",
             about=str(name),

@@ -101,7 +101,7 @@ def test_layers_stand_where_megatrons_own_pipeline_layout_puts_them(sizes: Sizes
         (Sizes(pipeline=2, virtual=4), (), "layout.pipeline", "trainer.pipeline", [2, 4, 4, 0, 1, 1, 1, 1, 0, 0, 0]),
         (Sizes(pipeline=2), (1, 2), "layout.layers_per_stage", "trainer.layers_per_stage", [1, 2, 4, 2, 2, 2]),
         (Sizes(pipeline=2), (4,), "layout.layers_per_stage", "trainer.layers_per_stage", [4, 4, 2, 2, 2]),
-        (Sizes(expert=3, data=3), (), "layout.experts", "trainer.expert", [3, 4, 4]),
+        (Sizes(expert=3, data=3), (), "layout.experts", "trainer.expert", [3, 4]),
         (Sizes(tensor=2, expert=4), (), "layout.expert_ranks", "trainer.expert", [4, 1, 2]),
     ],
 )
