@@ -65,7 +65,7 @@ class Manifest:
             problem = "is unknown" if key in values else "is missing"
             raise SlimxError(
                 f"the key {key} of the manifest {problem}, because trainers and engines run different versions of "
-                "slimx; install the same version on every machine",
+                "slimx; install the same slimx version on every machine",
                 code="manifest.key",
                 about=key,
             )

@@ -88,8 +88,8 @@ class Publisher:
         trainers failed, an engine has a different model, or another publication is running."""
         if self._current is not None:
             raise SlimxError(
-                f"version {version} cannot be published until the publication of version {self._current} has ended; "
-                "wait until then",
+                f"version {version} cannot be published during the publication of version {self._current}; "
+                "wait until that publication has ended",
                 code="publish.under_way",
                 about=f"version {version}",
             )
@@ -374,12 +374,12 @@ def _compare(engine: str, sent: list[dict[str, str]], loaded: list[dict[str, str
     ends the publication, because restarting the engine would not help."""
     if len(sent) != len(loaded):
         raise SlimxError(
-            f"engine {engine} loads tensors into {len(loaded)} ranks, but the trainers send to {len(sent)}; start the "
-            "engine with the sizes of this run's configuration",
+            f"engine {engine} has {len(loaded)} ranks, but the trainers send tensors for {len(sent)}; start the engine "
+            "with the parallel sizes of this run's rollout.engines",
             code="publish.ranks",
             about=engine,
         )
-    remedy = "start it with the trainers' model"
+    remedy = "start the engine with the trainers' model"
     for rank, (sent_tensors, engine_tensors) in enumerate(zip(sent, loaded, strict=True)):
         name = f"engine {engine} rank {rank}" if len(sent) > 1 else f"engine {engine}"
         for tensor, form in sent_tensors.items():
@@ -387,14 +387,14 @@ def _compare(engine: str, sent: list[dict[str, str]], loaded: list[dict[str, str
                 raise SlimxError(f"{name} has no tensor {tensor}; {remedy}", code="publish.unknown", about=tensor)
             if engine_tensors[tensor] != form:
                 raise SlimxError(
-                    f"{name} has {tensor} as {engine_tensors[tensor]}, but the trainers send {form}; {remedy}",
+                    f"{name} has tensor {tensor} as {engine_tensors[tensor]}, but the trainers send {form}; {remedy}",
                     code="publish.form",
                     about=tensor,
                 )
         missing = sorted(engine_tensors.keys() - sent_tensors.keys())
         if missing:
             raise SlimxError(
-                f"{name} needs {missing[0]}, which trainers do not send ({len(missing)} such tensors); {remedy}",
+                f"{name} needs tensor {missing[0]}, which trainers do not send ({len(missing)} such tensors); {remedy}",
                 code="publish.missing",
                 about=missing[0],
             )

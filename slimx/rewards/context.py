@@ -55,8 +55,8 @@ def answer_of(ctx: Context, hook: str) -> str:
     """
     if ctx.prompt.answer is None:
         raise SlimxError(
-            f"prompt {ctx.prompt.id!r} has no answer for {hook} to compare with; add `answer` to its line, or set "
-            "another reward.function",
+            f"prompt {ctx.prompt.id!r} has no answer with which {hook} can compare completions; add `answer` to the "
+            "prompt's line, or choose another reward.function",
             code="reward.answer",
             about=ctx.prompt.id,
         )

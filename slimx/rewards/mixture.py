@@ -61,7 +61,7 @@ class Mixture[C: Context]:
         if not fitting:
             raise SlimxError(
                 f"prompt {prompt.id!r} with metadata {prompt.metadata} matches no entry of reward.parts; add an entry "
-                "that matches it, or an entry without `where`",
+                "whose `where` matches this metadata, or an entry without `where`",
                 code="reward.parts",
                 about=prompt.id,
             )

@@ -74,16 +74,16 @@ class Draft:
             )
         if completion.policy != self.policy:
             raise SlimxError(
-                f"trajectory {self.id} belongs to policy {self.policy}, but {completion.policy} sampled these tokens; "
-                "add them with add_inserted, which excludes them from the loss, or to a draft of that policy "
-                "(ctx.policies[NAME].draft)",
+                f"trajectory {self.id} belongs to policy {self.policy}, but policy {completion.policy} sampled these "
+                "tokens; add these tokens with add_inserted, which excludes tokens from the loss, or to a draft of the "
+                "policy that sampled them (ctx.policies[NAME].draft)",
                 code="draft.policy",
                 about=self.id,
             )
         if self.turn and completion.temperature != self.sampling["temperature"]:
             raise SlimxError(
                 f"trajectory {self.id} was sampled at temperatures {self.sampling['temperature']} and "
-                f"{completion.temperature}; use one temperature for all turns, or return one trajectory per turn",
+                f"{completion.temperature}; use the same temperature for all turns, or return one trajectory per turn",
                 code="draft.temperature",
                 about=self.id,
             )
@@ -118,7 +118,7 @@ class Draft:
         """
         if not self.turn:
             raise SlimxError(
-                f"describe_turn was called before trajectory {self.id} had a sampled turn; call it after add_sampled",
+                f"describe_turn was called for trajectory {self.id} without a sampled turn; call add_sampled first",
                 code="draft.turn",
                 about=self.id,
             )
@@ -166,7 +166,7 @@ class Draft:
         if self._routes is not None and len(self._routes) != end - 1:
             raise SlimxError(
                 f"trajectory {self.id} has routed experts of {len(self._routes)} positions instead of {end - 1}; "
-                "continue draft.token_ids unchanged in every request",
+                "pass draft.token_ids unchanged to every request",
                 code="draft.routes",
                 about=self.id,
             )

@@ -55,8 +55,8 @@ def check_run(directory: Path) -> None:
     """Raises SlimxError if `directory` is not the directory of a run."""
     if not (directory / "config.yaml").is_file():
         raise SlimxError(
-            f"{directory} is not a run directory, because it contains no config.yaml; pass the run.dir of an "
-            "existing run",
+            f"{directory} is not a run directory, because it contains no config.yaml; pass the "
+            "directory of an existing run (its run.dir)",
             code="run.none",
             about=str(directory),
         )
@@ -90,8 +90,8 @@ def read_run(directory: Path) -> RunFiles:
     run = RunFiles(directory=directory, missing=[name for name in FILES if not (directory / name).is_file()])
     if len(run.missing) == len(FILES):
         raise SlimxError(
-            f"{directory} is not a run directory, because it contains none of {', '.join(FILES)}; pass the run.dir "
-            "of an existing run",
+            f"{directory} is not a run directory, because it contains none of {', '.join(FILES)}; pass the "
+            "directory of an existing run (its run.dir)",
             code="run.none",
             about=str(directory),
         )

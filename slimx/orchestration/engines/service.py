@@ -293,7 +293,7 @@ def refuse_elsewhere(transport: str, publisher: str, remote: Mapping[str, str]) 
         raise SlimxError(
             f"publish.transport={transport} works only within one machine, but engine {name} is on {engine} and "
             f"trainer rank {PUBLISHER}, which packs the weights, is on {publisher}; set publish.transport to nixl or "
-            "disk, or place the two on one machine",
+            "disk, or place the engine and this rank on one machine",
             code="publish.reach",
             about=name,
         )

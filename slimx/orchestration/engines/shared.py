@@ -102,7 +102,7 @@ class SharedMembers:
             await self._members.admit(engine)
         elif not engine.state.runs:
             raise ReceiverLost(
-                f"engine {engine.name} was lost before it could serve; see its log",
+                f"engine {engine.name} was lost before it could serve requests; see the engine's log for the cause",
                 code="engine.lost",
                 about=engine.name,
             )

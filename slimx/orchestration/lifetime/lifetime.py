@@ -76,7 +76,7 @@ class Alarm:
                 self.ring(
                     SlimxError(
                         f"a task that watches the run failed ({raised(error)}), which is a bug in "
-                        "slimx; report it with this run's configuration",
+                        "slimx; report the bug with this message and the config.yaml of this run",
                         code="watch",
                     )
                 )

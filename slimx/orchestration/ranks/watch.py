@@ -86,7 +86,7 @@ async def _result(reference: Awaitable[object]) -> object:
 def _lost(group: RankGroup, rank: int, reason: str) -> PartLost:
     name = group.holder(rank)
     return PartLost(
-        f"{name} {reason}; see its log {group.logs[rank]}, and run the same command again to continue from the "
+        f"{name} {reason}; see the log {group.logs[rank]}, and run the same command again to continue from the "
         "newest checkpoint",
         code="rank.silent",
         about=name,

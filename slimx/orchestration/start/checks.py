@@ -40,11 +40,11 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
             "during training (eval.prompts), or remove the additional policies from section policies",
         )
     if not config.rollout.policy_engines:
-        remedy = "rollout.engines is empty; add an engine group to it"
+        remedy = "rollout.engines is empty; add an engine group to rollout.engines"
         if config.rollout.replay:
-            remedy = "rollout.replay is set; remove it"
+            remedy = "rollout.replay is set; remove rollout.replay"
         raise SlimxError(
-            f"there is no engine to generate with, because {remedy}",
+            f"slimx has no engine that can generate, because {remedy}",
             code="engines.none",
             about="rollout.replay" if config.rollout.replay else "rollout.engines",
         )
@@ -57,8 +57,8 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
     for group in config.rollout.engines:
         if not group.frozen and group.urls:
             raise SlimxError(
-                f"rollout.engines group {group.name} has urls, but slimx does not know the weights of those servers; "
-                "set count instead of urls, so that slimx starts the engines",
+                f"rollout.engines group {group.name} has the urls of running servers, but slimx does not know the "
+                "weights of these servers; set count instead of urls, so that slimx starts the engines",
                 code="engines.urls",
                 about=group.name,
             )
@@ -80,14 +80,14 @@ def _check_loadable(weights: Path, key: str) -> None:
     directory, for messages."""
     if format_of(weights) is not None:
         raise SlimxError(
-            f"{key}: {weights} is not in Hugging Face's format, the only one that engines load; convert it (slimx "
-            "convert), or export weights during training (checkpoint.export_every)",
+            f"{key}: {weights} is not in Hugging Face's format, the only format that engines load; convert the "
+            "weights with `slimx convert`, or set checkpoint.export_every to export weights during training",
             code="engines.weights",
             about=key,
         )
     if not (weights / "config.json").is_file():
         raise SlimxError(
-            f"{key}: {weights} has no config.json; set it to a Hugging Face directory with weights",
+            f"{key}: {weights} contains no config.json; choose a Hugging Face directory with weights",
             code="engines.weights",
             about=key,
         )

@@ -85,8 +85,8 @@ def make_source(config: Config, prompts: Mapping[str, list[Prompt]]) -> DataSour
             missing.append(name)
     if missing:
         raise SlimxError(
-            f"rollout.source: {rollout.source} returned an object of type {type(source).__name__} without "
-            f"{', '.join(missing)}; define all methods of slimx.data.prompts.read.DataSource",
+            f"rollout.source: {rollout.source} returned an object of type {type(source).__name__}, which does not "
+            f"define {', '.join(missing)}; define all methods of slimx.data.prompts.read.DataSource",
             code="sources.methods",
             about="rollout.source",
         )
@@ -117,7 +117,7 @@ def source_prompts(rollout: Rollout) -> dict[str, list[Prompt]]:
             if other != source.name:
                 raise SlimxError(
                     f"rollout.sources: {source.name!r} and {other!r} both have a prompt with id {prompt.id!r}; "
-                    "rename the files, or give their rows different ids",
+                    "give the prompts different ids, or rename a file if its name is part of the id",
                     code="prompts.id",
                     about=prompt.id,
                 )

@@ -49,17 +49,16 @@ def check_start(config: Config, directory: Path, saves: Saves) -> None:
         )
     if config.run.resume == "never" and (directory / "metrics.jsonl").exists():
         raise SlimxError(
-            f"run.resume is never, but {directory} already contains a run; choose another run.dir or remove the "
-            "directory",
+            f"run.resume is never, but {directory} contains a run; choose another run.dir or remove this directory",
             code="run.resume",
             about="run.resume",
         )
     begins = newest is None or config.run.resume == "never"
     if begins and fork is not None and not (Path(fork) / MANIFEST).is_file():
         checkpoint = Saves(Path(fork) / "checkpoints", keep=1).newest()
-        hint = "set it to a RUN/checkpoints/iter_NNNNNNN"
+        hint = "set run.fork to a directory RUN/checkpoints/iter_NNNNNNN"
         if checkpoint is not None:
-            hint = f"set it to the newest checkpoint of that run, {checkpoint}"
+            hint = f"set run.fork to the newest checkpoint in this directory, {checkpoint}"
         raise SlimxError(f"run.fork: {fork} is not a complete checkpoint; {hint}", code="run.fork", about=fork)
 
 
@@ -68,7 +67,7 @@ def check_generation(config: Config, directory: Path, saves: Saves) -> None:
     the prompts that is stored in `saves`."""
     if config.run.fork:
         raise SlimxError(
-            "run.fork continues the training of a run, but slimx generate does not train; remove run.fork",
+            "run.fork is set to continue the training of a run, but slimx generate does not train; remove run.fork",
             code="run.fork",
             about="run.fork",
         )
@@ -86,8 +85,8 @@ def check_generation(config: Config, directory: Path, saves: Saves) -> None:
         )
     if config.run.resume == "must" and saves.newest() is None:
         raise SlimxError(
-            f"run.resume is must, but {saves.directory} contains no position to resume from; set run.resume to "
-            "auto to start from the first prompt",
+            f"run.resume is must, but {saves.directory} contains no position in the prompts from which to "
+            "resume; set run.resume to auto to start from the first prompt",
             code="run.resume",
             about="run.resume",
         )

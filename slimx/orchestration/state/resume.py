@@ -66,26 +66,26 @@ def check_resume(path: Path, state: RunState, policies: Mapping[str, SavedPolicy
     files.check_sizes(path, files.read_manifest(path))
     if "replay" in state.rollouts and not config.rollout.replay:
         raise SlimxError(
-            f"{path} was written by a run that replayed {state.rollouts['replay']}, so it contains no position in "
-            "the prompts; set rollout.replay, or start a new run from its weights (trainer.load)",
+            f"{path} was written by a run that replayed {state.rollouts['replay']}, so this checkpoint contains no "
+            "position in the prompts; set rollout.replay again, or set trainer.load to this checkpoint in a new run",
             code="resume.replay",
             about=str(path),
         )
     if (state.critic is None) != (critic is None):
-        holds, has, code = "a critic", "none", "resume.critic"
+        holds, has, code = "a critic", "no critic", "resume.critic"
         if state.critic is None:
-            holds, has, code = "no critic", "one", "resume.no_critic"
+            holds, has, code = "no critic", "a critic", "resume.no_critic"
         raise SlimxError(
             f"{path} contains {holds}, but this run has {has} (algorithm.name={config.algorithm.name}); choose "
-            "another run.dir, and set trainer.load to start from its weights",
+            "another run.dir, and set trainer.load to this checkpoint to start from its weights",
             code=code,
             about=str(path),
         )
     if set(state.policies) != set(policies):
         raise SlimxError(
             f"{path} contains the policies {_listed(state.policies)}, but this run trains {_listed(policies)}; use "
-            "the same names in section policies, or choose another run.dir and set trainer.load to start from its "
-            "weights",
+            "the checkpoint's names in the section policies, or choose another run.dir and set trainer.load to this "
+            "checkpoint to start from its weights",
             code="resume.policies",
             about="policies",
         )
@@ -108,8 +108,8 @@ def _check_policy(path: Path, keys: str, saved: Json, config: Config, sizes: Siz
     if saved["lora"] != _adapters(config):
         raise SlimxError(
             f"{path} was written with {keys}.lora={saved['lora']}, but this run has {_adapters(config)}, and "
-            f"adapters are part of the saved weights; set {keys}.lora to the former value, or start a new run from "
-            "an export (checkpoint.export_hf) with trainer.load",
+            f"adapters are part of the saved weights; set {keys}.lora to the checkpoint's value, or start a new run "
+            "with trainer.load set to an export (checkpoint.export_hf)",
             code="resume.lora",
             about=str(path),
         )
@@ -124,9 +124,9 @@ def _check_policy(path: Path, keys: str, saved: Json, config: Config, sizes: Siz
     kind = config.trainer.optimizer.kind
     if saved["optimizer"] != kind:
         raise SlimxError(
-            f"{path} contains the state of {keys}.optimizer.kind={saved['optimizer']}, but this run has {kind}; "
-            f"set {keys}.optimizer.kind to the former value, or set checkpoint.load_optimizer=false to start with "
-            "new moments",
+            f"{path} contains optimizer state for {keys}.optimizer.kind={saved['optimizer']}, but this run has {kind}; "
+            f"set {keys}.optimizer.kind to the checkpoint's value, or set checkpoint.load_optimizer=false to start "
+            "with new optimizer state",
             code="resume.optimizer",
             about=f"{keys}.optimizer.kind",
         )
@@ -150,8 +150,8 @@ def _check_move(path: Path, keys: str, saved: Json, sizes: Sizes, distributed: b
         raise SlimxError(
             f"{path} was written with {_words(saved, distributed)}, but this run has "
             f"{_words(current, config.trainer.distributed_optimizer)}, and megatron-core cannot move optimizer "
-            f"state {refused}; use the former setting, or set checkpoint.load_optimizer=false to start with new "
-            "moments",
+            f"state {refused}; use the checkpoint's setting, or set checkpoint.load_optimizer=false to start with "
+            "new optimizer state",
             code="resume.layout",
             about=about,
         )

@@ -227,8 +227,8 @@ def check_gap(config: Config, metrics: Mapping[str, float], step: int) -> None:
     if config.exact and metrics.get("gap/tokens") and metrics["gap/max"] != 0.0:
         raise SlimxError(
             f"step {step}: numerics.mode is exact, but the log-probs of trainer and engines differ by up to "
-            f"{metrics['gap/max']:.1e} on {metrics['gap/tokens']:.0f} tokens of one weight version, so weights or "
-            "operations differ; run `slimx doctor --gap --layers` to find the layer",
+            f"{metrics['gap/max']:.1e} on {metrics['gap/tokens']:.0f} tokens of the same weight version; run "
+            "`slimx doctor --gap --layers` to find the first layer whose values differ",
             code="numerics.gap",
             about=f"step {step}",
         )

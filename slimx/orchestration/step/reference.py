@@ -57,9 +57,9 @@ async def restore_reference(run: Run, checkpoint: Path) -> None:
         await asyncio.to_thread(_copy, origin, path)
     if not path.is_dir():
         raise SlimxError(
-            f"{path} does not exist, but the checkpoint of step {run.step} needs this reference "
-            f"(algorithm.reference_refresh={every}); restore the directory, or start a new run from the "
-            "checkpoint's weights",
+            f"{path} does not exist, but the checkpoint of step {run.step} needs the reference weights "
+            f"in this directory (algorithm.reference_refresh={every}); restore the directory, or start a new run with "
+            "trainer.load set to the checkpoint",
             code="reference.lost",
             about=str(path),
         )

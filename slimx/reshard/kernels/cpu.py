@@ -111,8 +111,8 @@ def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> N
     if len(bad):
         first = names[bad[0]] if names is not None else f"tensor {bad[0]}"
         raise SlimxError(
-            f"{first} has a value that is infinite, NaN or too large for bf16 ({len(bad)} such tensors in this "
-            "bucket), so these weights cannot be published; resume from an older checkpoint with a lower learning rate",
+            f"{first} has a value that is infinite, NaN or too large for bf16 ({len(bad)} such tensors in the bucket), "
+            "so these weights cannot be published; resume from an older checkpoint with a lower trainer.optimizer.lr",
             code="kernel.nonfinite",
             about=first,
         )
@@ -123,19 +123,19 @@ def triton_scales(path: Path) -> np.ndarray:
     """Returns the table of fp8 scales for the quantization rule `triton` (`TRITON_SCALES`), read from `path`. Raises
     SlimxError if the file is missing or does not contain that table."""
     remedy = (
-        "put the triton_scales.npy that `make gpu` writes on a machine with a GPU at this path, or use the rule ieee"
+        "run `make gpu` on a GPU machine and copy its triton_scales.npy to this path, or use the quantization rule ieee"
     )
     if not path.exists():
         raise SlimxError(
-            f"{path}, the table of scales that the quantization rule triton needs, does not exist; {remedy}",
+            f"{path}, the table of scales for the quantization rule triton, does not exist; {remedy}",
             code="kernel.no_table",
             about=str(path),
         )
     table = np.load(path, allow_pickle=False)
     if table.dtype != np.float32 or table.shape != (_BF16_AMAX, 2) or not table.flags.carray:
         raise SlimxError(
-            f"{path} contains {table.dtype} values of shape {table.shape}, but the table of scales is float32 "
-            f"({_BF16_AMAX}, 2); {remedy}",
+            f"{path} contains {table.dtype} values of shape {table.shape}, but the table of scales must be "
+            f"float32 of shape ({_BF16_AMAX}, 2); {remedy}",
             code="kernel.table_form",
             about=str(path),
         )
@@ -143,7 +143,7 @@ def triton_scales(path: Path) -> np.ndarray:
     exact = np.stack([amax.astype(np.float64) / 448, 448 / amax.astype(np.float64)], axis=1)
     if not np.allclose(table, exact, rtol=1e-6, atol=0):
         raise SlimxError(
-            f"the table of fp8 scales {path} must contain amax / 448 and its inverse for every amax; {remedy}",
+            f"a row of the fp8 scales in {path} differs from its correct values, amax / 448 and 448 / amax; {remedy}",
             code="kernel.table",
             about=str(path),
         )
@@ -214,7 +214,7 @@ def threads_of(threads: int | None) -> int:
     1."""
     if threads is not None and threads < 1:
         raise SlimxError(
-            f"threads is {threads}, but must be at least 1; pass a larger number, or None for torch's thread count",
+            f"threads is {threads}, but must be at least 1; pass a positive number, or None for torch's thread count",
             code="kernel.threads",
             about=str(threads),
         )

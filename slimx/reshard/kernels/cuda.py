@@ -67,7 +67,7 @@ class DevicePlan:
             if index.value < len(pieces):
                 raise SlimxError(
                     f"piece {index.value} of bucket {bucket}, a part of {self.names[pieces[index.value]['tensor']]}, "
-                    f"is at an address that {self.device} cannot read; pass pieces of tensors on that device",
+                    f"is at an address that {self.device} cannot read; pass only pieces of tensors on this device",
                     code="kernel.address",
                     about=self.names[pieces[index.value]["tensor"]],
                 )
@@ -114,8 +114,8 @@ class DevicePlan:
         if status:
             reason = self.library.slimx_cuda_error_string(status).decode()
             raise SlimxError(
-                f"bucket {self.bucket} cannot be {step} on {self.device} ({reason}, CUDA error {status}); run `slimx "
-                "health` on this machine",
+                f"the kernel of bucket {self.bucket} could not be {step} on {self.device} ({reason}, CUDA error "
+                f"{status}); run `slimx health` on this machine to test its GPUs",
                 code="kernel.cuda",
                 about=self.bucket,
             )
@@ -166,7 +166,7 @@ def pack_at(
     guarantees that it is large enough."""
     if plan.checksum:
         raise SlimxError(
-            f"the plan of bucket {plan.bucket} only computes checksums; create it without checksum=True to pack",
+            f"the plan of bucket {plan.bucket} only computes checksums; create a plan without checksum=True to pack",
             code="kernel.plan_kind",
             about=plan.bucket,
         )
@@ -174,8 +174,8 @@ def pack_at(
     _check_tensor(plan, "flags", flags, torch.int32, len(plan.names))
     if address % 16:
         raise SlimxError(
-            f"the memory of bucket {plan.bucket} starts at address {address:#x}, not at a multiple of 16; align it to "
-            "16 bytes",
+            f"the memory of bucket {plan.bucket} starts at address {address:#x}, not at a multiple of 16; align this "
+            "memory to 16 bytes",
             code="kernel.alignment",
             about=plan.bucket,
         )
@@ -188,7 +188,7 @@ def checksum_rects(plan: DevicePlan, sums: torch.Tensor, stream: torch.cuda.Stre
     one."""
     if not plan.checksum:
         raise SlimxError(
-            f"the plan of bucket {plan.bucket} only packs; create it with checksum=True to compute checksums",
+            f"the plan of bucket {plan.bucket} only packs; create a plan with checksum=True to compute checksums",
             code="kernel.plan_kind",
             about=plan.bucket,
         )
@@ -207,8 +207,8 @@ def results(plan: DevicePlan, sums: torch.Tensor, flags: torch.Tensor | None = N
         flag_bits = np.zeros(0, np.int32) if flags is None else flags.cpu().numpy()
     except RuntimeError as error:
         raise SlimxError(
-            f"the kernel of bucket {plan.bucket} failed on {plan.device} ({str(error).splitlines()[0]}), often "
-            "because a source tensor was freed or moved after the plan was created; restart this process",
+            f"the kernel of bucket {plan.bucket} failed on {plan.device} ({str(error).splitlines()[0]}); "
+            "restart this process, and do not free or move source tensors after the plan has been created",
             code="kernel.cuda",
             about=plan.bucket,
         ) from error
@@ -216,7 +216,7 @@ def results(plan: DevicePlan, sums: torch.Tensor, flags: torch.Tensor | None = N
     if len(bad):
         raise SlimxError(
             f"{plan.names[bad[0]]} in bucket {plan.bucket} has a value that is infinite, NaN or too large for "
-            f"bf16 ({len(bad)} tensors of this bucket); resume from an earlier checkpoint with a lower learning rate",
+            f"bf16 ({len(bad)} such tensors); resume from an older checkpoint with a lower trainer.optimizer.lr",
             code="kernel.nonfinite",
             about=plan.names[bad[0]],
         )
@@ -234,8 +234,8 @@ def triton_scales(device: torch.device | int) -> np.ndarray:
         status = library.slimx_cuda_triton_scales(table.data_ptr(), torch.cuda.current_stream().cuda_stream)
         if status:
             raise SlimxError(
-                f"{cuda_device} could not compute the table of scales for the quantization rule triton "
-                f"({library.slimx_cuda_error_string(status).decode()}); run `slimx health` on this machine",
+                f"{cuda_device} could not compute the scale table for the quantization rule triton ("
+                f"{library.slimx_cuda_error_string(status).decode()}); run `slimx health` to test this machine's GPUs",
                 code="kernel.table",
                 about=str(cuda_device),
             )

@@ -117,7 +117,7 @@ def element_bytes(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> int:
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise SlimxError(
-            f"{name} is {str(tensor.dtype).removeprefix('torch.')}, but the kernels support only {allowed} here; "
+            f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, but must have dtype {allowed}; "
             "convert the tensor",
             code="kernel.dtype",
             about=name,
@@ -313,7 +313,7 @@ def _refuse(pieces: np.ndarray, *problems: Problem) -> None:
             op = OP(p["op"]).name if p["op"] in OP.__members__.values() else f"op {p['op']}"
             raise SlimxError(
                 f"piece {k} of {len(pieces)} {problem} ({op}, tensor {p['tensor']}, {p['rows']} x {p['cols']} elements "
-                f"of {p['item']} bytes, bucket offset {p['dst']}, {p['dst_ld']} bytes per row); correct the record",
+                f"of {p['item']} bytes, bucket offset {p['dst']}, {p['dst_ld']} bytes per row); correct this piece",
                 code=code,
                 about=str(k),
             )

@@ -49,8 +49,8 @@ class DeviceGatherer:
         if bucket not in self._memories:
             if len(self._memories) == SLOTS:
                 raise SlimxError(
-                    f"bucket {bucket} cannot be opened, because buckets "
-                    f"{' and '.join(map(str, sorted(self._memories)))} occupy all memory; release one of them first",
+                    f"bucket {bucket} cannot be opened while buckets {' and '.join(map(str, sorted(self._memories)))} "
+                    "occupy all memory; release one of those buckets first",
                     code="pack.no_memory",
                     about=f"bucket {bucket}",
                 )

@@ -144,8 +144,8 @@ class Packer:
         for name, address in self._addresses.items():
             if self.parameters[name].data_ptr() != address:
                 raise SlimxError(
-                    f"parameter {name} has moved in memory since its records were prepared; update weights in place, "
-                    "or call refresh_addresses after moving them",
+                    f"parameter {name} has moved in memory since its records were prepared; update parameters in "
+                    "place, or call refresh_addresses after moving parameters",
                     code="pack.moved",
                     about=name,
                 )

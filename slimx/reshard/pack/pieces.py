@@ -298,7 +298,7 @@ def _source(plan: Plan, index: int, parameters: Mapping[str, torch.Tensor] | Non
     parameter = parameters.get(planned.name)
     if parameter is None:
         raise SlimxError(
-            f"this rank has no parameter {planned.name}, which the plan reads; compile the plan for this layout",
+            f"the plan reads {planned.name}, which this rank lacks; compile a plan for this rank's parallel sizes",
             code="pack.no_parameter",
             about=planned.name,
         )

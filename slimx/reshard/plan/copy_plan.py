@@ -261,7 +261,8 @@ class _Compiler:
             name = part.sources[rect.source]
             if name not in self.sources:
                 raise SlimxError(
-                    f"{part.name} needs checkpoint tensor {name}, which no trainer rank has; correct the row's sources",
+                    f"{part.name} needs checkpoint tensor {name}, which no trainer rank has; correct the "
+                    "sources of the row in the weight table",
                     code="plan.unheld",
                     about=name,
                 )
@@ -272,9 +273,9 @@ class _Compiler:
         itemsize = ITEMSIZE[part.dtype or self.precision.trainer]
         if len(self.rows) + len(copies) * len(part.ranks) > MOVES:
             raise SlimxError(
-                f"the copy plan for {len(self.ends)} target ranks has more than {MOVES} moves (exceeded at "
-                f"{part.name}); to split experts less, raise rollout.engines.expert, or lower rollout.engines.tensor "
-                "or trainer.expert_tensor",
+                f"the copy plan for {len(self.ends)} target ranks exceeds the limit of {MOVES} copies at "
+                f"{part.name}; raise rollout.engines.expert, or lower rollout.engines.tensor or "
+                "trainer.expert_tensor, to split experts less",
                 code="plan.moves",
                 about=part.name,
             )
@@ -282,7 +283,7 @@ class _Compiler:
             if rank >= len(self.ends):
                 raise SlimxError(
                     f"{part.name} is for target rank {rank}, but the copy plan has only {len(self.ends)} ranks; "
-                    "raise `ranks`",
+                    "raise `ranks` of compile_plan",
                     code="plan.rank",
                     about=part.name,
                 )

@@ -59,7 +59,7 @@ def check_blocks(name: str, move: Move, rect: Rect, block_shape: tuple[int, int]
     one rectangle of one rank. Otherwise quantized values would depend on parallel sizes."""
     if max(move.row_step, rect.step) > 1:
         raise SlimxError(
-            f"{name} cannot be quantized, because its rows are reordered; remove publish.quantize",
+            f"{name} cannot be quantized, because publishing reorders its rows; remove publish.quantize",
             code="plan.reordered",
             about=name,
         )
@@ -74,8 +74,8 @@ def check_blocks(name: str, move: Move, rect: Rect, block_shape: tuple[int, int]
         if local % block or first % block or (length % block and start + length != total):
             raise SlimxError(
                 f"a shard of {name}, {move.rows} x {move.cols} at row {row}, column {col}, does not consist of whole "
-                f"quantization blocks of {high} x {wide}; choose parallel sizes such that head_dim, the experts' "
-                f"inner size / ETP and every other shard are multiples of {block}",
+                f"quantization blocks of {high} x {wide}; choose parallel sizes that split every "
+                f"weight only at multiples of {block}",
                 code="plan.blocks",
                 about=name,
             )

@@ -56,7 +56,7 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
                 continue
             raise SlimxError(f"{error}, for example {words}", code=error.code, about=error.about) from error
         raise SlimxError(
-            f"{error} (which takes changes of several engine or trainer sizes), or remove publish.quantize to publish "
+            f"{error} (changing a single size is not enough), or remove publish.quantize to publish "
             f"in {config.numerics.dtype}",
             code=error.code,
             about=error.about,
@@ -77,9 +77,9 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
     encoding, note = _encoding(config, spec, device)
     if encoding == "hf" and spec.table.transposed():
         raise SlimxError(
-            f"{min(spec.table.transposed())} of {spec.path} stores experts transposed, which can be published only "
-            f"in the engines' own layout (publish.encoding=local), but weights would be published with {note}; "
-            "change that setting of publish or rollout.engines",
+            f"{min(spec.table.transposed())} of {spec.path} stores experts transposed, and can be published only in "
+            f"the engines' layout (publish.encoding=local), but weights would be published with {note}; change that "
+            "setting",
             code="publish.transposed",
             about="publish.encoding",
         )
@@ -87,7 +87,7 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
     if encoding == "hf" and quantize and (config.exact or number_format.LOCAL):
         mode = " in exact mode" if config.exact else ""
         raise SlimxError(
-            f"publish.quantize={quantize}{mode} requires the engines' own layout (publish.encoding=local), but "
+            f"publish.quantize={quantize}{mode} requires the engines' layout (publish.encoding=local), but "
             f"weights would be published with {note}; change that setting, or remove publish.quantize",
             code=f"publish.{'exact' if config.exact else quantize}_encoding",
             about="publish.quantize",
@@ -132,7 +132,7 @@ def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
     if device == "cpu" and spec.no_cpu_engine:
         raise SlimxError(
             f"SGLang 0.5.23 cannot serve {spec.path} ({spec.family.ARCHITECTURE}) on the CPU ({spec.no_cpu_engine}); "
-            "train it without engines (algorithm.name=sft), or use GPUs",
+            "train the model without engines (algorithm.name=sft), or use GPUs",
             code="publish.no_cpu_engine",
             about=spec.family.ARCHITECTURE,
         )
@@ -141,7 +141,7 @@ def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
             if group.sglang.get(key) != value:
                 raise SlimxError(
                     f"rollout.engines.sglang.{key} of engine {group.name} is {group.sglang.get(key)!r}, for which "
-                    f"slimx does not know SGLang's weight layout of {spec.family.ARCHITECTURE}; set it to {value!r}",
+                    f"slimx does not know SGLang's weight layout of {spec.family.ARCHITECTURE}; choose {value!r}",
                     code="publish.engine_argument",
                     about=f"rollout.engines.sglang.{key}",
                 )
@@ -149,7 +149,7 @@ def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
         if unfused is not None and group.sglang.get("enforce_shared_experts_fusion"):
             raise SlimxError(
                 f"rollout.engines.sglang.enforce_shared_experts_fusion of engine {group.name} has no effect, because "
-                f"SGLang 0.5.23 never fuses the shared expert of {spec.family.ARCHITECTURE} {unfused}; remove it",
+                f"SGLang 0.5.23 never fuses the shared expert of {spec.family.ARCHITECTURE} {unfused}; remove this key",
                 code="publish.unfused",
                 about="rollout.engines.sglang.enforce_shared_experts_fusion",
             )
@@ -167,8 +167,8 @@ def _check_drafts(config: Config, spec: ModelSpec, encoding: Encoding, note: str
         if reason is not None:
             raise SlimxError(
                 f"{group.where} drafts tokens with the multi-token prediction layer that "
-                f"trainer.megatron.mtp_num_layers trains, but the layer cannot be published, because {reason}; remove "
-                "speculative_algorithm or trainer.megatron.mtp_num_layers",
+                f"trainer.megatron.mtp_num_layers trains, but the layer cannot be published ({reason}); remove "
+                "rollout.engines.sglang.speculative_algorithm or trainer.megatron.mtp_num_layers",
                 code="publish.draft",
                 about="rollout.engines.sglang.speculative_algorithm",
             )

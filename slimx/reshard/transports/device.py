@@ -104,7 +104,7 @@ def opened(path: str, size: int, device: torch.device | int = 0) -> Iterator[int
     if int(available) < size:
         raise SlimxError(
             f"the bucket on GPU {gpu} has {available} bytes of memory, but its description specifies {size} bytes; "
-            "publish again",
+            "publish the weights again",
             code="bucket.size",
             about=path,
         )
@@ -115,7 +115,7 @@ def opened(path: str, size: int, device: torch.device | int = 0) -> Iterator[int
     local_machine = _process().partition("/")[0]
     if owner_machine != local_machine:
         raise SlimxError(
-            f"the bucket on GPU {gpu} is on another machine, but publish.transport=cuda_ipc needs trainers and "
+            f"the bucket is on GPU {gpu} of another machine, but publish.transport=cuda_ipc needs trainers and "
             "engines on the same machine; set publish.transport=nixl",
             code="bucket.machine",
             about=path,
@@ -156,8 +156,8 @@ def fetch(path: str, start: int, stop: int, device: torch.device) -> torch.Tenso
             stream.synchronize()
         except RuntimeError as error:
             raise SlimxError(
-                f"{problem} ({str(error).splitlines()[0]}), perhaps because that process has exited; restart this "
-                "process",
+                f"{problem} ({str(error).splitlines()[0]}); check that the other process still runs, and restart "
+                "this process",
                 code="device.copy",
                 about=path,
             ) from error
@@ -196,7 +196,7 @@ def _raise_for(status: int, problem: str, *, code: str, about: str) -> None:
     if status:
         reason = _library().slimx_cuda_error_string(status).decode()
         raise SlimxError(
-            f"{problem} (CUDA error {status}: {reason}); run `slimx health` on this machine",
+            f"{problem} (CUDA error {status}: {reason}); run `slimx health` on this machine to test its GPUs",
             code=code,
             about=about,
         )

@@ -49,16 +49,16 @@ def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
     try:
         if not _offered(path):
             raise SlimxError(
-                f"slimx does not open {path}, because it is neither a bucket of this user's trainers nor one of a "
-                "version on disk; run trainers and engines as the same user",
+                f"slimx does not open {path}, because this file is neither a bucket of this user's trainers nor a "
+                "bucket of a version on disk; run trainers and engines as the same user",
                 code="bucket.foreign",
                 about=path,
             )
         file = os.open(path, os.O_RDONLY if private else os.O_RDWR)
     except OSError as error:
         raise SlimxError(
-            f"the bucket at {path} cannot be opened ({error.strerror}); check that its owner runs on this machine, as "
-            "the same user, and has not released it",
+            f"the bucket at {path} cannot be opened ({error.strerror}); check that the trainer that wrote "
+            "this bucket runs on this machine as the same user, and publish again",
             code="bucket.gone",
             about=path,
         ) from None
@@ -67,7 +67,7 @@ def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
         if available < size:
             raise SlimxError(
                 f"the bucket at {path} has {available} bytes, but its description specifies {size} bytes; publish "
-                "again",
+                "the weights again",
                 code="bucket.size",
                 about=path,
             )

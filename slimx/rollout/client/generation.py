@@ -138,8 +138,8 @@ class GenerationClient:
             invalid = next((token for token in ids if not 0 <= token < self.shape.vocab_size), None)
             subject = "a prompt without tokens" if invalid is None else f"token id {invalid}"
             raise SlimxError(
-                f"{subject} cannot be sent to an engine (valid token ids: 0 to {self.shape.vocab_size - 1}); "
-                "encode a text that is not empty with the model's tokenizer",
+                f"{subject} cannot be sent to an engine; pass at least one token id, and only ids from 0 to "
+                f"{self.shape.vocab_size - 1}",
                 code="request.token_ids",
                 about=subject,
             )

@@ -93,7 +93,7 @@ class Reader:
         except ValueError:
             raise SlimxError(
                 f"{self.url} reports weight version {version!r}, which is not a number, because no weights were "
-                "published to it; publish weights before sampling",
+                "published to this engine; publish weights before sampling",
                 code="answer.version",
                 about=self.url,
             ) from None
@@ -109,8 +109,8 @@ class Reader:
         sampled = _last(meta, "output_token_logprobs", count)
         if len(sampled) != count:
             raise SlimxError(
-                f"{self.url} returned {len(sampled)} log-probs for {count} sampled tokens; start it with the "
-                "SGLang version that slimx requires",
+                f"{self.url} returned {len(sampled)} log-probs for {count} sampled tokens; start the engine "
+                "with SGLang 0.5.23",
                 code="answer.logprobs",
                 about=self.url,
             )
@@ -138,7 +138,7 @@ class Reader:
         logprobs = _last(meta, "output_token_sampling_logprobs", count)
         if len(candidates) != count or len(logprobs) != count:
             raise SlimxError(
-                f"{self.url} returned top-k and top-p candidates for {len(candidates)} of {count} sampled tokens; "
+                f"{self.url} returned top-k and top-p candidates for only {len(candidates)} of {count} sampled tokens; "
                 "start the engine with the slimx plugin",
                 code="answer.support",
                 about=self.url,

@@ -90,8 +90,8 @@ class GenerationRequest:
         count = len(received.token_ids)
         if self.sampling.get("stop"):
             raise SlimxError(
-                f"{cut} after {count} tokens and cannot be continued, because they may contain the start of a stop "
-                "string; use stop_token_ids, or engine.generate instead of engine.stream",
+                f"{cut} after {count} tokens and cannot be continued, because these tokens may contain the start of a "
+                "stop string; use stop_token_ids instead of stop, or engine.generate instead of engine.stream",
                 code="request.stop_string",
                 about="stop",
             )
@@ -119,7 +119,7 @@ def compact(token_ids: Sequence[int]) -> array[int]:
     except OverflowError:
         invalid = next(token for token in as_ids(token_ids) if not -(2**31) <= token < 2**31)
         raise SlimxError(
-            f"token id {invalid} does not fit into 32 bits; encode text with the model's tokenizer",
+            f"token id {invalid} does not fit into 32 bits; pass only token ids of the model's tokenizer",
             code="request.token_ids",
             about=f"token id {invalid}",
         ) from None
@@ -148,7 +148,7 @@ class Pending:
         received = self.received
         if received is None:
             raise SlimxError(
-                "a stream was closed before its first token, so it has no completion; read at least one piece first",
+                "a stream closed before its first token has no completion; read a piece before closing the stream",
                 code="request.no_token",
             )
         return received
@@ -193,7 +193,7 @@ def _checked(sampling: Json) -> Json:
     if unknown:
         reason = f"use one of {', '.join(sorted(SAMPLING))}"
         if unknown[0] == "min_p":
-            reason = "SGLang cannot combine min_p with a seed"
+            reason = "remove min_p, which SGLang cannot combine with a seed"
         raise SlimxError(
             f"sampling parameter {unknown[0]} is not supported by the engines; {reason}",
             code="request.sampling",

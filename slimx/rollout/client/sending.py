@@ -79,8 +79,8 @@ def as_logprobs(values: Sequence[float | None] | Sequence[Sequence[float | None]
     logprobs = np.array(values, np.float32)
     if np.isnan(logprobs).any():
         raise SlimxError(
-            f"{who} returned log-probs that are NaN; check its checkpoint (slimx eval --checkpoint) and its GPU "
-            "(slimx health)",
+            f"{who} returned log-probs that are NaN; test the engine's checkpoint with `slimx eval "
+            "--checkpoint`, and its GPU with `slimx health`",
             code="answer.nan",
             about=who,
         )
@@ -99,8 +99,8 @@ def input_logprobs(meta: Json, token_ids: Sequence[int], who: str) -> list[float
     matches = [entry[1] in (token, 0) for entry, token in zip(scored, expected, strict=False)]
     if len(scored) != len(expected) or not all(matches):
         raise SlimxError(
-            f"{who} returned scores for {len(scored)} tokens that are not the {len(expected)} tokens of the request; "
-            "start it with the SGLang version that slimx requires",
+            f"{who} returned log-probs of {len(scored)} tokens that are not the {len(expected)} tokens of the "
+            "request; start the engine with SGLang 0.5.23",
             code="answer.scores",
             about=who,
         )
@@ -117,8 +117,8 @@ def input_top_logprobs(meta: Json, length: int, top: int, who: str) -> tuple[np.
     rows = (meta.get("input_top_logprobs") or [])[1:]
     if len(rows) != length or any(row is None or len(row) != top for row in rows):
         raise SlimxError(
-            f"{who} did not return {top} top tokens at each of {length} "
-            "positions; start it with the SGLang version that slimx requires",
+            f"{who} did not return the {top} most likely tokens at each of {length} "
+            "positions; start the engine with SGLang 0.5.23",
             code="answer.top_scores",
             about=who,
         )

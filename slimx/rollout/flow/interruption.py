@@ -50,8 +50,8 @@ async def _pieces(stream: CompletionStream, out: asyncio.Future[None]) -> AsyncI
                 await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if not piece.done():
                 raise SlimxError(
-                    "an interrupted stream was not ended by its engine within rollout.interrupt_deadline; raise "
-                    "rollout.interrupt_deadline, or see the engines' logs",
+                    "an engine did not end an interrupted stream within rollout.interrupt_deadline; see the engines' "
+                    "logs for the cause, or raise rollout.interrupt_deadline",
                     code="request.given_up",
                     about="rollout.interrupt_deadline",
                 )
