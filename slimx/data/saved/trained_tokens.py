@@ -101,7 +101,8 @@ def read_trained(groups_file: Path, groups: Sequence[Group]) -> dict[str, Traine
         return {}
     except (SafetensorError, KeyError, ValueError) as error:
         raise SlimxError(
-            f"{path}: the file is damaged ({error}); remove the file (the step's groups are in another file)",
+            f"{path}, the file with a step's trained tokens, is damaged ({error}); remove the file, without which "
+            "`slimx rollouts` shows no values of training",
             code="data.trained",
             about=str(path),
         ) from error

@@ -65,7 +65,7 @@ def shrinks_for_someone(recovery: Recovery) -> Problems:
 def keeps_engines(recovery: Recovery, rollout: Rollout) -> Problems:
     if recovery.trainers and not rollout.policy_engines:
         yield (
-            "recovery.trainers was never tested without engines that serve the policy, but "
+            "recovery.trainers was tested only with engines that serve the policy, but "
             f"{'rollout.replay starts no' if rollout.replay else 'rollout.engines contains no such'} engines; set "
             "recovery.trainers=0"
         )

@@ -277,8 +277,8 @@ def _files(directory: Path) -> dict[int, Path]:
     if files:
         return files
     raise SlimxError(
-        f"{directory / DIRECTORY} has no saved step; wait until the run completes its first step, or set "
-        "track.rollouts.every to at least 1 in a run with engines",
+        f"{directory / DIRECTORY} has no saved step; wait until the run, which needs engines and "
+        "track.rollouts.every of at least 1, completes its first step",
         code="rollouts.empty",
         about=str(directory / DIRECTORY),
     )
