@@ -154,7 +154,7 @@ def test_what_no_row_explains_is_reported_and_never_skipped() -> None:
         "self_attn.qkv_proj.weight": "'Module'",
     }
     layer.self_attn.qkv_proj.kv_tp_group = None
-    assert "covered" in hf_layout(model).uncovered["model.layers.0.self_attn.qkv_proj.weight"]
+    assert "not cover" in hf_layout(model).uncovered["model.layers.0.self_attn.qkv_proj.weight"]
     assert list(local_layout(model).uncovered) == ["model.layers.0.self_attn.o_proj.weight"]
 
 

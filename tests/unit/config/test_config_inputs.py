@@ -90,7 +90,7 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(
         ("rollout.generate=hooks.one_argument", "dotted.signature", "async def one_argument(ctx, prompt)"),
         ("reward.function=hooks.NUMBER", "dotted.callable", "async def NUMBER(ctx, trajectory)"),
         ("rollout.filter=hooks.generate", "dotted.signature", "def generate(group)"),
-        ("rollout.filter=hooks.async_keep", "dotted.async", " def async_keep(group)"),
+        ("rollout.filter=hooks.async_keep", "dotted.async", "`def async_keep(group)"),
         ("rollout.generate=broken.generate", "dotted.raised", "NameError"),
     ],
 )

@@ -199,7 +199,7 @@ def test_unknown_and_ill_typed_arguments_are_refused_with_the_nearest_name() -> 
     ):
         with refused(code, about=f"rollout.engines.sglang.{next(iter(args))}") as caught:
             check_server_args(args)
-        assert named in re.split(r"[\s?;]+", str(caught.value)), "the nearest name, or the type"
+        assert named in re.split(r"[\s?;`]+", str(caught.value)), "the nearest name, or the type"
 
 
 def test_arguments_are_read_without_importing_sglang() -> None:

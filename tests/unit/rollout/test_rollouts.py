@@ -73,7 +73,7 @@ BROKEN = {
     "returns a string": ("1.0", "reward failed", "returned '1.0'"),
     "returns None": (None, "reward failed", "returned None"),
     "returns no parts": ({}, "reward failed", "returned an empty dict"),
-    "returns a part that is NaN": ({"a": 1.0, "b": float("nan")}, "reward failed", "returned nan for 'b'"),
+    "returns a part that is NaN": ({"a": 1.0, "b": float("nan")}, "reward failed", "returned nan for key 'b'"),
 }
 
 
