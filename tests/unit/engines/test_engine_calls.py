@@ -292,6 +292,34 @@ def test_a_silent_actor_is_killed_without_waiting_for_its_stop(monkeypatch):
     assert run_virtually(stopped()) == engine_server.ANSWER_S
 
 
+async def test_an_engine_whose_start_failed_gets_another_actor(monkeypatch):
+    """The actor still responds, but its process cannot start a server, for example without file descriptors."""
+    killed: list[object] = []
+
+    async def kill(actors: list[object]) -> None:
+        killed.extend(actors)
+
+    class Exhausted:
+        def __getattr__(self, method: str) -> SimpleNamespace:
+            def remote(*arguments: object) -> asyncio.Future:
+                answer = asyncio.get_running_loop().create_future()
+                if method == "start":
+                    answer.set_exception(_Failed(SlimxError("too many open files", code="start.failed")))
+                else:
+                    answer.set_result(None)
+                return answer
+
+            return SimpleNamespace(remote=remote)
+
+    monkeypatch.setattr("slimx.engines.fleet.handle.kill", kill)
+    actors = [Exhausted(), Exhausted()]
+    handle = EngineHandle(EngineSpec("e0", "m", "float32", "cpu"), iter(actors).__next__, Path("e0.log"), 5)
+    for attempt in (1, 2):
+        with refused("start.failed"):
+            await handle.start(5)
+        assert handle.actor is None and killed == actors[:attempt]
+
+
 class _Failed(Exception):
     """As Ray hands on what an actor raised."""
 
