@@ -248,8 +248,8 @@ class RewardContext(_Logging):
     responses: list[Response] = field(default_factory=list)
     """Turns and final answer of each trajectory; defaults to a single turn with `text`."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics logged by the hook, which are added to the metrics of the trajectory, or of the group's first
-    trajectory."""
+    """Metrics logged by the hook. They are added to the metrics of the scored trajectory; if `reward.scope` is group,
+    to those of the group's first trajectory."""
 
     def __post_init__(self) -> None:
         if not self.responses:

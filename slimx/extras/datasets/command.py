@@ -81,7 +81,9 @@ def convert(name: str, out: Path, source: str | None, seed: int) -> Iterator[str
             )
     if not prompts:
         raise SlimxError(
-            f"{origin} contains no rows; give a file that contains rows", code="prompts.empty", about=origin
+            f"{origin} contains no rows; add rows to the file, or choose another one",
+            code="prompts.empty",
+            about=origin,
         )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

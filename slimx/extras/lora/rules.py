@@ -176,8 +176,9 @@ def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Prob
     names = [row.name for row in spec.table.rows if adapts(trainer.lora.targets, row.name)]
     if any(adapts(("experts",), name) for name in names):
         yield (
-            "publish.adapters=alone was never tested with adapters of routed experts, which SGLang 0.5.23 supports "
-            "only with Triton on GPUs; set trainer.lora.targets=[attention] or publish.adapters=merged"
+            "publish.adapters=alone is not supported for adapters of routed experts, because SGLang 0.5.23 applies "
+            "such adapters only with Triton on GPUs, where slimx has not been tested; set "
+            "trainer.lora.targets=[attention] or publish.adapters=merged"
         )
         return
     others = [name for name in names if not adapts(SERVED, name)]

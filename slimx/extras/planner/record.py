@@ -220,7 +220,8 @@ class Searched(Record):
     """Extent of a search for layouts: how many were considered, and whether these were all possible ones."""
 
     layouts: int
-    """Number of splits that the model's layers and experts allow on up to 64 times as many ranks as configured."""
+    """Number of combinations of parallel sizes that the model's layers and experts allow on the configured number of
+    ranks and, if none of them fits, on up to 64 times as many ranks."""
     tried: int
     """Number of layouts whose memory was computed; the others were excluded by cheaper checks."""
     complete: bool

@@ -100,9 +100,8 @@ def check_close(step: int, recorded: Mapping[str, float], again: Mapping[str, fl
 
 def _differs(step: int, name: str, before: float | None, now: float | None, hint: str) -> SlimxError:
     return SlimxError(
-        f"new trainers repeated step {step} on the same batch as the lost trainers, but {name} is {now} instead of "
-        f"{before}, so the restored state differs from the lost state; run the same command again to resume from the "
-        f"newest checkpoint{hint}",
+        f"repeating step {step} after the loss of trainers gave {name} {now} instead of {before}, so the trainers' "
+        f"state was not restored exactly; run the same command again to resume from the newest checkpoint{hint}",
         code="recovery.differs",
         about=name,
     )

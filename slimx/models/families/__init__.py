@@ -374,8 +374,8 @@ def _family_of(architecture: str, file: Path, configured: Family | None) -> Fami
     if configured is not None:
         if architecture != configured.ARCHITECTURE:
             raise SlimxError(
-                f"{file}: the architecture is {architecture}, but model.family supports {configured.ARCHITECTURE}; "
-                "set model.family to the checkpoint's family, or remove model.family",
+                f"{file}: the architecture is {architecture}, but model.family is the family of "
+                f"{configured.ARCHITECTURE}; set model.family to the checkpoint's family, or remove the setting",
                 code="model.other_family",
                 about=architecture,
             )

@@ -50,7 +50,7 @@ def as_number(name: str, value: object) -> float:
             value = value.item()
         except (RuntimeError, ValueError) as error:  # torch raises RuntimeError, numpy ValueError
             raise SlimxError(
-                f"metric {name} consists of several numbers; reduce them to one number before logging",
+                f"metric {name} is an array, not a scalar; reduce the array to one number before logging",
                 code="metrics.number",
                 about=name,
             ) from error

@@ -170,9 +170,9 @@ def _change(local: Any, remote: Any) -> None:
 def _scope(test: ast.Module, names: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of names that the test uses but does not define.
 
-    For example, abs is Python's, and `np` in np.isclose(...) is NumPy, even if the program defines these names, because
-    otherwise the program could decide every comparison. The program's abs is used only if no other name of the program
-    is used.
+    For example, `abs` is Python's and `np` in np.isclose(...) is NumPy, even if the program defines these names,
+    because otherwise the program could decide every comparison. The program's `abs` is used only if the test uses no
+    other name of the program, because the test is then about this function.
     """
     nodes = list(ast.walk(test))
     used = {node.id for node in nodes if isinstance(node, ast.Name)} & names.keys()
