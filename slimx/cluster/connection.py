@@ -60,7 +60,7 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
         address = config.cluster.ray_address
         where = f"reached at {address}" if address else "started on this machine"
         raise PartLost(
-            f"Ray cannot be {where} ({one_line(error)}); for the cause, see Ray's logs in /tmp/ray/session_latest/logs",
+            f"Ray cannot be {where} ({one_line(error)}); see session_latest/logs of Ray's temporary directory",
             code="ray.start",
             about=address or "on this machine",
         ) from error

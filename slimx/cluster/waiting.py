@@ -166,8 +166,8 @@ async def ask_ray[T, *Ts](
         raise DeadlineError(what, deadline_s, holder) from None
     except ray.exceptions.RayError as error:
         raise PartLost(
-            f"{holder} failed while slimx waited for {what} ({one_line(error)}); see Ray's logs in "
-            "/tmp/ray/session_latest/logs for the cause",
+            f"{holder} failed while slimx waited for {what} ({one_line(error)}); for the cause, see "
+            "session_latest/logs of Ray's temporary directory",
             code="ray.lost",
             about=holder,
         ) from error

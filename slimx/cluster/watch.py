@@ -85,8 +85,8 @@ async def _silent(name: str, probe: Probe, deadline_s: float) -> PartLost:
 
 def _lost(name: str, reason: str) -> PartLost:
     return PartLost(
-        f"Ray's {name} was lost ({reason}), so all trainers and engines were lost too; see Ray's logs in "
-        "/tmp/ray/session_latest/logs for the cause, and repeat the command to continue from the newest checkpoint",
+        f"Ray's {name} was lost ({reason}), and with it all trainers and engines; see "
+        "session_latest/logs of Ray's temporary directory, and repeat the command to resume from the newest checkpoint",
         code="ray.lost",
         about=name,
     )

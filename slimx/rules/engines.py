@@ -85,7 +85,7 @@ def shares_gpus(rollout: Rollout, schedule: Schedule, trainer: Trainer, device: 
     if schedule.colocate and device == "cuda" and ranks > trainer.world_size:
         yield (
             f"schedule.colocate is true, but the policy's servers have {ranks} ranks, more than the "
-            f"{trainer.world_size} GPUs of the trainers (trainer.world_size); lower count, tensor or pipeline in "
+            f"{trainer.world_size} GPUs of the trainers (trainer.world_size); lower count or tensor in "
             "rollout.engines"
         )
 
