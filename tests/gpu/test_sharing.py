@@ -138,7 +138,7 @@ def test_another_process_packs_into_it_what_the_cpu_packs(device: torch.device, 
     memory.close()
 
 
-def test_another_process_copies_out_of_it_and_its_copy_is_its_own(device: torch.device, peer: Peer) -> None:
+def test_another_process_copies_from_shared_memory(device: torch.device, peer: Peer) -> None:
     memory = DeviceMemory(64 * MIB + 3, device)
     memory.bytes.copy_(torch.randint(0, 256, (memory.size,), dtype=torch.uint8, device=device))
     torch.cuda.synchronize()

@@ -139,7 +139,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_engines_generate_for_two_policies_each_with_its_own_adapters(
+def test_engines_generate_for_two_policies_with_separate_adapters(
     tiny_model: Path, task_of_sums: Path, tmp_path: Path, case: Case
 ) -> None:
     """Log-probs are those of each policy's trainer; a server that is killed gets the base and both adapters when it is

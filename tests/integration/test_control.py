@@ -125,7 +125,9 @@ async def test_nobody_generates_without_a_key(engine: Engine, tiny_weights: Weig
     await engine.check_health(60)
 
 
-async def test_the_keys_are_told_to_nobody(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_keys_of_a_server_appear_nowhere(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLIMX_TEST_KEYS", "shown")
     spec = EngineSpec("keys", str(tiny_model), "float32", "cpu", max_total_tokens=1024, seed=1)
     engine = Engine(spec, tmp_path / "server.log")

@@ -92,7 +92,7 @@ def stand(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         asyncio.run(engine.stop())
 
 
-async def test_requests_that_come_go_and_are_retracted_keep_their_own_states(stand: Stand) -> None:
+async def test_retracted_requests_keep_their_recurrent_states(stand: Stand) -> None:
     async with stand.answering() as answers:
         pass
     answers = [answer.result() for answer in answers]

@@ -170,7 +170,7 @@ async def stand(model: Path, weights: Weights, directory: Path) -> AsyncIterator
         yield Stand(group, trainers, weights)
 
 
-async def test_no_engine_serves_half_a_version_whatever_is_killed(
+async def test_no_engine_serves_half_a_version_whichever_process_dies(
     tiny_model: Path, tiny_weights: Weights, tmp_path: Path
 ) -> None:
     seen: Counter[str] = Counter()

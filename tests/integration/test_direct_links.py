@@ -54,12 +54,12 @@ def lost_alone(stand: Stand, fail: Callable[[Stand], None], first: int = 0) -> N
     assert list(again.engines) == ["e0"] and again.lost == [] and again.seconds["total"] < LATE_S
 
 
-@pytest.mark.slow("test_a_lossy_link_costs_no_engine_and_a_cut_one_only_its_own cuts the link")
+@pytest.mark.slow("test_a_lossy_link_loses_no_engine_and_a_cut_link_loses_one cuts the link")
 def test_an_engine_that_is_killed_is_lost_alone(stand: Stand) -> None:
     lost_alone(stand, lambda stand: stand.residents[1].process.kill())
 
 
-def test_a_lossy_link_costs_no_engine_and_a_cut_one_only_its_own(stand: Stand) -> None:
+def test_a_lossy_link_loses_no_engine_and_a_cut_link_loses_one(stand: Stand) -> None:
     stand.hosts[2].limit(200, queue_kb=8)
     done = asyncio.run(stand.publish(0))
     assert done.lost == [] and done.engines["e0"].tensors == done.engines["e1"].tensors == done.tensors

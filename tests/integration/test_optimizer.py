@@ -323,7 +323,7 @@ def test_an_update_without_gradient_changes_neither_weights_nor_moments(laborato
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_main_weights_follow_an_independent_fp32_adamw_with_its_own_groups(laboratory, dtype):
+def test_main_weights_follow_an_independent_fp32_adamw(laboratory, dtype):
     """Within 2e-6 after five steps of 2e-3: one unit in the last place of a weight near 1 is 1.2e-7."""
     results = laboratory["single"][0][dtype]
     assert results["distance"] <= 2e-6

@@ -67,7 +67,7 @@ def measured(directory: Path, *names: str) -> list[list[float]]:
     return [[metrics[name] for name in names] for metrics in steps(directory).values()]
 
 
-def test_each_policy_trains_its_own_trajectories_under_its_own_keys(two: Path) -> None:
+def test_each_policy_trains_on_its_trajectories_with_its_settings(two: Path) -> None:
     trained = steps(two)
     assert [*trained] == list(range(1, STEPS + 1))
     for metrics in trained.values():
@@ -103,7 +103,7 @@ def test_a_resumed_run_of_several_policies_equals_the_whole_one(two: Path, train
     assert measured(two, *names) == measured(resumed, *names)
 
 
-def test_both_policies_learn_what_their_own_rewards_ask_for(train: Train, tmp_path: Path) -> None:
+def test_both_policies_learn_to_maximize_their_rewards(train: Train, tmp_path: Path) -> None:
     """From random weights: the actor to write digits, the judge to write letters."""
     task = ("rollout.prompts_per_step=4", "rollout.group_size=8", "rollout.concurrency=64", "schedule.steps=40")
     directory = train(tmp_path, *task, f"reward.function={HOOKS}.digits_or_letters", policies=JUDGE)

@@ -64,7 +64,7 @@ def test_a_client_without_the_token_is_refused(started: str, tmp_path: Path) -> 
     assert done.stdout == "joined 7\n", done.stdout + done.stderr
 
 
-def test_a_ray_of_the_runs_own_starts_what_a_run_uses(started: str) -> None:
+def test_a_private_ray_starts_only_the_processes_that_a_run_uses(started: str) -> None:
     session = ray._private.worker._global_node.get_session_dir_path()
     names = []
     for child in psutil.Process().children():

@@ -356,7 +356,7 @@ def test_new_weights_take_the_routes_that_the_old_ones_chose(laboratory, layout,
 
 
 @every_layout(*(name for name in CASES if name.split()[1] in TERMS))
-def test_an_auxiliary_term_adds_exactly_its_own_gradient(laboratory, layout, name):
+def test_an_auxiliary_loss_adds_exactly_its_gradient(laboratory, layout, name):
     model, term = name.split()
     packed = ()
     if term in ("aux_loss", "global_aux_loss"):
@@ -373,7 +373,7 @@ def test_an_auxiliary_term_adds_exactly_its_own_gradient(laboratory, layout, nam
 
 
 @every_layout("V3 bias")
-def test_selection_biases_move_towards_equal_load_and_only_if_asked_to(laboratory, layout, name):
+def test_selection_biases_move_towards_equal_load_only_if_enabled(laboratory, layout, name):
     before = load_file(laboratory.paths["V3"] / "model.safetensors")
     after = load_file(laboratory(layout) / f"{name}.after.safetensors")
     other = load_file(laboratory("single") / "V3 z_loss.after.safetensors")

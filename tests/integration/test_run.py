@@ -222,7 +222,7 @@ def test_a_run_says_how_it_stands_and_opens_the_ports_that_are_documented(ahead:
     assert ahead.opened == ahead.documented
 
 
-def test_the_stacks_of_every_part_are_told(ahead: Ahead) -> None:
+def test_the_stacks_of_every_process_are_reported(ahead: Ahead) -> None:
     parts = {stack.member.name.partition(":")[0] for stack in ahead.stacks if stack.found}
     assert {"driver", "trainer-0", "trainer-1", "engine-actor-0", "router"} <= parts
     (driver,) = (stack for stack in ahead.stacks if stack.member.name == "driver")

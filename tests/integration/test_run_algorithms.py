@@ -32,7 +32,7 @@ def test_penalized_rewards_and_selected_tokens_in_a_run(tiny_model, task_of_sums
         assert 0.1 < row["covariance/selected"] <= 0.2 and row["loss/clip_fraction"] > 0
 
 
-def test_own_advantages_and_an_own_loss_in_a_run(tiny_model, task_of_sums, tmp_path):
+def test_a_run_trains_with_custom_advantages_and_a_custom_loss(tiny_model, task_of_sums, tmp_path):
     hooks = "tests.integration.hooks"
     config = write_config(
         tmp_path,

@@ -59,7 +59,7 @@ def run(tiny_model: Path, tiny_weights: Weights, task_of_sums: Path, tmp_path_fa
     return file
 
 
-def test_what_was_asked_for_is_kept_and_exported(run, tiny_weights):
+def test_configured_checkpoints_and_exports_are_kept(run, tiny_weights):
     directory = run.parent / "run"
     kept = sorted(path.name for path in (directory / "checkpoints").iterdir())
     assert kept == ["iter_0000002", "iter_0000003", "latest_checkpointed_iteration.txt"]

@@ -112,7 +112,7 @@ the mean after two steps of these tests."""
 
 
 @pytest.mark.parametrize("case", list(ALONE))
-def test_engines_compute_with_adapters_beside_a_base_that_they_got_once(tiny_model, task_of_sums, tmp_path, case):
+def test_engines_apply_adapters_to_a_base_published_once(tiny_model, task_of_sums, tmp_path, case):
     """The gap is that of merged weights; an engine that is killed gets base and adapters when it is back."""
     name, dtype, layout, targets = ALONE[case]
     model = tiny_model

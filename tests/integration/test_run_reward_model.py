@@ -51,7 +51,7 @@ def scores(model: torch.nn.Module, several: list[list[int]]) -> list[float]:
         return [model(input_ids=torch.tensor([ids])).logits[0, 0].item() for ids in several]
 
 
-def test_it_learns_its_pairs_and_transformers_ranks_held_out_pairs_alike(trained):
+def test_a_reward_model_learns_and_transformers_agrees_on_its_export(trained):
     rows = steps(trained)
     # The first update of the step begins with a head of zeros, where all scores are 0 and the loss is ln 2.
     assert rows[1]["preference/loss"] == pytest.approx(math.log(2), abs=0.2)

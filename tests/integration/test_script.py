@@ -16,7 +16,7 @@ from tools.quickstart.make_task import make_task
 pytestmark = [pytest.mark.integration, pytest.mark.slow("a whole run"), pytest.mark.timeout(3600)]
 
 
-def test_the_script_trains_with_its_own_reward(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_script_trains_with_its_reward(tiny_model: Path, tmp_path: Path) -> None:
     make_task(tmp_path)
     overrides = [
         *(

@@ -210,7 +210,7 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, O
 
 @pytest.mark.parametrize("kind", ["converted", "saved"])
 @pytest.mark.parametrize("model", FAMILIES)
-def test_megatron_cores_own_modules_compute_what_transformers_computes(oracles, model, kind):
+def test_unmodified_megatron_core_agrees_with_transformers(oracles, model, kind):
     out, made, _ = oracles
     with np.load(out / f"{model}.npz") as found:
         for number, trajectory in enumerate(made[model].trajectories()):

@@ -94,7 +94,7 @@ async def begun(prompt: Prompt = PROMPT, **options: Any) -> tuple[Gymnasium, Any
     return world, await world.reset(prompt, 0)
 
 
-async def test_a_way_over_the_lake_is_told_turn_by_turn_and_paid_at_its_end(gymnasium):
+async def test_a_path_over_the_lake_is_rewarded_at_its_goal(gymnasium):
     actions = ("down", "down", "right", "right", "down", "right")
     ctx, trajectory = await play(*actions, **LAKE)
     observations = [text for source, _, text in spans(trajectory) if source == "inserted"]
@@ -166,7 +166,7 @@ async def test_turns_without_an_action_change_nothing_and_end_the_rollout(gymnas
     assert sum("row 1 column 0" in text for source, _, text in spans(trajectory) if source == "inserted") == 3
 
 
-async def test_actions_with_names_need_no_view_of_ones_own(gymnasium):
+async def test_named_actions_need_no_custom_view(gymnasium):
     options = {
         "id": "FrozenLake-v1",
         "make_options": {"is_slippery": False, "render_mode": "ansi"},
@@ -230,7 +230,7 @@ def test_what_cannot_be_played_is_refused_before_the_run(gymnasium, options, cod
         load_hooks(config_of(generate="multi_turn", options=hook_options))
 
 
-def test_a_machine_without_the_package_is_told_its_version(monkeypatch):
+def test_a_missing_package_is_refused_with_its_pinned_version(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "gymnasium", None)
     with refused("gymnasium.package", about=f"{KEY}.id"):
         Gymnasium(id="FrozenLake-v1")

@@ -131,7 +131,7 @@ async def test_a_server_gets_the_variables_and_headers_that_are_named(url, monke
     assert "tool: none none two" in script.received[1][0]
 
 
-async def test_calls_that_cannot_be_made_are_told_and_counted(url):
+async def test_invalid_tool_calls_are_explained_and_counted(url):
     trajectory, ctx, script = await play(
         {"url": url},
         calling("subtract"),
@@ -293,13 +293,13 @@ def test_tools_that_cannot_work_are_refused_before_the_run(options, code, about)
         load_hooks(config_of(generate="tools", options=hook_options))
 
 
-def test_a_machine_without_the_package_is_told_its_version(monkeypatch):
+def test_a_missing_package_is_refused_with_its_pinned_version(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
     with refused("mcp.package", about=f"{KEY}.servers"):
         McpTools.check(servers={"a": STDIO})
 
 
-async def test_a_run_without_rewards_of_its_tools_names_its_own(url):
+async def test_a_run_without_tool_rewards_is_told_to_set_a_reward_function(url):
     trajectory, *_ = await play({"url": url}, "2")
     with refused("tools.reward", about="reward.function"):
         await tools.reward(RewardContext(PROMPT, None, "", False), trajectory)

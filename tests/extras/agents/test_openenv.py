@@ -68,7 +68,7 @@ async def test_a_session_is_played_to_its_end(server):
 
 
 @pytest.mark.slow("needs build/hubs")
-async def test_rollouts_of_a_prompt_begin_alike_in_sessions_of_their_own(server):
+async def test_rollouts_of_a_prompt_start_alike_in_separate_sessions(server):
     prompt = Prompt(id="p", messages=PROMPT.messages, metadata={"seed": 5, "reset": {"least": 3}})
     wrong = str(9 if NUMBER < 9 else 0)
     both = await asyncio.gather(*(play(server, wrong, wrong, prompt=prompt) for _ in range(2)))
@@ -157,7 +157,7 @@ async def test_a_redirect_is_not_followed():
         assert caught.value.about == f"{url}/ws" and "307" in str(caught.value)
 
 
-async def test_actions_that_the_server_finds_unfit_are_told_and_bounded():
+async def test_invalid_actions_are_explained_to_the_model_and_bounded():
     unfit = error("VALIDATION_ERROR")
     async with stand_in(speaking(BEGUN, unfit, observed(reward=None), unfit, unfit)) as url:
         options = {"max_invalid": 2, "invalid_reward": -1.0}
@@ -206,7 +206,7 @@ async def test_actions_may_be_whole_objects_and_observations_too():
         ({"url": "http://h", "text_options": {"field": 1}}, "environment.option", KEY),
     ],
 )
-def test_what_cannot_be_asked_is_refused_before_the_run(options, code, about):
+def test_invalid_environment_options_are_refused_before_the_run(options, code, about):
     hook_options = {"environment": PATH, "environment_options": options}
     with refused(code, about=about):
         load_hooks(config_of(generate="multi_turn", options=hook_options))

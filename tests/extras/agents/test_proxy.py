@@ -208,7 +208,7 @@ async def test_special_tokens_of_calls_reach_the_parser_but_not_the_agent(apart)
     await rollout(engine, look, tool_parser="tests.extras.agents.proxy_stand.marked", separate_reasoning=apart)
 
 
-async def test_reasoning_is_set_apart_if_asked_for_and_stays_in_the_tokens():
+async def test_separate_reasoning_stays_in_the_trained_tokens():
     async def look(client: Any, prompt: Any) -> None:
         first = await chat(client, USER)
         assert first.content == "2" and first.reasoning_content == "well"

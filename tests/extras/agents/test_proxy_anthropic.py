@@ -109,7 +109,7 @@ async def test_an_answer_without_room_stops_at_max_tokens():
 
 
 @pytest.mark.parametrize("how", [ask, streamed])
-async def test_reasoning_is_a_block_of_its_own_and_may_be_sent_back(how: Any):
+async def test_reasoning_is_a_separate_block_and_may_be_sent_back(how: Any):
     async def look(client: Any) -> None:
         first = await how(client, USER)
         assert [block.type for block in first.content] == ["thinking", "text"]

@@ -207,7 +207,7 @@ async def test_dead_agents_are_counted_by_reason_and_take_no_other_group_along()
     await shared.close()
 
 
-async def test_an_answer_that_nobody_waited_for_is_no_part_of_the_rollout():
+async def test_an_answer_that_the_client_did_not_await_is_discarded():
     begun, over = asyncio.Event(), asyncio.Event()
 
     async def gate(number: int) -> None:
@@ -244,7 +244,7 @@ async def test_a_stream_that_the_agent_leaves_is_not_part_of_the_rollout():
     assert trained(found) == "2<end>" and engine.left == 1
 
 
-async def test_a_parser_that_raises_is_told_to_the_agent():
+async def test_an_error_of_the_tool_parser_is_returned_to_the_agent():
     async def look(client: Any, prompt: Any) -> None:
         with pytest.raises(openai.InternalServerError) as caught:
             await chat(client, USER, tools=TOOLS)
@@ -254,7 +254,7 @@ async def test_a_parser_that_raises_is_told_to_the_agent():
     assert len(await rollout(Script("1", "2"), look, tool_parser="tests.extras.agents.proxy_stand.fragile")) == 1
 
 
-async def test_an_address_that_is_taken_or_that_nobody_could_be_told_is_refused():
+async def test_an_address_in_use_or_unreachable_by_clients_is_refused():
     for host in ("0.0.0.0", "::"):
         with invalid("proxy.host", about="rollout.proxy.host"):
             config_of(proxy={"host": host})

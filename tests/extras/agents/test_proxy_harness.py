@@ -310,7 +310,7 @@ FORCED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-async def test_what_cannot_be_forced_is_refused_before_an_engine_is_asked():
+async def test_an_unenforceable_tool_choice_is_refused_before_sampling():
     async def look(client: Any, prompt: Any) -> None:
         for case, (options, param) in FORCED.items():
             with pytest.raises(openai.BadRequestError) as refused:

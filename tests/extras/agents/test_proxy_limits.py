@@ -150,7 +150,7 @@ async def test_a_connection_that_never_asks_is_ended(sent: bytes):
     assert await served(half_open, proxy=proxy) == b""
 
 
-async def test_a_body_that_does_not_come_is_given_up():
+async def test_waiting_for_a_request_body_ends_at_the_deadline():
     proxy = ChatProxy(context=1000)
     proxy.body_deadline = 0.5
 

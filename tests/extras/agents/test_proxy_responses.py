@@ -94,7 +94,7 @@ async def test_status_and_usage(how: Any):
     await rollout(Script("it is 3", "it is 3"), look)
 
 
-async def test_the_clients_own_reader_of_streams_understands_the_events():
+async def test_the_clients_stream_reader_understands_the_events():
     async def look(client: Any, prompt: Any) -> None:
         async with client.responses.stream(model="m", input=USER, tools=[ADD]) as stream:
             answer = await stream.get_final_response()
@@ -104,7 +104,7 @@ async def test_the_clients_own_reader_of_streams_understands_the_events():
 
 
 @pytest.mark.parametrize("how", [ask, streamed])
-async def test_reasoning_is_an_item_of_its_own_and_may_be_sent_back(how: Any):
+async def test_reasoning_is_a_separate_item_and_may_be_sent_back(how: Any):
     async def look(client: Any, prompt: Any) -> None:
         first = await how(client, USER)
         assert [item.type for item in first.output] == ["reasoning", "message"]

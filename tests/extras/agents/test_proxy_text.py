@@ -46,7 +46,7 @@ def test_pieces_add_up_to_the_whole_text_and_never_take_anything_back(text, step
     assert not any("\ufffd" in piece for piece in shown), "half a character is not shown"
 
 
-def test_bytes_that_are_no_character_are_told_at_the_end():
+def test_incomplete_characters_are_replaced_at_the_end():
     byte_tokenizer = bytewise()
     ids = byte_tokenizer("aé").input_ids[:2]
     pieces = Pieces(AnswerReader(byte_tokenizer, find_parser("hermes", "")), [])
@@ -119,7 +119,7 @@ async def test_a_program_that_ignores_the_end_of_its_rollout_is_not_waited_for(
         await asyncio.wait_for(run_command(["bash", "-c", "trap '' TERM; exec yes"], "http://base/v1", PROMPT), 600)
 
 
-async def test_a_program_has_no_variables_of_the_run_but_those_that_it_was_given(monkeypatch: pytest.MonkeyPatch):
+async def test_a_program_sees_only_the_allowed_environment_variables(monkeypatch: pytest.MonkeyPatch):
     for name in ("WANDB_API_KEY", "RAY_AUTH_TOKEN", "AWS_SECRET_ACCESS_KEY", "GIVEN"):
         monkeypatch.setenv(name, "secret")
     code = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -177,7 +177,7 @@ async def test_a_program_ends_with_its_rollout_and_so_does_what_it_started(tmp_p
         assert not alive(pid), pid
 
 
-async def test_a_program_that_never_asks_is_given_up():
+async def test_a_program_that_requests_no_completion_fails_its_rollout():
     proxy = ChatProxy(context=100)
     try:
         with refused("hooks.given_up", about="agent without answers", kind=GivenUp) as caught:

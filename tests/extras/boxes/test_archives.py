@@ -129,7 +129,7 @@ def test_headers_of_many_members_are_not_kept(tmp_path, to, request):
     assert len(os.listdir(to)) == 64
 
 
-def test_what_a_sparse_file_holds_counts_whatever_its_size_says(tmp_path, to):
+def test_a_sparse_file_counts_with_the_bytes_that_it_stores(tmp_path, to):
     keys = {"GNU.sparse.major": b"0", "GNU.sparse.minor": b"1", "GNU.sparse.size": b"1"}
     keys["GNU.sparse.map"] = b"0,%d" % MIB
     head = extended(tarfile.XHDTYPE, b"".join(record(key, value) for key, value in keys.items()))

@@ -93,7 +93,7 @@ async def test_invalid_requests_are_refused_and_none_is_a_server_error(tmp_path)
         assert (await http.get(f"{RUN}?wait=x")).status == 400
 
 
-async def test_a_body_is_unicode_whatever_its_header_names(tmp_path):
+async def test_a_body_is_read_as_unicode_whatever_charset_its_header_names(tmp_path):
     """Python's punycode takes seconds for this one, in which the server would answer no other request."""
     slow = b"a" * 1_000_000 + b"-" + b"b" * 200_000
     async with client(tmp_path) as http, asyncio.timeout(60):
@@ -106,7 +106,7 @@ async def test_a_body_is_unicode_whatever_its_header_names(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["a\0"], ["\udcff"], ["x" * 2**17], ["x" * 2**16] * 17])
-def test_no_backend_is_given_words_that_no_program_can_have(words):
+def test_impossible_command_words_reach_no_backend(words):
     with pytest.raises(BoxRefusal) as error:
         check_run(words, "", "/")
     assert error.value.code == "box.command"

@@ -78,7 +78,7 @@ def test_nobody_is_answered_without_the_token(server, token):
     assert answer.status_code == 401 and "protocol" not in answer.text
 
 
-def test_a_client_without_the_token_is_told_so_before_the_run(server):
+def test_a_client_without_the_token_is_refused_before_the_run(server):
     with refused("box.token"):
         RemoteServer(server.url).check()
 
@@ -142,7 +142,7 @@ def test_archives_that_were_used_longest_ago_make_room(server):
     assert [server.has_image(name) for name in names] == [True, False, True]
 
 
-def test_a_client_waits_for_a_box_and_is_told_when_there_is_none(server, box):
+def test_a_client_waits_for_a_free_box_up_to_its_deadline(server, box):
     other = RemoteBox("base.tar", SMALL, server=server)
     with refused("box.busy", about=server.url, kind=BoxBusy):
         RemoteBox("base.tar", SMALL, server=server, patience=0.1)

@@ -47,7 +47,7 @@ def python(box: BubblewrapBox, program: str, **options: object):
 # What it is for -----------------------------------------------------------------------------------------------------
 
 
-def test_a_root_with_programs_of_its_own_needs_nothing_of_the_machine(base, tmp_path):
+def test_a_self_contained_root_needs_no_programs_of_the_machine(base, tmp_path):
     root = tmp_path / "root"
     listed = subprocess.run(["ldd", "/bin/sh"], capture_output=True, text=True, check=True).stdout.split()
     for path in ["/bin/sh", *(word for word in listed if word.startswith("/"))]:

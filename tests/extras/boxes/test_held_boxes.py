@@ -171,7 +171,7 @@ def test_an_archive_that_made_room_for_others_is_sent_again(tmp_path):
     box._closing.set()
 
 
-def test_the_first_error_is_told_and_not_that_of_the_end(tmp_path):
+def test_the_first_error_is_raised_rather_than_that_of_closing(tmp_path):
     with refused("box.source", about="none", kind=BoxRefusal):
         RemoteBox("none", server=Server(404))  # type: ignore[arg-type]
 

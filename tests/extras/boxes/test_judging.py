@@ -194,7 +194,7 @@ def test_what_tests_must_say_is_looked_for_in_each_line(expect, passes):
         ("write_file", {"path": "a", "content": "\ud800"}),
     ],
 )
-async def test_arguments_that_no_program_could_be_given_are_the_models_mistake(name, arguments):
+async def test_impossible_program_arguments_are_a_tool_error(name, arguments):
     terminal = Terminal()
     assert (await terminal.call(name, arguments)).error == "bad_arguments"  # and no box was asked
 

@@ -103,7 +103,7 @@ def test_an_attempt_to_break_out_fails(program, error):
     assert error in ran.stderr
 
 
-def test_sandboxes_at_the_same_time_have_their_own_limits():
+def test_concurrent_sandboxes_have_separate_limits():
     bomb = (
         "import os, time\nn = 0\ntry:\n  while True:\n    if os.fork() == 0: time.sleep(60); os._exit(0)\n    n += 1\n"
     )
@@ -195,7 +195,7 @@ def test_memory_is_guarded_twice():
     }
 
 
-def test_a_machine_without_bubblewrap_is_told_what_to_install(monkeypatch):
+def test_a_machine_without_bubblewrap_is_refused_with_what_to_install(monkeypatch):
     monkeypatch.setattr(enclosure.shutil, "which", lambda program, path: None if program == "bwrap" else program)
     with pytest.raises(SlimxError) as refused:
         Sandbox()

@@ -224,7 +224,7 @@ def test_a_machine_whose_calls_are_unknown_is_refused(monkeypatch):
 # Threads ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_is_given_up_as_it_begins_leaves_no_process():
+def test_a_program_stopped_during_its_start_leaves_no_process():
     """The run is given up at every moment of the start: while unshare, bubblewrap, its child, or the program has just
     begun."""
     box = Marked(SMALL)

@@ -129,7 +129,7 @@ RIGHT = edit("sums.py", "a - b", "a + b")
         "tests linked", "nothing left", "directory a link", "too much",
     ],
 )  # fmt: skip
-async def test_what_a_model_leaves_beside_its_work_does_not_decide(task, tmp_path, base, says, passes):
+async def test_files_outside_the_work_directory_do_not_change_the_verdict(task, tmp_path, base, says, passes):
     trajectory, _, reward = await play(task(), base, *says, tasks=str(tmp_path))
     assert reward == {"tests": float(passes)}, trajectory.metadata
     assert ("unjudged" in trajectory.metadata) is ("unjudged" in trajectory.metadata["tool_errors"])

@@ -179,7 +179,7 @@ def test_stacked_layers_and_a_padded_vocabulary_are_read(qwen, tmp_path, per_lay
     assert not (tmp_path / "witness").exists()
 
 
-def test_dtypes_are_chosen_for_the_model_and_not_for_what_has_its_own(deepseek, tmp_path):
+def test_a_dtype_option_leaves_fixed_dtypes_unchanged(deepseek, tmp_path):
     megatron = go(run.hf_to_megatron(deepseek, dtype=torch.float32), tmp_path / "megatron")
     described = FileSystemReader(megatron / "release").read_metadata().state_dict_metadata
     assert {value.properties.dtype for value in described.values()} == {torch.float32}
@@ -210,7 +210,7 @@ def test_tensors_that_a_trainer_does_not_hold_come_from_the_original(deepseek, t
 
 
 @pytest.mark.parametrize("model", ["qwen", "deepseek"])
-def test_each_rank_of_the_target_layout_reads_only_its_own_files(request, tmp_path, model):
+def test_each_rank_of_the_target_layout_reads_only_its_files(request, tmp_path, model):
     source = request.getfixturevalue(model)
     conversion = run.hf_to_megatron(source, layout=LAYOUT)
     files = {int(Path(file.name).name.split("_")[2]): file for file in conversion.files}

@@ -92,7 +92,7 @@ def typed(
 
 
 @pytest.mark.parametrize("what", CASES)
-def test_whatever_it_is_given_is_refused_in_one_sentence(qwen, tmp_path, monkeypatch, capsys, what):
+def test_every_invalid_input_is_refused_in_one_sentence(qwen, tmp_path, monkeypatch, capsys, what):
     prepare, line = CASES[what]
     source = shutil.copytree(qwen, tmp_path / "source")
     if prepare is not None:

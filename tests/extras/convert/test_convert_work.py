@@ -185,7 +185,7 @@ def full_disk(real: os.statvfs_result) -> Callable[[Any], os.statvfs_result]:
 
 
 @pytest.mark.parametrize("name", ["draft.writing", "deep/notes", "f1.writing/mine"])
-def test_what_another_puts_beside_finished_files_stops_the_next_try(tmp_path, name):
+def test_a_foreign_file_among_finished_ones_stops_the_next_try(tmp_path, name):
     with pytest.raises(SlimxError):
         convert(Numbers("full"), tmp_path / "out", threads=1, verify=False)
     partial = tmp_path / "out.partial"

@@ -27,7 +27,7 @@ def take(source: Any, count: int) -> list[str]:
     return [source.next().id for _ in range(count)]
 
 
-def test_sources_are_drawn_by_weight_and_each_in_its_own_order():
+def test_sources_are_drawn_by_weight_each_in_its_order():
     sets = PromptSet(path="a", name="a", weight=3), PromptSet(path="b", name="b")
     taken = take(mixed(*sets), 2000)
     assert 1400 < Counter(name[0] for name in taken)["a"] < 1600
@@ -42,7 +42,7 @@ def test_weights_change_at_their_steps():
 
 
 @pytest.mark.parametrize("served", [0, 3, 17, 64])
-def test_a_mixture_goes_on_where_it_was_saved_with_other_weights_if_asked(served):
+def test_a_resumed_mixture_continues_and_may_change_its_weights(served):
     sets = PromptSet(path="a", name="a", weight={0: 2, 4: 1}), PromptSet(path="b", name="b")
     source = mixed(*sets)
     take(source, served)

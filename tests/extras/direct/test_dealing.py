@@ -187,7 +187,7 @@ def test_quantized_moves_are_cut_between_blocks_to_the_same_bytes():
     assert [t.checksum for t in found.tensors] == [t.checksum for t in expected.tensors] * 2
 
 
-def test_one_target_of_a_dealt_plan_is_a_plan_of_its_own():
+def test_one_target_of_a_distributed_plan_is_a_plan():
     case = Layouts(2, 2, 2, ((96, 8, ((0, 1),), False), (12, 3, ((0,), (1,)), True)))
     dealt = deal(case.plan(), engines=2, grain=1)
     for target, expected in enumerate(case.expected()):

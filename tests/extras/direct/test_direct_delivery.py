@@ -162,7 +162,7 @@ async def test_an_engine_that_missed_one_or_was_started_again_says_so_itself() -
     assert stand.engines[1].invited == [2, 2] and stand.engines[1].requests == 0
 
 
-async def test_without_the_key_nothing_is_asked_and_runs_are_whole() -> None:
+async def test_without_the_key_nothing_is_requested_and_runs_are_complete() -> None:
     stand = Stand(None)
     assert [await stand.publish(0, 1) for _ in range(3)] == [{0: 0, 1: 0}] * 3
     assert stand.engines[0].requests == 0 and stand.senders.item == 0 and stand.engines[0].invited == [0]
@@ -274,7 +274,7 @@ async def test_a_rank_that_reached_them_in_between_gets_another_try() -> None:
 
 
 @pytest.mark.parametrize("other", [None, SlimxError("a wrong byte", code="peer.checksum")], ids=str)
-async def test_what_one_engine_alone_lacks_is_its_own_fault(other: SlimxError | None) -> None:
+async def test_a_fault_of_one_engine_is_attributed_to_it(other: SlimxError | None) -> None:
     stand = await begun(lacking(1), other)
     errors = await brought(stand)
     assert errors == [stand.engines[0].fails, other]
@@ -313,7 +313,7 @@ async def test_every_machine_of_an_engine_gets_all_hugging_face_tensors() -> Non
     assert await stand.publish(1) == {2: 1}
 
 
-async def test_fewer_ranks_deal_out_their_own_plan() -> None:
+async def test_a_smaller_world_deals_a_new_plan() -> None:
     stand = Stand(None)
     await stand.publish(0, 1)
     assert set(stand.delivery.dealt.moved["source"].tolist()) == set(range(WORLD))

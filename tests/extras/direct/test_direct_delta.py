@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_refused_and_the_next_publication_is_whole(
     assert all(publish(both.changes)[rank] for rank in range(RANKS)), "each tensor is proven by its checksum"
 
 
-def test_bytes_that_changed_beside_an_engine_are_found_by_the_proof(both: Both, coming: PackedBucket) -> None:
+def test_bytes_that_changed_in_an_engine_fail_its_verification(both: Both, coming: PackedBucket) -> None:
     """Sums are of whole tensors: kept bytes are proven as received ones are."""
     engine = both.changes.receivers[0]
     run = next(run for run in engine.offer().runs if run.bucket == 0 and run.rank == 0)

@@ -124,7 +124,7 @@ async def published(plan: Plan, ranks: int | None = None) -> list[Engine]:
     return engines
 
 
-async def test_machines_of_an_engine_take_their_own_ranks_bytes() -> None:
+async def test_each_machine_of_an_engine_receives_the_bytes_of_its_ranks() -> None:
     for engine in await published(plan()):
         assert engine.received.keys() == set(range(ENGINE.world))
         for rank, found in engine.received.items():

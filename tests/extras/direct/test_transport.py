@@ -77,7 +77,7 @@ def test_a_run_without_engines_publishes_from_memory() -> None:
     assert found is source and type(delivery) is MemoryDelivery
 
 
-async def test_trainer_ranks_get_the_plan_and_their_own_part_of_an_offer() -> None:
+async def test_trainer_ranks_get_the_plan_and_their_part_of_an_offer() -> None:
     trainers = Trainers()
     senders = RankSenders(trainers)
     await senders.prepare(senders.published, [0, 1], 2, False)

@@ -58,7 +58,7 @@ async def test_a_version_is_complete_on_disk_once_all_of_its_buckets_are_written
     assert delivery.kept(7) is None and delivery.keeps
 
 
-def test_only_changes_are_put_together_beside_a_server(tmp_path: Path) -> None:
+def test_only_changed_tensors_are_assembled_next_to_a_server(tmp_path: Path) -> None:
     whole, changes = config_of(tmp_path).publish, config_of(tmp_path, delta={"every_full": 10}).publish
     assert transport_of(whole).end(whole) is None
     assert transport_of(changes).end(changes)().item == 2

@@ -75,7 +75,7 @@ def test_what_cannot_act_is_named_with_its_reason():
     assert not any(by_key(effects(config(algorithm, updates_per_step=2)))[key].share == 0 for key in silent)
 
 
-def test_a_group_of_one_is_told_where_a_teacher_lets_it_pass():
+def test_a_group_of_one_is_a_warning_with_a_teacher():
     settings = config({"teacher": "t", "teacher_coef": 1.0})
     alone = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"group_size": 1})})
     effect = by_key(effects(alone))["advantages"]
@@ -126,7 +126,7 @@ def routed(model: Path, moe: dict[str, Any], name: str) -> Config:
     return settings.model_copy(update={"trainer": trainer, "model": Model(path=str(model))})
 
 
-def test_the_users_own_functions_are_looked_at():
+def test_functions_of_the_user_are_inspected():
     here = "tests.integration.hooks"
     hooks = {"advantages": f"{here}.rewards_as_advantages", "loss": f"{here}.weighted_loss", "aggregation": "sample"}
     found = by_key(effects(config(hooks)))

@@ -89,7 +89,7 @@ def test_both_sides_note_the_residual_stream_at_the_same_points() -> None:
     assert first_difference(noted, dict(rows)) is None
 
 
-def test_a_gap_is_told_with_its_numbers() -> None:
+def test_a_log_prob_gap_is_reported_with_its_numbers() -> None:
     figures = {"gap/tokens": 1010.0, "gap/mean": 1.9e-3, "gap/max": 0.15, "routes/differing": 20.0}
     lines = describe(figures | {"gap/tokens_above_1e-5": 200.0, "gap/tokens_other_routes": 50.0})
     assert list(map(numbers, lines)) == [[1010, 0.0019, 0.15], [1e-5, 200, 19.8, 50, 25.0], [20]]

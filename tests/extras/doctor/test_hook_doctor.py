@@ -316,13 +316,13 @@ def test_all_hooks_that_cannot_be_loaded_are_named_at_once(run_file):
     assert result.output.count("  note  ") == 1, "that no hook was tried"
 
 
-def test_a_hook_that_never_yields_is_given_up(run_file, monkeypatch):
+def test_a_hook_that_never_yields_is_abandoned_at_its_deadline(run_file, monkeypatch):
     monkeypatch.setattr(hook_trial, "STUCK_S", 1.0)
     found = examine(run_file, f"rollout.generate={HOOKS}.stuck")
     assert found_among(found.problems, "hooks.blocking", f"{HOOKS}.stuck", ["1 s"]), found
 
 
-def test_a_filter_is_asked_about_the_rollouts_as_a_group(run_file):
+def test_a_filter_receives_the_rollouts_of_a_prompt_as_one_group(run_file):
     found = examine(run_file, f"rollout.filter={HOOKS}.drop")
     assert found.lines[-1].endswith("dropped: no signal") and not found.problems
 

@@ -38,7 +38,7 @@ def test_a_sound_node_has_no_problem_and_a_slow_gpu_is_a_note(tmp_path, places):
     assert found == [] and "GPU-1234" in note and "power brake" in note
 
 
-def test_a_missing_gpu_and_a_broken_one_are_told_together(places):
+def test_a_missing_gpu_and_a_broken_one_are_reported_together(places):
     found = problems(NodeRequirements(gpus=3, disk_gib=0, shm_gib=0, paths=[]), places, FakeGpu(), FakeGpu(errors=2))
     missing, broken = found
     assert numbers(missing) == [2, 3] and "GPU-1234" in broken and numbers(broken)[-1] == 2
@@ -53,7 +53,7 @@ def test_a_driver_that_does_not_answer_is_the_problem(places):
     assert examine_node(NodeRequirements(gpus=1, paths=[], shm_gib=0), silent, places)[0] == [str(problem)]
 
 
-def test_space_is_wanted_on_every_path_and_in_shared_memory(tmp_path, places):
+def test_space_is_required_on_every_path_and_in_shared_memory(tmp_path, places):
     absent = tmp_path / "absent"
     found = problems(NodeRequirements(disk_gib=1e9, shm_gib=0, paths=[tmp_path, absent]), places)
     assert found[0].startswith(f"{tmp_path} has ") and numbers(found[0])[-1] == 1e9
@@ -62,7 +62,7 @@ def test_space_is_wanted_on_every_path_and_in_shared_memory(tmp_path, places):
     assert short.startswith(f"{places.shm} has ")
 
 
-def test_a_clock_that_is_off_is_told_with_the_seconds(places):
+def test_a_clock_skew_is_reported_in_seconds(places):
     (found,) = problems(NodeRequirements(disk_gib=0, shm_gib=0, paths=[], clock=900.0), places)
     assert numbers(found) == [100, 60]
 

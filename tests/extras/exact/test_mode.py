@@ -37,7 +37,7 @@ from tests.unit.engines.attestation_stand import attesting
 SPEC = EngineSpec("e", "/model", "float32", "cpu", 31000, numerics=Exact(2))
 
 
-def test_leaves_are_the_largest_tensor_parallel_size_unless_given() -> None:
+def test_leaves_default_to_the_largest_tensor_parallel_size() -> None:
     assert mode_of(config()) == Exact(1) and mode_of(config(numerics={"mode": "fast"})) == NumericsMode()
     two = {"world_size": 4, "tensor": 2}
     assert mode_of(config(trainer=two)) == Exact(2)
@@ -58,7 +58,7 @@ def test_log_probs_are_reused_only_if_the_runs_engines_sampled() -> None:
     assert not config(rollout={"replay": "/tmp/y"}).engine_logprobs_exact
 
 
-def test_a_server_is_told_its_leaves_on_its_command_line() -> None:
+def test_a_server_gets_its_leaves_on_its_command_line() -> None:
     argv = server_argv(SPEC)
     assert server_mode(argv) == Exact(2) and argv[argv.index("--attention-backend") + 1] == ATTENTION
     assert "--disable-radix-cache" not in argv

@@ -271,7 +271,7 @@ def test_attention_has_the_same_bits_in_packs_chunks_and_caches(dtype: torch.dty
 
 
 @both_dtypes
-def test_ranks_that_own_leaves_make_the_bits_of_one(dtype: torch.dtype) -> None:
+def test_sharded_leaves_sum_to_the_bits_of_one_rank(dtype: torch.dtype) -> None:
     x, weight = values(20, 256, dtype=dtype, seed=1), values(24, 256, dtype=dtype, seed=2)
     whole = exact.linear(x, weight, 8)
     for ranks in (2, 4, 8):

@@ -165,7 +165,7 @@ def test_engines_in_other_blocks_than_a_publications_are_refused(tmp_path: Path)
     assert broken_codes(blocks, spec, "cpu") == ["exact.quantize_architecture"]
 
 
-def test_blocks_travel_in_the_engines_own_layout_only(tmp_path: Path) -> None:
+def test_quantized_blocks_are_sent_only_in_the_engines_layout(tmp_path: Path) -> None:
     wide = {"hidden_size": 128, "head_dim": 128, "moe_intermediate_size": 128}
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE | wide))
     spec, engine = read_model(tmp_path), {"model": str(tmp_path)}

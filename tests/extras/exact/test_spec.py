@@ -44,7 +44,7 @@ except SlimxError as error:
 """
 
 
-def test_a_part_of_a_layer_that_nobody_replaced_is_named() -> None:
+def test_an_unreplaced_part_of_a_layer_is_named() -> None:
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run([sys.executable, "-c", SPECS], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

@@ -153,7 +153,7 @@ def load_rank(path: str, rank: int, tensor: int, expert: int, out: str) -> dict[
     return hf_layout(model).uncovered
 
 
-def test_sglangs_own_model_holds_the_checkpoint_as_the_table_says(tmp_path: Path):
+def test_sglangs_model_loads_the_checkpoint_as_the_table_says(tmp_path: Path):
     """On ranks of tensor and expert parallel engines, every parameter after `load_weights`."""
     torch.manual_seed(0)
     sizes = {"num_nextn_predict_layers": 0, "num_hidden_layers": 2, "vocab_size": 100}

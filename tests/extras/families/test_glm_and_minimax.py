@@ -214,7 +214,7 @@ def test_what_cannot_be_built_is_refused_by_name(tmp_path: Path, hf: dict[str, A
         read(tmp_path, hf)
 
 
-def test_a_norm_per_head_is_not_asked_for_beside_that_of_all_heads():
+def test_a_norm_per_head_excludes_the_norm_over_all_heads():
     from slimx.trainer.model.projection_norm import install
 
     with refused("trainer.qk_layernorm", about="trainer.megatron.qk_layernorm"):

@@ -216,7 +216,7 @@ def test_a_mimo_comes_back_with_its_prediction_layer(tmp_path: Path):
     assert differing(found, expected) == []
 
 
-def test_buffers_are_carried_over_whatever_their_shape(tmp_path: Path):
+def test_buffers_of_any_shape_are_carried_over(tmp_path: Path):
     """The frequencies of Kimi-K2's published files have hidden size / heads / 2 elements."""
     hf = SMALL_MIMO
     buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.rand(7) for layer in range(2)}

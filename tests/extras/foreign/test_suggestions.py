@@ -79,7 +79,7 @@ def test_foreign_values_lead_to_values_that_their_keys_accept(tmp_path, key):
         ("trainer.wrold_size=2", "trainer.world_size"),
     ],
 )
-def test_an_override_is_told_the_override_to_write(tmp_path, override, suggestion):
+def test_an_invalid_override_is_refused_with_the_override_to_write(tmp_path, override, suggestion):
     with refused("config.unknown_key", about=override.partition("=")[0]) as caught:
         load_config(written(tmp_path), [override])
     assert (
@@ -117,7 +117,7 @@ def test_a_foreign_key_in_a_file_is_answered_with_the_line_to_write(tmp_path):
     assert message.startswith(str(file)) and "run.seed" not in message
 
 
-def test_a_line_that_is_told_is_one_that_the_file_can_have(tmp_path):
+def test_a_reported_line_number_exists_in_the_file(tmp_path):
     with refused("config.unknown_key") as caught:
         load_config(written(tmp_path, actor_rollout_ref={"rollout": {"tensor_model_parallel_size": 4}}))
     line = yaml.safe_load(str(caught.value).split("`")[1])
@@ -147,7 +147,7 @@ def test_mistakes_in_file_and_overrides_are_each_blamed_on_their_place(tmp_path)
         ("--nothing-of-the-kind", None),
     ],
 )
-def test_flags_are_told_their_key(flag, expected):
+def test_flags_of_other_frameworks_are_refused_with_the_slimx_key(flag, expected):
     assert for_flag(Config, flag, "7") == expected
 
 

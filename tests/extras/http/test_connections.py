@@ -54,7 +54,7 @@ ASK = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n", b"\r\n", ASK])
-async def test_a_connection_is_ended_when_it_has_asked_nothing_for_the_idle_time(sent: bytes):
+async def test_an_idle_connection_is_closed_after_the_idle_timeout(sent: bytes):
     answer, connections = asyncio.Event(), Connections(most=9, idle=HANGS_S if sent == ASK else 0.3)
     async with serving(connections, answer) as port:
         reader, writer = await opened(port, sent)

@@ -56,7 +56,7 @@ def test_frozen_parameters_and_adapters_exclude_each_other():
         config("m", {"freeze": ["*"]})
 
 
-def test_a_reference_beside_adapters_costs_no_copy_of_the_weights(qwen):
+def test_a_reference_with_adapters_needs_no_copy_of_the_weights(qwen):
     def copies(**trainer: Any) -> int:
         run = config(str(qwen), trainer, algorithm={"reference": True})
         return trainer_memory(run, read_model(str(qwen)), Sizes(), "cpu")[0].host_copies
@@ -85,7 +85,7 @@ def test_what_the_model_does_not_have_is_refused(qwen):
 
 
 @pytest.mark.parametrize("argument", [{"enable_lora": True}, {"lora_paths": ["a=b"]}])
-def test_policy_engines_and_cpu_engines_refuse_sglangs_own_adapters(qwen, argument):
+def test_policy_engines_and_cpu_engines_refuse_sglang_adapters(qwen, argument):
     """Covers trained adapters and runs without: a layer that SGLang has wrapped cannot be published to."""
     served = {"name": "actor", "sglang": argument}
     key = f"rollout.engines.sglang.{next(iter(argument))}"

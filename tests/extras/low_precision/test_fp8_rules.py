@@ -122,7 +122,7 @@ def test_a_model_whose_layers_were_not_compared_is_refused(tmp_path: Path, other
         ({"trainer": {"fp8": "mxfp8", "megatron": {"fp8_param": 1}}}, "trainer.megatron", "trainer.megatron.fp8_param"),
     ],
 )
-def test_what_was_never_proven_beside_it_is_refused(sections: dict[str, Any], code: str, about: str) -> None:
+def test_an_unproven_combination_is_refused(sections: dict[str, Any], code: str, about: str) -> None:
     values = {**BASE, "model": {"path": "m"}, "trainer": {"fp8": "blockwise"}}
     Config.model_validate(values | {"publish": {"quantize": "te"}, "cluster": {"gpu": "h100"}})
     with invalid(code, about=about):

@@ -94,7 +94,7 @@ def test_fp32_is_rounded_as_the_nearest_bf16(threads: int) -> None:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_a_group_that_is_not_finite_is_nan_and_told(value: float) -> None:
+def test_a_group_that_is_not_finite_is_nan_and_reported(value: float) -> None:
     weight = matrix()
     plain, plain_scales, _ = int4.quantize(weight)
     weight[9, 70] = value

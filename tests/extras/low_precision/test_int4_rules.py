@@ -57,7 +57,7 @@ def test_engines_that_would_start_from_int4_are_refused(tmp_path: Path) -> None:
     assert found(tmp_path / "fp8", fp8) == set()
 
 
-def test_an_engine_group_s_own_model_is_read_as_the_trained_one_is(tmp_path: Path) -> None:
+def test_the_model_of_an_engine_group_is_read_like_the_trained_one(tmp_path: Path) -> None:
     found(tmp_path / "engine", GROUPED)
     (tmp_path / "engine" / "config.json").write_text(json.dumps(GROUPED | {"quantization_config": ["int4"]}))
     broken_rules = found(tmp_path / "bf16", GROUPED, engines=[{"model": str(tmp_path / "engine")}])
@@ -119,7 +119,7 @@ def test_groups_that_do_not_divide_are_refused(
         ({"trainer": {"qat": "int4", "lora": {"rank": 4, "alpha": 8}}}, "unproven", "trainer.lora"),
     ],
 )
-def test_what_was_never_proven_beside_it_is_refused(sections: dict[str, Any], code: str, about: str) -> None:
+def test_an_unproven_combination_is_refused(sections: dict[str, Any], code: str, about: str) -> None:
     values = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "trainer": {"qat": "int4"}}
     with invalid(code, about=about):
         Config.model_validate({**values, **sections})

@@ -72,7 +72,7 @@ async def test_every_machine_starts_with_its_share(actors: FakeActors, tmp_path:
     assert [calls[-1] for calls in actors.calls] == [("start", shares[1]), ("start", shares[2])]
 
 
-async def test_the_first_end_of_a_machine_is_told(actors: FakeActors, tmp_path: Path) -> None:
+async def test_the_first_end_of_a_machine_is_reported(actors: FakeActors, tmp_path: Path) -> None:
     found = machines(tmp_path)
     assert await found.ended(5.0) is None
     actors.answers["ended"] = lambda number: "it ended" if number == 1 else None

@@ -54,7 +54,7 @@ def settings(trainer: dict[str, Any], **sections: Any) -> Config:
         ({"megatron": {"mtp_num_layers": 1}}, "unproven", "trainer.megatron.mtp_num_layers"),
     ],
 )
-def test_what_was_never_proven_beside_offloaded_activations_is_refused(trainer, code, about):
+def test_features_unproven_with_offloaded_activations_are_refused(trainer, code, about):
     settings({"offload_activations": ALL})
     with invalid(code, about=about):
         settings({"offload_activations": ALL} | trainer)
@@ -77,7 +77,7 @@ def test_exact_mode_and_critics_are_refused_with_offloaded_activations(sections,
         "cpu_offloading",
     ],
 )
-def test_megatrons_own_fields_of_offloading_are_not_passed(key):
+def test_offloading_fields_of_megatron_are_not_passed(key):
     with invalid("trainer.megatron", about=f"trainer.megatron.{key}"):
         settings({"megatron": {key: 1}})
 
@@ -173,7 +173,7 @@ def test_a_machine_without_transformer_engine_cannot_offload():
     choose_backends(trainer, device="cuda", packages=("transformer_engine",))
 
 
-def test_the_cheapest_way_to_keep_activations_that_fits_is_chosen():
+def test_the_cheapest_recomputation_that_fits_is_chosen():
     """Uses GPUs with ever less memory: nothing, parts on the host, modules recomputed, layers recomputed, no fit."""
     config = load_config(
         ROOT / "configs/moe/qwen3-30b-a3b.yaml",

@@ -60,7 +60,7 @@ def paired(one: Any, other: Any) -> Any:
     return zip(one.trainer_memory, other.trainer_memory, strict=True)
 
 
-def test_an_export_has_memory_of_its_own(model):
+def test_an_export_needs_additional_memory(model):
     spec = read_model(model)
     config, plain = planned(model)
     exporting, found = planned(model, checkpoint={"export_hf": True})

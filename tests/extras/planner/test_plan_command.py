@@ -145,7 +145,7 @@ def test_the_plan_is_for_gpus_unless_the_run_says_cpu(plan):
     )
 
 
-def test_fusions_that_lack_a_package_are_told_and_stop_no_plan(plan, monkeypatch):
+def test_fusions_without_their_package_are_a_warning_of_the_plan(plan, monkeypatch):
     monkeypatch.setattr(plan_command, "installed", lambda: {"transformer_engine"})
     kernels = json.loads(plan(SHALLOW, *RUN_30B, "--json")[1])["kernels"]
     several = Trainer(world_size=2, data=2)
@@ -271,7 +271,7 @@ def test_predictions_are_shown_only_while_the_model_is_right_here(plan, monkeypa
     assert values["shown"] is shown and (values["publications"] is not None) is shown
 
 
-def test_a_cluster_that_is_too_small_is_told_instead_of_a_figure(plan, monkeypatch):
+def test_a_cluster_that_is_too_small_is_reported_instead_of_a_figure(plan, monkeypatch):
     monkeypatch.setattr(rehearsal, "rehearse", lambda: LinkTrial([1.0], [1.0]))
     code, text = plan(DEEPSEEK_V3 | {"num_hidden_layers": 4}, *RUN_671B, "--predict")
     (line,) = (line for line in text.splitlines() if "GB300 NVL72" in line)
@@ -294,7 +294,7 @@ def test_a_critic_is_split_and_counted_without_the_output_layer(plan):
     assert report["critic_largest_rank"] == layer + vocabulary, "a layer and the embedding"
 
 
-def test_a_critic_that_cannot_be_split_is_refused_with_its_own_key(plan):
+def test_a_critic_that_cannot_be_split_is_refused_under_the_critics_key(plan):
     ppo = ("algorithm.name=ppo", "critic={placement: own, layout: {world_size: 3, expert: 3}}")
     code, text = plan(SHALLOW, *RUN_30B, *ppo)
     assert code == 2, text

@@ -48,7 +48,7 @@ def test_a_run_that_does_not_fit_gets_the_nearest_layout(plan):
     assert plan(QWEN3_30B, *RUN_30B)[0] == 0, "without a GPU memory is shown and not judged"
 
 
-def test_everything_that_is_violated_is_told_at_once(plan):
+def test_all_violations_are_reported_at_once(plan):
     code, text = plan(
         QWEN3_30B,
         "trainer={world_size: 15, pipeline: 5, expert: 3, expert_tensor: 1, max_tokens_per_microbatch: 512}",
@@ -92,7 +92,7 @@ def test_a_run_that_lacks_nodes_is_shown_without_its_publication(plan):
     assert [len(lines_of(text, name)) for name in ("places", "memory", "publication")] == [1, 1, 1]
 
 
-def test_a_configuration_that_contradicts_itself_is_told_of_all_of_it(plan):
+def test_all_contradictions_of_a_configuration_are_reported(plan):
     code, text = plan(
         QWEN3_30B,
         "schedule={colocate: true, max_staleness: 1, updates_per_step: 5}",
@@ -126,7 +126,7 @@ def test_suggested_layouts_pass_the_plan(plan, every):
     assert engine["concurrency"] >= 2 * 1000, "more than the two servers as configured"
 
 
-def test_a_critic_beside_the_policy_is_weighed_with_it(plan):
+def test_the_memory_of_a_critic_is_added_to_the_policys(plan):
     ppo = ("algorithm.name=ppo", "critic={}", H100, FULL)
     code, text = plan(QWEN3_30B, *RUN_30B, *ppo)
     lines = text.splitlines()
@@ -135,7 +135,7 @@ def test_a_critic_beside_the_policy_is_weighed_with_it(plan):
     assert plan(QWEN3_30B, *RUN_30B, *ppo, *lines[nearest + 1].split())[0] == 0
 
 
-def test_engines_that_do_not_fit_are_told_which_would(plan):
+def test_engines_that_do_not_fit_are_refused_with_sizes_that_do(plan):
     engines = "rollout.engines=[{tensor: 1, expert: 1, sglang: {mem_fraction_static: 0.6}}]"
     code, text = plan(QWEN3_30B, RUN_30B[0], RUN_30B[2], H100, FULL, engines)
     (refused,) = lines_of(text, "slimx: ")

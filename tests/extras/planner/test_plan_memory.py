@@ -224,7 +224,7 @@ def test_tensor_and_sequence_parallelism_divide_all_that_a_layer_keeps(tensor: i
     assert part.total == pytest.approx(whole.total / tensor)
 
 
-def test_experts_keep_top_k_copies_whatever_their_parallelism():
+def test_expert_inputs_are_top_k_copies_at_every_parallelism():
     model = qwen3_moe.transformer_config(QWEN3_30B)
     one = layer_bytes(model, setting(), MOE, LayerKind())
     spread = layer_bytes(model, setting(sizes=Sizes(data=8, expert=8)), MOE, LayerKind())

@@ -114,7 +114,7 @@ def test_a_trainer_that_does_not_leave_stays_in_every_phase():
         assert stays[phase] - leaves[phase] == (12 if phase in ("start", "generate") else 10)
 
 
-def test_gpus_of_their_own_hold_what_is_theirs():
+def test_separate_gpus_store_only_their_part():
     found = weighed(trainer(step=0.5, publication=1), engines=(engine(staged=4),))
     assert found == {
         ("trainer", "load"): 11,
@@ -138,7 +138,7 @@ def test_a_critic_in_the_trainers_ranks_adds_its_state_to_each_phase():
     assert apart["critic", "train"] == 15 + 7 and apart["trainer", "train"] == 15 + 5
 
 
-def test_what_holds_memory_is_told_by_its_size_and_sums_up():
+def test_memory_is_reported_by_owner_and_sums_up():
     found = phase_memory(H100, [trainer()], [engine()], separate_critic=False, colocate=True, offload=True)
     assert [peak.phase for peak in found] == list(PHASES)
     (generate,) = [peak for peak in found if peak.phase == "generate"]
@@ -256,7 +256,7 @@ def test_a_node_holds_what_all_its_ranks_keep_and_their_processes():
     assert found.parts[0].nbytes == 80 * GIB
 
 
-def test_batches_that_recovery_keeps_are_counted_by_their_own_bytes(tmp_path):
+def test_batches_kept_for_recovery_are_counted_in_bytes(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B | {"num_hidden_layers": 2}))
     spec = read_model(tmp_path)
     kinds = {

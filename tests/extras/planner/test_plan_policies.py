@@ -76,7 +76,7 @@ def test_what_each_policy_has_room_for_may_be_too_much_for_all_of_them(plan, clu
     ],
     ids=["both", "none", "judge"],
 )
-def test_weights_that_would_go_another_way_than_memory_are_refused(plan, arguments, problems):
+def test_a_publication_not_through_memory_is_refused(plan, arguments, problems):
     plan(SHALLOW, "policies.judge={}", *arguments)
     found, _ = planned(plan.directory, "policies.judge={}", *arguments)
     refused = [[p.about for p in plan_of_policy.problems if p.code == "policies.transport"] for plan_of_policy in found]

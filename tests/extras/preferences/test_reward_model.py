@@ -68,7 +68,7 @@ def test_what_a_reward_model_does_not_do_is_refused(changes, code, about):
         Config.model_validate(sections(**changes))
 
 
-def test_a_reward_model_takes_held_out_pairs_without_engines():
+def test_a_reward_model_evaluates_held_out_pairs_without_engines():
     spec = configured_model(Config.model_validate(sections()))
     assert "output_layer.weight" not in {row.name for row in spec.table.rows}
     assert "lm_head.weight" in spec.table.frozen

@@ -149,7 +149,7 @@ def served(path: str, rank: int, tensor: int, expert: int, copies: int) -> dict[
     return described(built(join(path, rank, tensor, **arguments, **attention), "meta", kind=kinds[architecture]))
 
 
-def test_the_engines_own_model_holds_what_the_table_says(tmp_path: Path):
+def test_the_engines_model_has_the_tensors_of_the_table(tmp_path: Path):
     """Checks SGLang's classes as built for CUDA, on one rank and on the last of two, also with attention replicated on
     two ranks: names, shapes, dtypes, and the location of each part of each tensor, by the loaded model's account."""
     wide = {"num_attention_heads": 8, "num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8}

@@ -32,7 +32,7 @@ def rewarded(text: str, answer: str | None) -> float:
     return asyncio.run(reward(Context(Prompt(id="p7", token_ids=[1], answer=answer), text), trajectory))
 
 
-def test_the_answer_pays_one_whatever_white_space_surrounds_it():
+def test_the_right_answer_earns_one_whatever_white_space_surrounds_it():
     for text, answer in (("46", "46"), (" 46\n", "46"), ("46", "\t46 "), ("", " ")):
         value = rewarded(text, answer)
         assert (value, type(value)) == (1.0, float)

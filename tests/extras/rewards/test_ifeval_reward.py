@@ -95,7 +95,7 @@ def test_prompts_that_cannot_be_judged_are_refused_before_the_run(package, wrong
         check_prompts(reward, [*others, Prompt(id="q", messages=messages, metadata=wrong | {"dataset": "ifeval"})])
 
 
-def test_data_that_a_checker_lacks_is_asked_for_before_the_run(package, monkeypatch, tmp_path):
+def test_missing_data_of_a_checker_is_refused_before_the_run(package, monkeypatch, tmp_path):
     import nltk
 
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])

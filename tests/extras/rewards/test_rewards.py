@@ -186,7 +186,7 @@ def _short_pauses(monkeypatch):
     monkeypatch.setattr(http, "FIRST_PAUSE_S", 0.01)
 
 
-async def test_a_remote_reward_is_asked_again_while_its_server_is_busy():
+async def test_a_remote_reward_is_retried_while_its_server_is_busy():
     async with Server((503, "busy"), (429, "slower"), (200, {"reward": 0.5})) as server:
         assert await remote.reward(context("hi", "4", level=2), trajectory(), url=server.url) == 0.5
     assert len(server.received) == 3
@@ -230,7 +230,7 @@ async def test_a_remote_reward_may_have_parts():
         ((200, True), 1, "reward.verdict", "True"),
     ],
 )
-async def test_a_remote_reward_that_gives_none_is_named_with_what_it_said(answer, requests, code, message):
+async def test_a_remote_reward_without_a_value_is_refused_with_its_response(answer, requests, code, message):
     async with Server(answer) as server:
         with refused(code, about=server.url) as caught:
             await remote.reward(context(), trajectory(), url=server.url, retries=2)

@@ -350,7 +350,7 @@ async def server(texts: Sequence[str] = ()) -> AsyncIterator[tuple[str, list[dic
         await runner.cleanup()
 
 
-async def test_logits_of_tokens_before_the_first_one_asked_for_are_not_computed():
+async def test_logits_before_the_first_requested_token_are_not_computed():
     async with server() as (url, bodies):
         engine = FrozenEngine("wise", url, deadline_s=300, retries=0)
         assert await engine.logprobs([5, 6, 7, 8], start=3) == [-8.0]
@@ -359,7 +359,7 @@ async def test_logits_of_tokens_before_the_first_one_asked_for_are_not_computed(
     assert all(body["sampling_params"]["max_new_tokens"] == 0 for body in bodies)
 
 
-async def test_the_likeliest_tokens_are_asked_for_with_the_log_probs():
+async def test_the_most_likely_tokens_are_requested_with_the_log_probs():
     async with server() as (url, bodies):
         engine = FrozenEngine("wise", url, deadline_s=300, retries=0)
         values, ids, logprobs = await engine.top_logprobs([5, 6, 7, 8], top=2, start=2)
@@ -372,7 +372,7 @@ async def test_the_likeliest_tokens_are_asked_for_with_the_log_probs():
             input_top_logprobs({"input_top_logprobs": rows}, 2, 2, "wise")
 
 
-async def test_servers_that_run_already_are_asked_what_their_tokens_are():
+async def test_running_servers_must_have_the_students_vocabulary():
     tokenizer = the_tokenizer()
     texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
     for wrong in (None, 9):

@@ -301,7 +301,7 @@ def test_what_only_miles_has_is_refused_by_name(mine, text):
 
 
 @pytest.mark.parametrize("root", ["slime", "miles"])
-def test_a_hook_of_either_without_the_prefix_is_told_of_it(mine, root, monkeypatch):
+def test_a_hook_of_slime_or_miles_is_recognized_without_the_prefix(mine, root, monkeypatch):
     name = mine(f"from {root}.utils.types import Sample\nasync def generate(*everything): ...\n")
     # As in a process where no such hook was loaded before.
     monkeypatch.setattr("sys.meta_path", [finder for finder in sys.meta_path if not hasattr(finder, "exec_module")])

@@ -204,7 +204,7 @@ async def test_a_retokenized_conversation_is_accepted_if_its_ids_are_equal(mine)
         await hook(context(Scripted(odd, "47", "48")), PROMPT)
 
 
-async def test_a_reward_that_the_hook_gave_and_nobody_reads_is_refused(mine):
+async def test_a_reward_set_by_the_hook_but_never_read_is_refused(mine):
     hook = load_hooks(config_of(generate=f"slime:{mine(CONVERSATION)}.generate")).generate
     with refused("slime.reward"):
         await hook(context(Scripted("46", "47", "48")), PROMPT)
@@ -287,7 +287,7 @@ def test_options_that_only_the_run_can_say_are_refused():
         load("examples.slime_style.search", turns=1, sglang_router_ip="10.0.0.1")
 
 
-def test_a_hook_without_the_prefix_is_told_of_it(mine):
+def test_a_hook_without_the_prefix_is_refused_with_the_prefixed_path(mine):
     name = mine("async def f(args, sample, sampling_params): ...\nasync def rm(args, sample, **kwargs): ...")
     with refused("hooks.prefix", about=f"{name}.f"):
         load_hooks(config_of(generate=f"{name}.f"))
@@ -316,7 +316,7 @@ def test_lists_that_a_hook_holds_on_to_grow_with_its_sample():
         assert (sample.tokens, sample.response_length) == ([1, 2, 3, 4], 3)
 
 
-def test_arguments_can_be_copied_and_asked_for_defaults():
+def test_arguments_can_be_copied_and_read_with_defaults():
     args = copy.deepcopy(Arguments({"a": [1]}))
     assert args.a == [1] and getattr(args, "b", 7) == 7
 

@@ -153,14 +153,14 @@ THE_SAMPLE = "the sample of rollout 4/1"
         (object_on_it, "slime.metadata", "agent"),
     ],
 )
-def test_a_sample_that_does_not_say_what_the_engines_said_is_refused(spoil, code, about):
+def test_a_sample_that_differs_from_the_engines_response_is_refused(spoil, code, about):
     sample, calls = filled([[20, 21], [22, 3]], [30])
     spoil(sample, calls)
     with refused(code, about=about):
         converted(sample, calls)
 
 
-def test_a_hook_with_a_client_of_its_own_must_say_versions_and_logprobs():
+def test_a_hook_with_another_client_must_return_versions_and_logprobs():
     sample, _ = filled([[20, 21], [22, 3]], [30])
     with refused("slime.unsampled"):
         converted(sample, [])

@@ -66,7 +66,7 @@ def served(path: str) -> dict[str, Any]:
     return described(built(join(path), "meta"))
 
 
-def test_the_engines_own_models_hold_what_the_tables_say(tmp_path: Path):
+def test_the_engines_models_have_the_tensors_of_the_tables(tmp_path: Path):
     """Checks SGLang's classes as built for CUDA: names, shapes and dtypes of all parameters, and their locations."""
     specs = []
     # SGLang's CPU builds no rotary embedding of pairs without scaling.
@@ -281,7 +281,7 @@ def test_a_step_keeps_its_choice_of_tokens_in_host_memory(tmp_path: Path):
     assert [stage.host - bytes_ for stage in kept["R2"]] == [stage.host for stage in kept["none"]]
 
 
-def test_an_engine_caches_the_indexers_keys_beside_the_latents():
+def test_an_engine_caches_indexer_keys_and_latents():
     """Counts fp8 keys: 128 bytes and a scale per token and layer."""
     latent, sparse = (family.transformer_config(V32) for family in (deepseek_v3, deepseek_v32))
     bytes_of = {

@@ -68,7 +68,7 @@ def test_events_come_in_order_with_what_they_are_about(server, alerts, tmp_path)
         (ZeroDivisionError("division by zero"), "failed", "ZeroDivisionError"),
     ],
 )
-def test_what_ends_a_run_early_is_told_and_raised(server, alerts, error, kind, about):
+def test_an_early_end_of_a_run_is_reported_and_raised(server, alerts, error, kind, about):
     with pytest.raises(type(error)), alerting(alerts, server.url):
         raise error
     (event,) = server.events
@@ -108,7 +108,7 @@ def test_events_follow_a_redirect(server, alerts, notes):
     assert [event["event"] for event in server.events] == ["restarted"] and not notes
 
 
-def test_a_url_that_nobody_answers_costs_an_event_but_not_the_run(alerts, notes, monkeypatch):
+def test_an_unreachable_url_loses_an_event_but_not_the_run(alerts, notes, monkeypatch):
     monkeypatch.setattr(webhook, "PAUSES_S", (0.0, 0.0))
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -129,7 +129,7 @@ def test_a_server_that_takes_its_time_does_not_hold_up_the_end_for_ever(monkeypa
         assert hook.close() and time.monotonic() - began < webhook.TIMEOUT_S
 
 
-def test_a_stall_is_told_once_and_again_when_it_is_over(server, alerts, notes, tmp_path):
+def test_a_stall_is_reported_when_it_begins_and_when_it_ends(server, alerts, notes, tmp_path):
     rows = [{"name": "train", "track": "main", "seconds": 2.0}] * 3
     (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     late = {"what": "the training step", "ranks": ["trainer rank 3"], "logs": ["l"], "of": 4}

@@ -246,7 +246,7 @@ def test_headline_numbers_keep_the_order_of_the_summary(report):
     assert "7,340,032" in text and "0.0028" in text
 
 
-def test_what_is_missing_or_damaged_is_said(tmp_path):
+def test_missing_or_damaged_files_are_reported(tmp_path):
     run = grpo_run(tmp_path / "run", steps=3)
     (run / "summary.json").write_text("{")
     (run / "timeline.jsonl").unlink()
@@ -266,7 +266,7 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_samples_pair_the_same_held_out_prompt_through_the_run():
+def test_samples_follow_the_same_held_out_prompt_through_the_run():
     comparison = compare(
         [
             sample(0, "training only", "a", 0, evaluation=False),

@@ -86,7 +86,7 @@ def until(directory: Path, *calls: str) -> dict[str, str]:
         time.sleep(0.05)
 
 
-def test_driver_rank_and_worker_are_found_and_nobody_else(run):
+def test_only_driver_ranks_and_workers_are_found(run):
     found = until(run, "waits_for_the_rank", "computes_for_ever", "judges")
     assert [name.rstrip("0123456789") for name in found] == ["driver", "trainer-", "trainer-"]
     assert "waits_for_the_rank" in found["driver0"]

@@ -58,7 +58,7 @@ def status_lines(text: str, *names: str) -> list[str]:
     return [lines[name] for name in names]
 
 
-def test_each_further_policy_has_a_line_of_its_own_figures(run, monkeypatch, capsys):
+def test_each_further_policy_has_a_line_of_figures(run, monkeypatch, capsys):
     metrics = {
         "reward/mean": 0.5,
         "policy/entropy": 1.0,
@@ -72,7 +72,7 @@ def test_each_further_policy_has_a_line_of_its_own_figures(run, monkeypatch, cap
     assert numbers(next(line for line in lines if line.startswith("step"))) == [0.5]
 
 
-def test_steps_without_a_signal_are_told_and_fewer_are_not(run, monkeypatch, capsys):
+def test_steps_without_a_signal_are_reported_above_a_threshold(run, monkeypatch, capsys):
     for steps, shown in ((4.0, 0), (7.0, 1)):
         metrics = {"reward/mean": 1.0, "reward/groups_without_signal": 1.0, "optim/steps_without_signal": steps}
         (run / "metrics.jsonl").write_text(json.dumps({"step": 7, "metrics": metrics}) + "\n")
@@ -80,7 +80,7 @@ def test_steps_without_a_signal_are_told_and_fewer_are_not(run, monkeypatch, cap
         assert len(lines) == shown and all(numbers(line)[0] == steps for line in lines)
 
 
-def test_the_newest_checkpoint_is_told_by_directory_and_by_file(run, tmp_path, monkeypatch, capsys):
+def test_the_newest_checkpoint_is_printed_for_a_directory_and_a_file(run, tmp_path, monkeypatch, capsys):
     assert status(run, monkeypatch, capsys, "--saved") == "0\n"
     for name in ("iter_0000004", "iter_0000040", "iter_0000050.partial", "iter_0000060.damaged"):
         (run / "checkpoints" / name / "slimx").mkdir(parents=True)
@@ -91,7 +91,7 @@ def test_the_newest_checkpoint_is_told_by_directory_and_by_file(run, tmp_path, m
     assert status(file, monkeypatch, capsys, f"run.dir={run}", "--saved") == "40\n"
 
 
-def test_a_run_that_trains_is_told_with_its_engines(run, monkeypatch, capsys):
+def test_the_status_of_a_running_run_lists_its_engines(run, monkeypatch, capsys):
     with locked(run):
         text = status(run, monkeypatch, capsys)
     head, *lines = text.splitlines()

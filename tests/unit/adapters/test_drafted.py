@@ -217,7 +217,7 @@ def test_a_trained_layer_that_cannot_reach_the_draft_is_refused(model: Path, tmp
         planned(configured(tmp_path, **EAGLE), tmp_path)
 
 
-def test_servers_are_told_whether_their_draft_is_published() -> None:
+def test_a_flag_states_whether_the_draft_is_published() -> None:
     argv = server_argv(EngineSpec("one", "/model", "bfloat16", "cuda", 1, draft=True))
     assert publishes_draft(argv) and not publishes_draft(
         server_argv(EngineSpec("one", "/model", "bfloat16", "cuda", 1))

@@ -109,7 +109,7 @@ def test_experts_are_found_where_balancing_put_them() -> None:
     assert places["model.layers.1.mlp.experts.4.down_proj.weight"].parts == []
 
 
-def test_kernels_that_want_up_first_are_asked() -> None:
+def test_the_order_of_gate_and_up_is_read_from_the_kernel() -> None:
     model = ServerModel(QWEN3, EngineSizes())
     model.get_submodule("model.layers.0.mlp.experts").quant_method.load_up_proj_weight_first = True
     (part,) = hf_layout(model).places["model.layers.0.mlp.experts.2.up_proj.weight"].parts
@@ -159,7 +159,7 @@ def test_what_no_row_explains_is_reported_and_never_skipped() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_a_share_is_the_same_in_the_tensor_and_where_it_is_held(dtype: torch.dtype) -> None:
+def test_a_checksum_is_the_same_in_the_tensor_and_in_the_parameter(dtype: torch.dtype) -> None:
     rng = random.Random(str(dtype))
     for _ in range(60):
         shape = (rng.randint(1, 9),) if rng.random() < 0.3 else (rng.randint(1, 9), rng.randint(1, 9))

@@ -372,7 +372,7 @@ def test_engines_name_the_plugins_loader() -> None:
     assert (module, function) == (load_staged.__module__, load_staged.__name__)
 
 
-def test_each_rank_takes_its_own_part_of_a_bucket(receiver, sent) -> None:
+def test_each_rank_stages_only_its_part_of_a_bucket(receiver, sent) -> None:
     parts = [sent({name: checkpoint(LAYOUT)[name]}).argument() for name in LATENT]
     parts = [{key: part[key] for key in ("fd_path", "size", "tensors")} for part in parts]
     which = {"policy": "actor", "version": 1, "epoch": 0, "bucket": 2}

@@ -50,7 +50,7 @@ class Slot:
         return {"policy": "actor", "version": version, "epoch": 0, "bucket": bucket} | where
 
 
-def test_of_a_bucket_only_the_ranks_own_part_is_copied(model, monkeypatch) -> None:
+def test_a_rank_copies_only_its_part_of_a_bucket(model, monkeypatch) -> None:
     receiver, slot, weights = receiver_of(model), Slot(), checkpoint(LAYOUT)
     experts = [f"model.layers.1.mlp.experts.{number}.up_proj.weight" for number in (0, 1, 5, 6, 2)]
     argument = slot.pack({name: weights[name] for name in experts})

@@ -226,7 +226,7 @@ def test_a_plan_counts_the_bytes_of_codes_and_scales(places: dict[str, Path]) ->
     assert planned.weights == max(sent)
 
 
-def test_what_rules_the_engines_own_layout_out_is_named(places: dict[str, Path]) -> None:
+def test_the_setting_that_excludes_the_engines_layout_is_named(places: dict[str, Path]) -> None:
     place = places["qwen3"]
     config = config_of(place)
     config.rollout.engines[0].sglang["enable_eplb"] = True

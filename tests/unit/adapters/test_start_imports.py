@@ -116,7 +116,7 @@ def test_the_entry_of_a_server_imports_no_configuration():
     assert done.stdout.split() == ["False", "False"], done.stderr
 
 
-def test_a_rank_that_is_asked_where_it_runs_imports_no_torch_yet():
+def test_a_rank_reports_its_node_before_torch_is_imported():
     """Variables that torch reads are set later, by `slimx.trainer.process.prepare_process`."""
     script = "import sys, slimx.trainer.worker, slimx.cluster.place; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -55,7 +55,7 @@ def test_a_greedy_baseline_by_hand():
         group_advantages(algorithm, group("a", [1.0, 0.0]))
 
 
-def test_each_reward_part_is_normalized_on_its_own():
+def test_each_reward_part_is_normalized_separately():
     """Parts 0, 2 and 0, 0.02 have the same normal form, +-1 / sqrt 2; part "format" has weight 0.5."""
     parts = {"right": [0.0, 2.0], "format": [0.02, 0.0]}
     half = math.sqrt(0.5)

@@ -47,7 +47,7 @@ def test_gpg_makes_up_for_groups_without_a_gradient():
     assert all_advantages(Algorithm(name="gpg"), groups[1:3]) == [0.0, 0.0, 0.0]
 
 
-def test_sapo_and_gspo_weigh_rollouts_alike_whatever_their_lengths():
+def test_sapo_and_gspo_weight_rollouts_equally_at_every_length():
     """Mean over sequences of the means over their tokens: 1/4 each for two tokens, 1/16 for eight."""
     for name in ("sapo", "gspo"):
         members = [trajectory("a", 0, 1.0, sampled=2), trajectory("a", 1, 0.0, sampled=8)]

@@ -144,7 +144,7 @@ OTHER = torch.tensor([0.25, 0.25, 0.4, 0.1], dtype=torch.float64)
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 @pytest.mark.parametrize("sampled_by", [POLICY, torch.full((4,), 0.25, dtype=torch.float64)])
-def test_the_unbiased_kl_has_the_gradient_of_the_kl_whoever_sampled(estimator, sampled_by):
+def test_the_unbiased_kl_has_the_gradient_of_the_kl_for_every_sampler(estimator, sampled_by):
     """Over a whole vocabulary, with logits as parameters: d KL / d logits, in expectation under the sampler."""
     logits = POLICY.log().requires_grad_()
     lp = logits.log_softmax(0)

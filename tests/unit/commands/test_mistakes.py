@@ -12,7 +12,7 @@ LEAST = 250
 
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow("every mistake"))])
-def test_every_mistake_is_told_as_the_page_shows(every: int):
+def test_every_mistake_is_answered_as_the_page_shows(every: int):
     shown = mistakes.PAGE.read_text().removeprefix("# ").rstrip("\n").split("\n\n# ")
     transcript = [mistakes.transcript(one).removeprefix("# ").rstrip("\n") for one in mistakes.MISTAKES[::every]]
     differing = [(old, new) for old, new in zip(shown[::every], transcript, strict=True) if old != new]

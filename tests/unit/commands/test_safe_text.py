@@ -45,7 +45,7 @@ def test_rich_reads_no_markup_of_others():
     assert "[bold]b[/bold]" in out.getvalue() and not commands(out.getvalue())
 
 
-def test_lines_beside_the_live_table_are_harmless():
+def test_lines_printed_next_to_the_live_table_are_harmless():
     out = io.StringIO()
     with LiveTable(3, 0, console=Console(file=out, width=200)) as table:
         table.note(HOSTILE)

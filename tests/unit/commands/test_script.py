@@ -70,7 +70,7 @@ def test_a_reward_of_a_session_without_a_file_cannot_have_processes(config, monk
         script.with_hooks(isolated, reward=quickstart.reward)
 
 
-def test_a_reward_beside_parts_is_refused(config):
+def test_a_reward_next_to_reward_parts_is_refused(config):
     parts = slimx.load_config(
         ROOT / "configs/moe/quickstart.yaml",
         ["reward={parts: [{name: a, function: exact}]}", "reward.function=null"],

@@ -43,12 +43,12 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(command, file, override,
     assert (refusal.code, refusal.about) == ("config.unknown_key", unknown) and named in str(refusal)
 
 
-def test_all_problems_of_a_configuration_are_told_at_once(command, file):
+def test_all_problems_of_a_configuration_are_reported_at_once(command, file):
     codes = command.codes(file, "run.nmae=x", "schedule.steps=0")
     assert {("config.unknown_key", "run.nmae"), ("config.value", "schedule.steps")} <= {*codes}
 
 
-def test_a_missing_key_is_named_with_the_way_to_set_it(command, file):
+def test_a_missing_key_is_refused_with_how_to_set_it(command, file):
     config = yaml.safe_load(file.read_text())
     del config["run"]["dir"]
     file.write_text(yaml.safe_dump(config))

@@ -186,7 +186,7 @@ def test_a_second_process_in_the_same_run_directory_is_refused(command, file, tm
         command.run(file, f"run.dir={tmp_path}/old")
 
 
-def test_a_run_that_must_not_resume_starts_afresh_beside_an_old_checkpoint(command, file, tmp_path):
+def test_a_run_without_resume_ignores_an_old_checkpoint(command, file, tmp_path):
     checkpoint = tmp_path / "old" / "checkpoints" / "iter_0000002"
     (checkpoint / "slimx").mkdir(parents=True)
     (checkpoint / "slimx" / "manifest.json").write_text("{}")

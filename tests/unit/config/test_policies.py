@@ -31,7 +31,7 @@ def config_of(policies: dict[str, Any], **sections: dict[str, Any]) -> Config:
     return Config.model_validate({**tree, "policies": policies})
 
 
-def test_a_further_policy_is_the_runs_own_but_for_what_it_says() -> None:
+def test_another_policy_inherits_the_runs_settings_except_its_overrides() -> None:
     config = config_of(
         {
             "judge": {"trainer": {"world_size": 1, "optimizer": {"lr": 1e-4}}, "algorithm": {"loss": {"low": 0.1}}},
@@ -161,7 +161,7 @@ def test_policies_that_cannot_share_an_engine_are_refused(
         sharing(judge, **sections)
 
 
-def test_one_base_has_no_policy_beside_it_that_has_engines_of_its_own() -> None:
+def test_a_shared_base_excludes_policies_with_separate_engines() -> None:
     config = sharing({}).model_dump(exclude_unset=True)
     config["policies"]["writer"] = {}
     with invalid("unproven", about="trainer.lora"):

@@ -37,7 +37,7 @@ def codes_and_keys(problems: list[SlimxError]) -> list[tuple[str, str]]:
     return [(problem.code, problem.about) for problem in problems]
 
 
-def test_a_rule_is_asked_when_its_facts_are_known_and_not_again() -> None:
+def test_a_rule_is_evaluated_once_when_its_facts_are_known() -> None:
     facts = {"steps": 3}
     assert codes_and_keys(broken([small, raises], facts)) == [("test.small", "steps")]
     later = facts | {"machine": "m"}
@@ -56,7 +56,7 @@ def test_problems_are_refused_together_under_the_first_ones_code() -> None:
     assert all(str(problem) in str(caught.value) for problem in problems)
 
 
-def test_rules_have_codes_of_their_own_and_need_nothing_unheard_of() -> None:
+def test_rules_have_unique_codes_and_need_only_known_facts() -> None:
     rules = all_rules()
     codes = [entry.code for entry in rules if not entry.code.startswith("unproven")]  # of which an extra has its table
     assert len({*codes}) == len(codes)
@@ -64,7 +64,7 @@ def test_rules_have_codes_of_their_own_and_need_nothing_unheard_of() -> None:
     assert all(entry.facts <= known for entry in rules)
 
 
-def test_rules_of_all_packages_are_asked_when_a_configuration_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_a_configuration_evaluates_the_rules_of_all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as the configuration suffices, also those of extras; in a process that gets a checked one, none."""
 
     @rule("test.steps", "schedule.steps")

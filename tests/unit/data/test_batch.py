@@ -126,7 +126,7 @@ def test_a_column_without_source_is_none_for_all_or_refused_for_some():
             rows(*trajectories)
 
 
-def test_each_trajectory_keeps_its_own_advantage():
+def test_each_trajectory_keeps_its_advantage():
     batch = [trajectory([0, 1, 1]), trajectory([0, 1]), trajectory([0, 1, 1, 1])]
     rows = make_rows(batch, [0.5, -2.0, 3.0], loss_weights(batch, "token"))
     assert [row.advantages.tolist() for row in rows] == [[0.5] * 2, [-2.0], [3.0] * 3]
@@ -329,7 +329,7 @@ def test_ranks_get_equal_cost_where_tokens_would_mislead():
     assert by_cost.imbalance == 0
 
 
-def test_each_way_of_waiting_has_its_own_best_split():
+def test_the_best_split_depends_on_the_synchronization():
     """Ranks that meet once per step want equal totals, ranks that share experts want equal k-th micro-batches: over
     many batches each split is predicted to be faster than the other one where it belongs, and near perfect there."""
     predicted = {(made, waits): [] for made in (False, True) for waits in (False, True)}

@@ -184,7 +184,7 @@ def test_damaged_bytes_never_raise_anything_but_a_refusal():
             decode_groups(bytes(damaged if rng.random() < 0.8 else damaged[: int(rng.integers(len(data)))]))
 
 
-def test_a_saved_file_comes_back_and_leaves_nothing_beside_it(tmp_path: Path):
+def test_a_saved_file_is_restored_and_leaves_no_temporary_file(tmp_path: Path):
     groups = [random_group(seed) for seed in range(5)]
     save_groups(tmp_path / "groups.bin", groups)
     save_groups(tmp_path / "groups.bin", groups)

@@ -57,6 +57,6 @@ def test_a_rollout_of_two_trajectories_counts_once():
     assert [w.tolist() for w in loss_weights(batch, "sample")] == [[0.125] * 3, [0.5], [0.125]]
 
 
-def test_prompts_count_alike_whatever_the_sizes_of_their_groups():
+def test_prompts_have_equal_weight_whatever_the_sizes_of_their_groups():
     batch = [trajectory("p", "a", [0, 1]), trajectory("q", "a", [0, 1]), trajectory("q", "b", [0, 1, 1, 1])]
     assert [w.tolist() for w in loss_weights(batch, "prompt")] == [[0.5], [0.125], [0.125] * 3]

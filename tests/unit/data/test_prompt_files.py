@@ -180,7 +180,7 @@ def take(source: Any, count: int) -> list[str]:
     return [source.next().id for _ in range(count)]
 
 
-def test_sources_are_read_with_their_own_fields_and_no_id_twice(tmp_path):
+def test_sources_are_read_with_their_fields_and_unique_ids(tmp_path):
     raw = as_jsonl(tmp_path / "raw.jsonl", ROWS)
     other = as_jsonl(tmp_path / "own.jsonl", [{"messages": [{"role": "user", "content": "x"}], "id": "raw:1"}])
     sets = PromptSet(path=str(raw), name="sums", fields=FIELDS), PromptSet(path=str(other), name="own")
@@ -243,7 +243,7 @@ def config_of(**rollout: Any) -> Any:
     return Config.model_validate({"run": {"dir": "r", "seed": 0}, "model": {"path": "m"}, "rollout": keys})
 
 
-def test_the_order_of_prompts_may_be_the_users_own():
+def test_the_order_of_prompts_may_be_customized():
     prompts = {"": some("p", 3)}
     source = make_source(config_of(source=f"{__name__}.Backwards"), prompts)
     assert take(source, 4) == ["p2", "p1", "p0", "p2"]

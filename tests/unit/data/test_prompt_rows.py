@@ -68,7 +68,7 @@ def test_a_default_that_some_rows_have_is_no_default_of_others(tmp_path):
     assert read_prompts(as_table(tmp_path / "t.parquet", [{"messages": [TURN], "tools": tools}]))[0].tools == tools
 
 
-def test_nulls_of_json_are_the_users_own(tmp_path):
+def test_nulls_in_json_are_kept(tmp_path):
     tools = [tool("a", x={"type": "string", "default": None})]
     assert read_prompts(as_lines(tmp_path / "t.jsonl", {"messages": [TURN], "tools": tools}))[0].tools == tools
 
@@ -80,7 +80,7 @@ def test_a_struct_that_is_a_column_keeps_its_null(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [pa.float64(), pa.float32(), pa.float16()])
-def test_nan_is_a_missing_value_and_whole_numbers_beside_it_are_whole(tmp_path, kind):
+def test_nan_is_a_missing_value_and_integers_stay_integers(tmp_path, kind):
     import numpy as np
 
     values = np.array([5, np.nan, 2.5], kind.to_pandas_dtype())
@@ -195,7 +195,7 @@ def test_messages_that_end_with_the_assistants_turn_hold_the_answer(tmp_path):
 
 
 @pytest.mark.parametrize("length", [9, 10, 11])
-def test_a_failed_download_is_told_in_whole_words(monkeypatch, length):
+def test_a_failed_download_is_explained_in_full(monkeypatch, length):
     import huggingface_hub
 
     def download(*_: Any, **__: Any) -> None:

@@ -101,7 +101,7 @@ def test_an_empty_missing_or_binary_file_is_named(tmp_path):
         read_prompts(tmp_path / "binary.jsonl")
 
 
-def test_every_epoch_holds_every_prompt_once_in_its_own_order():
+def test_every_epoch_contains_every_prompt_once_in_another_order():
     source = PromptSource(some_prompts(50), seed=1)
     epochs = [take(source, 50) for _ in range(4)]
     assert all(sorted(epoch) == sorted(f"p{index}" for index in range(50)) for epoch in epochs)

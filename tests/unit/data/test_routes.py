@@ -89,7 +89,7 @@ def test_stages_hold_their_layers_chunk_by_chunk(sizes, layers, expected):
     assert stage_layers(sizes, layers) == expected
 
 
-def test_a_stage_gets_the_routes_of_its_own_layers():
+def test_a_pipeline_stage_gets_the_routes_of_its_layers():
     rows = make_rows([routed("a", 9), routed("b", 5, 1)], [1.0, 1.0], [np.ones(8) / 12, np.ones(4) / 12])
     (batch,) = pack(rows, data_size=1, max_tokens=64, multiple_of=16).shards[0]
     (cut,) = for_stage([batch], (1, 3))
@@ -165,7 +165,7 @@ def test_a_micro_batch_of_nothing_but_padding_needs_no_routes(batch):
 # Before a run --------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_without_what_is_asked_for_is_refused(tmp_path):
+def test_a_dense_model_is_refused_for_router_features(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     spec = read_model(tmp_path)
     assert route_shape(spec) == RouteShape(layers=2, moe_layers=(0, 1), experts=8, topk=2)

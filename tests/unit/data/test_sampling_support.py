@@ -16,7 +16,7 @@ from slimx.rollout.draft import Draft
 from slimx.trainer.context import ContextShard
 
 
-def test_positions_of_a_support_are_taken_and_joined_with_their_own_tokens():
+def test_positions_of_a_support_are_split_and_joined_with_their_tokens():
     support = Support(ids=np.array([5, 6, 7, 8, 9], np.int32), counts=np.array([0, 2, 3, 0], np.int32))
     taken = support.take(np.array([2, 0, 1, 2]))
     assert taken.counts.tolist() == [3, 0, 2, 3] and taken.ids.tolist() == [7, 8, 9, 5, 6, 7, 8, 9]
@@ -81,7 +81,7 @@ def test_a_token_outside_its_support_is_an_error_that_names_it():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_packed_and_cut_micro_batches_keep_every_labels_own_support(size):
+def test_packed_and_split_micro_batches_keep_the_support_of_each_label(size):
     """By label: a label of the two-turn trajectory has its tokens, everything else (padding too) has none."""
     free = draft("b")
     free.add_sampled(completion([7, 7, 7], None))

@@ -42,7 +42,7 @@ def test_arguments_reach_the_first_turn_and_the_next(note):
     assert rendered_text(thinking(enable_thinking=True), PROMPT) == rendered_text(plain, PROMPT)
 
 
-def test_a_prompts_own_arguments_go_before_the_runs():
+def test_arguments_of_a_prompt_override_those_of_the_run():
     model = thinking(enable_thinking=False)
     prompt = Prompt(id="p", messages=PROMPT.messages, template={"enable_thinking": True})
     assert rendered_text(model, prompt) == rendered_text(thinking(), PROMPT) != rendered_text(model, PROMPT)
@@ -68,7 +68,7 @@ def test_an_argument_that_the_template_never_reads_is_refused():
         check_prompts(thinking(), [wrong], "f.jsonl", 100, 10**6)
 
 
-def test_the_first_prompt_is_shown_as_the_model_is_given_it(tmp_path):
+def test_the_first_prompt_is_shown_as_the_model_receives_it(tmp_path):
     model = thinking()
     model.save_pretrained(tmp_path / "m")
     (tmp_path / "p.jsonl").write_text('{"question": "1+1=", "answer": 4}\nnot read\n')

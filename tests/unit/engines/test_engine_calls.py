@@ -109,7 +109,7 @@ async def test_a_verb_that_the_engine_does_not_answer_ends_at_its_deadline(engin
     assert engine.wire.calls == ["stage 0"]
 
 
-async def test_what_is_under_way_ends_with_the_start_that_it_belongs_to(engine):
+async def test_requests_in_flight_end_with_their_server_start(engine):
     engine.wire.hangs = True
     waiting = asyncio.create_task(engine.perform("stage", None, 60, BUCKET, 0))
     while not engine.wire.calls:
@@ -170,7 +170,7 @@ async def test_what_comes_from_trainer_ranks_is_staged_as_it_landed(engine):
         ("engine e0 was killed by SIGKILL", True, ReceiverLost, "engine.ended", "e0"),
     ],
 )
-async def test_a_refusal_is_told_from_a_server_that_is_gone(engine, monkeypatch, ended, silent, kind, code, about):
+async def test_a_refusal_differs_from_a_lost_server(engine, monkeypatch, ended, silent, kind, code, about):
     monkeypatch.setattr(engine_server, "ENDING_S", 0.2)
     engine.wire.fails = SlimxError("wrong checksum", code="bucket.checksum", about="w")
     engine.wire.silent, engine.process.ended = silent, lambda: ended
@@ -240,7 +240,7 @@ async def started(deadline_s: float = 5) -> tuple[EngineHandle, FakeActor]:
     return handle, actor
 
 
-def test_kernels_are_told_as_the_first_rank_attests_them():
+def test_kernels_are_reported_as_the_first_rank_attests_them():
     ranks = [{"epoch": 0, "backends": {"moe_runner_backend": "triton", "deterministic": False}}, {"epoch": 0}]
     assert kernels_of(ranks) == "moe_runner_backend triton, deterministic False"
     assert kernels_of([]) == kernels_of([{"epoch": 0}]) == ""

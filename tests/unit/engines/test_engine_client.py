@@ -112,7 +112,7 @@ async def test_a_prompt_beyond_the_vocabulary_is_refused_by_token(ids: list[int]
             await client.generate(GenerationRequest(ids, {}, seed=9))
 
 
-async def test_a_dense_model_is_asked_for_no_routes_whatever_the_run_wants() -> None:
+async def test_no_routes_are_requested_from_a_dense_model() -> None:
     scored = meta(input_token_logprobs=[[None, 1, None], [-0.5, 2, None]], output_token_logprobs=[])
     runner, url, bodies = await serve([(200, meta()), (200, scored)])
     try:
@@ -224,7 +224,7 @@ async def test_every_rank_answers_once_in_order() -> None:
         assert await ControlClient(url).request_ranks("status") == [{"of": 0}, {"of": 1}]
 
 
-async def test_ranks_that_cannot_be_told_apart_or_do_not_answer_are_an_error() -> None:
+async def test_indistinguishable_or_unresponsive_ranks_are_refused() -> None:
     for places, code in (
         ([(0, 10), (1, 11), (0, 12), (1, 13)], "engine.replicas"),
         ([(0, 10)], "engine.ranks_missing"),
@@ -269,7 +269,7 @@ def manifest(encoding: str) -> Manifest:
     return Manifest(policy="actor", version=3, encoding=encoding, trainer_step=1, membership_epoch=2)
 
 
-async def test_local_buckets_tell_each_rank_its_own_tensors(tmp_path: Path) -> None:
+async def test_local_buckets_list_the_tensors_of_each_rank(tmp_path: Path) -> None:
     seen: list[dict] = []
 
     def answer(action: str, argument: dict, rank: int) -> dict:

@@ -104,7 +104,7 @@ def test_groups_that_cannot_work_are_refused_in_one_sentence(keys: dict[str, Any
         config_of(**keys)
 
 
-def test_groups_that_serve_together_are_told_apart() -> None:
+def test_engine_groups_that_serve_together_are_distinguished() -> None:
     judge = {"name": "judge", "frozen": True, "model": "m", "count": 2}
     config = config_of(**{"rollout.engines": [{"name": "a", "tensor": 4}, judge, {"name": "b", "urls": [URL]}]})
     assert [group.name for group in config.rollout.policy_engines] == ["a", "b"]
@@ -236,7 +236,7 @@ def test_variables_of_servers_are_those_that_sglang_reads() -> None:
         assert not name.startswith("SGLANG_") or re.search(rf"^    {name} = ", declared, re.MULTILINE), name
 
 
-def test_each_rank_is_told_where_its_own_machine_has_the_bucket() -> None:
+def test_each_rank_gets_the_path_of_the_bucket_on_its_machine() -> None:
     tensor = PackedTensor("w", "float32", (1,), 0, 4, 7)
     bucket = PackedBucket("here", 64, ((tensor,),), others=("there",))
     parts = bucket.parts("hf", 4)
@@ -315,7 +315,7 @@ async def test_a_request_goes_to_a_prefill_and_a_decode_server(tmp_path: Path) -
     assert {key for _, _, key in requests} == {f"Bearer {router.keys.api_key}"}
 
 
-def test_scores_are_those_of_the_tokens_asked_for() -> None:
+def test_scores_are_those_of_the_requested_tokens() -> None:
     scored = [
         [None, 5, None],
         [-1.0, 0, None],
@@ -327,7 +327,7 @@ def test_scores_are_those_of_the_tokens_asked_for() -> None:
             input_logprobs({"input_token_logprobs": scored}, tokens, "e")
 
 
-async def test_a_judge_is_one_of_the_runs_own_engines() -> None:
+async def test_a_judge_is_served_by_an_engine_of_the_run() -> None:
     async with servers(1) as (urls, _):
         engines = {"judge": FrozenEngine("judge", urls[0], deadline_s=300, retries=0)}
         ctx = replace(context("9", "9"), engines=engines)

@@ -60,7 +60,7 @@ async def test_the_end_of_the_engine_phase_waits_for_starts_and_stops():
         assert stand.engines[0].state is MemberState.JOINING, "it runs, and can be put to sleep"
 
 
-async def test_engines_may_always_start_if_nobody_ends_their_phase():
+async def test_engines_may_start_at_any_time_in_an_open_phase():
     phase = EnginePhase()
     async with asyncio.timeout(LIMIT_S), phase.starting(), phase.stopping():
         assert phase.active

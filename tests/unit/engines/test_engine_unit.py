@@ -159,7 +159,7 @@ def test_inference_is_deterministic_on_the_cpu_and_in_exact_mode() -> None:
         server_args(replace(fast, sglang={"sampling_backend": "flashinfer"}))
 
 
-def test_ranks_of_a_cpu_server_are_told_their_cores() -> None:
+def test_ranks_of_a_cpu_server_are_bound_to_cores() -> None:
     cores = sorted(os.sched_getaffinity(0))
     for threads in (1, 2):
         two = replace(CPU, sizes=EngineSizes(tensor=2), threads=threads)

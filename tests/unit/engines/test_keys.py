@@ -31,7 +31,7 @@ from tests.refusals import invalid
 SPEC = EngineSpec("e", "/model", "float32", "cpu", 31000)
 
 
-def test_every_server_gets_keys_of_its_own_and_shows_them_nowhere() -> None:
+def test_every_server_gets_unique_keys_and_never_shows_them() -> None:
     assert len({SPEC.keys.api_key, SPEC.keys.admin_api_key, replace(SPEC, keys=Keys.random()).keys.api_key}) == 3
     shown = f"{SPEC!r} {server_argv(SPEC)} {server_env(SPEC)} {server_args(SPEC)}"
     assert SPEC.keys.api_key not in shown and SPEC.keys.admin_api_key not in shown
@@ -87,7 +87,7 @@ def test_keys_of_servers_that_run_already_are_named_by_their_variables(monkeypat
         Engines(api_key_env="SERVED_KEY")
 
 
-def test_a_process_reads_its_keys_where_nobody_else_sees_them(tmp_path: Path) -> None:
+def test_keys_are_in_neither_arguments_nor_environment_of_a_process(tmp_path: Path) -> None:
     keys = Keys.random()
     code = (
         "import time; from slimx.engines.server.keys import Keys; "
@@ -147,7 +147,7 @@ async def test_a_wrong_key_is_named_as_the_reason() -> None:
         await ControlClient(url, keys=Keys("k", "admin")).call("/server_info", method="GET", key="k")
 
 
-async def test_the_router_serves_and_obeys_nobody_without_its_key(tmp_path: Path) -> None:
+async def test_the_router_refuses_every_request_without_its_key(tmp_path: Path) -> None:
     router = Router(free_port(), free_port(), tmp_path / "log")
     async with server({"/generate", "/server_info"}, router.keys.api_key) as url:
         router.start()

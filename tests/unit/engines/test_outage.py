@@ -56,7 +56,7 @@ async def test_a_deadline_pauses_during_an_outage():
 
 
 @virtually
-async def test_a_straggler_is_not_given_up_because_no_engine_serves():
+async def test_a_straggler_is_not_abandoned_while_no_engine_serves():
     engine = Away()
     seeds: list[int] = []
 

@@ -211,7 +211,7 @@ async def test_a_lost_router_is_restarted_with_its_members(how):
         assert stand.members.metrics()["engines/router_restarts"] == 1
 
 
-async def test_a_router_that_forgot_an_engine_is_told_again():
+async def test_an_engine_that_the_router_lost_is_registered_again():
     async with Stand() as stand:
         stand.members.watch()
         stand.router.urls.clear()

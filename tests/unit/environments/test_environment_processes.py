@@ -88,7 +88,7 @@ async def begin(environments: Environments, name: str = "p", step_s: float = 300
     return world, pid
 
 
-async def test_what_one_does_fails_its_own_rollout_alone(environments):
+async def test_a_failing_environment_fails_only_its_rollout(environments):
     """The others are called by the same two threads, before and after."""
     good, good_pid = await begin(environments)
     assert (await good.step("a")).info == {"prompt": "p", "turns": 1, "pid": good_pid}

@@ -142,7 +142,7 @@ NO_ANSWERS = [
 
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("response", NO_ANSWERS)
-async def test_listing_numbers_or_repeating_what_a_tool_said_earns_nothing(response, tmp_path):
+async def test_listing_numbers_or_repeating_tool_results_earns_no_reward(response, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps({"title": "Sums", "text": "12 and 34 make 46"}) + "\n")
     for environment in (Solver(), Search(corpus=str(corpus))):

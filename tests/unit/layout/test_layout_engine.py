@@ -31,7 +31,7 @@ def test_each_rank_holds_what_torch_cuts_out_for_it(name: str, sizes: EngineSize
         assert_same(found, engine_rank(served, whole, sizes, rank), f"rank {rank}")
 
 
-def test_the_cases_hold_what_engines_can_be_asked_for():
+def test_the_cases_cover_the_sizes_that_engines_accept():
     sizes = [sizes for _, sizes in CASES]
     assert any(s.attention_tensor == 8 for s in sizes), "more ranks than key and value heads"
     assert any(s.redundant and s.expert == 4 for s in sizes) and any(s.expert_tensor == 4 for s in sizes)

@@ -75,7 +75,7 @@ def test_a_part_names_every_rank_that_holds_its_bytes_and_no_other(sizes: Sizes)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_layers_stand_where_megatrons_own_pipeline_layout_puts_them(sizes: Sizes, text: str, split: tuple[int, ...]):
+def test_layers_are_placed_as_in_megatrons_pipeline_layout(sizes: Sizes, text: str, split: tuple[int, ...]):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.transformer.enums import LayerType

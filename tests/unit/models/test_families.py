@@ -230,7 +230,7 @@ def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path: Path, hf,
         read(tmp_path, hf | changes)
 
 
-def test_an_unknown_architecture_is_told_how_to_become_known(tmp_path: Path):
+def test_an_unknown_architecture_is_refused_by_its_name(tmp_path: Path):
     with refused("model.unknown", about="BertModel"):
         read(tmp_path, QWEN3_32B | {"architectures": ["BertModel"]})
 

@@ -86,7 +86,7 @@ def read(directory: Path, hf: dict[str, Any]):
     return read_model(directory, family=family_of(hf["architectures"][0]))
 
 
-def test_every_family_is_held_to_it():
+def test_every_family_is_tested():
     assert set(KNOWN) == entry_points.find(GROUP).keys() | OUTSIDE.keys()
 
 
@@ -137,7 +137,7 @@ def test_another_scaling_of_positions_is_refused_by_name(tmp_path: Path, archite
 
 
 @pytest.mark.parametrize("architecture", sorted(KNOWN.keys() - WITHOUT_POSITIONS))
-def test_a_field_within_the_scaling_that_nobody_reads_is_refused_by_name(tmp_path: Path, architecture: str):
+def test_an_unread_field_of_the_rope_scaling_is_refused_by_name(tmp_path: Path, architecture: str):
     known = KNOWN[architecture].get("text_config", KNOWN[architecture])
     name = "long_factor" if "Qwen3_5" in architecture else "mrope_section"  # which those read
     scaling = {**(known.get("rope_scaling") or {}), name: [16, 24, 24]}
@@ -155,7 +155,7 @@ def test_a_window_means_nothing_only_where_it_is_switched_off(tmp_path: Path, sw
     assert error.value.about == ("use_sliding_window" if switched else "sliding_window")
 
 
-def test_a_base_that_is_said_twice_is_said_the_same(tmp_path: Path):
+def test_a_rope_base_stated_twice_must_agree(tmp_path: Path):
     twice = QWEN3_32B | {"rope_parameters": {"rope_type": "default", "rope_theta": QWEN3_32B["rope_theta"]}}
     assert read(tmp_path, twice).gpt == read(tmp_path, QWEN3_32B).gpt
     with refused("model.field_unread", about="rope_theta"):
@@ -174,7 +174,7 @@ def test_a_copy_of_the_fields_counts_as_unread():
     assert [*fields.unread()] == ["logit_scale", "within.b"]
 
 
-def test_a_family_from_outside_says_which_fields_have_values_of_its_own(tmp_path: Path):
+def test_a_family_from_outside_declares_its_unsupported_field_values(tmp_path: Path):
     def unsupported(hf: dict[str, Any]) -> str | None:
         return "num_key_value_heads by layer" if isinstance(hf["num_key_value_heads"], list) else None
 

@@ -43,7 +43,7 @@ def test_a_number_of_prediction_layers_that_is_none_is_refused_by_its_key(tmp_pa
         read_model(described(tmp_path), mtp_layers=layers)
 
 
-def test_a_family_is_told_the_first_part_that_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_family_without_a_required_part_is_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "half_a_family", raising=False)
     (tmp_path / "half_a_family.py").write_text('ARCHITECTURE = "A"\ndef unsupported(hf): ...\n')

@@ -149,7 +149,7 @@ def test_a_step_shown_again_counts_once():
     assert "1/10" in display[0] and "0.250" in display[-1]
 
 
-def test_the_terminal_is_given_back_after_an_error():
+def test_the_terminal_is_restored_after_an_error():
     console = terminal()
     try:
         with LiveTable(10, 0, console, RL_COLUMNS) as table:
@@ -160,7 +160,7 @@ def test_the_terminal_is_given_back_after_an_error():
     assert "\x1b[?25h" in console.file.getvalue()  # the cursor is visible again
 
 
-def test_each_further_policy_has_columns_beside_those_of_the_runs_own():
+def test_each_further_policy_adds_columns_to_the_live_table():
     columns = with_policies(RL_COLUMNS, ["judge"])
     keys = [column.key for column in columns]
     at = keys.index("gap/mean") + 1

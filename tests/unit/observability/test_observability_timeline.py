@@ -51,7 +51,7 @@ def test_a_phase_that_fails_is_still_written(tmp_path):
     timeline.close()
 
 
-def test_threads_and_tasks_on_their_own_tracks_overlap_without_loss(tmp_path):
+def test_threads_and_tasks_on_separate_tracks_overlap_without_loss(tmp_path):
     timeline = Timeline(tmp_path)
     barrier = threading.Barrier(4)
 
@@ -85,7 +85,7 @@ def test_threads_and_tasks_on_their_own_tracks_overlap_without_loss(tmp_path):
     assert {(placed.lane, placed.depth) for placed in rollout} in ({(0, 0), (1, 0)}, {(0, 0), (0, 1)})
 
 
-def test_nested_phases_are_told_from_overlapping_ones():
+def test_nested_phases_are_distinguished_from_overlapping_ones():
     placed = place(
         [
             phase("step", 0, 10),

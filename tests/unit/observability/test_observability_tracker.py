@@ -82,7 +82,7 @@ def test_a_metric_that_is_no_number_is_refused_by_name(bad):
         flatten({"loss": {"policy": bad}})
 
 
-def test_a_metric_given_twice_is_refused():
+def test_a_metric_logged_twice_is_refused():
     with refused("metrics.twice", about="loss/policy"):
         flatten({"loss/policy": 1.0, "loss": {"policy": 2.0}})
 
@@ -165,7 +165,7 @@ def test_a_fresh_run_does_not_mix_with_the_records_of_another(tmp_path):
 @pytest.mark.parametrize(
     "damage", [b'{"step": \n{"step": 2}\n', b"\xff\0\n[]\n1\n", b'{"step": 1, "metr' + b"\0" * 4096 + b"\n\n{}"]
 )
-def test_damage_does_not_stop_a_resume_and_is_kept_beside(tmp_path, damage):
+def test_damaged_lines_are_set_aside_and_stop_no_resume(tmp_path, damage):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n' + damage)
     records, problems = load_records(path, dict)
@@ -219,7 +219,7 @@ def test_a_full_disk_stops_the_record_and_leaves_no_torn_line(tmp_path):
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 2]
 
 
-def test_a_failing_sink_is_told_once_counted_and_does_not_stop_the_run(tmp_path):
+def test_a_failing_sink_is_reported_once_counted_and_stops_no_run(tmp_path):
     warnings = []
     sink = Broken()
     tracker = Tracker(JsonlFile(tmp_path / "metrics.jsonl", resume_step=None), [sink], warn=warnings.append)

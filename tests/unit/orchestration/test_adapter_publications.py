@@ -43,7 +43,7 @@ async def test_the_base_goes_out_once_and_again_when_an_engine_was_started_again
     assert run.sent == [(0, "all"), (1, "adapters"), (2, "adapters"), (3, "all"), (4, "adapters")]
 
 
-async def test_an_engine_lost_on_the_way_does_not_count_as_having_the_base():
+async def test_an_engine_lost_during_publication_gets_the_base_again():
     run = Published()
     run.failing = {"e1"}
     await run._publish_once(0)
@@ -55,7 +55,7 @@ async def test_an_engine_lost_on_the_way_does_not_count_as_having_the_base():
     assert run.sent == [(0, "all"), (1, "adapters"), (2, "all")]
 
 
-async def test_without_adapters_of_their_own_engines_get_all_weights_each_time():
+async def test_without_adapters_every_publication_sends_all_weights():
     run = Published()
     run.adapters = None
     for version in range(2):

@@ -95,7 +95,7 @@ async def test_a_failed_write_stops_the_run_with_the_rank_and_the_reason(tmp_pat
     assert bench.saves.newest() is None
 
 
-async def test_unreadable_reports_stop_the_run_in_the_same_way(tmp_path, monkeypatch):
+async def test_unreadable_reports_stop_the_run_with_the_same_error(tmp_path, monkeypatch):
     bench = Bench(tmp_path)
     await bench.checkpoints.save(state(1))
 

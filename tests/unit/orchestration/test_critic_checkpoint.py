@@ -86,7 +86,7 @@ async def test_a_critics_rank_that_never_writes_is_named_as_one(tmp_path):
     assert late.value.holder == "critic rank 0"
 
 
-async def test_both_are_restored_each_by_its_own_layout(tmp_path):
+async def test_policy_and_critic_are_restored_each_by_its_layout(tmp_path):
     bench = Bench(tmp_path)
     path = await bench.save()
     await bench.checkpoints.restore(path, read_state(path))

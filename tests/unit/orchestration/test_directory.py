@@ -41,7 +41,7 @@ def test_a_refused_start_leaves_no_new_directory(tmp_path):
     assert not contents(tmp_path)
 
 
-def test_a_refused_start_leaves_what_others_put_beside_it(tmp_path):
+def test_a_refused_start_keeps_files_of_others(tmp_path):
     with refused("cluster.resources"), begun(tmp_path / "runs" / "a"):
         (tmp_path / "runs" / "b").mkdir()
         raise REFUSAL

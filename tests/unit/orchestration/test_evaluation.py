@@ -78,7 +78,7 @@ def to_prompt(row):
     return {"token_ids": [row["token"]], "answer": row["right"]}
 
 
-def test_rows_of_another_form_are_mapped_by_the_evaluations_own_hook(tmp_path):
+def test_rows_of_another_form_are_mapped_by_the_evaluation_hook(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"token": 3, "right": "C"}\n')
     mapped = config_of(eval__prompts=str(path), eval__map=f"{__name__}.to_prompt")
@@ -104,7 +104,7 @@ def test_an_evaluation_that_would_say_nothing_is_refused(options, code, about):
         config_of(**{f"eval__{key}": value for key, value in options.items()})
 
 
-def test_k_is_doubled_up_to_the_number_of_answers_unless_it_is_given():
+def test_k_defaults_to_powers_of_two_up_to_the_samples():
     assert Eval().ks == () and Eval(samples=12, temperature=1.0).ks == (2, 4, 8)
     options = Eval(samples=12, temperature=1.0, pass_at=(5, 1, 5))
     assert options.ks == (1, 5)

@@ -13,7 +13,7 @@ from slimx.runtime.tasks import unless
 from tests.refusals import numbers
 
 
-async def test_what_is_awaited_is_cancelled_when_the_run_is_asked_to_leave():
+async def test_awaited_work_is_cancelled_at_a_preemption():
     ended = []
 
     async def generate() -> int:

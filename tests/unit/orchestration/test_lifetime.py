@@ -113,7 +113,7 @@ def test_endless_threads_and_tasks_do_not_keep_a_finished_run():
     assert sentences == []
 
 
-async def test_slimx_own_work_runs_while_hooks_fill_every_thread_of_the_executor():
+async def test_internal_work_runs_while_hooks_fill_the_executor():
     over = threading.Event()
     hooks = [asyncio.ensure_future(asyncio.to_thread(over.wait, 60)) for _ in range(64)]
     try:
@@ -144,7 +144,7 @@ def _fail() -> None:
         (KeyError("a mistake"), 1),
     ],
 )
-def test_every_way_to_end_has_its_exit_code(error, status):
+def test_every_kind_of_ending_has_its_exit_code(error, status):
     assert ending_of(error)[0] == status
 
 
@@ -205,7 +205,7 @@ def test_sigusr1_asks_to_leave_and_ends_nothing():
     assert left == [True]
 
 
-def test_being_asked_to_leave_before_the_loop_is_not_lost_either():
+def test_a_preemption_signal_before_the_loop_is_not_lost():
     left = []
 
     async def work(alarm: Alarm) -> None:
@@ -324,7 +324,7 @@ time.sleep(600)
 """
 
 
-def test_what_a_killed_driver_has_started_ends_but_guards_end_their_own():
+def test_children_of_a_killed_driver_end_except_guards():
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     grandchild, child, guard = processes = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
     try:

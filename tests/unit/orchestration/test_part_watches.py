@@ -123,7 +123,7 @@ async def test_a_process_that_is_stopped_for_a_moment_is_not_named(process):
 
 
 @virtually
-async def test_what_a_save_could_not_report_is_told_by_its_rank():
+async def test_a_save_error_is_reported_by_its_rank():
     error = SlimxError("no room", code="checkpoint.write", about="d")
 
     async def fails() -> None:
@@ -149,7 +149,7 @@ async def test_a_process_of_rays_that_has_ended_is_named(process):
 
 
 @pytest.mark.parametrize("silent", ["raylet", "GCS"])
-async def test_a_part_of_ray_that_does_not_answer_is_named_and_blocks_nobody(silent):
+async def test_an_unresponsive_ray_service_is_named_and_blocks_nothing(silent):
     probes = {name: (lambda: time.sleep(HANG_S)) if name == silent else (lambda: None) for name in ("raylet", "GCS")}
     error = await lost({}, probes)
     assert (error.code, error.about) == ("ray.lost", silent)
@@ -180,7 +180,7 @@ async def test_a_blocking_call_into_ray_leaves_the_event_loop_free():
     assert await ask_ray("an answer", "Ray's raylet", HANG_S, lambda value: value, 3) == 3
 
 
-async def test_what_ray_raises_in_a_call_is_told_as_a_part_that_was_lost():
+async def test_an_error_of_ray_in_a_call_is_a_lost_part():
     def broken() -> None:
         raise ray.exceptions.RaySystemError("broken pipe")
 

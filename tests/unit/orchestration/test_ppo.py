@@ -59,7 +59,7 @@ def test_what_ranks_say_of_packed_rows_comes_back_row_by_row(layout):
         assert np.array_equal(found, np.stack([one.tokens, one.labels], 1))
 
 
-def test_values_and_returns_are_packed_beside_the_tokens_they_belong_to():
+def test_values_and_returns_are_packed_like_their_tokens():
     inputs = rows()
     for number, one in enumerate(inputs):
         one.values, one.returns = (np.full(len(one), sign * (number + 1), np.float32) for sign in (1, -1))
@@ -104,7 +104,7 @@ async def test_a_critic_is_sent_nothing_that_only_a_policy_reads():
 
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
-def test_rows_get_the_advantages_of_their_own_scores_values_and_penalties(whiten, kl_coef):
+def test_rows_get_advantages_from_their_scores_values_and_penalties(whiten, kl_coef):
     algorithm = Algorithm(
         name="ppo",
         advantages={"gamma": 0.95, "lam": 0.8, "whiten": whiten},
@@ -171,7 +171,7 @@ def test_a_critic_that_cannot_work_is_refused(sections, code, about):
         config(**sections)
 
 
-def test_the_critic_follows_the_trainer_where_nothing_else_is_said():
+def test_critic_settings_default_to_those_of_the_trainer():
     trainer = {"world_size": 4, "tensor": 2, "threads": 3, "deadline": 77, "load": "sft", "megatron": {}}
     trainer["megatron"] = {"mtp_num_layers": 1, "apply_rope_fusion": False}
     section = {"value_clip": 0.1, "optimizer": {"lr": 2e-5}}

@@ -51,7 +51,7 @@ async def test_every_step_trains_publishes_and_saves_and_a_second_run_continues(
     assert parts.done == ["restore iter_0000002", "publish 2", "train 2 at version 2", "publish 3", "save 3"]
 
 
-async def test_a_fork_may_begin_its_prompts_anew_and_its_own_checkpoints_do_not(tmp_path, parts):
+async def test_a_fork_may_restart_its_prompts_but_its_resumes_do_not(tmp_path, parts):
     first = run_of(tmp_path / "first", parts, schedule__steps=1)
     await asyncio.wait_for(train(first), LIMIT_S)
     await stopped(first)
@@ -115,7 +115,7 @@ async def test_a_publication_without_engines_waits_for_one(tmp_path, parts):
     assert members.engine_phase.active
 
 
-async def test_a_run_that_is_asked_to_leave_saves_the_step_that_it_is_at(tmp_path, parts):
+async def test_a_preempted_run_saves_its_current_step(tmp_path, parts):
     leaving = asyncio.Event()
     leaving.set()
     run = run_of(tmp_path, parts, leaving, schedule__steps=5)
@@ -147,7 +147,7 @@ async def test_steps_without_a_signal_are_counted_in_the_metrics_of_each_step(tm
     assert [row["optim/steps_without_signal"] for row in rows] == [1.0, 2.0, 0.0]
 
 
-async def test_the_start_of_a_part_is_a_phase_of_its_own_track(tmp_path):
+async def test_the_start_of_a_part_is_a_phase_on_its_track(tmp_path):
     config = Config.model_validate(
         {"run": {"dir": str(tmp_path)}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "track": {"report": False}}
     )

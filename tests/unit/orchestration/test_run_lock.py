@@ -24,7 +24,7 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
     assert not refused(tmp_path)
 
 
-def test_a_removed_lock_file_lets_nobody_in(tmp_path):
+def test_removing_the_lock_file_does_not_release_the_lock(tmp_path):
     with locked(tmp_path):
         (tmp_path / LOCK).unlink()
         assert refused(tmp_path)

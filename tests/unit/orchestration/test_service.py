@@ -92,7 +92,7 @@ async def test_parts_end_in_reverse_order_and_engines_take_their_places(tmp_path
     assert parts.done == ["frozen engines checked", "restarts noted", "engines stopped", "frozen engines stopped"]
 
 
-async def test_a_part_that_does_not_stop_hides_no_error_and_is_told(tmp_path, monkeypatch):
+async def test_a_part_that_does_not_stop_is_reported_and_hides_no_error(tmp_path, monkeypatch):
     parts, notes = Parts(monkeypatch, stubborn="engines"), []
     with refused("loop", about="step 3"):
         async with service_in(tmp_path, notes) as service:

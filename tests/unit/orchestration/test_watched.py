@@ -100,7 +100,7 @@ async def test_where_the_present_version_is_not_kept_the_trainers_bring_it():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_the_loss_of_the_last_engine_ends_the_work_and_is_what_is_told(fails):
+async def test_losing_the_last_engine_ends_the_work_with_that_error(fails):
     async with Stand(restarts=0) as stand:
         run, ended = Watched(stand), asyncio.Event()
 

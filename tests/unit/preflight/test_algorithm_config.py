@@ -105,7 +105,7 @@ def test_a_key_without_an_effect_is_refused(algorithm, code, about):
         Config.model_validate(BASE | {"algorithm": algorithm})
 
 
-def test_an_algorithm_that_nobody_published_is_refused():
+def test_an_unknown_algorithm_is_refused():
     with pytest.raises(ValidationError) as caught:
         Algorithm(name="ppo2")
     assert [error["loc"] for error in caught.value.errors()] == [("name",)]
@@ -169,7 +169,7 @@ def test_held_out_answers_may_be_greedy_and_demonstrations_sample_nothing():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_its_own_values_and_each_can_be_overridden(name):
+def test_each_value_of_a_preset_can_be_overridden(name):
     teacher = {"teacher": "t"} if name == "distillation" else {}
     algorithm = Algorithm(name=name, **teacher)
     for key, value in PRESETS[name].items():
@@ -294,7 +294,7 @@ def inputs() -> LossInputs:
     return LossInputs(logprobs=lp, weight=ones, advantages=ones, old_logprobs=old, rollout_logprobs=old)
 
 
-def test_an_own_loss_is_the_whole_loss():
+def test_a_custom_loss_is_the_whole_loss():
     loss, metrics = make_loss(Algorithm(loss=f"{HERE}.custom_loss"))(inputs())
     assert loss.item() == 3.0 and metrics["loss/own"].item() == 2.0
 

@@ -145,7 +145,7 @@ def test_a_build_without_cuda_leaves_no_cuda_library_of_an_earlier_one(built: tu
     assert sorted(libraries) == [f"slimx/_lib/{name}" for name in expected]
 
 
-def test_cuda_that_was_asked_for_and_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_required_cuda_that_is_missing_is_refused(tmp_path: Path) -> None:
     checkout = copy_of_sources(tmp_path)
     for value, path, named in (("1", "/nowhere", "nvcc"), ("2", "", "'2'")):
         text = (checkout / "setup.py").read_text().replace("/usr/local/cuda", "/nowhere")

@@ -49,7 +49,9 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None
     ("needs", "changes"),
     [({"gpu": True}, {"device": "cpu"}), ({"model": True}, {"model": None}), ({"model": True}, {"ranks": 4})],
 )
-def test_what_a_machine_lacks_is_left_out_and_said(tmp_path: Path, needs: dict, changes: dict) -> None:
+def test_checks_that_the_machine_cannot_run_are_left_out_and_reported(
+    tmp_path: Path, needs: dict, changes: dict
+) -> None:
     with pytest.raises(LeftOut):
         work(step("raise SystemExit(1)", **needs), options(**changes), tmp_path)
 

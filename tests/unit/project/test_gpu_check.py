@@ -40,7 +40,7 @@ def test_a_test_of_a_gpu_that_imports_more_is_not_collected(tmp_path: Path) -> N
     assert all(f"No module named '{package.split('.')[0]}'" in done.stdout for package in packages)
 
 
-def test_what_is_needed_brings_its_own_requirements_and_no_more() -> None:
+def test_required_packages_include_only_their_requirements() -> None:
     needed = bare.required(check.NEEDED)
     assert {"numpy", "torch", "pytest", "setuptools", "pluggy", "typing-extensions"} <= needed
     assert not needed & {"pydantic", "ray", "sglang", "no-such-package"}
@@ -55,7 +55,7 @@ def test_every_test_file_has_a_step(tmp_path: Path) -> None:
     assert Path(commands[-1]).name == "test_sanitizer.py"
 
 
-def test_a_file_that_nobody_listed_has_a_step(tmp_path: Path) -> None:
+def test_an_unlisted_gpu_test_file_gets_a_step(tmp_path: Path) -> None:
     (tmp_path / "tests" / "gpu").mkdir(parents=True)
     for name in ("sanitizer", "new", "pack"):
         (tmp_path / "tests" / "gpu" / f"test_{name}.py").touch()

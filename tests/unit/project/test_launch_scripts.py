@@ -115,7 +115,7 @@ def test_a_node_takes_its_first_reachable_address(tmp_path, kind, address):
     assert bash("own_address", FIRST=first, SLIMX_IP=kind).stdout.strip() == address
 
 
-def test_a_named_interface_decides_and_is_told_to_nccl_and_gloo(tmp_path):
+def test_a_named_interface_is_used_by_nccl_and_gloo(tmp_path):
     first = stub(tmp_path, "ip", "3: ib0    inet 192.168.7.9/24 brd 192.168.7.255 scope global ib0")
     done = bash(
         "prepare_environment; echo $NODE_ADDRESS $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME",
@@ -130,7 +130,7 @@ def test_a_node_without_an_address_is_refused_with_what_to_set(tmp_path):
     assert done.returncode == 1 and {"SLIMX_ADDRESS", "SLIMX_INTERFACE"} <= {*re.findall(r"SLIMX_\w+", done.stderr)}
 
 
-def test_an_nvlink_domain_is_told_to_nccl_and_to_ray(tmp_path):
+def test_an_nvlink_domain_is_set_for_nccl_and_labelled_in_ray(tmp_path):
     fabric = "    Fabric\n        State    : Completed\n        CliqueId : 2\n        ClusterUUID : 8b3c-77"
     done = bash(
         "prepare_environment; echo $NCCL_MNNVL_ENABLE $NCCL_CUMEM_ENABLE; ray_arguments 7 | grep labels",
@@ -189,7 +189,7 @@ def launch(name: str, *arguments: str, **environment: str) -> subprocess.Complet
     )
 
 
-def test_one_node_runs_what_it_is_given_if_it_is_fit():
+def test_a_single_node_starts_a_run_only_if_it_is_healthy():
     refused = launch("single_node.sh", "absent.yaml")
     assert refused.returncode == 2 and "absent.yaml" in refused.stderr
     unfit = launch("single_node.sh", "absent.yaml", SLIMX_HEALTH="--hca none0")

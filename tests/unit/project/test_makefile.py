@@ -108,7 +108,7 @@ def write_wheel(directory: Path, version: str) -> None:
 @pytest.mark.parametrize(
     ("reachable", "version"), [(True, f"{TORCH}+cpu"), (False, TORCH)], ids=["an index of CPU builds", "none"]
 )
-def test_torch_is_the_cpu_build_where_an_index_has_it_and_else_pips_own(
+def test_torch_is_the_cpu_build_if_an_index_has_it_else_the_default(
     tmp_path: Path, indices: str, reachable: bool, version: str
 ):
     """Both builds count as the lock's version: what is installed first stays."""

@@ -80,7 +80,7 @@ def sample(step: int, size: float, pid: int = 1) -> Sample:
         (lambda step: 30.0 * (step % 700 > 350), "open"),
     ],
 )
-def test_what_grows_is_told_from_what_only_moves(size: Callable[[int], float], verdict: str) -> None:
+def test_growth_is_distinguished_from_fluctuation(size: Callable[[int], float], verdict: str) -> None:
     found = growths([sample(step, size(step)) for step in range(0, 2000, 20)], warm=100)
     by_measure = {growth.measure: growth.verdict for growth in found}
     assert by_measure == {"anonymous": verdict, "pss": verdict} | dict.fromkeys(

@@ -56,7 +56,7 @@ def test_every_flipped_byte_of_codes_and_scales_is_detected_in_the_bucket(rule: 
             bucket[position] ^= 1 << position % 8
 
 
-def test_checksums_of_parts_held_by_different_ranks_add_up() -> None:
+def test_checksums_of_parts_of_different_ranks_add_up() -> None:
     t = random_bits((16, 33), torch.bfloat16, 0)  # odd columns: ranks share words
     whole = kernel.seeds([t.numel() * 2])
     for columns in t.split(11, dim=1):

@@ -178,7 +178,7 @@ def test_a_prediction_layer_is_left_out_if_only_a_draft_loads_it():
     assert with_mtp - without == {name for name in table.checkpoint_shapes() if name.startswith("model.layers.4.")}
 
 
-def test_dtypes_are_the_engines_unless_a_row_has_its_own():
+def test_tensors_have_the_engines_dtype_unless_their_row_fixes_one():
     table = MODELS["deepseek"].table
     for trainer, engine in (("float32", "bfloat16"), ("bfloat16", "float32")):
         parts = MegatronLayout(table, Sizes()).parts()
@@ -263,7 +263,7 @@ def test_a_target_with_missing_or_repeated_elements_is_refused(rects, code, plac
     assert (error.code, error.about, numbers(error)) == (code, "b", place)
 
 
-def test_what_no_target_takes_is_told_by_name():
+def test_parameters_that_no_target_reads_are_listed():
     plan = compile_plan(
         [whole_part(name, 8, 6) for name in "abc"], [whole_part("b", 8, 6)], precision=BF16, bucket_bytes=HUGE
     )

@@ -120,7 +120,7 @@ async def test_the_source_gets_memory_back_when_the_delivery_has_a_copy(staging)
     assert calls.at("copies.take 0 done") < calls.at("trainers.release 0")
 
 
-async def test_a_delivery_is_told_of_the_end_of_a_publication_that_failed():
+async def test_a_delivery_is_ended_when_its_publication_fails():
     calls = Calls()
     calls.fail["trainers.gather 1"] = SlimxError("no memory")
     with pytest.raises(SlimxError):

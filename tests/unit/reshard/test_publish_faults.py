@@ -169,7 +169,7 @@ async def test_a_failure_of_the_trainers_changes_no_engine(step):
     ("step", "stage"), [("forms", "check"), ("begin 7", "begin"), ("gather 1", "gather"), ("release", "release")]
 )
 @virtually
-async def test_trainers_that_hang_are_told_by_name_and_stage(step, stage):
+async def test_trainers_that_hang_are_reported_by_rank_and_stage(step, stage):
     stand = Stand(deadline_s=0.1)
     stand.calls.hang.add(f"trainers.{step}")
     with pytest.raises(DeadlineError) as caught:
@@ -188,7 +188,7 @@ async def test_engines_are_not_blamed_for_time_before_their_call():
 
 
 @virtually
-async def test_no_call_to_an_engine_is_under_way_when_the_abort_comes():
+async def test_no_engine_call_is_in_flight_during_an_abort():
     """Else it would stage a bucket after its abort."""
     stand = Stand()
     stand.calls.slow = {"e1.stage 0"}

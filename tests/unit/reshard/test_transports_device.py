@@ -86,7 +86,7 @@ def test_others_write_into_it_and_copy_out_of_it_and_keep_nothing_open(peers) ->
     assert peer.ask("fetch", path, 0, 1) == ["bucket.gone", path]
 
 
-def test_a_copy_is_the_readers_own(peers) -> None:
+def test_a_copy_is_independent_of_its_source(peers) -> None:
     memory = DeviceMemory(SIZE)
     memory.bytes.fill_(3)
     copy = fetch(memory.path, 10, 20, DEVICE)

@@ -328,7 +328,7 @@ def test_a_straggler_is_dropped_and_the_next_group_is_trained(patience):
     run_virtually(work())
 
 
-def test_an_abort_that_nobody_asked_for_fails_the_rollout():
+def test_an_unrequested_abort_fails_the_rollout():
     async def work() -> None:
         flow = Flow(one_step(), np.random.default_rng(1), PROMPTS)
         asyncio.get_running_loop().call_later(2, lambda: asyncio.ensure_future(flow.engine.abort()))
@@ -380,7 +380,7 @@ def test_interrupted_requests_continue_within_their_limits():
         stopping.rest()
 
 
-def test_a_saved_request_is_found_again_by_what_it_asked_for():
+def test_a_saved_request_is_found_by_its_content():
     request = GenerationRequest([5, 6, 7], {"temperature": 0.8, "max_new_tokens": 12, "stop_token_ids": [3]}, 41)
     assert key_of(request) == "a687d8d52aa7e95be3d308b008b04b08", "checkpoints hold it"
     assert key_of(replace(request, affinity="g0", routed_experts=True)) == key_of(request)

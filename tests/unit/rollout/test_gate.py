@@ -76,7 +76,7 @@ async def test_a_request_that_cannot_be_cancelled_blocks_nothing(stubborn):
         stubborn.ended.set()
 
 
-async def test_a_rollouts_deadline_ends_it_whatever_its_request_does(stubborn):
+async def test_a_rollout_ends_at_its_deadline_although_its_request_does_not(stubborn):
     try:
         async with asyncio.timeout(300):
             with pytest.raises(TimeoutError):
@@ -106,7 +106,7 @@ async def test_an_endless_stream_is_abandoned(stubborn):
     assert pieces == [[5]] and closed.out == 0 and set(counts) == {1}
 
 
-async def test_an_unread_stream_is_asked_to_end_now_and_then():
+async def test_an_unread_stream_is_polled_for_its_end():
     closed, counts, left = Gate(), [], asyncio.Event()
 
     async def hold() -> None:

@@ -137,7 +137,7 @@ def test_lengths_go_by_outcome_and_rewards_by_data_set():
     assert not any(key.startswith("source/") for key in group_metrics(batch_of(long, short), passing=1.0))
 
 
-def test_held_out_answers_have_parts_and_numbers_of_their_own():
+def test_held_out_answers_have_separate_reward_parts_and_metrics():
     answer = reward_stand.trajectory()
     answer.reward, answer.reward_parts, answer.metrics = 1.0, {"right": 1.0}, {"hits": 4.0}
     batch = batch_of(answer)

@@ -70,7 +70,7 @@ def test_one_turn_keeps_prompt_and_sampled_tokens_apart():
     )
 
 
-def test_the_temperature_is_what_the_hook_asked_for_and_one_for_all_turns():
+def test_a_trajectory_has_one_temperature_that_of_its_requests():
     draft = draft_of([1, 20])
     draft.add_sampled(completion([4], [(0, 1, 7)], temperature=0.25))
     assert draft.sampling["temperature"] == 0.25
@@ -193,7 +193,7 @@ async def test_turns_have_different_seeds_and_sampling_overrides():
     ]
 
 
-async def test_a_hook_that_asks_for_an_engine_in_a_run_without_one_is_told_so():
+async def test_a_completion_requested_in_a_run_without_engines_is_refused():
     with refused("hooks.no_engines", about="rollout.engines"):
         await context(None).engine.generate([1])
 

@@ -101,7 +101,7 @@ def test_a_journal_gives_every_answer_with_the_routes_that_it_came_with() -> Non
             assert np.array_equal(resumed.replay(request).routed_experts, answer.routed_experts)
 
 
-async def test_a_resumed_group_gives_each_policy_its_own_answers_again() -> None:
+async def test_a_resumed_group_replays_the_answers_of_each_policy() -> None:
     maker, *_ = maker_of(both)
     progress = GroupProgress()
     first = await maker.make(PROMPT, group_id="g0", number=0, progress=progress)

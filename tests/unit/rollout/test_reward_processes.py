@@ -142,7 +142,7 @@ async def test_a_worker_stopped_in_a_call_is_killed_at_the_deadline(deadline_s):
         runner.close()
 
 
-async def test_a_stopped_worker_delays_its_own_call_alone(deadline_s):
+async def test_a_stopped_worker_delays_no_other_call(deadline_s):
     runner = processes(workers=2, deadline=deadline_s)
     try:
         (first, _), (second, _) = await asyncio.gather(judge(runner, "process"), judge(runner, "process"))

@@ -40,7 +40,7 @@ def stuck(*tickets: int) -> Generate:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-async def test_groups_come_in_the_order_of_their_tickets_whatever_the_timing(max_staleness):
+async def test_groups_arrive_in_ticket_order_whatever_the_timing(max_staleness):
     def keep(group: Group) -> bool:
         return int(group.id[1:]) % 3 != 1
 
@@ -97,7 +97,7 @@ async def test_requests_in_flight_are_bounded():
 
 
 @virtually
-async def test_a_step_that_never_comes_is_told_with_what_it_waits_for():
+async def test_a_batch_that_misses_its_deadline_names_what_it_awaits():
     config = config_of(schedule__step_deadline=0.4)
     async with Stand(config, generate=stuck(1, 2)) as stand:
         with pytest.raises(DeadlineError) as caught:
@@ -143,7 +143,7 @@ async def test_an_evaluation_is_greedy_takes_one_rollout_and_is_not_filtered():
         assert [request.sampling for request in stand.engine.requests[1:]] == [trained] * 2
 
 
-async def test_an_evaluation_has_its_own_number_of_answers_and_temperature():
+async def test_evaluation_settings_override_samples_and_temperature():
     config = config_of(eval__samples=4, eval__temperature=0.6, eval__top_p=0.95, sampling={"max_new_tokens": 5})
     async with Stand(config, reward=one) as stand:
         outcome = await stand.maker.make(prompts()[0], group_id="e0", number=0, evaluation=True)

@@ -99,7 +99,7 @@ async def test_a_broken_reward_fails_its_trajectory_and_drops_its_group_only(rel
         assert bad.status == "failed" and bad.reward is None, "a verdict after the deadline must not count"
 
 
-async def test_a_timeout_inside_a_reward_is_told_as_what_the_hook_raised(released):
+async def test_a_timeout_error_inside_a_reward_is_an_error_of_the_hook(released):
     config = config_of(max_failed_share=1.0, reward__deadline=30)
     reward = poisoned(second_prompt(), 0, TimeoutError("sandbox did not answer"), released)
     async with Stand(config, reward=reward) as stand:
@@ -128,7 +128,7 @@ async def test_a_reward_may_be_any_real_number(value):
     assert rewards == [1.0] * 8 and {type(r) for r in rewards} == {float}
 
 
-async def test_a_reward_sees_the_sampled_text_of_its_own_prompt():
+async def test_a_reward_receives_the_text_sampled_for_its_prompt():
     seen = {}
 
     async def reward(ctx: RewardContext, trajectory: Trajectory) -> float:
@@ -197,7 +197,7 @@ async def test_a_call_cancelled_before_it_has_a_worker_costs_none(released):
         pool.close()
 
 
-async def test_each_reward_has_its_own_deadline_however_late_it_begins(released):
+async def test_the_deadline_of_a_reward_counts_from_its_start(released):
     """Three that hang, one after the other on one worker: the deadlines of those that begin late are looked at too."""
 
     async def reward(ctx: Any, trajectory: Any) -> float:
@@ -220,7 +220,7 @@ async def test_each_reward_has_its_own_deadline_however_late_it_begins(released)
         pool.close()
 
 
-async def test_a_reward_that_is_asked_for_after_the_end_is_an_error_and_no_wait():
+async def test_a_reward_requested_after_the_pool_closed_is_refused():
     async def reward(ctx: Any, trajectory: Any) -> float:
         return 1.0
 
@@ -307,7 +307,7 @@ async def test_a_hook_may_give_up_a_rollout_by_its_status():
         assert batch.dropped == Counter({"generate failed": 1})
 
 
-async def test_a_timeout_inside_a_rollout_is_told_as_what_the_hook_raised():
+async def test_a_timeout_error_inside_a_rollout_is_an_error_of_the_hook():
     config = config_of(max_failed_share=1.0)
     hook = generating(second_prompt(), TimeoutError("tool did not answer"))
     async with Stand(config, generate=hook) as stand:
@@ -316,7 +316,7 @@ async def test_a_timeout_inside_a_rollout_is_told_as_what_the_hook_raised():
         assert "TimeoutError: tool" in stand.dropped[0].detail
 
 
-async def test_a_mistake_of_our_own_reaches_the_loop():
+async def test_an_internal_error_reaches_the_loop():
     mistake = RuntimeError("tokenizer out of order")
 
     class Broken:

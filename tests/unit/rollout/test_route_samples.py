@@ -64,7 +64,7 @@ async def test_experts_are_those_that_the_engine_wrote(monkeypatch, experts, dty
 
 
 @pytest.mark.parametrize("text", [None, "", base64.b64encode(np.zeros(7, np.int32)).decode()])
-async def test_experts_of_other_tokens_than_those_asked_for_are_refused(text):
+async def test_routed_experts_for_other_tokens_are_refused(text):
     with refused("answer.experts", about="http://engine"):
         await Reader("http://engine", ModelShape(9, 3, 5, 8)).experts({"routed_experts": text}, 2)
 

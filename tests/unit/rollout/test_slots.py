@@ -44,7 +44,7 @@ async def test_many_slow_tools_hold_no_place_at_the_engines():
         assert stand.engine.busiest == 1
 
 
-async def test_rollouts_in_flight_have_a_bound_of_their_own():
+async def test_rollouts_in_flight_have_a_separate_bound():
     tools = Tools()
     async with Stand(config_of(max_rollouts=3), generate=tools.generate) as stand:
         waiting = asyncio.create_task(stand.next_batch())
@@ -94,7 +94,7 @@ async def test_evaluation_requests_go_first_and_unused_places_move_on():
         pass  # no place was lost
 
 
-async def test_a_place_given_to_one_that_is_cancelled_at_that_moment_is_not_lost():
+async def test_a_slot_granted_to_a_cancelled_waiter_is_not_lost():
     slots = Slots(1)
     async with asyncio.timeout(60), Clock(10) as clock:
         async with slots.occupy(clock):

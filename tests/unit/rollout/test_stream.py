@@ -220,7 +220,7 @@ async def test_one_deadline_covers_the_stream_and_its_continuations():
         assert len(server.bodies) == 2 and len(received) <= 2
 
 
-async def test_what_a_server_refuses_is_told_as_it_says_it():
+async def test_a_servers_refusal_is_passed_on_verbatim():
     server = Server()
     refusal = "the prompt is too long"
     server.events = [{"error": {"message": refusal, "code": 400}}]

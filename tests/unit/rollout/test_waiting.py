@@ -187,7 +187,7 @@ def test_all_that_wait_are_cancelled_at_once_and_nothing_is_left(side):
 
 
 @pytest.mark.parametrize("side", ["hook", "toolbox"])
-def test_each_deadline_is_counted_from_the_beginning_of_its_own_rollout(side):
+def test_each_deadline_counts_from_the_start_of_its_rollout(side):
     waiting = Tools()
 
     async def run() -> None:

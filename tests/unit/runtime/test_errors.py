@@ -10,7 +10,7 @@ import pytest
 from slimx.errors import DeadlineError, raised
 
 
-def test_a_missed_deadline_survives_the_way_between_processes():
+def test_a_deadline_error_survives_pickling():
     error = DeadlineError("the stop of engine e0", 30.0, "process 7")
     other = pickle.loads(pickle.dumps(error))
     assert str(other) == str(error) and all(part in str(error) for part in (error.awaited, error.holder, "30 s"))

@@ -34,7 +34,7 @@ def test_no_two_processes_get_one_port_and_ports_are_returned(monkeypatch):
     assert ports.free_port() in theirs
 
 
-def test_a_port_on_which_somebody_listens_is_not_given():
+def test_a_port_in_use_is_not_returned():
     with socket.create_server(("127.0.0.1", ports.free_port())) as taken:
         assert not ports._is_free("127.0.0.1", taken.getsockname()[1])
 

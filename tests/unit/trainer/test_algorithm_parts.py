@@ -171,7 +171,7 @@ class FakeTrainers:
         ({"name": "kl_cov", "loss": {"share": 0.2}}, []),
     ],
 )
-async def test_only_what_an_algorithm_wants_is_scored_and_reaches_its_own_rows(algorithm, scored):
+async def test_only_required_scores_are_computed_and_reach_their_rows(algorithm, scored):
     """As in one process: rows packed in two micro-batches of two ranks come back to the rows that they were."""
     config = config_of(**{f"algorithm__{key}": value for key, value in algorithm.items()})
     groups = [group("a", [1.0, 0.0]), group("b", [0.0, 1.0])]

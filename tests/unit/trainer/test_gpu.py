@@ -67,7 +67,7 @@ def test_a_margin_of_zero_checks_nothing_but_a_critical_error_still_stops():
         guard(FakeGpu(reported=[94]), 0).check({})
 
 
-def test_a_rank_runs_on_the_cpus_beside_its_gpu_that_it_may_use():
+def test_a_rank_runs_on_the_allowed_cpus_near_its_gpu():
     applied: list[set[int]] = []
     used = set_affinity(FakeGpu(near={0, 1, 2}), {1, 2, 3}, lambda _, cpus: applied.append(cpus))
     assert used == {1, 2} and applied == [{1, 2}]
