@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from slimx import entry_points
-from slimx.adapters.sglang import plugin as sglang_plugin
-from slimx.adapters.sglang.weights.receiver import RankReceiver, load_staged, receiver_of
-from slimx.engines.server.http_calls import RECEIVER
+from slimx.adapters.sglang.weights.receiver import RankReceiver, receiver_of
 from slimx.layout.ranks import EngineSizes
 from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.transports.memory import MemoryFile
@@ -367,11 +362,6 @@ def test_inventories_list_what_this_rank_takes(receiver) -> None:
     assert [name.split(".")[5] for name in hf["forms"] if "experts" in name and "up" in name][:4] == list("4567")
 
 
-def test_engines_name_the_plugins_loader() -> None:
-    module, _, function = RECEIVER.rpartition(".")
-    assert (module, function) == (load_staged.__module__, load_staged.__name__)
-
-
 def test_each_rank_stages_only_its_part_of_a_bucket(receiver, sent) -> None:
     parts = [sent({name: checkpoint(LAYOUT)[name]}).argument() for name in LATENT]
     parts = [{key: part[key] for key in ("fd_path", "size", "tensors")} for part in parts]
@@ -384,31 +374,6 @@ def test_each_rank_stages_only_its_part_of_a_bucket(receiver, sent) -> None:
     receiver.rank = 2
     with refused("plugin.bucket", about="bucket 2"):
         receiver.stage(**which, ranks=dict(zip("01", parts, strict=True)))
-
-
-@pytest.mark.parametrize("verb", ["status", "load", "_what_is_open", "nothing"])
-def test_the_verbs_of_a_rank_are_the_public_methods_of_its_receiver(receiver, monkeypatch, verb) -> None:
-    monkeypatch.setattr(sglang_plugin, "_coordinates", lambda: {"rank": 1})
-    monkeypatch.setattr(sglang_plugin, "_expert_location", lambda: None)
-    runner = SimpleNamespace(
-        model=receiver.model,
-        _weight_checker=SimpleNamespace(_parallelism_info=lambda role: SimpleNamespace(model_dump=dict)),
-    )
-    answer = sglang_plugin.check_weights(None, runner, f"slimx.{verb}", role="target")["checksums"]
-    code = None if verb == "status" else "plugin.action"
-    assert answer.get("code") == code and answer["pid"] == str(os.getpid())
-    if verb == "status":
-        assert json.loads(answer["slimx"]) == receiver.status()
-
-
-def test_no_entry_point_replaces_a_verb_of_the_publication(receiver, monkeypatch) -> None:
-    monkeypatch.setattr(sglang_plugin, "_coordinates", lambda: {"rank": 1})
-    monkeypatch.setattr(sglang_plugin, "_expert_location", lambda: None)
-    monkeypatch.setattr(entry_points, "find", lambda group: dict.fromkeys(("status", "other")))
-    monkeypatch.setattr(entry_points, "load", lambda group, name: lambda runner: {"from": name})
-    runner = SimpleNamespace(model=receiver.model)
-    assert sglang_plugin._response(runner, "other", {}) == {"from": "other"}
-    assert sglang_plugin._response(runner, "status", {}) == receiver.status()
 
 
 def test_the_test_of_a_bucket_on_a_gpu_holds_for_one_in_host_memory() -> None:
