@@ -200,7 +200,7 @@ def test_a_receiver_proves_and_holds_what_a_bucket_on_the_device_brings(device: 
     proves_and_holds(DeviceMemory(SIZE, device), device)
 
 
-def test_what_it_costs_to_open_copy_and_close(device: torch.device, peer: Peer) -> None:
+def test_the_cost_of_opening_copying_and_closing_is_printed(device: torch.device, peer: Peer) -> None:
     """Printed, not claimed: a bucket is opened anew each time."""
     size = 512 * MIB
     path = peer.ask("allocate", size, 1)

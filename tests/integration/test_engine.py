@@ -185,7 +185,9 @@ async def test_a_flipped_byte_is_refused_and_changes_nothing(
     await engine.verify()
 
 
-async def test_what_the_model_cannot_take_is_refused_before_any_change(engine: Engine, tiny_weights: Weights) -> None:
+async def test_buckets_that_do_not_fit_the_model_are_refused_before_any_change(
+    engine: Engine, tiny_weights: Weights
+) -> None:
     some = dict(list(tiny_weights.items())[:3])
     name = "model.layers.0.mlp.experts.0.gate_proj.weight"
     cases = [

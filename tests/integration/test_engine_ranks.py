@@ -196,7 +196,7 @@ async def test_a_wrong_byte_ends_the_publication_on_all_ranks(stand: Stand, enco
     stand.assert_same(after[1], before[1])
 
 
-async def test_what_a_rank_does_not_hold_is_refused(stand: Stand) -> None:
+async def test_a_tensor_of_another_rank_is_refused(stand: Stand) -> None:
     ranks = stand.local(stand.weights)
     name = next(name for name in ranks[1] if name.endswith(("experts.w2_weight", "mlp.down_proj.weight")))
     shape = tuple(ranks[1][name].shape)

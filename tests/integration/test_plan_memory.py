@@ -285,7 +285,7 @@ def planned_peak(job: dict[str, Any], model: str, case: dict[str, Any]) -> int:
     return record.peak
 
 
-def test_what_slimx_plan_repeats_of_the_trainer_is_the_same_there():
+def test_constants_of_the_planner_equal_those_of_the_trainer():
     """These stand twice because a plan must not import torch."""
     from slimx.extras.optimizer_offload import moments as host_moments
     from slimx.extras.planner.memory import pipeline as memory_pipeline

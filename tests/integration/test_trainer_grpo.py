@@ -180,7 +180,7 @@ def test_the_measured_gap_equals_that_of_the_step(laboratory, name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_a_step_computed_of_every_token_adds_up_to_its_metrics(laboratory, name):
+def test_per_token_values_of_a_step_add_up_to_its_metrics(laboratory, name):
     ranks, step = laboratory.results(name), laboratory[name]["step"]
     whole = [
         [*batch]

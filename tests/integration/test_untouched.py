@@ -230,7 +230,7 @@ def test_a_checkpoint_of_another_system_is_the_same_model(oracles, model, tmp_pa
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_what_a_trainer_saved_comes_back_bit_for_bit(oracles, model, tmp_path):
+def test_a_trainers_checkpoint_converts_back_bit_for_bit(oracles, model, tmp_path):
     out, *_ = oracles
     convert(
         run.megatron_to_hf(out / f"{model}.saved" / "iter_0000001", out / model),

@@ -98,7 +98,7 @@ def test_a_program_writes_its_stacks_into_the_directory_of_its_session(program: 
         assert "program.py" in (folder / str(forked.pid)).read_text()
 
 
-def test_what_no_zygote_runs_is_started(tmp_path: Path) -> None:
+def test_an_interpreter_starts_without_a_zygote(tmp_path: Path) -> None:
     code = "import sys; print(sys.executable)"
     done = subprocess.run([interpreter(), "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert Path(done.stdout.strip()).resolve() == Path(sys.executable).resolve()

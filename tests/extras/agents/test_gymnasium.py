@@ -224,7 +224,7 @@ async def test_text_environments_with_gyms_former_interface_run_too():
         (OLD | {"rounds": 3}, "environment.option", KEY),
     ],
 )
-def test_what_cannot_be_played_is_refused_before_the_run(gymnasium, options, code, about):
+def test_invalid_gymnasium_options_are_refused_before_the_run(gymnasium, options, code, about):
     hook_options = {"environment": PATH, "environment_options": options}
     with refused(code, about=about):
         load_hooks(config_of(generate="multi_turn", options=hook_options))

@@ -170,7 +170,7 @@ def test_readers_of_sampled_text_take_time_in_proportion_to_its_length(reader, l
 
 
 @pytest.mark.parametrize("parse", [hermes, gpt_oss, Fields(None).action])
-def test_what_is_nested_too_deeply_is_no_call(parse):
+def test_a_tool_call_nested_too_deeply_is_rejected(parse):
     deep = '{"a": ' * 100_000
     for text in (
         deep,

@@ -216,7 +216,7 @@ async def test_a_started_server_that_answers_too_much_is_lost_at_once():
     assert caught.value.reason == "tools lost" and str(MAX_RESPONSE) in str(caught.value) and not servers_left()
 
 
-async def test_of_a_servers_standard_error_only_the_end_is_kept():
+async def test_only_the_end_of_a_servers_standard_error_is_kept():
     with pytest.raises(GivenUp) as caught:
         await play(STDIO, calling("complain", characters=5 * 2**20), calling("die"), "2")
     message = str(caught.value)

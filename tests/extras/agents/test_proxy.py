@@ -111,7 +111,7 @@ async def test_sub_agents_and_summaries_are_trajectories_of_one_rollout():
     assert [trajectory.metadata["branch"] for trajectory in found] == [0, 1, 2, 3, 4]
 
 
-async def test_what_an_agent_may_do_to_an_answer_without_changing_it():
+async def test_harmless_edits_of_an_answer_are_recognized_as_the_same():
     async def sloppy(client: Any, prompt: Any) -> None:
         first = await chat(client, USER, tools=TOOLS)
         call = first.tool_calls[0]

@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-async def test_what_cannot_be_carried_out_is_refused_in_the_words_of_the_api():
+async def test_unsupported_requests_are_refused_as_errors_of_the_api():
     import anthropic
 
     engine = Script("2")

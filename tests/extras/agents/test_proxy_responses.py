@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-async def test_what_cannot_be_carried_out_is_refused_in_the_words_of_the_api():
+async def test_unsupported_requests_are_refused_as_errors_of_the_api():
     async def look(client: Any, prompt: Any) -> None:
         for case, (options, code, param) in REFUSED.items():
             with pytest.raises(openai.BadRequestError) as refused:

@@ -240,7 +240,7 @@ def test_processes_are_limited(box):
     assert 0 < int(ran.stdout.split()[0]) < 40, ran
 
 
-def test_what_a_program_leaves_behind_has_ended_with_it(box):
+def test_background_processes_of_a_program_end_with_it(box):
     left = "(while sleep 0.05; do echo x >> count; done) > /dev/null 2>&1 & until [ -s count ]; do sleep 0.05; done"
     assert box.run(["sh", "-c", left], cwd="/work").ok
     counted = box.get("/work/count", 10**6)

@@ -112,7 +112,7 @@ def test_limits_above_the_servers_are_refused(server):
         ("PUT", "{box}/runs/00aa00aa", 2**40),
     ],
 )
-def test_what_is_too_large_is_refused_before_it_is_sent(server, box, method, path, size):
+def test_an_oversized_upload_is_refused_before_it_is_sent(server, box, method, path, size):
     address = urlsplit(server.url)
     connection = http.client.HTTPConnection(address.hostname, address.port, timeout=300)
     connection.putrequest(method, f"/v1/{path.format(box=box._path)}")

@@ -124,7 +124,7 @@ def test_a_label_says_whether_its_process_has_died():
 
 
 @pytest.mark.slow("needs podman")
-def test_what_a_killed_run_left_is_removed_and_a_living_box_is_not(tmp_path):
+def test_containers_of_a_killed_run_are_removed_and_live_ones_kept(tmp_path):
     engine = needed_engine()
     program = (
         "import os, sys; from pathlib import Path\n"

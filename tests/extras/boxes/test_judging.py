@@ -133,7 +133,7 @@ def global_name() -> bytes:
     ],
     ids=["compressed", "too large", "one link for all", "no archive", "cut off", "a chain of headers"],
 )
-def test_what_cannot_be_carried_has_no_verdict(left):
+def test_files_that_cannot_be_copied_give_no_verdict(left):
     with pytest.raises(NoVerdict):
         carried(left)
 
@@ -170,7 +170,7 @@ async def test_a_fresh_box_that_refuses_files_is_not_a_failure_of_the_model(monk
     ("expect", "passes"),
     [(["^OK$"], True), (["Ran 2", "^OK$"], True), (["^Ran$"], False), (["^OK$", "^2"], False)],
 )
-def test_what_tests_must_say_is_looked_for_in_each_line(expect, passes):
+def test_the_expected_output_of_tests_is_matched_in_each_line(expect, passes):
     box = Boxes(None, says="Ran 2 tests\nOK\n")
     assert (
         verdict(

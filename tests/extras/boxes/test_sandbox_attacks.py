@@ -135,7 +135,7 @@ def test_only_delegated_control_groups_of_root_are_divided(system, monkeypatch):
     assert memory_group._hierarchies(system("unit", {"": "memory", "unit": ""})) == []
 
 
-def test_where_there_is_no_group_the_bound_is_named_and_programs_run(monkeypatch):
+def test_without_control_groups_programs_run_with_another_memory_bound(monkeypatch):
     with_group = Sandbox(SMALL)
     monkeypatch.setattr(enclosure, "_hierarchy", lambda: None)
     without = Sandbox(SMALL)

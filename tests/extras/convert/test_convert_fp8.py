@@ -76,7 +76,7 @@ def test_tensors_are_quantized_by_the_rule_and_the_others_left_alone(tmp_path, m
     assert described.get("scale_fmt") == ("ue8m0" if rule == "ue8m0" else None)
 
 
-def test_what_cannot_be_quantized_is_refused_before_anything_is_written(qwen, tmp_path):
+def test_an_unquantizable_model_is_refused_before_any_write(qwen, tmp_path):
     with refused("convert.blocks", about="model.layers.0.self_attn.q_proj.weight"):
         run.hf_to_fp8(qwen)
     source = write_checkpoint(tmp_path / "source", WIDE, torch.float32)

@@ -66,7 +66,7 @@ def test_experts_are_stored_as_compressed_tensors_stores_them(
 
 
 @pytest.mark.parametrize("layout", ["", LAYOUT])
-def test_what_was_rounded_comes_back_and_is_rounded_to_itself(tmp_path: Path, layout: str) -> None:
+def test_rounded_weights_round_to_themselves_after_conversion(tmp_path: Path, layout: str) -> None:
     source = write_checkpoint(tmp_path / "source", GROUPED | {"num_hidden_layers": 2})
     packed = go(run.hf_to_int4(source), tmp_path / "int4")
     megatron = go(run.hf_to_megatron(packed, layout=layout), tmp_path / "megatron")
@@ -85,7 +85,7 @@ def test_shared_experts_and_dense_layers_stay_as_they_are(tmp_path: Path) -> Non
     assert any("shared_experts" in name for name in found)
 
 
-def test_what_has_no_form_in_int4_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_model_without_an_int4_format_is_refused_before_any_write(tmp_path: Path) -> None:
     with refused("convert.groups", about="model.layers.0.mlp.experts.0.gate_proj.weight"):
         run.hf_to_int4(write_checkpoint(tmp_path / "odd", WIDE))
     with refused("convert.int4"):

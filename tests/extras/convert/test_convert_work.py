@@ -168,7 +168,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize("free", [True, False])
 @pytest.mark.parametrize(("name", "how"), FOREIGN)
-def test_what_another_has_put_there_is_refused_by_name_and_left_as_it_is(tmp_path, monkeypatch, name, how, free):
+def test_foreign_files_are_refused_by_name_and_left_unchanged(tmp_path, monkeypatch, name, how, free):
     put(tmp_path / name, how)
     if not free:  # the case that once deleted everything
         monkeypatch.setattr(os, "statvfs", full_disk(os.statvfs(tmp_path)))

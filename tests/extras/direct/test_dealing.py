@@ -145,7 +145,7 @@ def test_engines_that_are_copies_take_from_different_ranks():
     assert sorted(map(tuple, senders)) == [(0,), (1,), (2,), (3,)]
 
 
-def test_what_is_small_falls_on_each_holder_in_turn():
+def test_small_tensors_are_sent_by_the_ranks_in_turn():
     """A vector in each of many buckets, too small to be divided."""
     case = Layouts(4, 1, 1, ((64, 1, ((0, 1, 2, 3),), True),) * 64, bucket_bytes=1)
     dealt = deal(case.plan())

@@ -192,7 +192,7 @@ def test_ranks_whose_copies_have_come_apart_are_found_out(stand: Stand) -> None:
         tensor.copy_(before[name])
 
 
-def test_what_is_no_notice_is_passed_over() -> None:
+def test_a_malformed_notice_is_ignored() -> None:
     assert Notice.from_bytes(Notice(1, 2, 3).to_bytes()) == Notice(1, 2, 3)
     assert Notice.from_bytes(b"") is None and Notice.from_bytes(b"\x93\x01\x02\xa1x") is None
 

@@ -169,7 +169,7 @@ async def test_without_the_key_nothing_is_requested_and_runs_are_complete() -> N
 
 
 @pytest.mark.parametrize("answer", [None, [], [1, 2], ["1"], [1.0]], ids=str)
-async def test_what_says_nothing_of_each_bucket_is_refused(answer: object) -> None:
+async def test_a_report_that_omits_a_bucket_is_refused(answer: object) -> None:
     stand = Stand(EVERY_FULL)
     await stand.publish(0)
     stand.engines[0].report = answer
@@ -187,9 +187,7 @@ async def test_new_ranks_meet_all_engines_again_and_send_them_everything() -> No
 
 
 @pytest.mark.parametrize("lives", [True, False])
-async def test_what_ranks_that_have_died_do_not_send_is_no_engines_fault(
-    lives: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_buckets_missing_from_dead_ranks_blame_no_engine(lives: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "DEATH_S", 0.1)
     stand = Stand(EVERY_FULL)
     stand.senders.fails = SlimxError("a rank does not answer", code="rank.silent", about="trainer rank 1")

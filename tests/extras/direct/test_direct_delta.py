@@ -144,7 +144,7 @@ def coming(both: Both) -> PackedBucket:
         ("length", 3, "direct.frame"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_the_next_publication_is_whole(
+def test_a_malformed_delta_is_refused_and_the_next_one_is_complete(
     both: Both, coming: PackedBucket, field: str, value: int, code: str
 ) -> None:
     engine = both.changes.receivers[0]

@@ -175,7 +175,7 @@ async def test_an_end_of_several_receivers_leaves_all_when_one_lacks_its_bytes(m
     assert left == [1]
 
 
-async def test_whoever_is_cancelled_while_a_bucket_comes_leaves_with_its_threads(
+async def test_a_cancelled_receipt_of_a_bucket_ends_its_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One receiver copies what has come, and its memory stays until it has; the other waits, and is asked to stop."""

@@ -64,7 +64,7 @@ def test_every_optional_term_changes_the_gradient():
     assert all(effect.share for effect in found.values())
 
 
-def test_what_cannot_act_is_named_with_its_reason():
+def test_settings_without_effect_are_named_with_the_reason():
     """Takes one update on recomputed log-probs: the ratio is 1, the values are the old ones."""
     algorithm = {"name": "ppo", "old_logprobs": "recompute", "loss": {"dual": 3.0}, "entropy_coef": 0.1}
     found = by_key(effects(config(algorithm)))

@@ -292,7 +292,7 @@ NOTES = [
 
 
 @pytest.mark.parametrize(("overrides", "code", "about", "named"), NOTES, ids=str)
-def test_what_may_be_meant_is_a_note(run_file, overrides, code, about, named):
+def test_plausible_hook_settings_are_only_noted(run_file, overrides, code, about, named):
     found = examine(run_file, *[override.removeprefix("+") for override in overrides])
     assert found_among(found.notes, code, about, named), found
     assert not found.problems

@@ -118,7 +118,7 @@ def test_all_operations_are_those_of_the_contract(dtype: torch.dtype, monkeypatc
     assert fingerprint.__wrapped__(dtype) == attested
 
 
-def test_what_the_kernels_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_the_kernels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cuda, "MOST_WIDTH", 10)
     with refused("exact.width", about="11"):
         kernel_cuda.rms_norm(torch.ones(1, 11), torch.ones(11), 1e-6)

@@ -152,7 +152,7 @@ def test_bits_do_not_depend_on_threads_or_rounding_of_denormals(dtype: torch.dty
     assert any((bits(t.float().abs()) < 0x00800000).logical_and(t != 0).any() for t in alone)  # denormals were there
 
 
-def test_what_cannot_be_computed_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_operands_are_refused_by_name(tmp_path: Path) -> None:
     x = torch.ones(2, 32)
     with refused("exact.dtype", about="torch.float16"):
         kernel.silu_and_mul(x.half())

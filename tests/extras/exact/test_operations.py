@@ -297,7 +297,7 @@ def test_the_contract_tells_dtypes_and_leaves_apart_and_holds_the_bits(monkeypat
     fingerprint.cache_clear()
 
 
-def test_what_is_not_an_operation_of_the_contract_is_refused() -> None:
+def test_operations_outside_the_contract_are_refused() -> None:
     x = torch.ones(2, 24)
     for code, about, call in (
         ("exact.leaves", "3", lambda: exact.linear(x, x, 3)),

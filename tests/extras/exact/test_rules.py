@@ -32,7 +32,7 @@ def broken_codes(config: Config, spec: Any, local_device: str) -> list[str]:
     return [problem.code for problem in broken(rules_in(rules), facts)]
 
 
-def test_what_leaves_the_forward_pass_alone_may_be_set_and_megatron_has_it() -> None:
+def test_settings_that_keep_the_forward_pass_exact_are_accepted() -> None:
     from megatron.core.transformer import TransformerConfig
 
     assert set(rules.MEGATRON_FIELDS) <= {field.name for field in fields(TransformerConfig)}
@@ -123,9 +123,7 @@ def test_what_leaves_the_forward_pass_alone_may_be_set_and_megatron_has_it() -> 
         ),
     ],
 )
-def test_what_exact_mode_cannot_do_is_refused_by_the_key_to_change(
-    sections: dict[str, Any], code: str, about: str
-) -> None:
+def test_limits_of_exact_mode_are_refused_by_the_key_to_change(sections: dict[str, Any], code: str, about: str) -> None:
     with invalid(code, about=about):
         config(**sections)
 

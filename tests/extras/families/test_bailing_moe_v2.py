@@ -106,7 +106,7 @@ def test_a_part_of_each_head_rotates_as_config_json_says_it():
         ("tie_word_embeddings", True),
     ],
 )
-def test_what_cannot_be_built_is_refused_by_name(tmp_path: Path, field: str, value: Any):
+def test_an_unsupported_model_is_refused_by_its_setting(tmp_path: Path, field: str, value: Any):
     with refused("model.unsupported", about=field):
         read(tmp_path, FLASH | {"rotary_dim": 64, field: value})
 

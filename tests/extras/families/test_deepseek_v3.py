@@ -113,7 +113,7 @@ def test_v3_has_the_published_number_of_elements():
     assert round(size([*shapes.values(), *copies, *blocks]), 2) == 684.53
 
 
-def test_what_fp8_checkpoints_hold_in_blocks():
+def test_fp8_checkpoints_quantize_the_projections_in_blocks():
     rows = weight_table(V3, 1).rows
     kinds = {True: set(), False: set()}
     for row in rows:
@@ -221,7 +221,7 @@ def test_the_published_configs_are_supported(hf):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_megatron_would_compute_otherwise_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str):
+def test_a_model_that_megatron_computes_differently_is_refused(tmp_path: Path, changes: dict[str, Any], named: str):
     (tmp_path / "config.json").write_text(json.dumps(V3 | changes))
     with refused("model.unsupported", about=named):
         read_model(tmp_path)

@@ -209,7 +209,7 @@ def test_a_part_of_each_head_rotates_as_either_form_of_the_config_says():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_built_is_refused_by_name(tmp_path: Path, hf: dict[str, Any], problem: str):
+def test_an_unsupported_model_is_refused_by_its_setting(tmp_path: Path, hf: dict[str, Any], problem: str):
     with refused("model.unsupported", about=problem):
         read(tmp_path, hf)
 
@@ -266,7 +266,7 @@ def test_refusals_because_of_missing_cuda_kernels_are_still_needed():
 
 @pytest.mark.parametrize("encoding", ["hf", "local"])
 @pytest.mark.parametrize(("family", "hf"), PUBLISHED[1:], ids=["Air", "Flash", "M2"])
-def test_what_an_engine_holds_in_fp32_is_published_in_fp32(tmp_path: Path, family: Any, hf: dict[str, Any], encoding):
+def test_fp32_weights_of_an_engine_are_published_in_fp32(tmp_path: Path, family: Any, hf: dict[str, Any], encoding):
     """SGLang's routers of these families have fp32 weights in a bf16 model."""
     spec = read(tmp_path, hf | {"num_hidden_layers": 2, "attn_type_list": None, "quantization_config": None})
     config = Config.model_validate(

@@ -180,7 +180,7 @@ def test_attention_over_a_window_costs_the_window():
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
     ],
 )
-def test_what_cannot_be_built_is_refused_by_name(tmp_path: Path, change, named):
+def test_an_unsupported_model_is_refused_by_its_setting(tmp_path: Path, change, named):
     (tmp_path / "config.json").write_text(json.dumps({**HF, **change}))
     with refused("model.unsupported", about=named):
         read_model(tmp_path)

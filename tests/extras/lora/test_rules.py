@@ -64,7 +64,7 @@ def test_a_reference_with_adapters_needs_no_copy_of_the_weights(qwen):
     assert copies() == 0 < copies(lora=None)
 
 
-def test_what_the_model_does_not_have_is_refused(qwen):
+def test_lora_targets_that_the_model_lacks_are_refused(qwen):
     def codes(trainer: dict[str, Any], device: str = "cpu") -> set[tuple[str | None, str | None]]:
         run = config(str(qwen), trainer)
         facts = model_facts(run, read_model(str(qwen))) | {"device": device}

@@ -235,7 +235,7 @@ def test_no_engines_are_suggested_that_the_configuration_refuses():
 
 @pytest.mark.slow("full grid of shipped configurations")
 @pytest.mark.parametrize("file", sorted((ROOT / "configs/moe").glob("*.yaml")), ids=lambda file: file.stem)
-def test_what_is_suggested_for_a_shipped_configuration_fits(file):
+def test_layouts_suggested_for_shipped_configurations_fit(file):
     config = load_config(file, [])
     if config.cluster.gpu is None:
         pytest.skip("a quickstart of the CPU")

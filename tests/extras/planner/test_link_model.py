@@ -216,7 +216,7 @@ def test_a_rehearsal_publishes_for_real_and_predicts_in_the_same_unit():
     assert len(trial.measured) >= 3 and 1 / 30 < 1 + trial.off < 30
 
 
-def test_what_a_rehearsal_stages_and_holds_is_proven():
+def test_the_staged_tensors_of_a_rehearsal_are_verified():
     rehearsal = Rehearsal(1)
     for bucket in range(rehearsal.plan.count):
         packed = rehearsal.pack(bucket)

@@ -117,7 +117,7 @@ def test_engines_that_start_from_bf16_weights_have_no_place_for_fp8_ones(plan):
     assert plan(SHALLOW, *RUN_30B, *IN_FP8)[0] == 0
 
 
-def test_what_slimx_cannot_write_in_place_falls_back_and_says_why(plan):
+def test_weights_not_writable_in_place_fall_back_with_the_reason(plan):
     code, text = plan(SHALLOW, RUN_30B[0], "rollout.engines=[{tensor: 4, sglang: {enable_eplb: true}}]")
     (line,) = (line for line in text.splitlines() if "encoding hf" in line)
     assert code == 0 and "rollout.engines.sglang.enable_eplb" in line

@@ -57,7 +57,7 @@ def test_gpus_nodes_host_memory_and_disk_are_summed_over_policies(plan):
         ("cluster={gpu: h100, nodes: 1}", None),
     ],
 )
-def test_what_each_policy_has_room_for_may_be_too_much_for_all_of_them(plan, cluster, code):
+def test_policies_that_fit_alone_may_not_fit_together(plan, cluster, code):
     status, text = plan(SHALLOW, *RUN, cluster)
     assert status == 0, text
     found, machine = planned(plan.directory, *RUN, cluster, JUDGE)

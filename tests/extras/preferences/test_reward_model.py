@@ -63,7 +63,7 @@ def sections(**changes: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_a_reward_model_does_not_do_is_refused(changes, code, about):
+def test_settings_without_meaning_for_a_reward_model_are_refused(changes, code, about):
     with invalid(code, about=about):
         Config.model_validate(sections(**changes))
 

@@ -41,9 +41,7 @@ def test_data_parallel_ranks_shrink_by_whole_shards() -> None:
         (Sizes(tensor=2), "nixl", "cuda", 2),
     ],
 )
-def test_what_cannot_shrink_or_was_never_seen_to_is_refused(
-    sizes: Sizes, transport: str, device: str, problems: int
-) -> None:
+def test_unproven_or_impossible_shrinking_is_refused(sizes: Sizes, transport: str, device: str, problems: int) -> None:
     facts = {"publish": Publish(transport=transport), "sizes": sizes, "device": device}
     found = broken([can_shrink], facts | {"recovery": Recovery(trainers=1, shrink_after=9)})
     assert [problem.code for problem in found] == ["recovery.shrink_reach"] * problems

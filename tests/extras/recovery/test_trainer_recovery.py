@@ -182,7 +182,7 @@ def test_a_metric_that_is_missing_or_differs_in_its_last_bit_is_named() -> None:
         ({"policies": {"judge": {}}}, "unproven", "policies"),
     ],
 )
-def test_what_recovery_was_never_proven_with_is_refused(changed: dict[str, Any], code: str, about: str) -> None:
+def test_features_unproven_with_recovery_are_refused(changed: dict[str, Any], code: str, about: str) -> None:
     values: dict[str, Any] = {
         "run": {"dir": "r"},
         "model": {"path": "m"},

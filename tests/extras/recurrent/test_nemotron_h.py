@@ -147,7 +147,7 @@ def test_a_model_without_experts_needs_no_field_of_theirs(tmp_path: Path):
         ("quantization_config", {"quant_method": "fp8"}),
     ],
 )
-def test_what_would_be_built_otherwise_is_refused_by_its_field(tmp_path: Path, field: str, value: Any):
+def test_a_field_that_would_change_the_model_is_refused(tmp_path: Path, field: str, value: Any):
     with refused("model.unsupported", about=field):
         read(tmp_path, TINY | {field: value})
 

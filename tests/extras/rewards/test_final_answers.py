@@ -30,7 +30,7 @@ from tests.extras.rewards.reward_stand import judged
         (choice, "<think>Answer: B</think>Answer: C", "C", 1.0),
     ],
 )
-def test_what_is_graded_is_the_final_answer(hook, text, answer, value):
+def test_the_final_answer_is_graded(hook, text, answer, value):
     assert judged(hook.reward, text, answer) == value
 
 

@@ -141,7 +141,7 @@ def test_the_kl_is_looked_at_by_the_effect_check():
     assert shares["algorithm.teacher_kl_coef"] == 1.0 and 0 < shares["algorithm.teacher_kl"] < 2
 
 
-async def test_what_is_not_trained_is_not_scored():
+async def test_untrained_rollouts_are_not_scored():
     """Answers of an evaluation, and the greedy rollout that is a baseline."""
     teacher = FakeTeacher()
     await maker(teacher).make(prompts()[0], group_id="g", number=0, evaluation=True)

@@ -292,7 +292,7 @@ async def test_hooks_of_miles_run_where_its_modules_are_slimes_by_another_name(m
         "import miles_plugins",
     ],
 )
-def test_what_only_miles_has_is_refused_by_name(mine, text):
+def test_features_of_miles_alone_are_refused_by_name(mine, text):
     name = mine(f"{text}\nasync def generate(args, sample, sampling_params): ...\n")
     with pytest.raises(SlimxError) as refused:
         load_hooks(config_of(generate=f"slime:{name}.generate"))

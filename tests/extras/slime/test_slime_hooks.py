@@ -229,7 +229,7 @@ async def generate(args, sample, sampling_params):
         ("return 3", "slime.returned", ""),
     ],
 )
-async def test_what_is_not_served_is_refused_by_name_while_a_hook_runs(mine, body, code, about):
+async def test_unsupported_features_of_slime_are_refused_by_name_in_a_hook(mine, body, code, about):
     path = mine(ASKS.replace("BODY", body)) + ".generate"
     hook = load(path)
     with refused(code, about=about or path):
@@ -243,7 +243,7 @@ async def test_what_is_not_served_is_refused_by_name_while_a_hook_runs(mine, bod
         ("from slime.ray.rollout import x", ImportError, "slime.ray"),
     ],
 )
-async def test_what_slimx_lacks_of_slime_is_named_while_a_hook_runs(mine, body, kind, name):
+async def test_missing_features_of_slime_are_named_while_a_hook_runs(mine, body, kind, name):
     hook = load(mine(ASKS.replace("BODY", body)) + ".generate")
     with pytest.raises(kind) as error:
         await hook(context(Scripted("1")), PROMPT)

@@ -123,7 +123,7 @@ def test_choices_of_an_engines_indexer_are_refused(tmp_path: Path):
     ],
     ids=str,
 )
-def test_what_was_never_tried_with_sparse_attention_is_refused(tmp_path: Path, trainer: dict[str, Any], problems):
+def test_features_untried_with_sparse_attention_are_refused(tmp_path: Path, trainer: dict[str, Any], problems):
     mtp = trainer.get("megatron", {}).get("mtp_num_layers", 0)
     spec = read(tmp_path, small(V32, num_nextn_predict_layers=1), mtp_layers=mtp)
     config = run(tmp_path, trainer=trainer)
@@ -197,7 +197,7 @@ def test_the_indexer_is_published_as_engines_hold_it(tmp_path: Path, hf: dict[st
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_built_is_refused_by_its_field(tmp_path: Path, hf: dict[str, Any], field: str, value: Any):
+def test_an_unsupported_model_is_refused_by_its_field(tmp_path: Path, hf: dict[str, Any], field: str, value: Any):
     with refused("model.unsupported", about=field):
         read(tmp_path, hf | {field: value})
 

@@ -183,7 +183,7 @@ def test_a_policy_whose_gradient_is_0_is_named():
 
 
 @pytest.mark.parametrize("value", ["hooks.example.com/SECRET", "ftp://h/SECRET", "http://", "http://[SECRET"])
-def test_what_is_no_url_is_refused_without_its_words(value, tmp_path):
+def test_an_invalid_webhook_url_is_refused_without_being_shown(value, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(f"run: {{dir: d}}\nmodel: {{path: m}}\nrollout: {{prompts: p}}\ntrack: {{webhook: '{value}'}}\n")
     with refused("track.webhook") as error:

@@ -302,7 +302,7 @@ def records(values: list[float], key: str) -> list[StepRecord]:
     return [StepRecord(step=i, version=i, time=START + i, metrics={key: value}) for i, value in enumerate(values)]
 
 
-def test_what_hooks_and_rewards_measure_is_drawn_by_its_name():
+def test_metrics_of_hooks_and_rewards_are_plotted_by_name():
     metrics = {"reward/part/math/mean": 0.5, "reward/part/format/mean": 0.1, "reward/part/math/std": 0.2}
     metrics |= {"source/gsm8k/reward": 0.7, "hook/tool_calls/mean": 1.5, "hook/tool_calls/count": 8.0}
     charts, _ = curves([StepRecord(step=s, version=s, time=START, metrics=metrics) for s in range(3)], points=100)

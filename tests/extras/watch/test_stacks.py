@@ -106,7 +106,7 @@ def test_a_process_that_is_stopped_has_its_stack_too(run):
     assert len(found) == 3 and "computes_for_ever" in found[rank].text
 
 
-def test_what_may_not_be_looked_into_is_named_with_what_to_do(run, monkeypatch):
+def test_unreadable_processes_are_named_with_the_remedy(run, monkeypatch):
     refusal = subprocess.CompletedProcess([], 1, "", "Error: Operation not permitted (os error 1)")
     monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: refusal)
     assert {stack.found for stack in stacks(run)} == {False}

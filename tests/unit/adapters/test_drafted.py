@@ -235,7 +235,7 @@ def test_a_server_without_one_draft_does_not_start(count: int) -> None:
         take_draft(None, Scheduler())
 
 
-def test_what_target_and_draft_hold_in_common_is_the_targets() -> None:
+def test_parameters_shared_with_the_draft_belong_to_the_target() -> None:
     target, draft = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     draft.weight = target.weight
     both = WithDraft(target, draft)

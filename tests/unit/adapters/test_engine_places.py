@@ -136,7 +136,7 @@ def test_key_value_heads_that_ranks_share() -> None:
     assert places["layer.self_attn.q_proj.weight"].parts[0].rects == (Rect(0, 24, 0, 8, 8, 0, 0),)
 
 
-def test_what_no_row_explains_is_reported_and_never_skipped() -> None:
+def test_parameters_without_a_row_are_reported_and_never_skipped() -> None:
     model = ServerModel(QWEN3, EngineSizes())
     layer = model.get_submodule("model.layers.0")
     layer.mlp.shared_expert = nn.Linear(3, 3, bias=False)

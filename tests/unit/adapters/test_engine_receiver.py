@@ -126,7 +126,7 @@ def test_scales_of_the_kv_cache_get_back_what_sleep_made_undefined(model, receiv
     assert receiver.verify()["missing"] == []
 
 
-def test_what_waits_for_its_partner_outlives_its_bucket(model, receiver, sent) -> None:
+def test_a_tensor_that_awaits_its_counterpart_outlives_its_bucket(model, receiver, sent) -> None:
     """SGLang drops a latent projection that comes without the other: the first waits, in memory of its own."""
     weights = checkpoint(LAYOUT)
     first = sent({LATENT[0]: weights[LATENT[0]]})

@@ -22,11 +22,11 @@ def test_an_address_at_which_nothing_listens_is_refused(form: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:port", "127.0.0.1:99999"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with refused("cluster.unreachable"):
         check_reachable(address)
 
 
 @pytest.mark.parametrize("address", [None, "auto"])
-def test_what_ray_finds_by_itself_is_left_to_it(address: str | None) -> None:
+def test_an_address_that_ray_resolves_is_accepted(address: str | None) -> None:
     check_reachable(address)

@@ -139,7 +139,7 @@ def test_engines_start_from_the_training_or_the_named_checkpoint(model, tmp_path
     assert without_trainers(loaded, None).rollout.policy_engines[0].model == str(model)
 
 
-def test_what_engines_cannot_start_from_is_refused(model, tmp_path):
+def test_a_checkpoint_that_engines_cannot_load_is_refused(model, tmp_path):
     config = config_in(tmp_path, model)
     with refused("engines.weights", about="checkpoint"):
         without_trainers(config, tmp_path / "nothing")

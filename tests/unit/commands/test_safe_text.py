@@ -34,7 +34,7 @@ def test_control_and_format_characters_are_shown_by_code():
         assert visible(harmless) == harmless
 
 
-def test_what_is_shown_of_json_is_json():
+def test_escaped_json_is_valid_json():
     text = json.dumps({"text": HOSTILE.replace("\ud800", "")}, ensure_ascii=False)
     assert json.loads(visible(text))["text"] == HOSTILE.replace("\ud800", "")
 

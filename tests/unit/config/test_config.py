@@ -129,7 +129,7 @@ def test_overrides_take_null_lists_and_text_with_equals_signs(file):
     assert config.reward.function is None and config.rollout.engines == () and config.run.name == "a=b"
 
 
-def test_what_is_written_of_a_run_holds_no_value_of_the_environment(file, tmp_path, monkeypatch):
+def test_a_saved_configuration_contains_no_environment_values(file, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "top-secret")
     monkeypatch.setenv("STEPS", "2")
     config = load_config(

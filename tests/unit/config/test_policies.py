@@ -78,7 +78,7 @@ def test_several_groups_of_engines_keep_their_names_behind_the_policys() -> None
         ({"judge": {"engines": [{"name": "wise"}]}}, "policies.engine_name", "wise"),
     ],
 )
-def test_what_names_no_policy_or_does_not_fit_is_refused(policies: dict[str, Any], code: str, about: str) -> None:
+def test_unknown_or_incompatible_policies_are_refused(policies: dict[str, Any], code: str, about: str) -> None:
     with invalid(code, about=about):
         config_of(policies)
 
@@ -100,7 +100,7 @@ UNPROVEN: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("key", UNPROVEN)
-def test_what_several_policies_were_never_proven_with_is_refused_by_name(key: str) -> None:
+def test_features_unproven_with_several_policies_are_refused_by_name(key: str) -> None:
     config_of({"solver": {"shares": "actor"}}, **UNPROVEN[key])  # a role more, and one policy all the same
     with invalid("unproven", about=key):
         config_of({"judge": {}}, **UNPROVEN[key])

@@ -80,7 +80,7 @@ def test_the_final_answer_is_the_end_of_the_last_turn_behind_its_thinking(specia
         ("<|channel|>analysis<|message|>5", ""),
     ],
 )
-def test_of_the_harmony_format_the_final_channel_is_the_answer(text, answer):
+def test_the_final_channel_of_the_harmony_format_is_the_answer(text, answer):
     maker = tokenizer(special=True)
     assert final_answer(text) == answer
     assert read_response(trajectory(maker, PROMPT, ("sampled", text)), maker).final_answer == answer

@@ -113,7 +113,7 @@ def test_a_damaged_file_is_named(config, groups, tmp_path):
         read_step_about(path)
 
 
-def test_what_rollouts_were_made_with_is_compared_clause_by_clause(config):
+def test_the_origin_of_rollouts_is_compared_clause_by_clause(config):
     here = origin_of(config, the_tokenizer())
     assert here.differences(here) == {} and "dtype" not in here.model
     other = replace(here, model={**here.model, "hidden_size": 16}, group_size=4, max_staleness=1)
@@ -162,7 +162,7 @@ def shown(*arguments: Any) -> str:
     return result.output
 
 
-def test_what_a_model_or_an_agent_wrote_cannot_command_the_terminal(run, tmp_path):
+def test_text_of_models_and_agents_cannot_control_the_terminal(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     line = {"step": 2, "prompt": "p9\x1b[2J", "reason": "generate failed", "detail": "\x1b]0;x\x07\x9b1m\u202e[bold]"}
     (tmp_path / "run" / "dropped.jsonl").write_text(json.dumps(line) + "\n")
@@ -235,7 +235,7 @@ def test_dropped_groups_are_counted_by_reason(run):
         (["--step", 1, "--limit", -1], "rollouts.limit", "--limit"),
     ],
 )
-def test_what_is_not_there_is_refused_in_one_sentence(run, arguments, code, about):
+def test_missing_recordings_are_refused_in_one_sentence(run, arguments, code, about):
     with refused(code, about=about) as caught:
         shown(run, *arguments)
     assert "\n" not in str(caught.value)

@@ -145,7 +145,7 @@ async def test_a_start_that_is_stopped_neither_goes_on_nor_ends_the_next_one(tmp
     assert engine.state is State.READY
 
 
-async def test_what_comes_from_trainer_ranks_is_staged_as_it_landed(engine):
+async def test_a_bucket_from_trainer_ranks_is_staged_where_it_landed(engine):
     wire = engine.wire
 
     class End:
@@ -186,7 +186,7 @@ async def test_a_server_that_exits_right_after_a_broken_connection_has_ended(eng
         await engine.perform("stage", None, 5, BUCKET, 0)
 
 
-async def test_what_does_not_land_is_no_fault_of_the_server(engine):
+async def test_a_missing_bucket_is_a_fault_of_its_sender(engine):
     """A trainer rank that does not write is named, also where the server is silent."""
 
     class End:

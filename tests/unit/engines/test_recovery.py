@@ -53,7 +53,7 @@ async def test_a_lost_engine_leaves_the_router_then_restarts():
         assert restart.startswith("engine e0: ") and numbers(restart) == [1, 2]
 
 
-async def test_whoever_wants_to_looks_at_a_lost_engine_before_it_is_ended():
+async def test_a_lost_engine_is_examined_before_it_is_stopped():
     async with Stand() as stand:
 
         async def look(error: SlimxError) -> None:
@@ -136,7 +136,7 @@ async def test_the_run_ends_when_the_last_engine_is_gone():
             assert str(gone("e1")) in str(caught.value)
 
 
-async def test_when_all_are_out_the_loop_can_wait_for_the_first_that_is_back():
+async def test_the_loop_can_wait_for_the_first_engine_to_return():
     async with Stand() as stand:
         starved = asyncio.create_task(stand.members.starved())
         for engine in stand.engines:

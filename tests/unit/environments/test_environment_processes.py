@@ -133,7 +133,7 @@ async def test_a_killed_or_stopped_environment_fails_its_rollout_alone(environme
     assert (await other.step("b")).info["turns"] == 1
 
 
-async def test_what_a_killed_environment_started_is_killed_with_it(environments, tmp_path):
+async def test_children_of_a_killed_environment_are_killed(environments, tmp_path):
     world, _ = await begin(environments, str(tmp_path / "pid"), step_s=15.0)
     with pytest.raises(DeadlineError):
         await world.step("start another")

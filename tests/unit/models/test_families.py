@@ -225,7 +225,7 @@ def test_a_dense_model_has_no_routes_to_ask_for(tmp_path: Path):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path: Path, hf, changes, named: str):
+def test_a_field_that_would_change_the_computation_is_refused(tmp_path: Path, hf, changes, named: str):
     with refused("model.unsupported", about=named):
         read(tmp_path, hf | changes)
 

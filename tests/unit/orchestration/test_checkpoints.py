@@ -250,7 +250,7 @@ async def test_a_random_state_is_that_of_exactly_the_same_layout(tmp_path, chang
     assert bench.trainers.restored == [(path, False, True)]
 
 
-async def test_what_slimx_writes_is_found_as_megatrons(tmp_path):
+async def test_a_checkpoint_is_found_as_one_of_megatron(tmp_path):
     bench = Bench(tmp_path)
     await bench.save(7)
     (bench.saves.directory / "other").mkdir()

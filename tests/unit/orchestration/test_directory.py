@@ -61,7 +61,7 @@ def test_a_refused_start_leaves_an_old_directory_as_it_was(tmp_path, old):
 @pytest.mark.parametrize(
     ("error", "log"), [(REFUSAL, True), (PartLost("Ray", code="ray.start"), False), (KeyError("x"), False)]
 )
-def test_what_a_part_wrote_and_what_may_be_tried_again_stays(tmp_path, error, log):
+def test_files_of_a_failed_start_that_may_be_retried_are_kept(tmp_path, error, log):
     with pytest.raises(type(error)):
         start(tmp_path / "a", error, log=log)
     assert (tmp_path / "a" / "config.yaml").read_text() == "new"

@@ -190,7 +190,7 @@ async def test_an_error_of_ray_in_a_call_is_a_lost_part():
 
 
 @pytest.mark.parametrize(("dead", "about"), [(True, "raylet"), (False, "trainer rank 0")])
-def test_whatever_is_missed_first_ray_is_named_if_it_is_rays_end(monkeypatch, process, dead, about):
+def test_rays_end_is_named_whichever_process_is_missed_first(monkeypatch, process, dead, about):
     async def work(alarm: Any) -> None:
         if dead:
             process.kill()

@@ -51,7 +51,7 @@ def rows() -> list[TrainingRow]:
         {"data_size": 3, "max_tokens": 12, "sequence_multiple": 4, "count_multiple": 2},
     ],
 )
-def test_what_ranks_say_of_packed_rows_comes_back_row_by_row(layout):
+def test_outputs_of_packed_rows_are_unpacked_row_by_row(layout):
     inputs = rows()
     batch = pack(inputs, **layout)
     outputs = [[np.stack([b.tokens, b.labels], 1) for b in shard] for shard in batch.shards]

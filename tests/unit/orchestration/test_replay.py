@@ -74,7 +74,7 @@ def test_steps_that_fit_are_accepted_and_others_named(tmp_path):
         check_replay(tmp_path / "nowhere", ORIGIN, first=1, last=1, routes=False)
 
 
-def test_what_a_replay_excludes_is_refused():
+def test_settings_that_exclude_a_replay_are_refused():
     assert config_of(replay="there").rollout.policy_engines == ()
     assert config_of(replay="there").rollout.sampled
     # Without engines of its own a run may replay what other engines sampled.

@@ -30,7 +30,7 @@ def test_removing_the_lock_file_does_not_release_the_lock(tmp_path):
         assert refused(tmp_path)
 
 
-def test_whoever_looks_never_keeps_a_run_from_starting(tmp_path):
+def test_watchers_never_prevent_the_start_of_a_run(tmp_path):
     (tmp_path / LOCK).touch()
     over, looks = threading.Event(), []
 

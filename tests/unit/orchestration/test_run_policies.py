@@ -78,7 +78,7 @@ async def test_a_checkpoint_is_complete_when_every_policy_has_written_its_part(t
     await stopped(run)
 
 
-async def test_what_fails_for_one_policy_ends_the_wait_for_the_others():
+async def test_a_failure_of_one_policy_cancels_the_others():
     waiting = asyncio.Event()
     left = []
 

@@ -91,7 +91,7 @@ async def test_a_version_that_is_kept_reaches_any_engine_that_is_back_at_once(tr
         assert run.published == ["from disk"]
 
 
-async def test_where_the_present_version_is_not_kept_the_trainers_bring_it():
+async def test_trainers_publish_a_version_that_was_not_kept():
     async with Stand() as stand:
         run = Watched(stand, keeps=True, stored=False)
         work = run.until_served("http://e0/2")

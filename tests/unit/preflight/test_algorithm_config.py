@@ -135,7 +135,7 @@ def test_an_unknown_algorithm_is_refused():
         ({"algorithm": {"advantages": "gae"}}, "algorithm.critic", "algorithm.name"),
     ],
 )
-def test_what_the_other_sections_cannot_give_is_refused(sections, code, about):
+def test_settings_that_other_sections_contradict_are_refused(sections, code, about):
     with invalid(code, about=about):
         Config.model_validate(BASE | sections)
 

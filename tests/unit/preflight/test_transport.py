@@ -59,7 +59,7 @@ def test_auto_is_a_transport_that_reaches_every_engine(keys: dict[str, Any], cpu
         assert choose_transport(applied, device).name == name, "what is chosen is not chosen anew"
 
 
-def test_what_is_chosen_breaks_no_rule() -> None:
+def test_the_chosen_transport_breaks_no_rule() -> None:
     rules = [rule for rule in all_rules() if rule.about == "publish.transport"]
     assert len(rules) >= 7
     cases = product(

@@ -26,7 +26,7 @@ def step(program: str, name: str = "one", seconds: float = 60, **needs: bool) ->
     return Step(name, "all is well", (sys.executable, "-c", program), seconds, **needs)
 
 
-def test_what_a_step_says_last_is_what_was_found(tmp_path: Path) -> None:
+def test_the_last_line_of_a_step_is_its_finding(tmp_path: Path) -> None:
     assert work(step("print('first'); print('32 | 48')"), options(), tmp_path) == "32 | 48"
 
 

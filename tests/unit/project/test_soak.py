@@ -45,7 +45,7 @@ def test_a_balanced_account_has_every_prompt_once() -> None:
         {"recorded": [1, 2, 2]},
     ],
 )
-def test_what_is_nowhere_or_in_two_places_is_one_problem_each(wrong: dict) -> None:
+def test_each_lost_or_duplicated_item_is_one_problem(wrong: dict) -> None:
     assert len(balance(**{**WHOLE, **wrong}).problems) == 1
 
 

@@ -151,7 +151,7 @@ def test_large_tensors_are_dequantized_without_a_trace(block: tuple[int, int]) -
         check(tensors, plan(tensors, random.Random(1), whole=True), by_piece=False)
 
 
-def test_what_the_program_has_set_for_its_floats_changes_nothing() -> None:
+def test_floating_point_modes_of_the_process_change_no_bits() -> None:
     tensors = [
         Tensor(
             OP.QUANTIZE_FP8, random_weights((64, 64), torch.bfloat16, random.Random(k)), torch.uint8, RULE.TE, (1, 64)

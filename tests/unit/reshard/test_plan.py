@@ -161,7 +161,7 @@ def test_replicas_share_the_sending(name: str, sizes: Sizes):
     assert len(sent) == sizes.world and sent.max() <= 1.5 * sent.mean()
 
 
-def test_what_one_rank_alone_holds_it_sends_and_copies_are_never_sent():
+def test_the_rank_with_the_original_sends_and_copies_are_not_sent():
     model, sizes = MODELS["deepseek-mtp"], Sizes(pipeline=2)
     parts = list(MegatronLayout(model.table, sizes).parts())
     plan = compile_plan(parts, checkpoint_parts(model.table), precision=BF16, bucket_bytes=HUGE)

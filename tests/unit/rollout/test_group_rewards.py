@@ -62,7 +62,7 @@ async def test_a_batched_reward_of_slime_sees_all_samples():
     assert sorted(t.reward for t in outcome.group.trajectories) == [0.0, 0.0, 0.0, 2.0]
 
 
-def test_what_judges_something_else_than_the_scope_says_is_refused():
+def test_a_reward_that_contradicts_the_scope_is_refused():
     with refused("slime.scope", about="reward.scope"):
         load_hooks(config_of(reward__function=f"slime:{HERE}.slimes"))
     with refused("slime.scope", about="reward.scope"):

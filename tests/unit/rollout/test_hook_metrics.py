@@ -59,7 +59,7 @@ async def test_numbers_of_hooks_and_reward_parts_are_metrics():
     assert [name for name in found if find(name) is None] == []
 
 
-async def test_what_was_logged_is_part_of_a_saved_group():
+async def test_logged_metrics_are_saved_with_their_group():
     async with Stand(config_of(), generate=generate, reward=reward) as stand:
         batch = await stand.next_batch()
     again = Batch(decode_groups(encode_groups(batch.groups)))

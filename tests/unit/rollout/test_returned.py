@@ -126,7 +126,7 @@ SEEN = (
 
 @pytest.mark.parametrize("kind", SEEN)
 @pytest.mark.parametrize("hook", ["trajectory reward", "group reward", "filter"])
-async def test_what_a_reward_or_a_filter_spoils_drops_its_group_only(hook: str, kind: str) -> None:
+async def test_a_group_damaged_by_a_reward_or_a_filter_is_dropped_alone(hook: str, kind: str) -> None:
     async def reward(ctx: Any, judged: Any) -> Any:
         if isinstance(judged, Group):
             if judged.id == "g1":

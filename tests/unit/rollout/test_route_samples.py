@@ -32,7 +32,7 @@ SAVED = {"track__rollouts": {"routes": True}}
         ({"routed_experts": False} | SAVED, 0),
     ],
 )
-def test_of_how_many_rollouts_one_brings_its_experts(options, stride):
+def test_the_route_stride_is_derived_from_the_configuration(options, stride):
     assert config_of(**options).route_stride == stride
 
 

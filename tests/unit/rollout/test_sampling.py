@@ -39,7 +39,7 @@ def test_numbers_of_numpy_are_sent_as_numbers():
         ({"min_p": 0.1}, "request.sampling"),
     ],
 )
-async def test_what_cannot_be_carried_out_is_refused_where_a_hook_asks_for_it(sampling, code):
+async def test_unsupported_sampling_is_refused_where_a_hook_requests_it(sampling, code):
     class Client:
         async def generate(self, *_):
             raise AssertionError("asked")

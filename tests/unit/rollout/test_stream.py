@@ -190,7 +190,7 @@ async def test_a_stream_that_breaks_off_before_its_first_token_is_sent_again():
     assert server.bodies[0] == server.bodies[1]
 
 
-async def test_who_leaves_early_ends_the_request_and_has_what_came():
+async def test_leaving_a_stream_early_ends_the_request_with_partial_results():
     server = Server()
     server.pause = 0.05
     async with client_of(server) as client:

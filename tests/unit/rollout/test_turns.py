@@ -97,7 +97,7 @@ async def test_results_carry_the_ids_of_the_answer_where_an_agent_has_others():
         (CALL, False, CALL),
     ],
 )
-def test_what_is_thought_is_no_part_of_the_answer(text, opened, answer):
+def test_reasoning_is_no_part_of_the_answer(text, opened, answer):
     thought, found = split_after_thinking(text, opened=opened)
     assert found == answer and thought + found == text
 

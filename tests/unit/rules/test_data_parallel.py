@@ -49,6 +49,6 @@ def test_each_is_taken_where_it_was_proven(trainer, sections):
         ("unproven", "critic.optimizer.moments_dtype", {}, PPO | {"critic": SHORT}),
     ],
 )
-def test_what_has_no_effect_or_was_never_proven_is_refused(code, about, trainer, sections):
+def test_ineffective_or_unproven_settings_are_refused(code, about, trainer, sections):
     with invalid(code, about=about):
         config(trainer, **sections)

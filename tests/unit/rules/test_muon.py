@@ -59,6 +59,6 @@ def test_only_whole_cycles_leave_singular_values_near_1():
         ),
     ],
 )
-def test_what_muon_cannot_do_or_was_never_proven_with_is_refused(code, about, trainer, sections):
+def test_impossible_or_unproven_settings_of_muon_are_refused(code, about, trainer, sections):
     with invalid(code, about=about):
         config(trainer, **sections)

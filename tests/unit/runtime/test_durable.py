@@ -22,7 +22,7 @@ def test_a_file_takes_the_place_of_the_old_one_piece_by_piece(tmp_path, sync):
 
 
 @pytest.mark.parametrize("sync", [True, False])
-def test_where_the_disk_is_full_the_old_file_stays_and_no_part_is_left(tmp_path, sync):
+def test_a_full_disk_keeps_the_old_file_and_leaves_no_partial_one(tmp_path, sync):
     with small_disk(tmp_path / "disk", kib=256) as disk:
         path = disk / "state.json"
         path.write_bytes(b"old")

@@ -45,7 +45,7 @@ def test_the_attention_is_chosen_with_a_reason(attention, device, packages, chos
         ({"moe": {"dispatcher": "flex"}, "expert": 1}, "cuda", {DEEP}, "trainer.nothing_to_dispatch", "trainer.expert"),
     ],
 )
-def test_what_cannot_run_is_refused_by_key_and_missing_package(fields, device, packages, code, named):
+def test_an_unavailable_backend_is_refused_by_key_and_package(fields, device, packages, code, named):
     key = "trainer.attention" if "attention" in fields else "trainer.moe.dispatcher"
     with refused(code, about=key) as error:
         choose_backends(trainer(**fields), device=device, packages=packages)

@@ -50,7 +50,7 @@ def test_the_peak_of_a_process_rises_with_what_it_touches_and_is_set_back():
         assert meter.peak() - before <= 20 * MIB
 
 
-def test_where_the_mark_cannot_be_set_back_peaks_are_those_since_the_start(tmp_path):
+def test_peaks_count_from_the_start_if_they_cannot_be_reset(tmp_path):
     (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t    2048 kB\n")
     (tmp_path / "clear_refs").mkdir()
     meter = ProcessMeter(tmp_path)

@@ -55,7 +55,7 @@ def test_a_parameter_of_another_shape_than_its_row_is_named(spec: ModelSpec):
         ),
     ],
 )
-def test_what_megatrons_configuration_does_not_take_is_refused(
+def test_fields_that_megatrons_configuration_rejects_are_refused(
     spec: ModelSpec, megatron: dict[str, Any], code: str, about: str | None
 ):
     from slimx.trainer.model.transformer import transformer_config  # imports megatron-core

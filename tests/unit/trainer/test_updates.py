@@ -138,7 +138,7 @@ def test_cost_is_counted_in_what_the_configuration_names():
     assert by_flops(2000) > 2 * by_flops(1000)
 
 
-def test_what_packing_did_is_counted():
+def test_the_effects_of_packing_are_counted():
     """Two ranks: rows of 5 and 4 positions become 8 each."""
     groups = make_groups(1)
     groups[0].trajectories = [trajectory("g", "a", [1] * 6), trajectory("g", "b", [1] * 5)]
