@@ -172,9 +172,9 @@ async def reward(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]
     judged = trajectory.metadata["judged"]
     if not judged:
         raise SlimxError(
-            f"reward.function={__name__}.reward expects rewards from rollout.options.toolbox, which returned no "
-            f"rewards for trajectory {trajectory.id}; return rewards from the method `judge` of the toolbox, or set "
-            "another reward.function",
+            f"reward.function={__name__}.reward expects rewards from rollout.options.toolbox, which returned none "
+            f"for trajectory {trajectory.id}; return rewards from the toolbox's method `judge`, or set another "
+            "reward.function",
             code="tools.reward",
             about="reward.function",
         )
@@ -301,19 +301,26 @@ class _Talk:
     async def _result(self, call: ToolCall, callable_: set[str]) -> ToolResult:
         if call.name not in callable_:
             known = ", ".join(sorted(callable_)) or "none"
-            return ToolResult(text=f"There is no tool {call.name}. Tools: {known}.", error="unknown_tool")
+            return ToolResult(
+                text=f"There is no tool {call.name}. The available tools are: {known}.", error="unknown_tool"
+            )
         try:
             arguments = json.loads(call.arguments or "{}")
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            return ToolResult(text="The arguments are not a JSON object.", error="bad_arguments")
+            return ToolResult(
+                text="The arguments of this call are not a JSON object. Call the tool with a JSON object.",
+                error="bad_arguments",
+            )
         seconds = self.call_s
         try:
             async with asyncio.timeout(seconds) as limit:
                 return await self.box.call(call.name, arguments)
         except RecursionError:
-            return ToolResult(text="The arguments are nested too deeply.", error="bad_arguments")
+            return ToolResult(
+                text="The arguments of this call are nested too deeply. Use fewer nested levels.", error="bad_arguments"
+            )
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -321,7 +328,7 @@ class _Talk:
             raise GivenUp(
                 "tools deadline", f"{self.name}: {call.name} took longer than {seconds:g} s for the second time"
             )
-        return ToolResult(text=f"The tool took longer than {seconds:g} seconds.", error="deadline")
+        return ToolResult(text=f"The call took longer than {seconds:g} seconds and was canceled.", error="deadline")
 
 
 async def _within[T](call: Awaitable[T], seconds: float, text: str) -> T:
@@ -343,4 +350,4 @@ async def _end(box: Toolbox) -> None:
     except GivenUp:
         raise
     except Exception as error:
-        raise GivenUp("tools lost", f"tools could not be closed: {raised(error)}") from error
+        raise GivenUp("tools lost", f"the tools of a rollout could not be closed ({raised(error)})") from error

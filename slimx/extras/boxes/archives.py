@@ -72,4 +72,4 @@ def _has_negative_part(member: tarfile.TarInfo) -> bool:
 
 
 def _too_long() -> tarfile.ReadError:
-    return tarfile.ReadError(f"the headers of a member exceed {HEADERS} bytes")
+    return tarfile.ReadError(f"the headers of a file exceed {HEADERS} bytes")

@@ -75,7 +75,9 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """
         fields: dict[str, object] = {name: as_whole(value) for name, value in options.items()}
         if "limits" in fields:
-            raise _refusal(f"is unknown; set {', '.join(LIMITS)} next to the other options", f"{key}.limits")
+            raise _refusal(
+                f"the option limits is unknown; set {', '.join(LIMITS)} next to the other options", f"{key}.limits"
+            )
         if isinstance(fields.get("engine"), str):
             fields["engine"] = [fields["engine"]]
         fields["limits"] = {name: fields.pop(name) for name in LIMITS if name in fields}
@@ -88,7 +90,10 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             if name in fields and read.backend not in backends:
                 raise _refusal(f"the backend {read.backend} has no option {name}; remove {key}.{name}", f"{key}.{name}")
         if read.backend == "remote" and not read.url.startswith(("http://", "https://")):
-            raise _refusal(f"{read.url!r} is not an http or https URL", f"{key}.url")
+            raise _refusal(
+                f"{read.url!r} is not an http or https URL; set it to a sandbox server's URL, such as http://HOST:8600",
+                f"{key}.url",
+            )
         if read.token_env is not None:
             _check_token(read.token_env, f"{key}.token_env")
         return read
@@ -189,12 +194,14 @@ def _check_token(variable: str, key: str) -> None:
     """
     token = os.environ.get(variable)
     if not token:
-        raise _refusal(f"{variable} is not set or empty; export it before starting the run", key)
+        raise _refusal(
+            f"the environment variable {variable} is empty or not set; export the token before starting the run", key
+        )
     control = NOT_IN_HEADERS.search(token)
     if control is not None:
         raise _refusal(
-            f"{variable} contains the control character {control[0]!r}, which no HTTP header may contain; export the "
-            "token without it",
+            f"the environment variable {variable} contains the control character {control[0]!r}, which no HTTP header "
+            "may contain; export the token without this character",
             key,
         )
 

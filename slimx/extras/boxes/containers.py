@@ -262,7 +262,8 @@ class ContainerBox(Box):
             return "memory"
         if running != "true":
             raise BoxLost(
-                f"the container {name[:12]} stopped during a program, which {how_ended(status)}; see the engine's log",
+                f"the container {name[:12]} stopped, and the program in it {how_ended(status)}; find the cause in the "
+                "log of the container engine",
                 about=name,
             )
         return "exit"

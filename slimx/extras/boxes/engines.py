@@ -76,7 +76,7 @@ class ContainerEngine:
                 timeout=seconds,
             )
         except subprocess.TimeoutExpired:
-            raise self._lost(words, f"it took longer than {seconds:g} s") from None
+            raise self._lost(words, f"no result within {seconds:g} s") from None
         except OSError as error:
             raise self._lost(words, str(error)) from error
 

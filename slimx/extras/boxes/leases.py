@@ -77,7 +77,7 @@ class Boxes:
         """
         lease = self.leases.get(name)
         if lease is not None and lease.ending is not None:
-            raise BoxLost("the sandbox is being removed; create another one", about=name)
+            raise BoxLost("the sandbox is being removed; create another sandbox", about=name)
         if lease is None:
             lease = Lease(asyncio.get_running_loop().create_future(), time.monotonic() + self.lease_s)
             self.leases[name] = lease
@@ -235,7 +235,12 @@ def limits_within(requested: Mapping[str, Any], maximum: Limits) -> Limits:
     names = {limit.name for limit in dataclasses.fields(maximum)}
     for name, value in requested.items():
         if name not in names or isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ValueError(f"limit {name}={value!r} is unknown or not a number above 0")
+            raise ValueError(
+                f"the limit {name}={value!r} is unknown or not above 0; request limits that the server's --help lists"
+            )
         if value > getattr(maximum, name):
-            raise ValueError(f"limit {name}={value:g} exceeds the server's maximum of {getattr(maximum, name):g}")
+            raise ValueError(
+                f"the limit {name}={value:g} exceeds the server's maximum of {getattr(maximum, name):g}; lower the "
+                "limit, or raise the server's option of the same name"
+            )
     return dataclasses.replace(maximum, **requested)

@@ -127,7 +127,7 @@ def check_run(command: Sequence[str], stdin: str, cwd: str) -> None:
             about="",
         ) from None
     if any(b"\0" in word for word in words):
-        place = "directory" if "\0" in cwd else "arguments"
+        place = "directory" if "\0" in cwd else "argument list"
         raise BoxRefusal(
             f"the {place} of the command {command[0][:80]!r} contains a NUL character; remove the character",
             code="command",

@@ -107,7 +107,7 @@ class RemoteServer:
                 if time.monotonic() > until:
                     raise BoxLost(
                         f"the sandbox server at {self.url} does not answer {method} {path} ({type(error).__name__}: "
-                        f"{str(error)[:300]})",
+                        f"{str(error)[:300]}); start the server, or set the option `url` to a running server's URL",
                         about=self.url,
                     ) from error
                 time.sleep(min(1.0, self.retry_s / 10))
@@ -124,7 +124,8 @@ class RemoteServer:
             version = None
         if version != PROTOCOL:
             raise BoxLost(
-                f"{self.url} is not a sandbox server with protocol version {PROTOCOL}; check its URL and version",
+                f"{self.url} is not a sandbox server with protocol version {PROTOCOL}; set the option `url` to "
+                "such a server, or install this version of slimx there",
                 about=self.url,
             )
 
@@ -211,7 +212,7 @@ class RemoteBox(Box):
                     return ProgramResult(**json.loads(response.content))
             raise BoxLost(
                 f"the sandbox server at {self._server.url} did not end a program within {END_S:g} s after its "
-                "time limit; see the server's output",
+                "time limit; find the cause in the server's output",
                 about=self._server.url,
             )
 
@@ -267,8 +268,8 @@ class RemoteBox(Box):
                 )
             if time.monotonic() > until:
                 raise BoxBusy(
-                    f"the sandbox server at {self._server.url} has no free sandbox; raise its --boxes, or lower "
-                    "schedule.max_staleness or rollout.group_size",
+                    f"the sandbox server at {self._server.url} has no free sandbox; raise its option --boxes, or "
+                    "lower schedule.max_staleness or rollout.group_size",
                     about=self._server.url,
                 )
             try:
@@ -284,8 +285,8 @@ class RemoteBox(Box):
         response = self._server.request(method, path, **options)
         if response.status in (404, 503):
             raise BoxLost(
-                f"the sandbox server at {self._server.url} no longer has this sandbox: its lease has expired, or the "
-                "server was restarted",
+                f"the sandbox server at {self._server.url} no longer has this sandbox, because its lease has expired "
+                "or the server was restarted; create another sandbox",
                 about=self._server.url,
             )
         return response

@@ -297,8 +297,8 @@ def _call(*line: str) -> None:
             return
         problem = done.stderr.strip()[-300:]
     raise SlimxError(
-        f"`{line[0]}` failed on the directory {line[-1]} of a sandbox ({problem}); correct the error that "
-        f"`{line[0]}` reported",
+        f"`{line[0]}` failed on the directory {line[-1]} of a sandbox ({problem}); make the directory "
+        "writable for this user, or free up space on its disk",
         code="box.files",
         about=line[-1],
     )

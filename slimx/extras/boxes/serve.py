@@ -116,7 +116,7 @@ class Service:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if not permitted(request.headers.get("Authorization", ""), self._token):
-            return _refused(401, "box.token", "the token is wrong or missing", "Authorization")
+            return _refused(401, "box.token", "the server's token is wrong or missing; set token_env", "Authorization")
         try:
             return await handler(request)
         except SlimxError as error:
@@ -124,7 +124,7 @@ class Service:
         except web.HTTPRequestEntityTooLarge:
             return _refused(413, "box.large", f"the request exceeds {MAX_BODY} bytes", request.path)
         except TimeoutError:
-            return _refused(408, "box.request", "the request did not arrive in time", request.path)
+            return _refused(408, "box.request", "the body did not arrive in time; send it again", request.path)
         except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
             return _refused(400, "box.request", raised(error), request.path)
         except web.HTTPException:
@@ -149,10 +149,10 @@ class Service:
         name = request.match_info["name"]
         size = _size(request)
         if not UPLOADED.fullmatch(name):
-            raise ValueError("the name of an uploaded archive must be sha256- followed by its digest")
+            raise ValueError(f"the name of an archive must be sha256- followed by its digest, not {name!r}")
         if not self._images.fits(size):
             return _refused(
-                413, "box.large", f"the archive exceeds {self._images.uploads_mib} MiB of --uploads-mib", name
+                413, "box.large", f"the archive exceeds {self._images.uploads_mib} MiB; raise --uploads-mib", name
             )
         async with self._upload:
             digest = hashlib.sha256()
@@ -164,7 +164,7 @@ class Service:
                         digest.update(piece)
                         file.write(piece)
                 if left != 0 or f"sha256-{digest.hexdigest()}" != name:
-                    raise ValueError("the archive's size or digest differs from Content-Length or its name")
+                    raise ValueError("the archive does not match its Content-Length or its name; upload it again")
                 file.flush()
                 self._images.make_room(size)
                 with contextlib.suppress(FileExistsError):
@@ -210,7 +210,7 @@ class Service:
             or not command
             or not all(isinstance(word, str) for word in (*command, stdin, cwd))
         ):
-            raise ValueError("a run needs the fields command, a non-empty list of strings, and stdin and cwd, strings")
+            raise ValueError("the field command must be a non-empty list of strings, and stdin and cwd must be strings")
         check_run(command, stdin, cwd)
 
         def run(box: Box, stop: threading.Event) -> ProgramResult:
@@ -241,7 +241,7 @@ class Service:
         lease = self._lease(request)
         path = request.query["path"]
         if _size(request) > MAX_FILE:
-            return _refused(413, "box.large", f"a file may have at most {MAX_FILE} bytes", path)
+            return _refused(413, "box.large", f"{path} exceeds {MAX_FILE} bytes; split the file", path)
         async with asyncio.timeout(BODY_S):
             content = await request.content.read()  # at most Content-Length bytes
         await self.boxes.call(lease, lambda box: box.put(path, content))
@@ -252,7 +252,7 @@ class Service:
         path = request.query["path"]
         most = int(request.query["most"])
         if not 0 <= most <= MAX_FILE:
-            return _refused(413, "box.large", f"a file may have at most {MAX_FILE} bytes", path)
+            return _refused(413, "box.large", f"the parameter most={most} is not from 0 to {MAX_FILE}", path)
         content = await self.boxes.call(lease, lambda box: box.get(path, most))
         return web.Response(body=content, content_type="application/octet-stream")
 
@@ -387,9 +387,9 @@ def main(words: list[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     token_of(parser, arguments)
     if arguments.images is not None and not arguments.images.is_dir():
-        parser.error(f"--images: the directory {arguments.images} does not exist")
+        parser.error(f"--images: {arguments.images} is not a directory; give the directory of the images")
     if arguments.boxes < 1 or not arguments.lease > 0:
-        parser.error("--boxes and --lease must be greater than 0")
+        parser.error("--boxes or --lease is not above 0; set both to numbers above 0")
     try:
         asyncio.run(serve(arguments))
     except SlimxError as error:

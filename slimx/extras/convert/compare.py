@@ -43,7 +43,7 @@ def compare_copied(
         expected = source.read(name, rect).to(dtype)
         part = written.read(name, rect)
         if not torch.equal(bits(expected), bits(part)):
-            raise differs(name, f"rows {rect.row} to {rect.row + rect.rows - 1} differ from the source's values")
+            raise differs(name, f"rows {rect.row} to {rect.row + rect.rows - 1} have different values")
         advance(part.nbytes)
 
 

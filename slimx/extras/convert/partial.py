@@ -207,7 +207,7 @@ class Partial:
         path = str(error.filename or self.path)
         return SlimxError(
             f"the conversion cannot access {path} ({error.strerror or error}); make {path} readable and writable for "
-            "this user, or replace the disk after an input/output error, then run the same command again",
+            "this user, or replace a faulty disk, then run the same command again",
             code="convert.system",
             about=path,
         )

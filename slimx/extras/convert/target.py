@@ -158,4 +158,4 @@ def _rows(local: Rect, full: list[Rect]) -> tuple[int, int]:
         before, off = divmod(local.row - rect.row, rect.step)
         if rect.source == local.source and not off and 0 <= before < rect.rows:
             return rect.local_row + before, local.rows
-    raise AssertionError("a rank's rows are rows of the full tensor")
+    raise AssertionError("a rank's rows are not rows of the full tensor; report this error to the developers of slimx")

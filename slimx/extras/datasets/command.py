@@ -81,7 +81,7 @@ def convert(name: str, out: Path, source: str | None, seed: int) -> Iterator[str
             )
     if not prompts:
         raise SlimxError(
-            f"{origin} contains no rows; add rows to the file, or choose another one",
+            f"{origin} contains no rows; add rows to the file, or choose another file",
             code="prompts.empty",
             about=origin,
         )

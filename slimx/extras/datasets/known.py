@@ -38,7 +38,7 @@ def _gsm8k(row: Row, where: str, seed: int) -> Json:
     solution = str(_column(row, "answer", where))
     _, mark, answer = solution.rpartition("####")
     if not mark:
-        raise _unfit(where, "its answer has no '####'")
+        raise _unfit(where, "the answer has no '####'")
     return _task(_column(row, "question", where), answer.strip().replace(",", ""))
 
 
@@ -47,7 +47,7 @@ def _math(row: Row, where: str, seed: int) -> Json:
     if answer is None:
         answer = last_box(str(_column(row, "solution", where)))
         if answer is None:
-            raise _unfit(where, "its solution has no \\boxed{...}")
+            raise _unfit(where, "the solution has no \\boxed{...}")
     metadata = _without_nulls({key: row.get(key) for key in ("level", "type", "subject")})
     return _task(_column(row, "problem", where), answer, metadata, row.get("unique_id"))
 
@@ -55,7 +55,7 @@ def _math(row: Row, where: str, seed: int) -> Json:
 def _dapo(row: Row, where: str, seed: int) -> Json:
     messages = _column(row, "prompt", where)
     if not isinstance(messages, list):
-        raise _unfit(where, "its prompt is not a list of messages")
+        raise _unfit(where, "the prompt is not a list of messages")
     answer = _column(row, "reward_model.ground_truth", where)
     turns = [{"role": turn.get("role"), "content": turn.get("content")} for turn in messages]
     # The published file repeats each question many times with the same index; `slimx data` writes it once.
@@ -70,11 +70,11 @@ def _dapo(row: Row, where: str, seed: int) -> Json:
 def _aime(row: Row, where: str, seed: int) -> Json:
     columns = {str(name).lower(): name for name in row}
     if not {"problem", "answer"} <= columns.keys():
-        raise _unfit(where, f"it has the columns {', '.join(map(str, row))}, but not problem and answer")
+        raise _unfit(where, f"the columns are {', '.join(map(str, row))}, but must include problem and answer")
     answer = str(as_text(row[columns["answer"]])).strip()
     number = re.fullmatch(r"\$?(\d{1,3})(?:\.0+)?\s*(?:°|\^\{?\\circ\}?|\\degree)?\$?", answer)
     if not number:
-        raise _unfit(where, f"its answer {answer!r} is not an integer from 0 to 999")
+        raise _unfit(where, f"the answer {answer!r} is not an integer from 0 to 999")
     row_id = next((row[columns[name]] for name in ("id", "problem_idx") if name in columns), None)
     return _task(row[columns["problem"]], str(int(number[1])), {}, None if row_id is None else as_text(row_id))
 
@@ -98,7 +98,7 @@ def _ifeval(row: Row, where: str, seed: int) -> Json:
     if isinstance(arguments, str):
         arguments = msgspec.json.decode(arguments)
     if len(ids) != len(arguments):
-        raise _unfit(where, f"it has {len(ids)} instruction ids and {len(arguments)} kwargs")
+        raise _unfit(where, f"instruction_id_list has length {len(ids)}, but kwargs has length {len(arguments)}")
     # A table has every argument in every row; arguments that an instruction does not take are null.
     kwargs = [_without_nulls(item) for item in arguments]
     metadata = {"instruction_id_list": ids, "kwargs": kwargs}
@@ -139,7 +139,7 @@ def _message(text: str, answer: str | None, metadata: Json, row_id: object) -> J
 def _column(row: Row, path: str, where: str) -> Any:
     value = value_at(row, path, "the published data set", where)
     if value is None:
-        raise _unfit(where, f"its {path} is null")
+        raise _unfit(where, f"{path} is null")
     return value
 
 

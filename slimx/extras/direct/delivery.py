@@ -293,7 +293,7 @@ class DirectDelivery(Delivery):
         if not ranks:
             return
         subject = "connect" if bucket == CONNECTING else f"write bucket {bucket}"
-        message = f"{ranks} could not {subject} to any of {len(outcome.lacking)} engines ({error})"
+        message = f"{ranks} could not {subject} to any engine ({error})"
         if self._culprits and self.broken is None and not self._replaced.is_set():
             self.broken = PartLost(
                 f"{message}; repair the machines or the network of {self._culprits}, which also failed in the previous "

@@ -159,7 +159,7 @@ class ChainReader:
 
     def _read(self, file: ChainFile) -> torch.Tensor:
         if min(file.start, file.nbytes) < 0:
-            raise _invalid(file, f"was announced with {file.nbytes} bytes after byte {file.start}")
+            raise _invalid(file, f"has a negative size or offset ({file.nbytes} bytes at byte {file.start})")
         data = open_memory(file.path, file.start + file.nbytes, private=True)[file.start :]
         self.read += file.nbytes
         return data

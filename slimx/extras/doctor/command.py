@@ -94,7 +94,9 @@ def _check_machine(file: Path | None, overrides: list[str]) -> None:
         lambda text, style: console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
     )
     if file is not None and not healthy:
-        console.print(plain(f"{file} is not checked, because its checks need what is missing"))
+        console.print(
+            plain(f"{file} is not checked, because its checks need the missing parts; install these parts first")
+        )
     elif file is not None:
         config = load_config(file, overrides)
         from slimx.config.sections.policies import ACTOR
@@ -128,8 +130,8 @@ def _show_gap(config: Config, layers: bool) -> bool:
         )
     if layers and config.trainer.tensor * config.trainer.context > 1:
         raise SlimxError(
-            "slimx doctor --gap --layers compares whole hidden states of the trainer; set trainer.tensor=1 and "
-            "trainer.context=1 as well (and numerics.leaves to the run's value)",
+            "slimx doctor --gap --layers cannot compare hidden states that are divided among ranks; set "
+            "trainer.tensor=1, trainer.context=1 and numerics.leaves to the run's value",
         )
     from slimx.orchestration.start import checks
 

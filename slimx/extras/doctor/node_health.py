@@ -82,7 +82,7 @@ def examine_node(
             return [*problems, str(error)], notes
         if len(present) < required.gpus:
             problems.append(
-                f"{len(present)} GPUs respond, but the run needs {required.gpus}; check dmesg and the driver"
+                f"only {len(present)} of {required.gpus} required GPUs respond; run dmesg to find the cause"
             )
         for gpu in present:
             try:
@@ -104,7 +104,7 @@ def all_gpus() -> list[NvmlGpu]:
         uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
     except pynvml.NVMLError as error:
         raise SlimxError(
-            f"NVML does not respond ({error}); check the NVIDIA driver",
+            f"NVML does not respond ({error}); install or reload the NVIDIA driver",
         ) from error
     gpus = []
     for uuid in uuids:

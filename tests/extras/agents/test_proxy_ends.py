@@ -45,8 +45,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a choice": ({"tools": TOOLS, "tool_choice": "novel"}, "unsupported_value", "tool_choice"),
     "alternatives": ({"logprobs": True, "top_logprobs": 3}, "unsupported_value", "top_logprobs 3"),
     "unknown parameters": ({"extra_body": {"top_k": 4}}, "unsupported_parameter", "top_k"),
-    "no messages": ({"messages": []}, "invalid_value", "must end with"),
-    "nothing to answer": ({"messages": [*USER, {"role": "assistant", "content": "2"}]}, "invalid_value", "must end"),
+    "no messages": ({"messages": []}, "invalid_value", "is empty or ends"),
+    "nothing to answer": ({"messages": [*USER, {"role": "assistant", "content": "2"}]}, "invalid_value", "ends with"),
     "an unknown role": ({"messages": [{"role": "judge", "content": "x"}]}, "invalid_value", "messages[0]"),
     "images": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},

@@ -75,7 +75,8 @@ async def play(base_url: str, prompt: Prompt, *, url: str, token_env: str | None
     rewards = verdict.get("rewards")
     if not isinstance(rewards, dict) or not rewards or not all(map(_is_finite, rewards.values())):
         raise SlimxError(
-            f"the verifiers server at {url} answered {status} without rewards: {text[:MAX_SHOWN]}",
+            f"the verifiers server at {url} answered {status} without rewards ({text[:MAX_SHOWN]}); find the cause "
+            "in the server's output",
         )
     return verdict
 
@@ -103,7 +104,10 @@ async def _post(url: str, body: Json, token_env: str | None) -> tuple[int, str]:
         ):
             return response.status, await text_of(response)
     except (aiohttp.ClientError, OSError) as error:
-        raise SlimxError(f"the verifiers server at {url} cannot be reached ({raised(error)})") from error
+        raise SlimxError(
+            f"the verifiers server at {url} cannot be reached ({raised(error)}); start the server, or correct "
+            "rollout.options.agent_options.url"
+        ) from error
 
 
 def _is_finite(value: object) -> bool:

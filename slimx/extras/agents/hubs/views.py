@@ -159,7 +159,7 @@ def _update(digest: blake2b, value: object) -> None:
     else:
         raise SlimxError(
             f"an observation contains a value of type {type(value).__name__}, from which slimx cannot compute a state "
-            "key; give the view of the environment a method `state(observation, info)` that returns a string",
+            "key; define a method `state(observation, info)` in the environment's view, and return a string from it",
             code="environment.state",
             about=type(value).__name__,
         )

@@ -58,7 +58,7 @@ class ChatRequest:
 
     def __post_init__(self) -> None:
         if len(self.model) > MODEL_CHARACTERS:
-            raise invalid("model", f"has {len(self.model)} characters; at most {MODEL_CHARACTERS} are supported")
+            raise invalid("model", f"has {len(self.model)} characters; send at most {MODEL_CHARACTERS}")
 
 
 def fields_of(body: object, known: Collection[str], neutral: Json) -> Json:
@@ -68,7 +68,9 @@ def fields_of(body: object, known: Collection[str], neutral: Json) -> Json:
     value in `neutral`.
     """
     if not isinstance(body, dict):
-        raise ApiError("the body is not a JSON object", code="invalid_json")
+        raise ApiError(
+            "the request body is not a JSON object; send the parameters as one JSON object", code="invalid_json"
+        )
     fields = {name: value for name, value in body.items() if value is not None}
     for name in sorted(fields.keys() - known - neutral.keys()):
         raise ApiError(
@@ -121,7 +123,7 @@ def read_message(message: object, path: str = "the message") -> Message:
     if role == "developer":
         role = "system"
     if not isinstance(message, dict) or role not in ROLES:
-        raise invalid(f"{path}.role", f"is not one of {', '.join(ROLES)}")
+        raise invalid(f"{path}.role", f"must be one of {', '.join(ROLES)}, not {role!r}")
     content = message.get("content")
     out: Message = {"role": role, "content": "" if content is None else text_of(content, f"{path}.content")}
     for name in ("name", "tool_call_id"):
@@ -180,7 +182,7 @@ def check_stop(stop: list[str], param: str) -> None:
     """Raises ApiError for a stop string that is too long to search for in a stream."""
     longest = max(map(len, stop), default=0)
     if longest > STOP_CHARACTERS:
-        raise invalid(param, f"has a string of {longest} characters; at most {STOP_CHARACTERS} are supported")
+        raise invalid(param, f"has a string of {longest} characters; shorten it to at most {STOP_CHARACTERS}")
 
 
 def parts(request: ChatRequest) -> int:

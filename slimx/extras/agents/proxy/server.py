@@ -199,6 +199,12 @@ def _json(data: bytes, charset: str) -> object:
     try:
         return json.loads(data.decode(charset))
     except ValueError:
-        raise ApiError("the body is not JSON", code="invalid_json", param="body") from None
+        raise ApiError(
+            "the request body is not valid JSON; send a JSON object", code="invalid_json", param="body"
+        ) from None
     except RecursionError:
-        raise ApiError("the body is nested too deeply", code="invalid_json", param="body") from None
+        raise ApiError(
+            "the request body is nested too deeply; send JSON with fewer nested levels",
+            code="invalid_json",
+            param="body",
+        ) from None

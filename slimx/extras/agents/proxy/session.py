@@ -147,7 +147,9 @@ class Session:
         room = limits.context - length
         left = room if limits.sampled is None else limits.sampled - self._sampled
         if self._requests >= limits.requests:
-            self._refuse(position, "request_limit_exceeded", f"this session has used its {limits.requests} requests")
+            self._refuse(
+                position, "request_limit_exceeded", f"the limit on requests per session, {limits.requests}, is reached"
+            )
         if room < 1:
             text = (
                 f"This model's maximum context length is {limits.context} tokens, but your messages have {length} "
@@ -155,7 +157,7 @@ class Session:
             )
             self._refuse(position, "context_length_exceeded", text)
         if left < 1:
-            text = f"this session has used its {limits.sampled} sampled tokens"
+            text = f"the limit on sampled tokens per session, {limits.sampled}, is reached"
             self._refuse(position, "token_budget_exceeded", text)
         most = self._ctx.engine.sampling["max_new_tokens"]
         sampling: Json = {"max_new_tokens": min(room, left, most, request.max_tokens or most)}

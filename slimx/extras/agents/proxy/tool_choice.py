@@ -41,11 +41,11 @@ def forced_by(tools: Tools, name: str | None, *, once: bool) -> Forced:
     """
     known = [_name(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     if not known:
-        raise invalid("tool_choice", "forces a tool, but the request has no tools")
+        raise invalid("tool_choice", "forces a tool, but the request has no tools; add tools, or remove tool_choice")
     if name is None:
         return Forced(tuple(known), once)
     if name not in known:
-        raise invalid("tool_choice", f"forces {name!r}, which is not one of tools: {', '.join(known)}")
+        raise invalid("tool_choice", f"forces {name!r}, which is not in tools; use one of {', '.join(known)}")
     return Forced((name,), True)
 
 
@@ -72,7 +72,11 @@ def grammar(forced: Forced, tools: Tools, *, thinks: bool) -> str:
     try:
         return str(Grammar.from_structural_tag(json.dumps({"type": "structural_tag", "format": calls})))
     except RuntimeError as error:  # the only error that xgrammar raises
-        raise invalid("tools", f"have parameters that no grammar can express: {str(error).strip()}") from error
+        raise invalid(
+            "tools",
+            f"have parameters that no grammar can express ({str(error).strip()}); simplify them, or set tool_choice "
+            "to auto",
+        ) from error
 
 
 def _name(tool: object, path: str) -> str:
@@ -82,7 +86,7 @@ def _name(tool: object, path: str) -> str:
         raise invalid(path, "has no function.name")
     schema = function.get("parameters") or {}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        raise invalid(f"{path}.function.parameters", "is not the schema of an object")
+        raise invalid(f"{path}.function.parameters", "must be a JSON schema of type object")
     if _depth(schema) > DEPTH or len(json.dumps(schema)) > LENGTH:
         problem = f"has more than {DEPTH} levels or {LENGTH} characters, so the tool cannot be forced"
         raise invalid(f"{path}.function.parameters", problem)

@@ -89,8 +89,8 @@ class Sandbox:
         result = patient.run_blocking(sandbox_probe.source(), stdin=json.dumps(outside))
         if not result.ok:
             raise SlimxError(
-                f"the program that tests the sandbox {result.ending} ({result.stderr.strip()[-300:]}); correct the "
-                "error that the program printed, or remove from the configuration the hooks that run code",
+                f"the program that tests the sandbox {result.ending} ({result.stderr.strip()[-300:]}); resolve "
+                "the error in parentheses, or remove from the configuration the hooks that run code",
                 code="sandbox.probe",
                 about=result.ended,
             )
@@ -98,7 +98,7 @@ class Sandbox:
         if missing:
             raise SlimxError(
                 f"the sandbox cannot give all its guarantees on this machine (missing: {'; '.join(missing)}); allow "
-                "user namespaces (sysctl user.max_user_namespaces, or the container's seccomp profile), or remove "
+                "user namespaces in the sysctl user.max_user_namespaces and the container's seccomp profile, or remove "
                 "from the configuration the hooks that run code",
                 code="sandbox.promise",
                 about=missing[0],
@@ -134,7 +134,7 @@ def _files(contents: Mapping[str, str]) -> Iterator[dict[str, int]]:
         for name, content in contents.items():
             if "/" in name or name.startswith("."):
                 raise SlimxError(
-                    f"the sandbox cannot put the file {name!r} next to the code; use a plain file name",
+                    f"the name {name!r} of a sandbox's file contains `/` or starts with `.`; use a plain file name",
                 )
             named[name] = resources.enter_context(descriptor(content.encode()))
         yield named

@@ -51,8 +51,8 @@ class Limits:
                 value = as_whole(getattr(self, limit.name))
                 if not isinstance(value, int):
                     raise SlimxError(
-                        f"the sandbox limit {limit.name} must be an integer, not {value!r}; set {limit.name} to a "
-                        "whole number",
+                        f"the sandbox limit {limit.name} must be an integer, not {value!r}; set a whole number, such "
+                        f"as {limit.default}",
                         code="sandbox.limit",
                         about=limit.name,
                     )

@@ -129,7 +129,9 @@ class RemoteProgram:
         if isinstance(value, RemoteObject):
             return {"object": value._index}
         if not callable(value) or value in NEVER:
-            raise Unfit(f"{value!r:.80} cannot be passed to the program; pass plain values or functions")
+            raise Unfit(
+                f"{value!r:.80} cannot be passed to the program; pass numbers, strings, collections or functions"
+            )
         self.functions.append(value)
         return {"function": len(self.functions) - 1}
 

@@ -40,7 +40,7 @@ def packed(box: Box, directory: str, most: int) -> bytes:
     name = f".slimx-{secrets.token_hex(8)}.tar"
     result = box.run(["tar", "-cf", name, f"--exclude=./{name}", "."], cwd=directory)
     if not result.ok:
-        raise NoVerdict(f"the files cannot be read (tar {result.ending}): {result.stderr.strip()[-300:]}")
+        raise NoVerdict(f"the sandbox's files cannot be archived (tar {result.ending}: {result.stderr.strip()[-300:]})")
     try:
         return box.get(f"{directory}/{name}", most)
     except BoxRefusal as error:
@@ -78,7 +78,7 @@ def judged(left: bytes, initial: bytes, task: Task, most: int) -> bytes:
         except NoVerdict:
             raise
         except Exception as error:  # the model may have forged the archive, so reading it may raise any exception
-            raise NoVerdict(f"the files are not a tar archive ({raised(error)})") from error
+            raise NoVerdict(f"the archive of the model's files is not a valid tar archive ({raised(error)})") from error
         for member, content in kept:
             _add(archive, member, content, output, most)
         for path, file in tests.items():
@@ -118,7 +118,7 @@ def _add(
     archive: tarfile.TarFile, member: tarfile.TarInfo, content: IO[bytes] | None, output: IO[bytes], most: int
 ) -> None:
     if output.tell() + member.size > most:
-        raise NoVerdict(f"the files exceed {most} bytes")
+        raise NoVerdict(f"the model's files exceed {most} bytes")
     archive.addfile(member, content)
 
 
@@ -131,7 +131,9 @@ def verdict(box: Box, archive: bytes, task: Task, stop: threading.Event | None =
     box.put(f"{task.directory}/{name}", archive)
     replaced = box.run(["sh", "-c", _REPLACE, "replace", name], cwd=task.directory, stop=stop)
     if not replaced.ok:
-        raise NoVerdict(f"the files cannot be unpacked (sh {replaced.ending}): {replaced.stderr.strip()[-300:]}")
+        raise NoVerdict(
+            f"the model's files cannot be unpacked (sh {replaced.ending}: {replaced.stderr.strip()[-300:]})"
+        )
     result = box.run(task.tests.command, cwd=task.directory, stop=stop)
     output = f"{result.stdout}\n{result.stderr}"
     passed = result.ok and all(pattern.search(output) for pattern in task.tests.expect or ())

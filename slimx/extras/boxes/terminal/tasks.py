@@ -74,10 +74,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         try:
             task = _read(row, base)
             if task.root is not None and not task.root.exists():
-                raise _refusal(f"the root {task.root} does not exist", "root")
+                raise _refusal(f"the root {task.root} does not exist; give an existing archive or directory", "root")
             for name, path in (("files", task.files), ("tests.files", task.tests.files)):
                 if path is not None and not path.is_dir():
-                    raise _refusal(f"the directory {path} does not exist", name)
+                    raise _refusal(f"the directory {path} does not exist; give an existing directory", name)
         except SlimxError as error:
             raise SlimxError(f"prompt {prompt.id!r}: {error}", code=error.code, about=prompt.id) from error
         return task
@@ -89,7 +89,7 @@ def to_prompt(row: Json) -> Json:
     Raises SlimxError for an invalid task.
     """
     if not isinstance(row.get("prompt"), str) or not row["prompt"]:
-        raise _refusal("set it to the text for the model", "prompt")
+        raise _refusal("the text is missing, empty or not a string; set prompt to the text for the model", "prompt")
     task = {name: value for name, value in row.items() if name not in ("id", "prompt", "metadata")}
     _read(task, Path())
     metadata = {**(row.get("metadata") or {}), KEY: task}
@@ -108,7 +108,7 @@ def _read(row: object, base: Path) -> Task:
         try:
             return re.compile(text, re.MULTILINE)
         except re.error as error:
-            raise ValueError(f"{text!r} is not a regular expression ({error})") from error
+            raise ValueError(f"{text!r} is not a valid regular expression ({error}); correct its syntax") from error
 
     if isinstance(row, Mapping):
         row = {name: value for name, value in row.items() if value is not None}
@@ -118,10 +118,12 @@ def _read(row: object, base: Path) -> Task:
         name, reason = refused_field(error)
         raise _refusal(reason, name or KEY) from error
     if task.root is not None and task.image is not None:
-        raise _refusal("set root or image, but not both", "image")
+        raise _refusal("the task has both root and image; remove one of them", "image")
     names = task.directory.strip("/").split("/")
     if not task.directory.startswith("/") or not all(names) or {".", ".."} & {*names}:
-        raise _refusal(f"{task.directory!r} is not an absolute path below / without . and ..", "directory")
+        raise _refusal(
+            f"{task.directory!r} is not an absolute path below /; use one without . and .., such as /work", "directory"
+        )
     return task
 
 

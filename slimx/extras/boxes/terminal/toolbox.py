@@ -175,7 +175,7 @@ class Terminal:
                 archive = judged(left, self._as_it_began(fresh, task), task, self._most)
                 return verdict(fresh, archive, task, stop)[0]
             except BoxRefusal as error:  # not caused by the model, which cannot access this sandbox
-                raise ToolsLost(f"a fresh sandbox refused the tests: {error}", about=error.about) from error
+                raise ToolsLost(f"the tests cannot run in a fresh sandbox: {error}", about=error.about) from error
             finally:
                 fresh.end()
         except NoVerdict as error:
@@ -189,7 +189,7 @@ class Terminal:
             return packed(fresh, task.directory, self._most)
         except NoVerdict as error:
             raise ToolsLost(
-                f"the kept files of a fresh sandbox cannot be read: {error}", about=task.directory
+                f"the files that `kept` names cannot be read in a fresh sandbox: {error}", about=task.directory
             ) from error
 
     def _check_size(self, task: Task) -> None:
@@ -255,7 +255,8 @@ class Terminal:
         count = content.count(old) if old else 0
         if count != 1:
             return ToolResult(
-                text=f"The old text occurs {count} times in {path}; use one that occurs exactly once.", error="edit"
+                text=f"The old text occurs {count} times in {path}. Give an old text that occurs exactly once.",
+                error="edit",
             )
         self._box.put(path, content.replace(old, new))
         return ToolResult(text=f"Edited: {path}")

@@ -114,8 +114,8 @@ def check_rule(rule: str, dtype: torch.dtype, name: str) -> None:
         return
     if dtype != torch.bfloat16:
         raise SlimxError(
-            f"tensor {name} has dtype {dtype}, but --rule triton quantizes only bf16 tensors; set --rule to another "
-            "rule",
+            f"tensor {name} has dtype {dtype}, but --rule triton quantizes only bf16 tensors; set --rule to ieee, "
+            "te or ue8m0",
             code="convert.rule",
             about=name,
         )

@@ -298,7 +298,7 @@ def _compare_centered(location: TensorLocation, source: Reading, release: Path) 
     expected = source.read(name, location.part.rects[0]).float().flatten() - 1
     written = read_whole(release, location.key, read_metadata(release / ".metadata"))
     if not torch.equal(bits(written[location.index]), bits(expected)):
-        raise differs(name, f"{location.key} does not contain its values with 1 subtracted")
+        raise differs(name, f"Megatron's tensor {location.key} does not contain the source's values minus 1")
 
 
 def _dtypes(
@@ -320,8 +320,8 @@ def _dtypes(
             actual = source.dtype(name)
             if out.setdefault(location.key, actual) != actual:
                 raise SlimxError(
-                    f"tensor {name} is stored as {actual}, but other parts of Megatron's tensor {location.key} are "
-                    f"stored as {out[location.key]}; set one dtype for all tensors with --dtype",
+                    f"tensor {name} has dtype {actual}, but another tensor that belongs to Megatron's {location.key} "
+                    f"has {out[location.key]}; set one dtype for all tensors with --dtype",
                     code="convert.dtypes",
                     about=name,
                 )

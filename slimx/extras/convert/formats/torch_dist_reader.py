@@ -288,7 +288,7 @@ def _stored(path: Path, key: str, chunk: ChunkStorageMetadata, metadata: Metadat
         )
     if getattr(storage, "transform_descriptors", None):
         raise SlimxError(
-            f"{path}: tensor {key} is compressed, which slimx does not support; save the checkpoint without extensions",
+            f"{path}: tensor {key} is compressed, which slimx does not support; save it without compression",
         )
     return _Stored(tuple(chunk.offsets), tuple(chunk.sizes), storage.relative_path, storage.offset, storage.length)
 

@@ -59,8 +59,8 @@ def chosen_files(directory: Path, subset: str | None, split: str | None) -> list
             listed += f" and {len(names) - NAMED} more"
         which = "match several of" if matches else "match none of"
         raise SlimxError(
-            f"{directory}: subset={subset or 'any'} and split={split or 'any'} {which} {listed}; set subset and split "
-            "in the entry of rollout.sources so that only a single split matches, or give the files of one split, such "
+            f"{directory}: subset={subset or 'any'} and split={split or 'any'} {which} {listed}; select one split with "
+            "subset and split in the entry of rollout.sources, or give its files, such "
             f"as {directory}/{next(iter(matches or parts))[-1]}*",
             code="prompts.split",
             about=str(directory),

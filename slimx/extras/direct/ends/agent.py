@@ -50,8 +50,8 @@ class Agent:
             self._agent.create_backend(BACKEND, options)
         except Exception as error:  # NIXL has no exception class for errors in its library
             raise LinkError(
-                f"NIXL cannot start an agent for {name} at address {host} ({first_words(error)}); check that UCX "
-                "supports the network device with this address, or set publish.transport=disk",
+                f"NIXL cannot start an agent for {name} at address {host} ({first_words(error)}); set cluster.network "
+                "to a network whose device UCX supports, or set publish.transport=disk",
                 code="direct.agent",
                 about=name,
             ) from None
@@ -72,7 +72,7 @@ class Agent:
 
         All registered GPU memory of an agent must be on one GPU, because NIXL's UCX backend has one CUDA context."""
         memory = DeviceMemory(max(nbytes, 1), device)
-        remedy = "check that the network devices reach GPU memory (nvidia-peermem or dma-buf), or set "
+        remedy = "load nvidia-peermem or enable dma-buf, so that network devices can reach GPU memory, or set "
         self._register(memory, region_of(memory), remedy + "publish.staging=model, which uses host memory")
         return memory
 
@@ -103,7 +103,7 @@ class Agent:
         except Exception as error:
             raise LinkError(
                 f"{self.name} cannot use the NIXL metadata received from a peer ({first_words(error)}); install the "
-                "same version of nixl on all machines, and check that the network connects these machines",
+                "same version of nixl on all machines, and set cluster.network to a network that connects them",
                 code="direct.metadata",
                 about=self.name,
             ) from None
@@ -127,8 +127,8 @@ class Agent:
             transfer.state = self._agent.transfer(handle)
         except Exception as error:
             raise LinkError(
-                f"{self.name} could not start writing to {peer} ({first_words(error)}); check that the process of "
-                f"{peer} is running",
+                f"{self.name} could not start writing to {peer} ({first_words(error)}); find the cause in the log "
+                f"of {peer}, then publish again",
                 code="direct.write",
                 about=peer,
             ) from None
@@ -178,8 +178,8 @@ class Transfer:
         """True once all bytes have arrived. Raises LinkError if the write has failed."""
         if self.ended and self.state != "DONE":
             raise LinkError(
-                f"the write to {self.peer} failed ({self.state}); check that the process of {self.peer} is running and "
-                "can be reached over the network",
+                f"the write to {self.peer} failed ({self.state}); find the cause in the log of {self.peer}, or "
+                "restore the network connection, then publish again",
                 code="direct.broken",
                 about=self.peer,
             )

@@ -171,8 +171,8 @@ class DirectReceiver:
                 raise LinkError(
                     f"{lacking} of {total} bytes of bucket {bucket} from trainer ranks "
                     f"{', '.join(map(str, sorted(missing)))} did not arrive at engine {self.name} within "
-                    f"{self.deadline_s:.0f} s; check that these ranks are running and can reach the engine over "
-                    "the network",
+                    f"{self.deadline_s:.0f} s; find the cause in the logs of these ranks, or set cluster.network "
+                    "to a network that connects them to the engine",
                     code="direct.missing",
                     about=f"trainer rank {min(missing)}",
                 )

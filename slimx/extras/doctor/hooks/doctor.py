@@ -57,7 +57,7 @@ def examine_hooks(config: Config, texts: Sequence[str] = ()) -> HookFindings:
     findings = HookFindings()
     hooks = _load(config, findings)
     if findings.problems:
-        findings.note("hooks.untried", "hooks", "hooks were not tried, because not all could be loaded")
+        findings.note("hooks.untried", "hooks", "hooks are not tried until all of them can be loaded")
         return findings
     try:
         spec, tokenizer = configured_model(config), run_tokenizer(config)
@@ -144,8 +144,8 @@ def _judge(
         findings.note(
             "hooks.holding",
             hook,
-            f"the event loop was blocked for {blocked:.1f} s, but all rollouts share it; let {hook} await, or run its "
-            "environment in a process (environment_processes)",
+            f"{hook} blocked the event loop, which all rollouts share, for {blocked:.1f} s; use await in the hook, or "
+            "run its environment in other processes with rollout.options.environment_processes",
         )
     if any(rollout.same_seed for rollout in rollouts):
         sentence = (
@@ -188,8 +188,8 @@ def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], fin
         findings.note(
             "hooks.long_prompt",
             hook,
-            f"{hook} makes a prompt of {prompt} tokens, but prompts of the file may have at most {limit} "
-            "(rollout.max_prompt_tokens)",
+            f"{hook} makes a prompt of {prompt} tokens, but rollout.max_prompt_tokens is {limit}; "
+            "shorten the prompt, or raise rollout.max_prompt_tokens",
         )
     try:
         longest = longest_trajectory(config, spec, check_layout(config.trainer, spec))

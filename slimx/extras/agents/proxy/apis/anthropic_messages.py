@@ -188,7 +188,7 @@ def _messages(fields: Json) -> list[Message]:
     for index, message in enumerate(messages):
         out += _message(message, f"messages[{index}]")
     if not messages or out[-1]["role"] in ("system", "assistant"):
-        raise invalid("messages", "must end with a message that the assistant answers")
+        raise invalid("messages", "is empty or ends with an assistant message; append a user message")
     return out
 
 
@@ -197,7 +197,7 @@ def _message(message: object, path: str) -> list[Message]:
     `path`: location of the message in the request, for error messages."""
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(message, dict) or role not in ("user", "assistant"):
-        raise invalid(f"{path}.role", "is not one of user, assistant")
+        raise invalid(f"{path}.role", f"must be user or assistant, not {role!r}")
     content = message.get("content")
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
     if role == "assistant":
@@ -298,9 +298,9 @@ def _ignored(fields: Json) -> tuple[str, ...]:
 def _stop(fields: Json) -> list[str]:
     stop = typed(fields, "stop_sequences", list, [])
     if not all(isinstance(text, str) and text for text in stop):
-        raise invalid("stop_sequences", "is not a list of non-empty strings")
+        raise invalid("stop_sequences", f"must contain only non-empty strings, not {stop!r}")
     if len(stop) > STOP_SEQUENCES:
-        raise invalid("stop_sequences", f"has {len(stop)} strings; at most {STOP_SEQUENCES} are supported")
+        raise invalid("stop_sequences", f"has {len(stop)} strings; send at most {STOP_SEQUENCES}")
     check_stop(stop, "stop_sequences")
     return stop
 

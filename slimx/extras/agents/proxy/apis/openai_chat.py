@@ -191,7 +191,7 @@ def _messages(fields: Json) -> list[Message]:
         read_message(message, f"messages[{index}]") for index, message in enumerate(typed(fields, "messages", list, []))
     ]
     if not messages or messages[-1]["role"] == "assistant":
-        raise invalid("messages", "must end with a message that the assistant answers")
+        raise invalid("messages", "is empty or ends with an assistant message; append a user message")
     return messages
 
 
@@ -200,7 +200,7 @@ def _stop(fields: Json) -> list[str]:
     if isinstance(stop, str):
         stop = [stop]
     if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(text, str) and text for text in stop):
-        raise invalid("stop", "must be a non-empty string or a list of up to four of them")
+        raise invalid("stop", "must be a non-empty string or a list of up to four non-empty strings")
     check_stop(stop, "stop")
     return stop
 

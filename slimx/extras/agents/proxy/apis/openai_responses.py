@@ -269,14 +269,14 @@ def _messages(fields: Json) -> list[Message]:
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if not isinstance(items, list):
-        raise invalid("input", "is not a string or a list")
+        raise invalid("input", "must be a string or a list of items")
     out: list[Message] = []
     if "instructions" in fields:
         out.append(_message({"role": "system", "content": fields["instructions"]}, "instructions"))
     for index, item in enumerate(items):
         _add(out, item, f"input[{index}]")
     if not items or out[-1]["role"] == "assistant":
-        raise invalid("input", "must end with an item that the assistant answers")
+        raise invalid("input", "is empty or ends with an item of the assistant; append a user message")
     return out
 
 
@@ -293,7 +293,7 @@ def _add(out: list[Message], item: Any, path: str) -> None:
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "function": function}
         if not all(isinstance(text, str) for text in (call["id"], *function.values())):
-            raise invalid(path, "must have the strings call_id, name and arguments")
+            raise invalid(path, "must have the fields call_id, name and arguments, each with a string")
         if not out or out[-1]["role"] != "assistant":
             out.append({"role": "assistant", "content": ""})
         read = read_message({"role": "assistant", "tool_calls": [call]}, path)["tool_calls"]

@@ -194,7 +194,9 @@ def _call(name: str, isa: str, *arguments: object) -> None:
     status = getattr(load(), f"slimx_exact_{name}")(*arguments, ISAS[isa], torch.get_num_threads())
     if status == 1:
         raise SlimxError(
-            f"not enough memory for the scratch space of exact mode's kernel {name}; use smaller micro-batches",
+            f"no memory is left for the kernel {name} of numerics.mode=exact; lower trainer.max_tokens_per_microbatch",
         )
     if status:
-        raise SlimxError(f"this processor lacks the instruction set {isa} for exact mode's kernel {name}; use best")
+        raise SlimxError(
+            f"this processor lacks the instruction set {isa} for exact mode's kernel {name}; pass isa='best'"
+        )
