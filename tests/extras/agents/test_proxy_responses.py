@@ -120,6 +120,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "an image": ({"input": [IMAGE]}, "unsupported_value", "input[0].content"),
     "an unknown item": ({"input": [{"type": "novel"}]}, "unsupported_value", "input[0]"),
     "no input": ({"input": []}, "invalid_value", "input"),
+    "only reasoning": ({"input": [{"type": "reasoning"}]}, "invalid_value", "input"),
     "an answer last": ({"input": [{"role": "assistant", "content": "a"}]}, "invalid_value", "input"),
     "a call of nothing": ({"input": [{"type": "function_call"}]}, "invalid_value", "input[0]"),
     "a result of nothing": ({"input": [{"type": "function_call_output"}]}, "invalid_value", "input[0].call_id"),

@@ -275,7 +275,7 @@ def _messages(fields: Json) -> list[Message]:
         out.append(_message({"role": "system", "content": fields["instructions"]}, "instructions"))
     for index, item in enumerate(items):
         _add(out, item, f"input[{index}]")
-    if not items or out[-1]["role"] == "assistant":
+    if not items or not out or out[-1]["role"] == "assistant":
         raise invalid("input", "is empty or ends with an item of the assistant; append a user message")
     return out
 
