@@ -43,7 +43,7 @@ class EngineLayout:
         if self.sizes.pipeline > self.table.layers:
             raise SlimxError(
                 f"rollout.engines.pipeline={self.sizes.pipeline} is more than the model's {self.table.layers} layers; "
-                "lower this size",
+                "lower rollout.engines.pipeline",
             )
         if not self.table.experts and (self.sizes.expert > 1 or self.sizes.redundant):
             raise SlimxError(

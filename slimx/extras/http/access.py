@@ -14,7 +14,9 @@ def token_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     with a usage error if the variable is empty, or if --host is not a loopback address and the option is missing."""
     if arguments.token_env is None:
         if not is_loopback(arguments.host):
-            parser.error(f"--host {arguments.host} can be reached from other machines; give --token-env")
+            parser.error(
+                f"--host {arguments.host} can be reached from other machines; add --token-env NAME to require a token"
+            )
         return None
     token = os.environ.get(arguments.token_env)
     if not token:

@@ -73,8 +73,8 @@ class ServedLora(ServedForm):
         if named not in self.alphas:
             name = "none" if named is None else named
             raise ValueError(
-                f"this server has the adapters of {', '.join(self.alphas)}, but the request names {name}: send it "
-                "through the policy's engine (ctx.policies[NAME].engine), or name one of them in the request: "
+                f"this server has the adapters of {', '.join(self.alphas)}, but the request names {name}; send the "
+                "request through ctx.policies[NAME].engine, or name one of these policies in the request with "
                 'custom_labels={"slimx": "{\\"lora_id\\": \\"NAME\\"}"}'
             )
 

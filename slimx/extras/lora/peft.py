@@ -70,12 +70,12 @@ class PeftAdapters:
         self.path = path
         for name in (CONFIG, TENSORS):
             if not (path / name).is_file():
-                raise self._error("none", str(path), f"{name} is missing: name a directory that PEFT or slimx wrote")
+                raise self._error("none", str(path), f"{name} is missing; use a directory that PEFT or slimx wrote")
         self.config = read_object(path / CONFIG)
         try:
             self._file = safe_open(path / TENSORS, framework="pt")
         except SafetensorError as error:
-            raise self._error("file", TENSORS, f"{TENSORS} is damaged ({error}): copy it again") from error
+            raise self._error("file", TENSORS, f"{TENSORS} is damaged ({error}); copy the file again") from error
         self._names = frozenset(self._file.keys())
         self._read: dict[str, tuple[str, torch.Tensor]] = {}
         """"A" or "B" -> name and values of the last tensor read. This tensor is kept because it may contain all experts
@@ -88,7 +88,9 @@ class PeftAdapters:
         The message names the first field or tensor that differs; nothing is ignored or guessed."""
         kind = self.config.get("peft_type")
         if kind != "LORA":
-            raise self._error("kind", "peft_type", f"peft_type is {kind}, but slimx supports only LORA")
+            raise self._error(
+                "kind", "peft_type", f"peft_type is {kind}, but slimx supports only LORA; use LoRA adapters"
+            )
         self._check_fields()
         self._check_tensors(table, lora)
         stacked = max((len(self._stacked(part)) for part in _adapted(table, lora)), default=1)
@@ -214,7 +216,7 @@ class PeftAdapters:
         for name, shape in sorted(shapes.items()):
             pair = name[: -len("A.weight")] + ("B" if name.endswith("A.weight") else "A") + ".weight"
             if pair not in shapes:
-                raise self._error("missing", pair, f"{name} is present, but {pair} is missing: copy the file again")
+                raise self._error("missing", pair, f"{name} is present, but {pair} is missing; copy the adapters again")
             if expected[name] != shape:
                 raise self._error(
                     "shape",

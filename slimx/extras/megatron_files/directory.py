@@ -72,17 +72,23 @@ def find_checkpoint(path: Path) -> Path:
             checkpoint = path / iteration_name(int(latest))
         else:
             raise _unfit(
-                tracker, "tracker", f"contains {latest[:40]!r}, but must contain the number of an iteration or release"
+                tracker, "tracker", f"contains {latest[:40]!r}, but must contain an iteration number or `release`"
             )
         if not checkpoint.is_dir():
             raise _unfit(
-                tracker, "tracker", f"refers to {checkpoint.name}, which does not exist; write an existing iteration"
+                tracker,
+                "tracker",
+                f"refers to {checkpoint.name}, which does not exist; write the number of an existing iteration",
             )
     format_file = checkpoint / "metadata.json"
     if not format_file.is_file():
         old = any(checkpoint.glob("mp_rank_*"))
-        problem = "Megatron-LM's old format (mp_rank_*)" if old else "not a torch_dist checkpoint (no metadata.json)"
-        raise _unfit(checkpoint, "format", f"{problem}; save it again with --ckpt-format torch_dist")
+        problem = "contains Megatron-LM's old format (mp_rank_*)" if old else "is not torch_dist (no metadata.json)"
+        raise _unfit(
+            checkpoint,
+            "format",
+            f"the directory {problem}; save the checkpoint again with Megatron-LM's option `--ckpt-format torch_dist`",
+        )
     backend = read_object(format_file).get("sharded_backend")
     if backend != "torch_dist":
         raise SlimxError(
@@ -128,8 +134,8 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
             shapes[name] = tuple(value.size)
     if any(".experts.experts.0." in key for key in shapes):
         raise SlimxError(
-            f"{path}: every expert is a separate tensor (singleton_local_shards); save it again with Megatron-LM's "
-            "default, which stacks them",
+            f"{path}: every expert is a separate tensor (singleton_local_shards), which slimx cannot read; save the "
+            "checkpoint again with Megatron-LM's default, which stacks experts",
         )
     per_layer = any(_LAYER.match(key) for key in shapes)
     known: set[str] = set()
@@ -150,7 +156,7 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
             centered.add(key)
         if shapes[key] != location.shape and not _padded(path, key, shapes[key], location.shape):
             shape = f"has shape {list(shapes[key])}, but the model requires {list(location.shape)}"
-            raise _wrong(path, key, "shape", shape)
+            raise _wrong(path, key, "shape", f"{shape}; use a checkpoint of this model")
     unknown = sorted(key for key in shapes.keys() - known if not _ignored(key, table.mtp_layers, prediction))
     if unknown:
         lost = f"is not part of the model and would be lost ({len(unknown)} such tensors)"

@@ -125,7 +125,9 @@ class Mirrors:
             await self._all("commit", *arguments)
             self.step = step
         except TimeoutError:
-            self.note(f"the mirrors of step {step} were not complete within {limit:.0f} s; the previous ones are used")
+            self.note(
+                f"the mirrors of step {step} were not complete within {limit:.0f} s; recovery uses the previous mirrors"
+            )
         except MirrorLost as error:
             await self._lose(error)
 

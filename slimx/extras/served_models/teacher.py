@@ -52,7 +52,8 @@ class Teacher:
             sampling = f"at temperature {temperature:g}" if temperature != 1.0 else "under top-k or top-p"
             raise SlimxError(
                 f"rollout {trajectory.id} was sampled {sampling} by its hook, but teacher {self.engine.name} scores at "
-                "temperature 1 over the whole vocabulary; sample rollouts like that, or use algorithm.teacher",
+                "temperature 1 over the whole vocabulary; sample at temperature 1 without top-k and top-p, or use "
+                "algorithm.teacher",
             )
         began = time.monotonic()
         values = np.full(len(trajectory.token_ids), np.nan, np.float32)

@@ -153,8 +153,8 @@ def _mask(sample: Sample, name: str) -> list[int]:
     if length < 1 or start < 1 or len(mask) != length:
         raise SlimxError(
             f"{name} has {len(sample.tokens)} tokens, response_length {length} and a loss_mask of length "
-            f"{len(mask)}, but loss_mask must have one entry per response token, and prompt and response at least one "
-            "token each; correct tokens, response_length or loss_mask",
+            f"{len(mask)}; return at least one prompt token and one response token, and set one loss_mask entry per "
+            "response token",
             code="slime.lengths",
             about=name,
         )

@@ -65,7 +65,7 @@ class _Finder(MetaPathFinder, Loader):
             served_names = [name for name, contents in MODULES.items() if contents]
             names = ", ".join(name for name in served_names if name.startswith(f"{root}."))
             raise NotServed(
-                f"the module {fullname} of {PROJECTS[root]}, which slimx does not provide; it provides {names}",
+                f"the module {fullname} of {PROJECTS[root]}, which slimx does not provide; import only {names}",
                 name=fullname,
             )
         inner = any(name.startswith(fullname + ".") for name in MODULES)

@@ -106,7 +106,9 @@ class Sample:
         if new:
             before = self.response_length
             if self.rollout_log_probs is None and before and trainable:
-                raise ValueError("append_response_tokens: earlier tokens of the response have no log-probs")
+                raise ValueError(
+                    "append_response_tokens: earlier response tokens have no log-probs; set rollout_log_probs first"
+                )
             # Lists are extended in place, because published hooks keep references to them.
             if self.loss_mask is None:
                 self.loss_mask = [1] * before

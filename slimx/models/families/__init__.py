@@ -310,7 +310,7 @@ def _spec(path: str, hf: Json, architecture: str, family: Family, mtp_layers: in
     if mtp_layers > declared:
         raise SlimxError(
             f"{file}: the checkpoint has {declared} multi-token prediction layers, fewer than "
-            f"trainer.megatron.mtp_num_layers={mtp_layers}; lower this setting",
+            f"trainer.megatron.mtp_num_layers={mtp_layers}; lower trainer.megatron.mtp_num_layers",
             code="model.mtp_layers",
             about="trainer.megatron.mtp_num_layers",
         )
@@ -375,7 +375,7 @@ def _family_of(architecture: str, file: Path, configured: Family | None) -> Fami
         if architecture != configured.ARCHITECTURE:
             raise SlimxError(
                 f"{file}: the architecture is {architecture}, but model.family is the family of "
-                f"{configured.ARCHITECTURE}; set model.family to the checkpoint's family, or remove the setting",
+                f"{configured.ARCHITECTURE}; set model.family to the checkpoint's family, or remove model.family",
                 code="model.other_family",
                 about=architecture,
             )

@@ -72,8 +72,7 @@ def _locked(directory: Path) -> SlimxError:
 
 def _unwritable(directory: Path, error: OSError, path: Path) -> SlimxError:
     return SlimxError(
-        f"run.dir: {directory} is not writable ({error.strerror}: {path}); correct the permissions or set another "
-        "run.dir",
+        f"run.dir: {directory} is not writable ({error.strerror}: {path}); set run.dir to a writable directory",
         code="run.unwritable",
         about=str(directory),
     )

@@ -84,7 +84,7 @@ def load_records[T](path: Path, parse: Callable[[Json], T]) -> tuple[list[T], li
     for number, _, record in read_lines(path):
         try:
             if record is None:
-                raise ValueError("it is not a complete JSON object")
+                raise ValueError("the line is not a complete JSON object")
             records.append(parse(record))
         except (AttributeError, KeyError, TypeError, ValueError, msgspec.ValidationError, SlimxError) as error:
             problems.append(f"line {number} of {path.name} cannot be read ({raised(error)})")

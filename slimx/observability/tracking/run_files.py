@@ -77,7 +77,7 @@ def read_config(directory: Path) -> Json:
     except OmegaConfBaseException:
         values = OmegaConf.to_container(tree, resolve=False)
     if not isinstance(values, dict) or not {"run", "schedule"} <= values.keys():
-        raise _damaged(file, "it lacks section run or schedule")
+        raise _damaged(file, "the section run or schedule is missing")
     return cast(Json, values)
 
 

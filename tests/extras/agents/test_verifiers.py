@@ -207,7 +207,7 @@ def hub_server(monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["--host", "0.0.0.0"], "give --token-env"), (["--host", "0.0.0.0", "--token-env", "HUB_TOKEN"], "is not set")],
+    [(["--host", "0.0.0.0"], "add --token-env"), (["--host", "0.0.0.0", "--token-env", "HUB_TOKEN"], "is not set")],
 )
 def test_a_server_that_others_reach_does_not_start_without_a_token(hub_server, monkeypatch, capsys, words, message):
     monkeypatch.setenv("HUB_TOKEN", "")
