@@ -83,7 +83,11 @@ def find_checkpoint(path: Path) -> Path:
     format_file = checkpoint / "metadata.json"
     if not format_file.is_file():
         old = any(checkpoint.glob("mp_rank_*"))
-        problem = "contains Megatron-LM's old format (mp_rank_*)" if old else "is not torch_dist (no metadata.json)"
+        problem = (
+            "contains Megatron-LM's old format (mp_rank_*)"
+            if old
+            else "is not a torch_dist checkpoint (no metadata.json)"
+        )
         raise _unfit(
             checkpoint,
             "format",

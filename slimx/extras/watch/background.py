@@ -62,8 +62,8 @@ class InOrder:
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             raise SlimxError(
-                f"{self.name} did not finish its last {self._calls.unfinished_tasks - ends} calls in "
-                f"{self._close_s:g} seconds, so slimx discarded these calls; check that the server of {self.name} is "
+                f"{self.name} did not finish all calls within {self._close_s:g} seconds, so slimx discarded the last "
+                f"{self._calls.unfinished_tasks - ends}; check that the server of {self.name} is "
                 "running and responds quickly",
                 code="track.late",
                 about=self.name,

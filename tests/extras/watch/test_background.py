@@ -72,7 +72,7 @@ def test_a_server_that_never_answers_ends_neither_a_call_nor_the_run():
         sink.log(record(3))
     with refused("track.late", about="server") as caught:
         sink.close()
-    assert " 3 calls" in str(caught.value)
+    assert "the last 3;" in str(caught.value)
     server.answers.set()
 
 

@@ -99,7 +99,7 @@ class Alerts(Events):
             return
         lost = self.webhook.close()
         if lost:
-            self.note(f"track.webhook did not accept {len(lost)} events: {', '.join(lost)}")
+            self.note(f"track.webhook did not accept these events: {', '.join(lost)}")
 
 
 @contextmanager
