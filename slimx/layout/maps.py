@@ -69,7 +69,7 @@ def share(length: int, rank: int, size: int, name: str = "a dimension") -> tuple
     `name`: description of the dimension for the SlimxError that is raised if `size` does not divide `length`."""
     if length % size:
         raise SlimxError(
-            f"{name} is {length}, but must be a multiple of {size}; choose another number of ranks",
+            f"{name} is {length}, but must be a multiple of {size}; split it over a number of ranks that divides it",
             code="maps.share",
             about=name,
         )

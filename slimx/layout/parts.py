@@ -110,7 +110,8 @@ def check_boxes(name: str, shape: Shape, boxes: np.ndarray) -> None:
     ends = boxes[:, :2] + boxes[:, 2:]
     if len(boxes) and (boxes.min() < 0 or (ends > shape).any()):
         raise SlimxError(
-            f"{name} has {shape[0]} rows and {shape[1]} columns, but a map exceeds this range; correct the map",
+            f"{name} has {shape[0]} rows and {shape[1]} columns, but a map addresses elements "
+            "outside them; correct the bounds of the map",
             code="table.beyond",
             about=name,
         )

@@ -166,7 +166,8 @@ def _in_blocks(r: Rect, piece: Any, block: Block) -> Rect:
         remainders.append(r.cols % width)
     if any(remainders):
         raise SlimxError(
-            f"ranks split a block of {height} x {width} elements of {piece.tensor}; use smaller parallel sizes"
+            f"ranks split a block of {height} x {width} elements of {piece.tensor}; "
+            "lower rollout.engines.tensor or rollout.engines.expert"
         )
     return Rect(
         r.source,

@@ -79,8 +79,8 @@ class RewardModel:
             if outcome.failed or outcome.group is None:
                 prompt = "?" if outcome.group is None else outcome.group.prompt.id
                 raise SlimxError(
-                    f"the held-out pair of prompt {prompt} could not be scored ({outcome.detail}); correct the pair "
-                    "in the file of eval.prompts",
+                    f"the held-out pair of prompt {prompt} could not be scored ({outcome.detail}); correct "
+                    "this pair in the file that eval.prompts names",
                 )
             groups.append(outcome.group)
         actor = run.policies[ACTOR]

@@ -79,7 +79,7 @@ class _Finder(MetaPathFinder, Loader):
             if name.startswith("__") or f"{module.__name__}.{name}" in MODULES:
                 raise AttributeError(name)
             raise NotServed(
-                f"{name} of the module {module.__name__}, which slimx does not provide; it provides only "
+                f"{name} of the module {module.__name__}, which slimx does not provide; import only "
                 f"{', '.join(sorted(contents)) or 'submodules'}",
                 name=f"{module.__name__}.{name}",
             )

@@ -189,7 +189,7 @@ class CheckpointReader:
                 continue
             raise SlimxError(
                 f"{self.path}: tensor {name} differs from {original}, although the two must be equal in this model; "
-                f"remove {name}, or set tie_word_embeddings to false in config.json if the model needs both",
+                f"download the original checkpoint again, or remove {name} from this one",
                 code="checkpoint.copy",
                 about=name,
             )

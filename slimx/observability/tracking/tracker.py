@@ -75,7 +75,7 @@ class Tracker:
                 guard.call(sink.close)
                 if guard.failures:
                     self._warn(
-                        f"{guard.name} failed {guard.failures} times and lacks data; metrics.jsonl in the run "
+                        f"{guard.name} lacks data (number of failed calls: {guard.failures}); metrics.jsonl in the run "
                         "directory is complete"
                     )
             self._jsonl.close()

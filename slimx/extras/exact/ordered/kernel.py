@@ -40,8 +40,8 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     )
     if status:
         raise SlimxError(
-            f"not enough memory for the scratch space of a product with a matrix {list(weight.shape)}; use fewer "
-            "threads",
+            f"not enough memory for the scratch space of a product with a matrix {list(weight.shape)}; lower "
+            "trainer.threads or rollout.engines.threads",
         )
     return out
 

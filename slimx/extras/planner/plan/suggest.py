@@ -110,7 +110,9 @@ def nearest_layout(
 def require_gpu(machine: Machine) -> int:
     """Returns the memory of the GPU in bytes. Raises SlimxError if the type of GPU is unknown."""
     if machine.gpu is None or machine.memory is None:
-        raise SlimxError("cluster.gpu is null, but layouts are searched for a type of GPU; set cluster.gpu")
+        raise SlimxError(
+            "cluster.gpu is null, but layouts are searched for a type of GPU; set cluster.gpu, for example to h100"
+        )
     return machine.memory
 
 
