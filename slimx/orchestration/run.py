@@ -323,8 +323,8 @@ class Run:
         elif self.config.run.fork_prompts == "anew" and path.parent != self.checkpoints.saves.directory:
             dropped = self.rollouts.restart(state.rollouts)
             self.records.table.note(
-                f"run.fork_prompts is anew, so this run starts with its first prompt; {dropped} groups that waited "
-                f"in {path} are discarded"
+                "run.fork_prompts is anew, so this run starts with its first prompt and discards the groups "
+                f"that waited in {path} (number of groups: {dropped})"
             )
         else:
             self.rollouts.restore(state.rollouts)

@@ -283,7 +283,7 @@ class _Attempt:
             await self._drop(recipient, ReceiverLost(problem, code="engine.restarted", about=recipient.name))
         if not self._left():
             raise DeadlineError(
-                f"publication of version {self.manifest.version}",
+                f"the publication of version {self.manifest.version}",
                 self.publisher.deadline_s,
                 f"the steps that precede {step} of engine {recipient.name}",
             )
@@ -317,7 +317,7 @@ class _Attempt:
                 return await work
         except TimeoutError:
             raise DeadlineError(
-                f"publication of version {self.manifest.version}, stage {stage}",
+                f"the publication of version {self.manifest.version}, stage {stage}",
                 self.publisher.deadline_s,
                 "the trainers",
             ) from None
@@ -374,7 +374,7 @@ def _compare(engine: str, sent: list[dict[str, str]], loaded: list[dict[str, str
     ends the publication, because restarting the engine would not help."""
     if len(sent) != len(loaded):
         raise SlimxError(
-            f"engine {engine} has {len(loaded)} ranks, but the trainers send tensors for {len(sent)}; start the engine "
+            f"engine {engine} has the wrong number of ranks, {len(loaded)} instead of {len(sent)}; start the engine "
             "with the parallel sizes of this run's rollout.engines",
             code="publish.ranks",
             about=engine,
@@ -394,7 +394,7 @@ def _compare(engine: str, sent: list[dict[str, str]], loaded: list[dict[str, str
         missing = sorted(engine_tensors.keys() - sent_tensors.keys())
         if missing:
             raise SlimxError(
-                f"{name} needs tensor {missing[0]}, which trainers do not send ({len(missing)} such tensors); {remedy}",
+                f"{name} needs tensor {missing[0]}, which no trainer sends (such tensors: {len(missing)}); {remedy}",
                 code="publish.missing",
                 about=missing[0],
             )

@@ -77,7 +77,7 @@ class SupervisedProcess:
         cleanly. Raises SlimxError if it is already running."""
         if self._guard is not None and self._guard.poll() is None:
             raise SlimxError(
-                f"{self.name} is already running as process {self._guard.pid}; stop it first",
+                f"{self.name} is already running as process {self._guard.pid}; stop this process first",
             )
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._clear()

@@ -36,8 +36,8 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
     engines cannot load."""
     if any(policy.shares is None for policy in config.policies.values()):
         raise SlimxError(
-            "slimx generate and slimx eval do not support several trained policies (section policies); evaluate "
-            "during training (eval.prompts), or remove the additional policies from section policies",
+            "slimx generate and slimx eval do not support several trained policies; evaluate during training "
+            "(eval.prompts), or remove the additional policies from the section policies",
         )
     if not config.rollout.policy_engines:
         remedy = "rollout.engines is empty; add an engine group to rollout.engines"
@@ -205,9 +205,9 @@ def _check_order(config: Config, state: RunState, *, forked: bool) -> None:
 def _check_directory(key: str, directory: Path) -> None:
     check_downloaded(directory)
     if not directory.is_dir():
-        base = "" if directory.is_absolute() else f", which is relative to the working directory {Path.cwd()}"
+        base = "" if directory.is_absolute() else f" in the working directory {Path.cwd()}"
         raise SlimxError(
-            f"{key}: there is no directory {directory}; correct the path{base}",
+            f"{key}: there is no directory {directory}{base}; set {key} to an existing directory",
             code="weights.directory",
             about=key,
         )

@@ -119,7 +119,7 @@ def _check_policy(path: Path, keys: str, saved: Json, config: Config, sizes: Siz
         raise SlimxError(
             f"{path} was written with {keys}.freeze={saved['freeze']}, but this run has "
             f"{list(config.trainer.freeze)}, and frozen weights have no optimizer state; set {keys}.freeze to the "
-            "former value, or set checkpoint.load_optimizer=false to start with new moments",
+            "checkpoint's value, or set checkpoint.load_optimizer=false to start with new optimizer state",
         )
     kind = config.trainer.optimizer.kind
     if saved["optimizer"] != kind:
@@ -150,8 +150,8 @@ def _check_move(path: Path, keys: str, saved: Json, sizes: Sizes, distributed: b
         raise SlimxError(
             f"{path} was written with {_words(saved, distributed)}, but this run has "
             f"{_words(current, config.trainer.distributed_optimizer)}, and megatron-core cannot move optimizer "
-            f"state {refused}; use the checkpoint's setting, or set checkpoint.load_optimizer=false to start with "
-            "new optimizer state",
+            f"state {refused}; set {about} to the checkpoint's value, or set checkpoint.load_optimizer=false to start "
+            "with new optimizer state",
             code="resume.layout",
             about=about,
         )

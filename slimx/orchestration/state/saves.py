@@ -182,8 +182,8 @@ def read_state(path: Path) -> RunState:
         return RunState(**fields)
     except (TypeError, KeyError) as error:
         raise SlimxError(
-            f"{path / _RUN} does not have the fields that this release of slimx expects ({error}); use the release "
-            "that wrote it, or start a new run from its weights (trainer.load)",
+            f"{path / _RUN} does not have the fields that this release of slimx expects ({error}); resume with "
+            "the release that wrote this file, or set trainer.load to this checkpoint in a new run",
         ) from error
 
 

@@ -111,7 +111,7 @@ def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> N
     if len(bad):
         first = names[bad[0]] if names is not None else f"tensor {bad[0]}"
         raise SlimxError(
-            f"{first} has a value that is infinite, NaN or too large for bf16 ({len(bad)} such tensors in the bucket), "
+            f"{first} has a value that is infinite, NaN or too large for bf16 (such tensors in total: {len(bad)}), "
             "so these weights cannot be published; resume from an older checkpoint with a lower trainer.optimizer.lr",
             code="kernel.nonfinite",
             about=first,
@@ -230,7 +230,8 @@ def _raise_for(status: int, isa: str) -> None:
         )
     if status == _NO_MEMORY:
         raise SlimxError(
-            "the CPU packing kernel could not allocate memory for its list of tiles; pack fewer pieces at a time",
+            "the CPU packing kernel could not allocate memory for its list of tiles; free memory on this machine, or "
+            "pack fewer pieces at a time",
         )
     if status:
         raise SlimxError(

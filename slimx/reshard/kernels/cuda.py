@@ -216,7 +216,7 @@ def results(plan: DevicePlan, sums: torch.Tensor, flags: torch.Tensor | None = N
     if len(bad):
         raise SlimxError(
             f"{plan.names[bad[0]]} in bucket {plan.bucket} has a value that is infinite, NaN or too large for "
-            f"bf16 ({len(bad)} such tensors); resume from an older checkpoint with a lower trainer.optimizer.lr",
+            f"bf16 (such tensors: {len(bad)}); resume from an older checkpoint with a lower trainer.optimizer.lr",
             code="kernel.nonfinite",
             about=plan.names[bad[0]],
         )
@@ -295,7 +295,8 @@ def device_of(device: torch.device | int) -> torch.device:
     cuda_device = torch.device("cuda", device) if isinstance(device, int) else device
     if cuda_device.type != "cuda":
         raise SlimxError(
-            f"{cuda_device} is not a CUDA device; pass one, or pack on the CPU with slimx.reshard.kernels.cpu",
+            f"{cuda_device} is not a CUDA device; pass a CUDA device, or pack on the CPU with "
+            "slimx.reshard.kernels.cpu",
         )
     return cuda_device if cuda_device.index is not None else torch.device("cuda", torch.cuda.current_device())
 

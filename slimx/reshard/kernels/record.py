@@ -145,7 +145,7 @@ def rectangle(
     flat = view.unsqueeze(0) if view.dim() == 1 else view
     if flat.dim() != 2 or (flat.shape[1] > 1 and flat.stride(1) < 1) or flat.device.type != device:
         raise SlimxError(
-            f"a view of shape {list(view.shape)} with strides {view.stride()} on {view.device} cannot be a piece; pass "
+            f"a view of shape {list(view.shape)} with strides {view.stride()} on {view.device} cannot be packed; pass "
             f"a 1-D or 2-D view of {device.upper()} memory whose elements do not overlap",
             code="kernel.view",
             about=str(list(view.shape)),
@@ -242,9 +242,13 @@ def check_ops(pieces: np.ndarray, sums: np.ndarray) -> None:
             int4 & (pieces["cols"] % 32 != 0),
             "is INT4 with a number of columns not divisible by 32",
         ),
-        ("kernel.scale_sum", no_sum, f"has a scale tensor outside the {len(sums)} sums, or one its op does not write"),
+        (
+            "kernel.scale_sum",
+            no_sum,
+            f"has a scale tensor outside the {len(sums)} entries of sums, or one that its op does not write",
+        ),
         ("kernel.triton_item", triton_fp32, "quantizes fp32 by the rule triton, which is defined only for bf16"),
-        ("kernel.scale_source", reads & (pieces["scale"] == 0), "has no address of its scales"),
+        ("kernel.scale_source", reads & (pieces["scale"] == 0), "has no address for its scales"),
         ("kernel.alignment", unaligned, "has an address or offset not aligned to its element or scale size"),
     )
 
@@ -313,7 +317,8 @@ def _refuse(pieces: np.ndarray, *problems: Problem) -> None:
             op = OP(p["op"]).name if p["op"] in OP.__members__.values() else f"op {p['op']}"
             raise SlimxError(
                 f"piece {k} of {len(pieces)} {problem} ({op}, tensor {p['tensor']}, {p['rows']} x {p['cols']} elements "
-                f"of {p['item']} bytes, bucket offset {p['dst']}, {p['dst_ld']} bytes per row); correct this piece",
+                f"of {p['item']} bytes, bucket offset {p['dst']}, {p['dst_ld']} bytes per row); set the "
+                f"piece's fields as slimx.reshard.kernels.record.PIECE describes",
                 code=code,
                 about=str(k),
             )

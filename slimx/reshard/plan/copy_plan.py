@@ -176,13 +176,16 @@ class Plan:
         try:
             version, head, moved = msgspec.msgpack.decode(data)
             if version != FORMAT:
-                raise SlimxError(f"the copy plan has format {version}, but slimx reads {FORMAT}; compile it again")
+                raise SlimxError(
+                    f"the copy plan has format {version}, but this release of slimx reads only format {FORMAT}; "
+                    "compile the plan again"
+                )
             kinds = tuple[Precision, list[Parameter], list[list[Bucket]], tuple[str, ...]]
             precision, parameters, buckets, unread = msgspec.convert(head, kinds, strict=False)
             return cls(precision, parameters, buckets, np.frombuffer(moved, dtype=MOVE), unread)
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
             raise SlimxError(
-                f"a copy plan of {len(data)} bytes cannot be decoded ({error}); compile it again"
+                f"a copy plan of {len(data)} bytes cannot be decoded ({error}); compile the plan again"
             ) from error
 
 
@@ -262,7 +265,7 @@ class _Compiler:
             if name not in self.sources:
                 raise SlimxError(
                     f"{part.name} needs checkpoint tensor {name}, which no trainer rank has; correct the "
-                    "sources of the row in the weight table",
+                    "sources of the former tensor in the weight table",
                     code="plan.unheld",
                     about=name,
                 )

@@ -120,8 +120,8 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
     unread = set(plan.unread) - _predicting(spec.table)
     if unread:
         raise SlimxError(
-            f"no engine loads the trainer's tensor {min(unread)} ({len(unread)} such tensors); add its row to "
-            "the family's engine table",
+            f"no engine loads the trainer's tensor {min(unread)} (such tensors: {len(unread)}); add a row for "
+            "this tensor to the engine table of the model's family",
         )
     return PublicationPlan(plan, encoding, note, adapters)
 

@@ -103,7 +103,7 @@ def opened(path: str, size: int, device: torch.device | int = 0) -> Iterator[int
     owner, gpu, available, address, handle = path.removeprefix(ON_DEVICE).split(":")
     if int(available) < size:
         raise SlimxError(
-            f"the bucket on GPU {gpu} has {available} bytes of memory, but its description specifies {size} bytes; "
+            f"the bucket on GPU {gpu} has {available} bytes of memory, but the publication announces {size} bytes; "
             "publish the weights again",
             code="bucket.size",
             about=path,
@@ -151,7 +151,8 @@ def fetch(path: str, start: int, stop: int, device: torch.device) -> torch.Tenso
         stream = torch.cuda.current_stream()
         status = _library().slimx_cuda_copy(out.data_ptr(), address + start, len(out), stream.cuda_stream)
         problem = f"the copy of {len(out)} bytes from another process's GPU memory to {device} failed"
-        _raise_for(status, problem, code="device.copy", about=path)
+        remedy = "; run `slimx health` on this machine to test its GPUs"
+        _raise_for(status, problem + remedy, code="device.copy", about=path)
         try:
             stream.synchronize()
         except RuntimeError as error:
@@ -196,7 +197,7 @@ def _raise_for(status: int, problem: str, *, code: str, about: str) -> None:
     if status:
         reason = _library().slimx_cuda_error_string(status).decode()
         raise SlimxError(
-            f"{problem} (CUDA error {status}: {reason}); run `slimx health` on this machine to test its GPUs",
+            f"CUDA error {status} ({reason}): {problem}",
             code=code,
             about=about,
         )

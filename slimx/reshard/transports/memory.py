@@ -66,7 +66,7 @@ def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
         available = os.fstat(file).st_size
         if available < size:
             raise SlimxError(
-                f"the bucket at {path} has {available} bytes, but its description specifies {size} bytes; publish "
+                f"the bucket at {path} has {available} bytes, but the publication announces {size} bytes; publish "
                 "the weights again",
                 code="bucket.size",
                 about=path,

@@ -156,12 +156,15 @@ class GenerationClient:
         """
         response = await self._sender(key).answer(body, self.deadline_s)
         if "meta_info" not in response:
-            raise SlimxError(f"POST {self.url}/generate returned status 200 without meta_info: {message_of(response)}")
+            raise SlimxError(
+                f"POST {self.url}/generate returned status 200 without meta_info ({message_of(response)}); start the "
+                "engine with SGLang 0.5.23"
+            )
         return response["meta_info"]
 
     def _sender(self, key: str | None) -> RequestSender:
         if self._session is None:
-            raise SlimxError("the generation client is closed; use it inside `async with`")
+            raise SlimxError("the generation client is closed; use the client inside `async with`")
         return RequestSender(self._session, f"{self.url}/generate", key, self._rule, self.outage.time)
 
     async def _lost(self) -> None:

@@ -148,7 +148,8 @@ class Pending:
         received = self.received
         if received is None:
             raise SlimxError(
-                "a stream closed before its first token has no completion; read a piece before closing the stream",
+                "a stream closed before its first token has no completion; wait for the first token "
+                "before closing the stream",
                 code="request.no_token",
             )
         return received

@@ -246,7 +246,7 @@ class RequestSender:
         """
         if self._losses >= self._rule.retries:
             raise SlimxError(
-                f"a request to {self.url} failed {self._losses + 1} times, most recently because {event}; "
+                f"a request to {self.url} failed in attempt {self._losses + 1}, the last permitted, because {event}; "
                 "see the engines' logs",
                 code="request.lost",
                 about=self.url,

@@ -295,10 +295,9 @@ class RolloutManager:
             # Unresponsive engines may respond after a restart; other failures would repeat.
             silent = all(failure.reason == ENGINE_DEADLINE for failure in self._failures)
             raise (PartLost if silent else SlimxError)(
-                f"{len(self._failures)} groups of this step failed, more than the share "
-                f"rollout.max_failed_share={self.config.rollout.max_failed_share} of "
-                f"rollout.prompts_per_step={self.config.rollout.prompts_per_step}; correct the cause of the last "
-                f"failure, {last.reason} ({last.detail}), or raise rollout.max_failed_share",
+                f"{len(self._failures)} of rollout.prompts_per_step={self.config.rollout.prompts_per_step} groups "
+                f"failed, more than rollout.max_failed_share={self.config.rollout.max_failed_share} allows; correct "
+                f"the cause of the last failure, {last.reason} ({last.detail}), or raise rollout.max_failed_share",
                 code="rollout.failed",
                 about="rollout.max_failed_share",
             )

@@ -108,7 +108,7 @@ def check_replay(run: Path, origin: Origin, *, first: int, last: int, routes: bo
 
 
 async def _nothing(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    raise SlimxError("the generate hook was called, but a run with rollout.replay generates nothing")
+    raise SlimxError("a run with rollout.replay called the generate hook, which is a bug in slimx; report the bug")
 
 
 NO_HOOKS = Hooks(generate=_nothing, reward=None, keep=None)

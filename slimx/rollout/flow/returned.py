@@ -69,7 +69,9 @@ class ReturnCheck:
             if not isinstance(trajectory, Trajectory):
                 kind = type(trajectory).__name__
                 raise self._error(
-                    "rollout.returned", rollout, f"returned a {kind}; return a Trajectory, or a list of trajectories"
+                    "rollout.returned",
+                    rollout,
+                    f"returned an object of type {kind}; return a Trajectory, or a list of trajectories",
                 )
             self._check_position(trajectory, rollout)
             self._check_fields(trajectory)
@@ -115,7 +117,9 @@ class ReturnCheck:
         rewards += [turn.reward for turn in trajectory.turns]
         if not np.isfinite(rewards).all():
             raise self._error(
-                "rollout.reward", trajectory.id, f"returned {trajectory.id} with a reward that is not finite"
+                "rollout.reward",
+                trajectory.id,
+                f"returned {trajectory.id} with a reward that is not finite; use finite rewards",
             )
 
     def _check_tokens(self, trajectory: Trajectory) -> None:
@@ -154,7 +158,9 @@ class ReturnCheck:
         name = trajectory.id
         if span.policy not in self.versions or span.turn < 0:
             raise self._error(
-                "rollout.spans", name, f"returned {name} with a span of an unknown policy or a negative turn ({span})"
+                "rollout.spans",
+                name,
+                f"returned {name} with an invalid span, {span}; use a policy of this run and a turn of at least 0",
             )
         if span.source != "sampled":
             return
@@ -186,7 +192,8 @@ def check_verdict(verdict: object, group: Group, before: Sequence[Trajectory], h
     if not isinstance(verdict, (bool, np.bool_, str)):
         kind = type(verdict).__name__
         raise SlimxError(
-            f"{hook} returned a {kind} for group {group.id}; return True, False or the reason for dropping it",
+            f"{hook} returned an object of type {kind} for group {group.id}; return True to keep the group, or False "
+            "or a reason to drop the group",
         )
     same = [after is old for after, old in zip(group.trajectories, before, strict=False)]
     if len(group.trajectories) != len(before) or not all(same):

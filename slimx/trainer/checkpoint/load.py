@@ -157,7 +157,7 @@ def fill(chunks: Sequence[torch.nn.Module], loaded: StateDict) -> None:
         odd = unwrap(chunk).load_state_dict(loaded.get(key, {}), strict=False)
         for name in (*odd.missing_keys, *odd.unexpected_keys):
             if _EXTRA not in name:
-                raise SlimxError(f"{name} is in only one of model and checkpoint; load a checkpoint of the same model")
+                raise SlimxError(f"the model or the checkpoint lacks {name}; load a checkpoint of the same model")
 
 
 def load_sharded(state: ShardedStateDict, path: Path, *, tensors_only: bool) -> StateDict:

@@ -104,8 +104,8 @@ class Saver:
             self._thread.join(_JOIN_S)
             if self._thread.is_alive():
                 raise SlimxError(
-                    f"{self.holder} rank {self.rank} is still writing the previous checkpoint; see its log and "
-                    "check the disk",
+                    f"{self.holder} rank {self.rank} has not finished writing the previous checkpoint; see the rank's "
+                    "log, and save to a faster disk or less often (checkpoint.every, checkpoint.every_seconds)",
                 )
 
     def _planned(self, sharded: ShardedStateDict) -> tuple[SavePlan, dict[MetadataIndex, Content]]:

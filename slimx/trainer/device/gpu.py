@@ -163,7 +163,7 @@ def check_health(gpu: NvmlGpu) -> tuple[str, ...]:
     errors = gpu.uncorrected_errors()
     if errors:
         raise SlimxError(
-            f"GPU {gpu.uuid} has had {errors} memory errors that ECC could not correct since the driver was loaded; "
+            f"GPU {gpu.uuid} has had memory errors that ECC could not correct ({errors} since the driver was loaded); "
             "reset the GPU, and replace the GPU if such errors recur",
             code="gpu.memory_errors",
             about=gpu.uuid,

@@ -82,8 +82,8 @@ def install(block: TransformerBlockSubmodules, config: TransformerConfig) -> Non
     if config.qk_layernorm:
         raise SlimxError(
             "trainer.megatron.qk_layernorm is true, but the query and key norms of this model span all heads, so "
-            "tensor-parallel ranks have different parts of the norms, whose gradients megatron-core would add up; "
-            "remove trainer.megatron.qk_layernorm",
+            "megatron-core would add up gradients of different parts of the norms; remove "
+            "trainer.megatron.qk_layernorm",
             code="trainer.qk_layernorm",
             about="trainer.megatron.qk_layernorm",
         )

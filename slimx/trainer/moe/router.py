@@ -85,9 +85,8 @@ class RouterWatch:
         requires one."""
         if self._again and trainable:
             raise SlimxError(
-                f"router {self.name} got no gradient in {len(self._again)} micro-batches, because all parameters "
-                "before its layer are frozen, so the backward pass did not recompute the layer; set "
-                "trainer.recompute.granularity=none",
+                f"router {self.name} got no gradient, because all parameters before its layer are frozen, so the "
+                "backward pass did not recompute the layer; set trainer.recompute.granularity=none",
                 code="routing.not_recomputed",
                 about=self.name,
             )

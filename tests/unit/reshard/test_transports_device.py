@@ -110,14 +110,14 @@ def test_memory_of_an_owner_that_died_is_refused_by_name(peers, emulator) -> Non
     emulator.emulator_fail(719)
     with refused("device.copy", about=path) as caught:
         fetch(path, 0, 2, DEVICE)
-    assert numbers(caught.value) == [2, 719], "the bytes and CUDA's error"
+    assert numbers(caught.value) == [719, 2], "CUDA's error and the bytes"
     emulator.emulator_fail(0)
     assert emulator.emulator_open() == 0, "closed after a failure too"
     os.kill(peer.process.pid, signal.SIGKILL)
     peer.process.join(60)
     with refused("bucket.gone", about=path) as caught:
         fetch(path, 0, 2, DEVICE)
-    assert numbers(caught.value)[0] == peer.process.pid
+    assert numbers(caught.value)[1] == peer.process.pid
 
 
 def test_memory_of_another_machine_or_none_is_refused() -> None:

@@ -280,7 +280,7 @@ BROKEN_ROLLOUTS = {
     "is not answered in time": (DeadlineError(REQUEST, 600, "http://r"), "engine deadline", "http://r"),
     "waits for something else": (DeadlineError("a tool", 5, "its server"), "generate failed", "its server"),
     "hangs": ("hangs", "generate deadline", "rollout g1/1"),
-    "returns something else": ({"text": "2"}, "generate failed", "returned a dict"),
+    "returns something else": ({"text": "2"}, "generate failed", "returned an object of type dict"),
     "returns nothing": ([], "generate failed", "returned no trajectory for g1/1"),
     "is aborted": ("aborted", "generate failed", "rollout g1/1 was aborted"),
     "has a token without log-prob": ("nan", "generate failed", "g1/1 with a sampled token"),
@@ -351,7 +351,7 @@ async def test_too_many_failures_stop_the_run_with_the_last_reason():
         with refused("rollout.failed", about="rollout.max_failed_share") as caught:
             await stand.next_batch()
     text = str(caught.value)
-    assert numbers(text)[:3] == [2, 0.25, 4], "groups that failed, the share, and groups of a step"
+    assert numbers(text)[:3] == [2, 4, 0.25], "groups that failed, groups of a step, and the share"
     assert "single_turn" in text and "ValueError: ticket g2" in text
 
 
