@@ -91,9 +91,7 @@ METRICS = (
     Metric("eval/margin", "For a reward model: mean score of the chosen minus the rejected answers of held-out pairs."),
     Metric("eval/{set}/margin", "`eval/margin` of one named set of pairs."),
     Metric("eval/pass@{k}", "Estimated probability that at least one of k answers reaches `eval.passing`."),
-    Metric(
-        "eval/failed", "Number of held-out prompts whose evaluation failed; the answers to each count with reward 0."
-    ),
+    Metric("eval/failed", "Number of held-out prompts whose evaluation failed; their answers count with reward 0."),
     Metric("eval/{set}/accuracy", "`eval/accuracy` of one named set of prompts."),
     Metric("eval/{set}/pass@{k}", "`eval/pass@{k}` of one named set of prompts."),
     Metric("eval_reward/part/{part}/{measure}", "`reward/part/{part}/{measure}` of the answers to held-out prompts."),
