@@ -165,7 +165,9 @@ def load_function(
         accepted = [name for name in signature.parameters if name not in parameters]
         unknown = next((name for name in keywords if name not in signature.parameters), next(iter(keywords)))
         near = difflib.get_close_matches(unknown, accepted, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"its options are {', '.join(accepted) or 'none'}"
+        hint = f"use one of {', '.join(accepted)}" if accepted else f"remove {unknown!r}"
+        if near:
+            hint = f"did you mean {near[0]}?"
         raise SlimxError(
             f"{options_key}: {path} has no parameter {unknown!r}; {hint}", code="dotted.options", about=options_key
         ) from error

@@ -70,9 +70,9 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
         if available < needed:
             stop_ray()
             raise SlimxError(
-                f"the Ray cluster has {available:g} {kind}s, but the run needs {needed:g} ({ranks} trainer ranks, "
-                f"{engines} engine ranks, cluster.device={device}); add nodes, or lower trainer.world_size or "
-                "rollout.engines.count",
+                f"the Ray cluster has {available:g} of the {needed:g} {kind}s that the run needs (trainer ranks: "
+                f"{ranks}, engine ranks: {engines}, cluster.device={device}); add nodes, or lower trainer.world_size "
+                "or rollout.engines.count",
                 code="cluster.resources",
                 about=kind,
             )

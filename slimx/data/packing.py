@@ -61,8 +61,8 @@ def pack(
         )
     if len(rows) < data_size:
         raise SlimxError(
-            f"an update has {len(rows)} trajectories for {data_size} data-parallel ranks, but each rank needs at "
-            "least one trajectory; lower trainer.data or schedule.updates_per_step",
+            f"an update needs a trajectory for each of {data_size} data-parallel ranks, but has only {len(rows)}; "
+            "lower trainer.data or schedule.updates_per_step",
             code="data.update",
             about="trainer.data",
         )

@@ -131,7 +131,8 @@ class Trajectory:
             count = length - 1 if item.name == "routed_experts" else length
             if str(item.type).startswith(("np.ndarray", "Support")) and values is not None and len(values) != count:
                 raise ValueError(
-                    f"trajectory {self.id}: {item.name} has {len(values)} entries for {length} tokens, expected {count}"
+                    f"trajectory {self.id}: for token_ids of length {length}, {item.name} must have length {count}, "
+                    f"not {len(values)}"
                 )
         if self.support is not None:
             self._check_support(self.support)
@@ -150,8 +151,8 @@ class Trajectory:
         if len(missing):
             index = int(missing[0])
             raise ValueError(
-                f"trajectory {self.id}: token {index} (id {self.token_ids[index]}) is not among the "
-                f"{support.counts[index]} tokens left by top-k and top-p at its position (support)"
+                f"trajectory {self.id}: support lacks the id {self.token_ids[index]} of token {index} (number of "
+                f"ids left there by top-k and top-p: {support.counts[index]})"
             )
 
     @property

@@ -24,7 +24,9 @@ class Support:
 
     def __post_init__(self) -> None:
         if self.counts.sum() != len(self.ids):
-            raise ValueError(f"a support has counts for {self.counts.sum()} token ids, but {len(self.ids)} ids")
+            raise ValueError(
+                f"a support has ids of length {len(self.ids)}, but counts with the sum {self.counts.sum()}"
+            )
 
     def __len__(self) -> int:
         return len(self.counts)

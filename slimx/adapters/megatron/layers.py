@@ -277,7 +277,7 @@ class Adam(torch.optim.Optimizer):
         **_: object,
     ):
         if not adam_w_mode:
-            raise NotImplementedError("this Adam supports only decoupled weight decay; leave adam_w_mode at True")
+            raise NotImplementedError("slimx's Adam does not support adam_w_mode=False; set adam_w_mode=True")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -104,7 +104,7 @@ def loads_path(ipc_name: str) -> str:
                     return str(link)
     raise SlimxError(
         "neither this process nor its parents have a memory file for scheduler loads; start the server with "
-        "slimx.engines.server.launch",
+        "`python -m slimx.engines.server.launch`",
     )
 
 

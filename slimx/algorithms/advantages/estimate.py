@@ -100,8 +100,8 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float]:
             values = gdpo(_parts(rollouts), weighted.weights, eps=weighted.eps)
         case _:
             raise SlimxError(
-                f"algorithm.advantages={estimator} has no estimator, neither built in nor among the entry points of "
-                f"{GROUP}, because the installed slimx is older than its source; run make build",
+                f"the estimator algorithm.advantages={estimator} is neither built in nor an entry point of {GROUP}, "
+                "because the installed slimx is older than its source; run `make build`",
             )
     advantage = dict(zip(rollouts, values.tolist(), strict=True))
     return [advantage[trajectory.rollout_id] for trajectory in group.trajectories]

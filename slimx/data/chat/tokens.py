@@ -96,7 +96,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     try:
         return encode_chat(prompt_tokenizer, prompt.messages or [], prompt.tools)
     except SlimxError as error:
-        raise _refused(prompt, str(error)) from error
+        raise SlimxError(f"prompt {prompt.id!r}: {error}", code="prompts.template", about=prompt.id) from error
 
 
 def rendered_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
@@ -327,7 +327,7 @@ def templated(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> PreTrainedT
     try:
         check_arguments(tokenizer, prompt.template, "its template")
     except SlimxError as error:
-        raise _refused(prompt, str(error)) from error
+        raise SlimxError(f"prompt {prompt.id!r}: {error}", code="prompts.template", about=prompt.id) from error
     return with_template(tokenizer, prompt.template)
 
 

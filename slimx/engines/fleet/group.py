@@ -110,7 +110,7 @@ class EngineGroup:
         if group.urls:
             address = urlsplit(group.urls[index])
             if address.hostname is None or address.port is None:
-                raise ValueError(f"the server URL {group.urls[index]} must have a host and a port")
+                raise ValueError(f"the server URL {group.urls[index]} lacks a host or a port; write http://HOST:PORT")
             spec = replace(spec, host=address.hostname, port=address.port, external=True)
         options = {"num_cpus": 0} if group.urls else first.options(spec.threads * group.ranks / group.nodes)
         log = log_dir / f"engine-{name}.log"
@@ -204,9 +204,9 @@ def placement_of(ranks: Sequence[Placement], name: str) -> Placement:
     nodes = {place.node for place in ranks}
     if len(nodes) > 1:
         raise SlimxError(
-            f"a server of rollout.engines group {name} would use the GPUs of {len(ranks)} trainer ranks on "
-            f"{len(nodes)} nodes, but can use only one node; set the group's tensor, pipeline and nodes such that "
-            "tensor x pipeline / nodes divides the number of GPUs per node",
+            f"rollout.engines group {name}: the GPUs of {len(ranks)} trainer ranks must be on one node, but are on "
+            f"{len(nodes)}; set tensor, pipeline and nodes so that tensor x pipeline / nodes divides the number of "
+            "GPUs per node",
             code="engines.shared_gpus",
             about=name,
         )

@@ -52,7 +52,7 @@ def server_fields() -> dict[str, Field]:
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise SlimxError(
-            "sglang is not installed in this environment; install the requirements of slimx",
+            "sglang is not installed in this environment; run `make venv`",
         )
     folder = Path(spec.submodule_search_locations[0]) / "srt" / "arg_groups" / "fields"
     fields: dict[str, Field] = {}
@@ -63,8 +63,8 @@ def server_fields() -> dict[str, Field]:
                 fields.update({field.name: field for field in declared if field is not None})
     if len(fields) < 100:
         raise SlimxError(
-            f"{folder} declares only {len(fields)} argument fields, so the installed SGLang declares others elsewhere: "
-            "install sglang 0.5.23, or adapt slimx.engines.server.arguments",
+            f"{folder} lacks most of SGLang's server arguments (found: {len(fields)}), so slimx does not support the "
+            "installed SGLang; install sglang 0.5.23",
         )
     return fields | BY_HAND
 

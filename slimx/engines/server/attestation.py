@@ -109,15 +109,15 @@ async def _check_arguments(wire: ControlClient, spec: EngineSpec) -> None:
         if value and info.get(name) != value:
             flags = " ".join(command_line(needed))
             raise SlimxError(
-                f"engine {spec.name} at {spec.url} runs with {name}={info.get(name)!r}, but slimx needs {value!r}: "
-                f"start it with `python -m slimx.engines.server.launch -- ... {flags}`",
+                f"engine {spec.name} at {spec.url} runs with {name}={info.get(name)!r}, but slimx needs {value!r}; "
+                f"start the server with `python -m slimx.engines.server.launch -- ... {flags}`",
             )
     role = info.get("disaggregation_mode", "null")
     expected = "null" if spec.role == "regular" else spec.role
     if role != expected:
         raise SlimxError(
             f"engine {spec.name} at {spec.url} runs with disaggregation_mode={role!r}, but rollout.engines.role of its "
-            f"group is {spec.role}; set the role of that mode, or restart the server with another mode",
+            f"group is {spec.role}; change the role, or start the server with --disaggregation-mode {expected}",
         )
 
 
@@ -149,15 +149,15 @@ def _facts(rank: Json, spec: EngineSpec) -> list[Fact]:
     numerics = spec.numerics.contract(spec.dtype)
     sizes = EngineSizes(**rank["sizes"])
     facts = [
-        Fact("dtype", rank["dtype"], spec.dtype, "start the engine with that --dtype"),
+        Fact("dtype", rank["dtype"], spec.dtype, f"start the engine with --dtype {spec.dtype}"),
         Fact("adapters", rank["adapters"], spec.form.contract(), "start the engine with this run's adapter options"),
         Fact(
             "numerics",
             rank["numerics"],
             numerics,
-            "start the engine in that mode (None is fast), or change numerics.mode",
+            "start the engine in that mode (None means fast), or change numerics.mode",
         ),
-        Fact("sizes", sizes, spec.sizes, "correct the sizes of the engine's group in rollout.engines"),
+        Fact("sizes", sizes, spec.sizes, "set the engine's group in rollout.engines to the sizes that the engine has"),
     ]
     if not spec.frozen:
         remedy = "start the engine with --publish-draft only if the run publishes draft weights"

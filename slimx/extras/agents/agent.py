@@ -121,7 +121,7 @@ async def generate(
     samples nothing, or, in training, samples nothing that can be trained on.
     """
     if ctx.proxy is None:
-        raise SlimxError("agents sample through a proxy, but this rollout has none; configure rollout.engines")
+        raise SlimxError(f"agents need a proxy, but policy {ctx.policy} has none; pass ctx.policies['actor'] instead")
     if prompt.messages is None:
         raise SlimxError(
             f"prompt {prompt.id!r} has token_ids and no messages, but an agent needs messages; give the prompt "

@@ -192,7 +192,8 @@ def check_entry(entry: Json, places: Mapping[str, Destination], taken: Collectio
     if entry["nbytes"] != place.nbytes or not 0 <= entry["offset"] <= size - place.nbytes:
         raise SlimxError(
             f"tensor {name} of bucket {bucket} is declared with {entry['nbytes']} bytes at offset {entry['offset']}, "
-            f"but the tensor has {place.nbytes} bytes and the bucket {size}; correct the declared size or offset",
+            f"but the tensor has {place.nbytes} bytes and the bucket {size}; declare the tensor's size, "
+            "and an offset within the bucket",
             code="receiver.extent",
             about=name,
         )

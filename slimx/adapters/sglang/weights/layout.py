@@ -81,7 +81,7 @@ def vocabulary(served: ServedParameter) -> Iterator[ServedPiece]:
     real = indices.num_org_elements
     _expect(
         indices.num_added_elements == 0,
-        "it also stores an added vocabulary, which checkpoints lack",
+        "the parameter also stores rows of added tokens, which checkpoints lack",
     )
     yield ServedPiece("{name}", (owner.org_vocab_size, cols), (Rect(0, start, 0, real, cols, 0, 0),))
     yield ServedPiece(None, (), (Rect(0, 0, 0, rows - real, cols, real, 0),))
@@ -312,7 +312,7 @@ def place(layout: Layout, name: str, parameter: torch.Tensor, pieces: list[Serve
             parts = {_part(other.rects) for other in destination.parts} | {_part(piece.rects)}
             _expect(
                 len(parts) == 1,
-                f"this rank stores different parts of {piece.tensor} instead of copies",
+                f"this rank stores {piece.tensor} several times, but not the same rows and columns each time",
             )
             destination.parts.append(LocalPart(name, tuple(parameter.shape), piece.rects))
 
@@ -330,7 +330,7 @@ def row_of(name: str) -> tuple[Split, dict[str, str]]:
         match = re.fullmatch(pattern, name)
         if match:
             return split, match.groupdict()
-    raise Unexpected(f"no row of slimx.adapters.sglang.weights.layout or of an entry point of {GROUP} matches its name")
+    raise Unexpected(f"no row of {__name__} or of an entry point of {GROUP} matches the parameter's name")
 
 
 def _experts(served: ServedParameter) -> Iterator[tuple[str, int | None]]:

@@ -30,7 +30,7 @@ class StepEnvironment:
         if isinstance(max_invalid, bool) or not isinstance(max_invalid, int) or max_invalid < 1:
             raise SlimxError(
                 f"{key}.max_invalid must be an integer of at least 1, not {max_invalid!r}; set the number of "
-                "invalid answers in a row that end the episode",
+                "consecutive invalid answers that end the episode",
                 code="environment.max_invalid",
                 about=f"{key}.max_invalid",
             )

@@ -68,9 +68,9 @@ class McpTools:
     def check(cls, *, servers: Mapping[str, Json], tools: Sequence[str] | None = None) -> None:
         """Raises SlimxError for invalid options, without starting or contacting a server."""
         if not isinstance(servers, Mapping) or not servers:
-            raise _refusal("configure at least one server, with its url or command", "servers")
+            raise _refusal("no server is configured; add a server with a url or a command", "servers")
         if isinstance(tools, str):
-            raise _refusal("give a list of names", "tools")
+            raise _refusal(f"{tools!r} is not a list; set [{tools}]", "tools")
         for name, server in servers.items():
             _check_server(name, server)
         try:
@@ -159,7 +159,8 @@ class _McpConnection:
                     return tools
         except Exception as error:
             raise self._lost("does not list its tools", error) from error
-        raise ToolsLost(f"the MCP server {self.name} lists tools on more than {MAX_PAGES} pages", about=self.name)
+        text = f"the MCP server {self.name} lists tools on more than {MAX_PAGES} pages; make it use fewer pages"
+        raise ToolsLost(text, about=self.name)
 
     async def call(self, name: str, arguments: Json) -> ToolResult:
         from mcp.shared.exceptions import MCPError
@@ -277,18 +278,18 @@ def _leaf(error: BaseException) -> BaseException:
 def _check_server(name: str, server: object) -> None:
     transports = [key for key in FIELDS if isinstance(server, Mapping) and key in server]
     if not isinstance(server, Mapping) or len(transports) != 1:
-        raise _refusal("set exactly one of url and command", f"servers.{name}")
+        raise _refusal("the server needs either url or command; set exactly one of them", f"servers.{name}")
     transport = transports[0]
     unknown = sorted(set(server) - FIELDS[transport])
     if unknown:
         keys = ", ".join(sorted(FIELDS[transport]))
         raise _refusal(
-            f"is an unknown key; a server with {transport} may have the keys {keys}", f"servers.{name}.{unknown[0]}"
+            f"the key is unknown; for a server with {transport}, use only {keys}", f"servers.{name}.{unknown[0]}"
         )
     if transport == "url":
         check_url(server["url"], f"{KEY}.servers.{name}.url", code="mcp.server")
     elif not isinstance(server["command"], Sequence) or isinstance(server["command"], str) or not server["command"]:
-        raise _refusal("use a list of a program and its arguments", f"servers.{name}.command")
+        raise _refusal("the command is not a nonempty list; write [PROGRAM, ARGUMENT, ...]", f"servers.{name}.command")
     elif shutil.which(str(server["command"][0])) is None:
         raise _refusal(
             f"the program {server['command'][0]} was not found; give its full path", f"servers.{name}.command"
@@ -296,7 +297,7 @@ def _check_server(name: str, server: object) -> None:
     variables = [*(server.get("headers_env") or {}).values(), *(server.get("environment") or ())]
     unset = [variable for variable in variables if variable not in os.environ]
     if unset:
-        raise _refusal(f"{unset[0]} is not set; export it before starting the run", f"servers.{name}")
+        raise _refusal(f"the environment variable {unset[0]} is not set; export it for the run", f"servers.{name}")
 
 
 def _refusal(reason: str, key: str) -> SlimxError:

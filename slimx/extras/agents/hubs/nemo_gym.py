@@ -96,7 +96,7 @@ class NemoGym:
         self._http = aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True), timeout=aiohttp.ClientTimeout())
         status, text = await self._post("seed_session", row)
         if status != 200:
-            raise self._lost("seed_session", f"answered {status}: {text[:MAX_SHOWN]}")
+            raise self._lost("seed_session", f"answered {status} ({text[:MAX_SHOWN]})")
         return [_description(tool) for tool in row["responses_create_params"].get("tools") or []]
 
     async def call(self, name: str, arguments: Json) -> ToolResult:
@@ -116,7 +116,7 @@ class NemoGym:
             with suppress(ValueError, KeyError, TypeError):
                 reward = float(json.loads(text)["reward"])
         if not math.isfinite(reward):
-            raise self._lost("verify", f"answered {status} without a reward: {text[:MAX_SHOWN]}")
+            raise self._lost("verify", f"answered {status} without a finite reward ({text[:MAX_SHOWN]})")
         return {"reward": reward}
 
     async def close(self) -> None:
@@ -132,10 +132,11 @@ class NemoGym:
             async with self._http.post(f"{self._url}/{path}", json=body, allow_redirects=False) as response:
                 return response.status, await text_of(response)
         except (aiohttp.ClientError, OSError) as error:
-            raise self._lost(path, raised(error)) from error
+            raise self._lost(path, f"cannot be reached ({raised(error)})") from error
 
     def _lost(self, path: str, problem: str) -> ToolsLost:
-        return ToolsLost(f"the NeMo Gym server at {self._url}: /{path} {problem}", about=self._url)
+        text = f"the NeMo Gym server at {self._url}: /{path} {problem}; read the server's log for the cause"
+        return ToolsLost(text, about=self._url)
 
     def _response(self, messages: Sequence[Json]) -> Json:
         """Converts the turns after the prompt to a response in the format of OpenAI's Responses API, which the server

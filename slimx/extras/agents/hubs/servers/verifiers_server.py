@@ -52,7 +52,7 @@ class EpisodeServer:
     async def episode(self, request: web.Request) -> web.Response:
         """Plays one episode and responds with its rewards or its error. A disconnect cancels the episode."""
         if not permitted(request.headers.get("Authorization", ""), self._token):
-            return web.json_response({"error": "the token is wrong or missing"}, status=401)
+            return web.json_response({"error": "the request lacks the server's token; set token_env"}, status=401)
         try:
             body = json.loads(await request.read())  # always UTF-8, because a header could name a slow codec
             data = self._task_type.data_type().model_validate(body["task"])
@@ -115,7 +115,7 @@ async def serve(env: vf.Env, host: str, port: int, most: int, token: str | None)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Plays episodes of an environment of verifiers for slimx.")
+    parser = argparse.ArgumentParser(description="Plays episodes of a verifiers environment for slimx.")
     parser.add_argument("env", help="table [env] of a verifiers configuration, as JSON or as the path of a JSON file")
     parser.add_argument("--prompts", type=Path, help="file to write the tasks to as prompts; the program then exits")
     parser.add_argument("--tasks", type=int, help="maximum number of tasks; required for an infinite taskset")
