@@ -45,8 +45,8 @@ def local_options() -> Json:
             private_token(file)
         except OSError as error:
             raise SlimxError(
-                f"Ray's token cannot be saved in {file} ({error.strerror}); set the environment variable {TOKEN_FILE} "
-                "to a writable file",
+                f"Ray's token cannot be saved in {file} ({error.strerror}); set {TOKEN_FILE} to the path of "
+                "a writable file",
             ) from error
     # Ray makes its directory accessible to all users, so it is put into a private one.
     return {"_node_ip_address": ADDRESS, "_temp_dir": str(private_directory() / "ray")}

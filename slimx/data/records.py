@@ -131,8 +131,7 @@ class Trajectory:
             count = length - 1 if item.name == "routed_experts" else length
             if str(item.type).startswith(("np.ndarray", "Support")) and values is not None and len(values) != count:
                 raise ValueError(
-                    f"trajectory {self.id}: for token_ids of length {length}, {item.name} must have length {count}, "
-                    f"not {len(values)}"
+                    f"trajectory {self.id}: {item.name} has {len(values)} entries instead of {count} (tokens: {length})"
                 )
         if self.support is not None:
             self._check_support(self.support)

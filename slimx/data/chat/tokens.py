@@ -96,7 +96,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     try:
         return encode_chat(prompt_tokenizer, prompt.messages or [], prompt.tools)
     except SlimxError as error:
-        raise SlimxError(f"prompt {prompt.id!r}: {error}", code="prompts.template", about=prompt.id) from error
+        raise _refused(prompt, str(error)) from error
 
 
 def rendered_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
@@ -315,10 +315,12 @@ def _full_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str | Slim
     except SlimxError as error:
         return error
     except Exception as error:  # templates may raise any exception
-        return _refused(prompt, f"the chat template cannot render the messages ({one_line(error)})")
-    if lost is not None:
-        return _refused(prompt, f"the chat template omits messages[{lost}] of role {messages[lost]['role']!r}")
-    return text
+        problem = f"the chat template cannot render the messages ({one_line(error)})"
+    else:
+        if lost is None:
+            return text
+        problem = f"the chat template omits messages[{lost}] of role {messages[lost]['role']!r}"
+    return _refused(prompt, problem + "; change the prompt's messages or template, or set token_ids instead")
 
 
 def templated(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> PreTrainedTokenizerBase:
@@ -327,16 +329,12 @@ def templated(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> PreTrainedT
     try:
         check_arguments(tokenizer, prompt.template, "its template")
     except SlimxError as error:
-        raise SlimxError(f"prompt {prompt.id!r}: {error}", code="prompts.template", about=prompt.id) from error
+        raise _refused(prompt, str(error)) from error
     return with_template(tokenizer, prompt.template)
 
 
-def _refused(prompt: Prompt, why: str) -> SlimxError:
-    return SlimxError(
-        f"prompt {prompt.id!r}: {why}; change the prompt's messages or template, or set token_ids instead",
-        code="prompts.template",
-        about=prompt.id,
-    )
+def _refused(prompt: Prompt, problem: str) -> SlimxError:
+    return SlimxError(f"prompt {prompt.id!r}: {problem}", code="prompts.template", about=prompt.id)
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Json], tools: list[Json] | None) -> str:

@@ -117,7 +117,7 @@ async def _check_arguments(wire: ControlClient, spec: EngineSpec) -> None:
     if role != expected:
         raise SlimxError(
             f"engine {spec.name} at {spec.url} runs with disaggregation_mode={role!r}, but rollout.engines.role of its "
-            f"group is {spec.role}; change the role, or start the server with --disaggregation-mode {expected}",
+            f"group is {spec.role}; change the role, or restart the server in the mode of this role",
         )
 
 
@@ -149,7 +149,7 @@ def _facts(rank: Json, spec: EngineSpec) -> list[Fact]:
     numerics = spec.numerics.contract(spec.dtype)
     sizes = EngineSizes(**rank["sizes"])
     facts = [
-        Fact("dtype", rank["dtype"], spec.dtype, f"start the engine with --dtype {spec.dtype}"),
+        Fact("dtype", rank["dtype"], spec.dtype, "start the engine with the --dtype of this run"),
         Fact("adapters", rank["adapters"], spec.form.contract(), "start the engine with this run's adapter options"),
         Fact(
             "numerics",

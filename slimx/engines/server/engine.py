@@ -223,8 +223,8 @@ class Engine(EngineServer):
         asleep = set(self.asleep) if tags is None else self.asleep & set(tags)
         if not asleep:
             raise SlimxError(
-                f"engine {self.spec.name} has released {', '.join(sorted(self.asleep)) or 'no memory'}, so it cannot "
-                f"restore {', '.join(tags or ['memory'])}; call `sleep` first",
+                f"engine {self.spec.name} has released {sorted(self.asleep) or 'no memory'}, so it cannot restore "
+                f"{tags or 'memory'}; call `sleep` first",
             )
         await self.call("/resume_memory_occupation", {"tags": sorted(asleep)})
         self.asleep -= asleep
