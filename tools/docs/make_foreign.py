@@ -21,9 +21,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "coming-from.md"
 TITLE = "## Every name\n"
 HEAD = """
 `python -m tools.docs.make_foreign` generates these tables from `slimx/extras/foreign/`. If one of these names is on the
-command line or in the configuration file, `slimx train` and `slimx plan` answer with the corresponding slimx key. Flags
-with the same name as their key, such as `--lr` and `--seed`, are answered too, but not listed here. `[]` stands for an
-entry of a list. If the value column is empty, the value stays the same. If the key column is empty, the value column
+command line or in the configuration file, `slimx train` and `slimx plan` name the corresponding slimx key. They also
+recognize flags with the same name as their key, such as `--lr` and `--seed`, which are not listed here. `[]` stands for
+an entry of a list. If the value column is empty, the value stays the same. If the key column is empty, the value column
 says why no key is needed, or names the closest alternative. A name that ends in `*` stands for all names that begin
 with the part before it, and `{}` in a key stands for the rest of the name.
 """
@@ -70,7 +70,7 @@ def _value(found: Meaning) -> str:
         if value not in (there, "") and isinstance(value, str)
     ]
     parts += [f"`{there}`: {_meaning(value)}" for there, value in found.values.items() if isinstance(value, Meaning)]
-    return "; ".join([*parts, *([f"`{found.prefix}` in front of it"] if found.prefix else [])])
+    return "; ".join([*parts, *([f"the same value with the prefix `{found.prefix}`"] if found.prefix else [])])
 
 
 def _meaning(found: Meaning) -> str:

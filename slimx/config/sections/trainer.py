@@ -170,7 +170,7 @@ _FIRST_PASS = "it takes effect from the second pass on, but slimx treats each pa
 _FIRST_PASS += "trainer.offload_activations"
 NOT_PASSED = {
     "tensor_model_parallel_size": "set trainer.tensor",
-    "sequence_parallel": "it is on if trainer.tensor is above 1; set trainer.tensor",
+    "sequence_parallel": "sequence parallelism is on if trainer.tensor is above 1; set trainer.tensor",
     "pipeline_model_parallel_size": "set trainer.pipeline",
     "virtual_pipeline_model_parallel_size": "set trainer.virtual_pipeline",
     "pipeline_model_parallel_layout": "set trainer.layers_per_stage",

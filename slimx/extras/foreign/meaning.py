@@ -82,7 +82,9 @@ def settings(**keys: str) -> Meaning:
 PER_UPDATE = computed("schedule.updates_per_step", "prompts_per_step * group_size / this batch size")
 RANKS = computed("trainer.world_size", "nodes * GPUs per node")
 EPOCHS = computed("schedule.steps", "prompts * epochs / rollout.prompts_per_step")
-PACKED = not_needed("sequences are packed and balanced up to trainer.max_tokens_per_microbatch tokens")
+PACKED = not_needed(
+    "sequences are balanced, and packed into micro-batches of up to trainer.max_tokens_per_microbatch tokens"
+)
 OF_MODEL = not_needed("the model's shapes and options come from config.json in model.path")
 OF_ENGINES = not_needed("engines run SGLang, whose options are set in rollout.engines[].sglang")
 REFERENCE_LAYOUT = not_needed("the reference uses the trainer's layout, and its weights are kept in host memory")

@@ -54,7 +54,7 @@ TRL: Table = {
     "top_p": "rollout.sampling.top_p",
     "top_k": "rollout.sampling.top_k",
     "min_p": unsupported("the trainer supports only top_p and top_k"),
-    "repetition_penalty": unsupported("the trainer does not support it"),
+    "repetition_penalty": unsupported("the trainer does not support repetition penalties"),
     "generation_kwargs": unsupported("rollout.sampling has everything that the trainer supports"),
     "reward_funcs": computed(
         "reward.function", "the dotted path of the function; set reward.parts for several functions"
@@ -101,7 +101,7 @@ TRL: Table = {
     "vllm_importance_sampling_cap": "algorithm.correction.high",
     "vllm_importance_sampling_clip_max": "algorithm.correction.high",
     "mask_truncated_completions": unsupported("the reward `overlong` penalizes answers near the limit"),
-    "sync_ref_model": not_needed("algorithm.reference_refresh above 0 turns it on"),
+    "sync_ref_model": not_needed("algorithm.reference_refresh above 0 turns the refresh on"),
     "ref_model_sync_steps": "algorithm.reference_refresh",
     "ref_model_mixup_alpha": unsupported("algorithm.reference_refresh copies the current weights"),
     "gradient_checkpointing": flag("trainer.recompute.granularity", "full"),

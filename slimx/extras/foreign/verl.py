@@ -222,7 +222,7 @@ VERL: Table = {
     # Algorithm.
     "algorithm.adv_estimator": Meaning("algorithm.name", ALGORITHMS),
     "algorithm.lam": "algorithm.advantages.lam",
-    "algorithm.use_kl_in_reward": not_needed("algorithm.kl_reward_coef above 0 turns it on"),
+    "algorithm.use_kl_in_reward": not_needed("algorithm.kl_reward_coef above 0 turns the KL penalty on"),
     "algorithm.kl_penalty": Meaning("algorithm.kl_reward_estimator", KL_KINDS),
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl_reward_coef",
     "algorithm.kl_ctrl.type": not_needed("algorithm.kl_reward_coef is constant"),
