@@ -165,7 +165,7 @@ def load_function(
         accepted = [name for name in signature.parameters if name not in parameters]
         unknown = next((name for name in keywords if name not in signature.parameters), next(iter(keywords)))
         near = difflib.get_close_matches(unknown, accepted, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use only {', '.join(accepted) or 'no options'}"
+        hint = f"did you mean {near[0]}?" if near else f"accepted parameters: {', '.join(accepted) or 'none'}"
         raise SlimxError(
             f"{options_key}: {path} has no parameter {unknown!r}; {hint}", code="dotted.options", about=options_key
         ) from error

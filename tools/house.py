@@ -1,7 +1,7 @@
 """Measures the size of slimx, as a reader meets it: `python tools/house.py`.
 
-Prints files, code lines and tokens by room, the import closure of a GRPO run, edges from the core to extras, public
-names with one importer, dense idioms, uses of Any, and files, rooms and constructors that are too large. With
+Prints files, code lines and tokens by package, the import closure of a GRPO run, edges from the core to extras, public
+names with one importer, dense idioms, uses of Any, and files, packages and constructors that are too large. With
 `--run FILE [KEY=VALUE ...]`, the arguments of `slimx train`, that run follows, and the number of modules that all its
 processes have loaded. Ends with status 1 if a bound is passed.
 
@@ -40,9 +40,9 @@ GRPO = (
     *(f"slimx.rules.{file.stem}" for file in sorted((ROOT / "slimx/rules").glob("[a-z]*.py"))),
 )
 """Modules that the processes of a GRPO run start from: driver, trainer ranks, servers, hook, reward and rules."""
-FILE_LINES, ROOM_FILES, PARAMETERS = 400, 12, 12
+FILE_LINES, PACKAGE_FILES, PARAMETERS = 400, 12, 12
 """Lines of a file, files of a folder and parameters of a constructor beyond which they are listed."""
-LARGE_ROOMS = ("slimx.extras.families",)
+LARGE_PACKAGES = ("slimx.extras.families",)
 BOUNDS = {
     "core tokens": 255_100,
     "core files": 330,
@@ -89,7 +89,7 @@ class Module:
     """Number of `type: ignore` comments."""
 
     @property
-    def room(self) -> str:
+    def package(self) -> str:
         parts = self.name.split(".")
         return ".".join(parts[: 3 if self.in_extras else 2]) if len(parts) > 1 else self.name
 
@@ -218,7 +218,7 @@ def too_large(modules: Sequence[Module]) -> list[str]:
     """Returns a line for each file, folder and constructor that is larger than it should be."""
     lines = [f"{module.name}: {module.lines} lines" for module in modules if module.lines > FILE_LINES]
     for folder, count in sorted(Counter(module.folder for module in modules).items()):
-        if count > ROOM_FILES and folder not in LARGE_ROOMS:
+        if count > PACKAGE_FILES and folder not in LARGE_PACKAGES:
             lines.append(f"{folder}: {count} files")
     for module in modules:
         for name, count in module.constructors.items():
@@ -306,10 +306,11 @@ def main() -> int:
     parser.add_argument("--run", nargs="+", metavar="ARGUMENT", help="arguments of slimx train")
     options = parser.parse_args()
     modules, found = measured()
-    print(f"{'room':32}{'files':>8}{'lines':>10}{'tokens':>10}")
-    for room in sorted({module.room for module in modules}):
-        rows = [module for module in modules if module.room == room]
-        print(f"{room:32}{len(rows):8}{sum(row.code_lines for row in rows):10,}{sum(row.tokens for row in rows):10,}")
+    print(f"{'package':32}{'files':>8}{'lines':>10}{'tokens':>10}")
+    for package in sorted({module.package for module in modules}):
+        rows = [module for module in modules if module.package == package]
+        lines, tokens = (sum(getattr(row, name) for row in rows) for name in ("code_lines", "tokens"))
+        print(f"{package:32}{len(rows):8}{lines:10,}{tokens:10,}")
     print(*(f"{name:32}{value:8,}" for name, value in found.items()), sep="\n")
     print("larger than it should be:", *too_large(modules), sep="\n  ")
     if options.run:

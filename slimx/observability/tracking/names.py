@@ -69,13 +69,13 @@ METRICS = (
     Metric("rollout/turns_max", "Largest number of model turns of a trajectory."),
     Metric(
         "rollout/regenerated",
-        "Number of groups that were generated again because they became too stale to be trained.",
+        "Number of groups that were generated again because they became too stale for training.",
     ),
     Metric(
         "rollout/request_retries",
         "Number of requests to engines that were sent again since the start of the process.",
     ),
-    Metric("dropped/total", "Number of groups that were dropped instead of trained."),
+    Metric("dropped/total", "Number of groups that were dropped and not used for training."),
     Metric("dropped/{reason}", "Number of groups that were dropped for this reason."),
     Metric(
         "staleness/mean",
@@ -96,7 +96,7 @@ METRICS = (
     Metric("eval/{set}/pass@{k}", "`eval/pass@{k}` of one named set of prompts."),
     Metric("eval_reward/part/{part}/{measure}", "`reward/part/{part}/{measure}` of the answers to held-out prompts."),
     Metric("eval_hook/{name}/{measure}", "`hook/{name}/{measure}` of the answers to held-out prompts."),
-    Metric("loss/policy", "Loss of the policy."),
+    Metric("loss/policy", "Surrogate loss of the policy, without KL penalty and other added terms."),
     Metric("loss/sft", "Negative log-likelihood of demonstrations (supervised fine-tuning)."),
     Metric("loss/kl", "KL penalty in the loss."),
     Metric("loss/clip_fraction", "Fraction of trained tokens whose probability ratio the loss clips."),
@@ -132,7 +132,7 @@ METRICS = (
         "Fraction of trained pairs whose chosen answer scores higher; equal scores count as half.",
     ),
     Metric("preference/margin", "Mean score of the chosen minus the rejected answers of trained pairs."),
-    Metric("value/loss", "Loss of the critic."),
+    Metric("value/loss", "Half the squared error of the critic's values against the returns."),
     Metric("value/mean", "Mean value that the critic predicts at trained tokens."),
     Metric("value/clip_fraction", "Fraction of values whose change the loss clips."),
     Metric("value/explained_variance", "Fraction of the variance of returns that the critic explains; at most 1."),
@@ -145,7 +145,7 @@ METRICS = (
     Metric("gap/tokens_above_1e-5", "Number of measured tokens with a gap above 1e-5."),
     Metric(
         "gap/tokens_other_routes",
-        "Number of tokens with a gap above 1e-5 for which, or before which, trainer and engine used different experts.",
+        "Number of tokens with a gap above 1e-5 at or before which trainer and engine used other experts.",
     ),
     Metric(
         "gap/tokens_unexplained",

@@ -102,8 +102,8 @@ def test_large_files_folders_and_constructors_are_named() -> None:
     text = f"class A:\n  def __init__(self, {parameters}): ..."
     modules = [
         house.measure("p.long", "p", "\n" * (house.FILE_LINES + 1)),
-        *(house.measure(f"p.q.m{index}", "p.q", "") for index in range(house.ROOM_FILES + 1)),
-        *(house.measure(f"{room}.m{index}", room, "") for room in house.LARGE_ROOMS for index in range(99)),
+        *(house.measure(f"p.q.m{index}", "p.q", "") for index in range(house.PACKAGE_FILES + 1)),
+        *(house.measure(f"{package}.m{index}", package, "") for package in house.LARGE_PACKAGES for index in range(99)),
         house.measure("p.many", "p", text),
     ]
     named = [line.partition(":")[0] for line in house.too_large(modules)]
@@ -123,7 +123,7 @@ def test_extras_are_counted_apart_and_the_cores_imports_of_them_are_edges(graph:
     assert (found["files"], found["core files"], found["code lines"], found["core code lines"]) == (4, 2, 4, 2)
     assert found["edges from core to extras"] == 1
     assert found["closure"] == 9
-    assert [module.room for module in modules] == list(names)
+    assert [module.package for module in modules] == list(names)
 
 
 def test_slimx_stays_within_its_bounds() -> None:
