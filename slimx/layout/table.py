@@ -209,8 +209,7 @@ class Table:
                 for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
                     if owner.setdefault(name, entry.row) is not entry.row:
                         raise SlimxError(
-                            f"weight table: {name} is a source of {entry.row.name} and of an earlier row; remove the "
-                            "source from one of the two rows",
+                            f"the rows {owner[name].name} and {entry.row.name} both have the source {name}; remove one",
                             code="table.two_rows",
                             about=name,
                         )

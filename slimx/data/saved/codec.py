@@ -60,7 +60,7 @@ def decode[T](kind: type[T], data: bytes) -> T:
         tree = msgspec.msgpack.decode(data, ext_hook=_to_numpy)
     except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError) as error:
         # Damaged strings, map keys and nesting raise errors other than msgspec's DecodeError.
-        raise SlimxError(f"the bytes of a record are damaged ({error}); use another checkpoint") from error
+        raise SlimxError(f"a saved record cannot be decoded ({error}); use an intact copy of the file") from error
     _check_schema(kind, tree, "record")
     try:
         return msgspec.convert(tree, kind)

@@ -326,7 +326,9 @@ class _Talk:
                 raise
         if self.errors["deadline"] + 1 >= MAX_DEADLINES:
             raise GivenUp(
-                "tools deadline", f"{self.name}: {call.name} took longer than {seconds:g} s for the second time"
+                "tools deadline",
+                f"{self.name}: a second call of {call.name} took longer than {seconds:g} s, so the rollout is "
+                "abandoned",
             )
         return ToolResult(text=f"The call took longer than {seconds:g} seconds and was canceled.", error="deadline")
 

@@ -166,7 +166,7 @@ def _in_blocks(r: Rect, piece: Any, block: Block) -> Rect:
         remainders.append(r.cols % width)
     if any(remainders):
         raise SlimxError(
-            f"ranks split a block of {height} x {width} elements of {piece.tensor}; "
+            f"the shards of {piece.tensor} would cut through its quantization blocks of {height} x {width} elements; "
             "lower rollout.engines.tensor or rollout.engines.expert"
         )
     return Rect(

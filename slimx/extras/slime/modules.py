@@ -95,7 +95,7 @@ def serve() -> None:
     for root in ROOTS:
         if root in sys.modules:
             raise SlimxError(
-                f"the package {root} itself is already imported; do not import it outside of hooks in a run with slime "
-                "hooks",
+                f"the package {root} is already imported, so hooks would not get the replacement that slimx provides; "
+                f"import {root} only in hooks",
             )
     sys.meta_path.insert(0, _Finder())

@@ -28,8 +28,7 @@ from slimx.runtime.tasks import AnyFuture
 
 def _aborted(pending: Pending) -> SlimxError:
     return SlimxError(
-        f"an engine aborted a request after {pending.count} tokens although slimx did not abort it; "
-        "see the engine's log"
+        f"an engine aborted a request by itself (tokens so far: {pending.count}); see RUN/logs/engine-*.log"
     )
 
 
