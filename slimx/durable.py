@@ -49,7 +49,8 @@ def replace_synced(path: Path, data: bytes) -> None:
         write_atomic(path, data)
     except OSError as error:
         raise SlimxError(
-            f"{path} cannot be written ({error.strerror}); free disk space or repair the disk, then repeat the command",
+            f"{path} cannot be written ({error.strerror}); make the path writable or free up disk space, then repeat "
+            "the command",
             code="disk.write",
             about=str(path),
         ) from error

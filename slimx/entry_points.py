@@ -71,8 +71,8 @@ def find(group: str) -> dict[str, EntryPoint]:
             )
     if not points:
         raise SlimxError(
-            f"the slimx installed in this environment declares no entry points of {group}; install slimx again with "
-            "pip, or with `make build` in its source directory",
+            f"the slimx installed in this environment declares no entry points of {group}; reinstall slimx with pip, "
+            "or with `make build` in its source directory",
             code="entry_point.none",
             about=group,
         )

@@ -26,7 +26,7 @@ def load_library(path: Path, *, what: str, version: str, abi: int, remedy: str) 
     interface = getattr(library, version)() if hasattr(library, version) else None
     if interface != abi:
         raise SlimxError(
-            f"{what} {path} is outdated (ABI version {interface}, slimx needs {abi}); {remedy}",
+            f"{what} {path} has ABI version {interface}, but slimx needs {abi}; {remedy}",
             code="library.stale",
             about=str(path),
         )

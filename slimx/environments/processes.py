@@ -174,8 +174,8 @@ class InProcess:
             self._process.join(CLOSE_S)
             raise SlimxError(
                 f"the process of the environment {self._path} of rollout {self._rollout} "
-                f"{how_ended(self._process.exitcode)} in {name}; to find the cause, run the environment outside "
-                "slimx on the prompt of this rollout",
+                f"{how_ended(self._process.exitcode)} in {name}; run the environment outside slimx on this rollout's "
+                "prompt to find the cause",
                 code="environment.crash",
                 about=self._rollout,
             ) from None

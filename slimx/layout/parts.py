@@ -134,7 +134,7 @@ def check_boxes(name: str, shape: Shape, boxes: np.ndarray) -> None:
             row, col = np.argwhere(wrong)[0]
             raise SlimxError(
                 f"{name} has an element (row {rows[row]}, column {cols[col]}) that the maps {problem}; "
-                "change the maps such that they cover each element exactly once",
+                "change the maps so that they cover each element exactly once",
                 code=code,
                 about=name,
             )

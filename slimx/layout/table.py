@@ -209,7 +209,8 @@ class Table:
                 for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
                     if owner.setdefault(name, entry.row) is not entry.row:
                         raise SlimxError(
-                            f"the rows {owner[name].name} and {entry.row.name} both have the source {name}; remove one",
+                            f"weight table: the rows {owner[name].name} and {entry.row.name} have the same source "
+                            f"{name}; remove it from one of them",
                             code="table.two_rows",
                             about=name,
                         )

@@ -51,8 +51,8 @@ def open_events(config: object, note: Callable[[str], None]) -> AbstractContextM
     name, *others = entry_points.find("slimx.event_receivers")
     if others:
         raise SlimxError(
-            f"slimx.event_receivers may have only one entry point, but has several ({name}, {', '.join(others)}); "
-            "uninstall the packages of all entry points except one",
+            f"several packages have an entry point of slimx.event_receivers ({name}, {', '.join(others)}); uninstall "
+            "all of these packages but one",
             code="entry_point.twice",
             about=others[0],
         )

@@ -58,8 +58,8 @@ class TrainedPolicy:
         updates = self.config.schedule.updates_per_step
         if len(groups) < updates:
             raise SlimxError(
-                f"policy {self.name} has trajectories in too few groups of the step, {len(groups)} instead of at least "
-                f"{updates} (schedule.updates_per_step); return a trajectory of this policy from every call of "
+                f"policy {self.name} has trajectories in only {len(groups)} groups of the step, but "
+                f"schedule.updates_per_step is {updates}; return a trajectory of this policy from every call of "
                 "rollout.generate, or remove the policy from the section policies",
                 code="policies.idle",
                 about=self.name,

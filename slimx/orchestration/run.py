@@ -156,7 +156,7 @@ class Run:
 
     async def leave(self) -> NoReturn:
         """Writes a checkpoint of the current step with everything sampled so far, and raises Preempted."""
-        self.records.table.note(f"a signal asked the run to stop: it saves a checkpoint of step {self.step} first")
+        self.records.table.note(f"a signal asked the run to stop; a checkpoint of step {self.step} is saved first")
         await self.rollouts.rest()
         await self.save()
         await self.finish_save()

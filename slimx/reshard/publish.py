@@ -88,7 +88,7 @@ class Publisher:
         trainers failed, an engine has a different model, or another publication is running."""
         if self._current is not None:
             raise SlimxError(
-                f"version {version} cannot be published during the publication of version {self._current}; "
+                f"version {version} cannot be published while version {self._current} is being published; "
                 "wait until that publication has ended",
                 code="publish.under_way",
                 about=f"version {version}",
@@ -374,7 +374,7 @@ def _compare(engine: str, sent: list[dict[str, str]], loaded: list[dict[str, str
     ends the publication, because restarting the engine would not help."""
     if len(sent) != len(loaded):
         raise SlimxError(
-            f"engine {engine} has the wrong number of ranks, {len(loaded)} instead of {len(sent)}; start the engine "
+            f"engine {engine} has {len(loaded)} ranks instead of {len(sent)}; start the engine "
             "with the parallel sizes of this run's rollout.engines",
             code="publish.ranks",
             about=engine,
@@ -394,7 +394,7 @@ def _compare(engine: str, sent: list[dict[str, str]], loaded: list[dict[str, str
         missing = sorted(engine_tensors.keys() - sent_tensors.keys())
         if missing:
             raise SlimxError(
-                f"{name} needs tensor {missing[0]}, which no trainer sends (such tensors: {len(missing)}); {remedy}",
+                f"{name} needs tensor {missing[0]}, which no trainer sends (missing tensors: {len(missing)}); {remedy}",
                 code="publish.missing",
                 about=missing[0],
             )

@@ -118,7 +118,8 @@ class Draft:
         """
         if not self.turn:
             raise SlimxError(
-                f"describe_turn was called for trajectory {self.id} without a sampled turn; call add_sampled first",
+                f"describe_turn was called for trajectory {self.id} before its first sampled turn; call add_sampled "
+                "first",
                 code="draft.turn",
                 about=self.id,
             )
@@ -165,7 +166,7 @@ class Draft:
         spans = [span for span in self._spans if span.start < end]
         if self._routes is not None and len(self._routes) != end - 1:
             raise SlimxError(
-                f"trajectory {self.id} has routed experts of {len(self._routes)} positions instead of {end - 1}; "
+                f"trajectory {self.id} has routed experts for {len(self._routes)} positions instead of {end - 1}; "
                 "pass draft.token_ids unchanged to every request",
                 code="draft.routes",
                 about=self.id,

@@ -132,7 +132,8 @@ def _refuse_without_prefix(key: str, path: str) -> None:
     for name, form in entry_points.load_all(FORMS).items():
         if form.is_form_of(path):
             raise SlimxError(
-                f"{key}: the hook {path} is written for {name}, which its path does not say; set {key}={name}:{path}",
+                f"{key}: the hook {path} is written for {name}, but its path lacks this prefix; set "
+                f"{key}={name}:{path}",
                 code="hooks.prefix",
                 about=path,
             )

@@ -124,8 +124,8 @@ class TrainerRank:
         if name not in self.roles:
             if name not in entry_points.find("slimx.roles"):
                 raise SlimxError(
-                    f"trainer rank {self.number} has no role {name}, only {', '.join(self.roles)}; install an "
-                    "extra that provides this role as an entry point of slimx.roles",
+                    f"trainer rank {self.number} has no role {name}, only {', '.join(self.roles)}; install a package "
+                    "that provides this role as an entry point of slimx.roles",
                 )
             self.roles[name] = entry_points.load("slimx.roles", name)(self)
         return self.roles[name]

@@ -65,7 +65,7 @@ class PackedAttention(MegatronModule):
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         elif config.softmax_type != "vanilla":
             raise NotImplementedError(
-                f"softmax_type {config.softmax_type} has no plain-torch attention layer; choose vanilla or learnable"
+                f"no plain-torch attention supports softmax_type {config.softmax_type}; set it to vanilla or learnable"
             )
 
     def forward(

@@ -85,7 +85,7 @@ class Norm(torch.nn.Module):
         super().__init__()
         if config.normalization != "RMSNorm":
             raise NotImplementedError(
-                f"normalization {config.normalization} has no plain-torch layer; set normalization to RMSNorm"
+                f"no plain-torch layer supports normalization {config.normalization}; set normalization to RMSNorm"
             )
         self.weight = _norm_weight(hidden_size, config)
         self.eps = eps

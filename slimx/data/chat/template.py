@@ -69,7 +69,7 @@ def check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, 
     template = tokenizer.chat_template
     if not isinstance(template, str):
         raise SlimxError(
-            f"{key} is set, but the tokenizer does not have exactly one chat template; remove {key}",
+            f"{key} needs a tokenizer with exactly one chat template, but this one has none or several; remove {key}",
         )
     for name in arguments:
         if not name.isidentifier() or not re.search(rf"\b{name}\b", template):

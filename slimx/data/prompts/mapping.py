@@ -163,7 +163,7 @@ def _after(mark: str, answer: object, where: str, key: str) -> str:
     _, separator, last = str(answer).rpartition(mark)
     if not separator:
         raise SlimxError(
-            f"{where}: the answer lacks {mark!r}; set {key}.answer_after to a text that is in all answers, or null",
+            f"{where}: the answer lacks {mark!r}; set {key}.answer_after to text in every answer, or to null",
             code="prompts.answer_after",
             about=where,
         )
@@ -177,7 +177,7 @@ def _tools(tools: object, where: str) -> object:
         return msgspec.json.decode(tools)
     except msgspec.DecodeError as error:
         raise SlimxError(
-            f"{where}: the row's tools are a string that is not JSON ({error}); write the tools as a JSON list"
+            f"{where}: `tools` is a string that is not valid JSON ({error}); write `tools` as a JSON list"
         ) from error
 
 

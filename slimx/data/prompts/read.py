@@ -127,8 +127,7 @@ def _prompt(row: Json, default_id: str, where: str) -> Prompt:
             if fitting:
                 hint = f"or set rollout.fields: {written(fitting)}"
             raise SlimxError(
-                f"{where}: key {key!r} is unknown, because a row may have only {', '.join(KEYS)}; move its value "
-                f"into metadata, {hint}",
+                f"{where}: key {key!r} is unknown (known keys: {', '.join(KEYS)}); move it into metadata, {hint}",
                 code="prompts.key",
                 about=key,
             )

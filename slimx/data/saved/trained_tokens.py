@@ -101,8 +101,8 @@ def read_trained(groups_file: Path, groups: Sequence[Group]) -> dict[str, Traine
         return {}
     except (SafetensorError, KeyError, ValueError) as error:
         raise SlimxError(
-            f"{path}, the file with a step's trained tokens, is damaged ({error}); remove the file, without which "
-            "`slimx rollouts` shows no values of training",
+            f"{path}: the file of a step's trained tokens is damaged ({error}); remove the file (`slimx rollouts` "
+            "then shows no training values for this step)",
             code="data.trained",
             about=str(path),
         ) from error

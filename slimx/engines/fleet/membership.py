@@ -173,7 +173,7 @@ class Membership:
                 limit += f": {history}"
             self.fail(
                 PartLost(
-                    f"no {kind} is left, and all restarts are used up ({limit}) after the last error ({error}); "
+                    f"no {kind} is left, and all restarts ({limit}) are used up (last error: {error}); "
                     "find the cause in the engines' logs, and run the same command again to resume",
                     code="engines.gone",
                     about=engine.name,

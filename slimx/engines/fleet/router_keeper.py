@@ -141,7 +141,7 @@ class RouterKeeper:
             limit += f": {history}"
         self.membership.fail(
             PartLost(
-                f"the router is lost, and its restarts are used up ({limit}) after the last error ({reason}); find "
+                f"the router is lost, and all its restarts ({limit}) are used up (last error: {reason}); find "
                 "the cause in the router's log, and run the same command again to resume",
                 code="router.gone",
                 about="router",

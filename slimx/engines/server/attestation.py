@@ -73,7 +73,7 @@ def check_plugin(rank: Json, name: str) -> None:
     failed = [part for part, in_force in parts.items() if not in_force]
     if failed:
         raise SlimxError(
-            f"parts of the slimx plugin ({', '.join(failed)}) have no effect in process {rank['pid']} of engine "
+            f"parts of the slimx plugin ({', '.join(failed)}) did not take effect in process {rank['pid']} of engine "
             f"{name}; search the engine's log for `plugin` to find the reason",
             code="engine.plugin_part",
             about=", ".join(failed),
@@ -117,7 +117,7 @@ async def _check_arguments(wire: ControlClient, spec: EngineSpec) -> None:
     if role != expected:
         raise SlimxError(
             f"engine {spec.name} at {spec.url} runs with disaggregation_mode={role!r}, but rollout.engines.role of its "
-            f"group is {spec.role}; change the role, or restart the server in the mode of this role",
+            f"group is {spec.role}; change the role, or restart the server with the disaggregation_mode of this role",
         )
 
 

@@ -81,7 +81,7 @@ class Engine(EngineServer):
         """Changes the state to `to`. Raises SlimxError if `TRANSITIONS` does not contain this transition."""
         if to not in TRANSITIONS[self.state]:
             raise SlimxError(
-                f"engine {self.spec.name} is {self.state} and cannot become {to}; choose as the next state one of "
+                f"engine {self.spec.name} is {self.state} and cannot become {to}; choose one of the states "
                 f"{', '.join(sorted(TRANSITIONS[self.state]))}",
                 code="engine.transition",
                 about=str(to),

@@ -186,8 +186,8 @@ class ControlClient:
                 )
         if sorted(ranks) != list(range(size)):
             raise SlimxError(
-                f"{self.server_name}: only ranks {sorted(ranks)} of {size} responded to {action}, because "
-                "SGLang returns only responses of the first pipeline stage; set pp_size to 1, and use tensor or expert "
+                f"{self.server_name}: only ranks {sorted(ranks)} of {size} responded to {action}, because SGLang "
+                "returns responses only from the first pipeline stage; set pp_size to 1, and use tensor or expert "
                 "parallelism instead",
                 code="engine.ranks_missing",
                 about=self.server_name,

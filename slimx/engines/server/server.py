@@ -205,13 +205,13 @@ class EngineServer:
         end = None if self.process is None else self.process.ended()
         if end is not None:
             raise SlimxError(
-                f"engine {self.spec.name} ended before it was ready: {end}", code="engine.died", about=self.spec.name
+                f"engine {self.spec.name} exited before it was ready: {end}", code="engine.died", about=self.spec.name
             )
         if self.process is not None and PORT_TAKEN in self.process.tail():
             # SGLang's process keeps running if its HTTP server could not start.
             raise SlimxError(
-                f"engine {self.spec.name} cannot listen at {self.spec.url}, because another program uses the port; end "
-                "that program",
+                f"engine {self.spec.name} cannot listen at {self.spec.url}, because another program uses the port; "
+                "stop that program",
                 code=PORT,
                 about=self.spec.url,
             )

@@ -53,8 +53,8 @@ def check(
         needs.check(_load(agent, agent_options))
     if command is not None and (not command or shutil.which(command[0]) is None):
         raise SlimxError(
-            f"rollout.options.command: no executable program {next(iter(command), '')!r} was found; give the "
-            "full path of the program",
+            f"rollout.options.command: the program {next(iter(command), '')!r} was not found; give the "
+            "full path of an executable program",
             code="agent.program",
             about="rollout.options.command",
         )
@@ -176,7 +176,7 @@ def _failure(session: Session, reason: str, text: str) -> GivenUp:
         return GivenUp(reason, text)
     if error.code == "engine_deadline":
         reason = ENGINE_DEADLINE
-    return GivenUp(reason, f"{text}; the last response that it received was the error: {error}")
+    return GivenUp(reason, f"{text} (last error response that the agent received: {error})")
 
 
 def _load(agent: str, options: Json | None) -> Callable[..., Awaitable[object]]:

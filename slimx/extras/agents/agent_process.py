@@ -78,8 +78,8 @@ async def run_command(
         await asyncio.shield(_end(starting))
     if process.returncode:
         raise SlimxError(
-            f"the agent {command[0]} {how_ended(process.returncode)} ({err or 'no output on stderr'}); make the "
-            "agent's program exit with status 0",
+            f"the agent {command[0]} {how_ended(process.returncode)} ({err or 'no output on stderr'}); fix the "
+            "agent's program so that it exits with status 0",
             code="agent.status",
             about=command[0],
         )

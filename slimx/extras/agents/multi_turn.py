@@ -43,7 +43,7 @@ def check(
     if missing:
         raise SlimxError(
             f"rollout.options.environment: {environment} has no method {missing[0]}; define the methods reset, "
-            "step and close, which slimx.environments.base describes",
+            "step and close as described in slimx.environments.base",
             code="environment.methods",
             about="rollout.options.environment",
         )

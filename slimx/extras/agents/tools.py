@@ -59,7 +59,7 @@ def check(*, toolbox: str, toolbox_options: Json | None = None, tool_parser: str
     if missing:
         raise SlimxError(
             f"rollout.options.toolbox: {toolbox} has no method {missing[0]}; define the methods open, call, judge and "
-            "close, which slimx.extras.agents.toolbox describes",
+            "close as described in slimx.extras.agents.toolbox",
             code="tools.methods",
             about="rollout.options.toolbox",
         )

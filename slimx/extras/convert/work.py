@@ -190,8 +190,8 @@ def _check_space(partial: Path, required: int) -> None:
     required += required // 100 + _SPARE_BYTES  # file headers and metadata grow with the tensors
     if required > free:
         raise SlimxError(
-            f"{partial}: the conversion needs {required / 1e9:.2f} GB, but only {free / 1e9:.2f} GB of the disk are "
-            "free; free up space, or choose an output directory on another disk",
+            f"{partial}: the conversion needs {required / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free on the "
+            "disk; free up space, or choose an output directory on another disk",
             code="convert.space",
             about=str(partial),
         )

@@ -48,7 +48,7 @@ def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN) -> Plan:
     The same inputs give the same plan. Raises SlimxError if the plan has no holders or host memory does not suffice."""
     if plan.holders is None:
         raise SlimxError(
-            "the plan was read from bytes, which do not list the ranks that hold each parameter, so the plan's moves "
+            "the plan was deserialized, so it does not list the ranks that hold each parameter, and its moves "
             "cannot be divided among engines; compile the plan again with compile_plan",
             code="dealing.holders",
             about="plan",

@@ -167,6 +167,6 @@ class ChainReader:
 
 def _invalid(file: ChainFile, problem: str) -> SlimxError:
     return SlimxError(
-        f"{file.path} {problem}; use one file system for publish.directory on all machines, to which only this run "
-        "writes",
+        f"{file.path} {problem}; set publish.directory to a directory that all machines share and to which only this "
+        "run writes",
     )

@@ -130,8 +130,8 @@ def _show_gap(config: Config, layers: bool) -> bool:
         )
     if layers and config.trainer.tensor * config.trainer.context > 1:
         raise SlimxError(
-            "slimx doctor --gap --layers cannot compare hidden states that are divided among ranks; set "
-            "trainer.tensor=1, trainer.context=1 and numerics.leaves to the run's value",
+            "slimx doctor --gap --layers cannot compare hidden states that are sharded across ranks; set "
+            "trainer.tensor=1 and trainer.context=1, and set numerics.leaves to the run's value",
         )
     from slimx.orchestration.start import checks
 

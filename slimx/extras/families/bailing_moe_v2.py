@@ -88,8 +88,9 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
     for key in ("moe_router_enable_expert_bias", "router_dtype", "use_qk_norm"):
         if hf.get(key) is None:
             raise SlimxError(
-                f"config.json of this {ARCHITECTURE} lacks {key}, without which SGLang 0.5.23 would compute another "
-                f"model; add {key} to config.json with the published value (true for moe_router_enable_expert_bias and "
+                f"config.json of this {ARCHITECTURE} lacks {key}, and the default of SGLang 0.5.23 would give wrong "
+                f"results; add {key} to config.json with the published value (true for moe_router_enable_expert_bias "
+                "and "
                 'use_qk_norm, "fp32" for router_dtype)',
                 code="model.served_field",
                 about=key,

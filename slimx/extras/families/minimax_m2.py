@@ -100,8 +100,8 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
     for key in ("use_qk_norm", "use_routing_bias", "scoring_func", "rotary_dim"):
         if hf.get(key) is None:
             raise SlimxError(
-                f"config.json of this {ARCHITECTURE} lacks {key}, without which SGLang 0.5.23 would compute another "
-                f"model; copy {key} from the published config.json (true for use_qk_norm and use_routing_bias, "
+                f"config.json of this {ARCHITECTURE} lacks {key}, and the default of SGLang 0.5.23 would give wrong "
+                f"results; copy {key} from the published config.json (true for use_qk_norm and use_routing_bias, "
                 '"sigmoid" for scoring_func)',
                 code="model.served_field",
                 about=key,

@@ -119,9 +119,9 @@ class BlockFp8(NumberFormat):
         scales = [name for name in unknown if name.endswith(SCALE_SUFFIX)]
         if scales:
             raise SlimxError(
-                f"{path} is a block-wise fp8 checkpoint ({len(scales)} tensors, such as {scales[0]}, are scales of "
-                "blocks), but slimx trains only from bf16 and fp32 checkpoints; convert the checkpoint with `slimx "
-                "convert hf-to-megatron`, and train from the output directory",
+                f"{path} is a block-wise fp8 checkpoint ({len(scales)} tensors store block scales, for example "
+                f"{scales[0]}), but slimx trains only from bf16 and fp32 checkpoints; convert the checkpoint with "
+                "`slimx convert hf-to-megatron`, and train from the output directory",
                 code="checkpoint.fp8",
                 about=scales[0],
             )
@@ -143,7 +143,7 @@ class BlockFp8(NumberFormat):
         block = tuple(owner.quant_method.quant_config.weight_block_size)
         for piece in pieces:
             if piece.tensor is None:
-                raise SlimxError("a parameter of fp8 codes contains padding, which has no scales")
+                raise SlimxError("a parameter stored as fp8 codes contains padding, for which there are no scales")
             rects = tuple(_in_blocks(r, piece, block) for r in piece.rects)
             yield replace(
                 piece,

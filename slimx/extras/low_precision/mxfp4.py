@@ -64,7 +64,8 @@ class Mxfp4(NumberFormat):
         matrix in the orientation of the weight table's source."""
         if place.index is None:
             raise NotImplementedError(
-                f"{place.name} is not in a stack of matrices, which MXFP4 needs; restore the checkpoint from its source"
+                f"{place.name} is not part of a stack of matrices, as MXFP4 requires; restore the checkpoint from its "
+                "source"
             )
         first = cols.start // GROUP
         stop = -(-cols.stop // GROUP)

@@ -111,7 +111,10 @@ class Mirrors:
         await self._all("ready", *([str(self._log(index))] for index in range(len(nodes))))
         self._mirror_nodes = [after[rank["node"]] for rank in self.trainers.started]
         if len(nodes) == 1:
-            self.note("all trainers are on one node, which also stores their mirrors; both are lost with the node")
+            self.note(
+                "all trainers and their mirrors are on one node, so the loss of this node loses both; add "
+                "nodes to the cluster"
+            )
 
     async def _complete(self, step: int) -> None:
         """Waits until the stores have verified the states of all ranks after `step`, and makes them drop all other

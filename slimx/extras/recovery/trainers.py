@@ -179,7 +179,7 @@ class TrainerRecovery(RankLossHandler):
         self.replaced += 1
         note = self.records.table.note
         sentence = first_line(reason)
-        note(f"{sentence}; trainers are restarted ({self.replaced} of at most {self.limit} times)")
+        note(f"{sentence}; restarting the trainers (restart {self.replaced} of at most {self.limit})")
         at = time.time()
         began = time.perf_counter()
         failed = "it was canceled"

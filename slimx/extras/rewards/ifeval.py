@@ -54,9 +54,9 @@ def check_prompts(prompts: Iterable[Prompt]) -> None:
             checker.check_following(SENTENCES)
         except LookupError as error:
             raise SlimxError(
-                f"{__name__}.reward: the instruction {name} needs the NLTK data punkt_tab, which are missing on this "
-                "machine; run `python -m nltk.downloader punkt_tab`, or set NLTK_DATA to a directory that contains "
-                "punkt_tab",
+                f"{__name__}.reward: the instruction {name} needs the NLTK resource punkt_tab, which is not installed "
+                "on this machine; run `python -m nltk.downloader punkt_tab`, or set NLTK_DATA to a directory that "
+                "contains punkt_tab",
                 code="reward.package",
                 about=name,
             ) from error

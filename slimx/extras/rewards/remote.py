@@ -30,8 +30,8 @@ async def reward(
     values = list(response.values()) if isinstance(response, dict) else [response]
     if not values or any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
         raise SlimxError(
-            f"{url} returned {str(response)[:200]}, which is not a reward; let the server return a number, or a JSON "
-            "object with at least one entry and only numbers as values",
+            f"{url} returned {str(response)[:200]}, which is not a reward; change the server to return a number, or a "
+            "non-empty JSON object whose values are all numbers",
             code="reward.verdict",
             about=url,
         )

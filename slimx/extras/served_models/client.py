@@ -107,7 +107,8 @@ class FrozenEngine:
             return response["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError):
             raise SlimxError(
-                f"frozen engines {self.name} returned no chat message ({message_of(response)}); use a chat model",
+                f"the frozen engines of group {self.name} returned no chat message ({message_of(response)}); serve a "
+                "chat model in this group",
             ) from None
 
     async def logprobs(self, token_ids: Sequence[int], *, start: int = 1) -> list[float]:

@@ -207,8 +207,8 @@ def _as_claimed(sample: Sample, position: int, mask: list[int], ctx: Any, name: 
     if sample.rollout_log_probs is None or (len(set(versions)) != 1 and len(versions) != len(edges)):
         raise SlimxError(
             f"{name} has trained tokens, but no request of this rollout used slime.utils.http_utils.post; send "
-            "requests with this function, or let the hook set rollout_log_probs and, unless schedule.max_staleness "
-            "is 0, weight_versions (one version for each run of consecutive trained tokens)",
+            "requests with this function, or set rollout_log_probs in the hook, and also weight_versions (one "
+            "version per run of consecutive trained tokens) unless schedule.max_staleness=0",
             code="slime.unsampled",
             about=name,
         )

@@ -144,7 +144,7 @@ def buffer_of(directory: Path, choice: Choice) -> Json:
     newest = Saves(directory / "checkpoints", keep=1).newest()
     if newest is None:
         raise SlimxError(
-            f"{directory} has no complete checkpoint yet, from which slimx could read the buffer; wait until the run "
+            f"{directory} has no complete checkpoint yet, so --buffer has nothing to show; wait until the run "
             "has written its first checkpoint",
             code="rollouts.buffer",
             about=str(directory),
@@ -277,8 +277,8 @@ def _files(directory: Path) -> dict[int, Path]:
     if files:
         return files
     raise SlimxError(
-        f"{directory / DIRECTORY} has no saved step; wait until the run, which needs engines and "
-        "track.rollouts.every of at least 1, completes its first step",
+        f"{directory / DIRECTORY} has no saved step; wait until the run completes its first step, and check that it "
+        "has engines and track.rollouts.every of at least 1",
         code="rollouts.empty",
         about=str(directory / DIRECTORY),
     )

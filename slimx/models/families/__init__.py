@@ -270,7 +270,7 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
     hf, architecture = _config_of(file)
     if not isinstance(mtp_layers, int) or mtp_layers < 0:
         raise SlimxError(
-            f"trainer.megatron.mtp_num_layers is {mtp_layers!r}, which is not valid; set an integer of at least 0",
+            f"trainer.megatron.mtp_num_layers is {mtp_layers!r}, not a number of layers; set an integer of at least 0",
             code="model.mtp_layers",
             about="trainer.megatron.mtp_num_layers",
         )

@@ -83,7 +83,7 @@ class StepRecord:
     def __post_init__(self) -> None:
         if self.step < 0:
             raise SlimxError(
-                f"the metrics of a step have the step number {self.step}; use a number of at least 0",
+                f"the metrics of a step have the negative step number {self.step}; use a number of at least 0",
             )
 
     def to_json(self) -> Json:

@@ -82,7 +82,7 @@ def read_config(directory: Path) -> Json:
 
 
 def _damaged(file: Path, why: str) -> SlimxError:
-    return SlimxError(f"{file} is damaged ({why}); start the run again, which writes the file again")
+    return SlimxError(f"{file} is damaged ({why}); start the run again to rewrite this file")
 
 
 def read_run(directory: Path) -> RunFiles:

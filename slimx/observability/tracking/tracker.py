@@ -75,8 +75,7 @@ class Tracker:
                 guard.call(sink.close)
                 if guard.failures:
                     self._warn(
-                        f"{guard.name} lacks data (number of failed calls: {guard.failures}); metrics.jsonl in the run "
-                        "directory is complete"
+                        f"{guard.name} is incomplete (failed calls: {guard.failures}); use metrics.jsonl instead"
                     )
             self._jsonl.close()
         return {guard.name: guard.failures for _, guard in self._others}

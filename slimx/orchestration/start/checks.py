@@ -44,7 +44,7 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
         if config.rollout.replay:
             remedy = "rollout.replay is set; remove rollout.replay"
         raise SlimxError(
-            f"slimx has no engine that can generate, because {remedy}",
+            f"slimx has no engine that can generate: {remedy}",
             code="engines.none",
             about="rollout.replay" if config.rollout.replay else "rollout.engines",
         )

@@ -62,8 +62,8 @@ def eval_metrics(
     failed = [outcome for outcome in outcomes if outcome.failed]
     if len(failed) == len(outcomes):
         raise SlimxError(
-            f"every evaluation prompt failed, the last of {len(failed)} with an error ({failed[-1].detail}); fix this "
-            "error, and run the same command again",
+            f"all {len(failed)} evaluation prompts failed (last error: {failed[-1].detail}); fix this error, and run "
+            "the same command again",
         )
     rewards: dict[str, list[list[float]]] = {name: [] for name in prompts}
     names = chain.from_iterable([name] * len(rows) for name, rows in prompts.items())

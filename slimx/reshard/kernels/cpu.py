@@ -72,8 +72,7 @@ def pack(
     or outside the bucket."""
     if bucket.dtype != torch.uint8 or bucket.device.type != "cpu" or not bucket.is_contiguous():
         raise SlimxError(
-            f"the bucket is a {bucket.dtype} tensor on {bucket.device}, not a contiguous uint8 tensor in CPU memory; "
-            "pass such a tensor",
+            f"the bucket is a {bucket.dtype} tensor on {bucket.device}; pass a contiguous uint8 tensor in CPU memory",
             code="kernel.bucket",
             about="bucket",
         )
@@ -83,8 +82,8 @@ def pack(
     out_flags = np.zeros(len(sums), dtype=np.uint32) if flags is None else flags
     if out_flags.dtype != np.uint32 or out_flags.shape != sums.shape or not out_flags.flags.carray:
         raise SlimxError(
-            f"flags is an array of {out_flags.dtype} with shape {out_flags.shape}, not a contiguous array of uint32 "
-            "with the shape of sums; pass such an array",
+            f"flags is an array of {out_flags.dtype} with shape {out_flags.shape}; pass a contiguous uint32 array "
+            "with the shape of sums",
             code="kernel.flags",
             about="flags",
         )
@@ -111,7 +110,7 @@ def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> N
     if len(bad):
         first = names[bad[0]] if names is not None else f"tensor {bad[0]}"
         raise SlimxError(
-            f"{first} has a value that is infinite, NaN or too large for bf16 (such tensors in total: {len(bad)}), "
+            f"{first} has a value that is infinite, NaN or too large for bf16 (affected tensors: {len(bad)}), "
             "so these weights cannot be published; resume from an older checkpoint with a lower trainer.optimizer.lr",
             code="kernel.nonfinite",
             about=first,

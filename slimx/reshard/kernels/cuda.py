@@ -216,7 +216,7 @@ def results(plan: DevicePlan, sums: torch.Tensor, flags: torch.Tensor | None = N
     if len(bad):
         raise SlimxError(
             f"{plan.names[bad[0]]} in bucket {plan.bucket} has a value that is infinite, NaN or too large for "
-            f"bf16 (such tensors: {len(bad)}); resume from an older checkpoint with a lower trainer.optimizer.lr",
+            f"bf16 (affected tensors: {len(bad)}); resume from an older checkpoint with a lower trainer.optimizer.lr",
             code="kernel.nonfinite",
             about=plan.names[bad[0]],
         )

@@ -176,15 +176,15 @@ def check_sources(pieces: np.ndarray, sums: np.ndarray) -> None:
     with an element for every tensor index. Addresses are only checked not to be 0."""
     if pieces.dtype != PIECE or pieces.ndim != 1 or not pieces.flags.c_contiguous:
         raise SlimxError(
-            f"pieces is an array of {pieces.dtype} with shape {pieces.shape}, not a contiguous 1-D array of "
-            "slimx.reshard.kernels.record.PIECE; pass such an array",
+            f"pieces is an array of {pieces.dtype} with shape {pieces.shape}; pass a contiguous 1-D array of "
+            "slimx.reshard.kernels.record.PIECE",
             code="kernel.pieces",
             about="pieces",
         )
     if sums.dtype != np.uint64 or sums.ndim != 1 or not sums.flags.carray:
         raise SlimxError(
-            f"sums is an array of {sums.dtype} with shape {sums.shape}, not a contiguous, writable 1-D array of "
-            "uint64; pass such an array",
+            f"sums is an array of {sums.dtype} with shape {sums.shape}; pass a contiguous, writable 1-D array of "
+            "uint64",
             code="kernel.sums",
             about="sums",
         )

@@ -264,8 +264,8 @@ class _Compiler:
             name = part.sources[rect.source]
             if name not in self.sources:
                 raise SlimxError(
-                    f"{part.name} needs checkpoint tensor {name}, which no trainer rank has; correct the "
-                    "sources of the former tensor in the weight table",
+                    f"{part.name} needs checkpoint tensor {name}, which no trainer rank has; correct the sources of "
+                    f"{part.name} in the weight table",
                     code="plan.unheld",
                     about=name,
                 )

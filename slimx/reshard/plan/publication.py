@@ -120,8 +120,8 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
     unread = set(plan.unread) - _predicting(spec.table)
     if unread:
         raise SlimxError(
-            f"no engine loads the trainer's tensor {min(unread)} (such tensors: {len(unread)}); add a row for "
-            "this tensor to the engine table of the model's family",
+            f"no engine loads the trainer's tensor {min(unread)} (unloaded tensors: {len(unread)}); add a "
+            "row for this tensor to the engine table of the model's family",
         )
     return PublicationPlan(plan, encoding, note, adapters)
 
@@ -140,8 +140,8 @@ def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
         for key, value in spec.engine_arguments.items():
             if group.sglang.get(key) != value:
                 raise SlimxError(
-                    f"rollout.engines.sglang.{key} of engine {group.name} is {group.sglang.get(key)!r}, for which "
-                    f"slimx does not know SGLang's weight layout of {spec.family.ARCHITECTURE}; choose {value!r}",
+                    f"rollout.engines.sglang.{key} of engine {group.name} is {group.sglang.get(key)!r}, but slimx "
+                    f"does not support the weight layout of {spec.family.ARCHITECTURE} that results; choose {value!r}",
                     code="publish.engine_argument",
                     about=f"rollout.engines.sglang.{key}",
                 )

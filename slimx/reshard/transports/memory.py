@@ -49,7 +49,7 @@ def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
     try:
         if not _offered(path):
             raise SlimxError(
-                f"slimx does not open {path}, because this file is neither a bucket of this user's trainers nor a "
+                f"slimx refuses to open {path}, because this file is neither a bucket of this user's trainers nor a "
                 "bucket of a version on disk; run trainers and engines as the same user",
                 code="bucket.foreign",
                 about=path,

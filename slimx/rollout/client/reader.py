@@ -79,7 +79,7 @@ class Reader:
         ids = await in_thread(_decoded, meta.get("routed_experts") or "", dtype)
         if ids.size != np.prod(shape):
             raise SlimxError(
-                f"{self.url} returned {ids.size} expert ids, which do not have the shape {shape} (tokens, layers, "
+                f"{self.url} returned {ids.size} expert ids, which do not fill the shape {shape} (tokens, layers, "
                 "experts per token); start the engine with routed_experts and the slimx plugin",
                 code="answer.experts",
                 about=self.url,

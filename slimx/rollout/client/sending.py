@@ -99,7 +99,7 @@ def input_logprobs(meta: Json, token_ids: Sequence[int], who: str) -> list[float
     matches = [entry[1] in (token, 0) for entry, token in zip(scored, expected, strict=False)]
     if len(scored) != len(expected) or not all(matches):
         raise SlimxError(
-            f"{who} returned log-probs of other tokens than the request's; start the engine with SGLang 0.5.23",
+            f"{who} returned log-probs of tokens other than the request's; start the engine with SGLang 0.5.23",
             code="answer.scores",
             about=who,
         )

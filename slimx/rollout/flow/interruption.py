@@ -27,9 +27,7 @@ from slimx.runtime.tasks import AnyFuture
 
 
 def _aborted(pending: Pending) -> SlimxError:
-    return SlimxError(
-        f"an engine aborted a request by itself (tokens so far: {pending.count}); see RUN/logs/engine-*.log"
-    )
+    return SlimxError(f"an engine aborted a request on its own after {pending.count} tokens; see RUN/logs/engine-*.log")
 
 
 async def _pieces(stream: CompletionStream, out: asyncio.Future[None]) -> AsyncIterator[Completion]:

@@ -198,7 +198,8 @@ def check_verdict(verdict: object, group: Group, before: Sequence[Trajectory], h
     same = [after is old for after, old in zip(group.trajectories, before, strict=False)]
     if len(group.trajectories) != len(before) or not all(same):
         raise SlimxError(
-            f"{hook} added, removed or replaced trajectories of group {group.id}; return False to drop the group",
+            f"{hook} added, removed or replaced trajectories of group {group.id}; leave the trajectories as they are, "
+            "and return False to drop the group",
         )
 
 

@@ -107,7 +107,7 @@ class RewardPool:
                 self._watch = None
         if error is not None:
             raise SlimxError(
-                f"reward hook {name_of(self.reward)} raised {raised(error)}; correct the hook (try `slimx doctor`)",
+                f"reward hook {name_of(self.reward)} raised {raised(error)}; fix this error in the hook",
                 code="reward.raised",
                 about=name_of(self.reward),
             ) from error

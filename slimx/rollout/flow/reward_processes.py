@@ -154,7 +154,9 @@ class RewardProcesses:
             ) from None
         if outcome[0]:
             return outcome[1]
-        raise SlimxError(f"reward hook {name} raised {outcome[1]}; correct the hook", code="reward.raised", about=name)
+        raise SlimxError(
+            f"reward hook {name} raised {outcome[1]}; fix this error in the hook", code="reward.raised", about=name
+        )
 
 
 class _Worker:

@@ -217,9 +217,9 @@ class OptimizerStep:
         print(f"slimx: optimizer step skipped because the gradient norm is {norm}: {origin}", flush=True)
         if self.skipped_in_a_row >= self.options.max_skipped > 0:
             raise SlimxError(
-                f"{self.skipped_in_a_row} consecutive optimizer steps ({self.key}.max_skipped) were skipped because "
-                f"the gradient norm was not finite (at the last step, {origin}); lower the learning rate if the loss "
-                "diverged, and resume from the newest checkpoint",
+                f"{self.skipped_in_a_row} consecutive optimizer steps (the limit {self.key}.max_skipped) were skipped "
+                f"because the gradient norm was not finite (at the last step, {origin}); lower the learning rate if "
+                "the loss diverged, and resume from the newest checkpoint",
                 code="trainer.max_skipped",
                 about=f"{self.key}.max_skipped",
             )

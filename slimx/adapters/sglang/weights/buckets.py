@@ -192,7 +192,7 @@ def check_entry(entry: Json, places: Mapping[str, Destination], taken: Collectio
     if entry["nbytes"] != place.nbytes or not 0 <= entry["offset"] <= size - place.nbytes:
         raise SlimxError(
             f"tensor {name} of bucket {bucket} is declared with {entry['nbytes']} bytes at offset {entry['offset']}, "
-            f"but the tensor has {place.nbytes} bytes and the bucket {size}; declare this size, and a valid offset",
+            f"but the tensor has {place.nbytes} bytes and the bucket has {size}; declare its size, and a valid offset",
             code="receiver.extent",
             about=name,
         )

@@ -65,8 +65,8 @@ def take_draft(result: None, scheduler: Any) -> None:
     drafts = [] if scheduler.draft_worker is None else scheduler.draft_worker.weight_update_runners()
     if len(drafts) != 1:
         raise SlimxError(
-            f"the server has {len(drafts)} draft models, but slimx can publish weights to exactly one draft model; set "
-            "rollout.engines.sglang.speculative_algorithm=EAGLE for a model with one multi-token prediction layer",
+            f"the server has {len(drafts)} draft models, but slimx can publish weights to only one; if the model has "
+            "one multi-token prediction layer, set rollout.engines.sglang.speculative_algorithm=EAGLE",
             code="plugin.drafts",
             about="speculative_algorithm",
         )

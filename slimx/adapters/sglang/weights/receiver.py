@@ -102,7 +102,7 @@ class RankReceiver:
             )
         if self.adapters and new.policy not in self.adapters:
             raise SlimxError(
-                f"{new} cannot be received, because this server has adapters only of {', '.join(self.adapters)}; "
+                f"{new} cannot be received, because this server has adapters only for {', '.join(self.adapters)}; "
                 "restart the server with the adapters of all published policies",
                 code="receiver.policy",
                 about=new.policy,

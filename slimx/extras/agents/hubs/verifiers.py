@@ -58,8 +58,8 @@ async def play(base_url: str, prompt: Prompt, *, url: str, token_env: str | None
     task = prompt.metadata.get(TASK)
     if not isinstance(task, Mapping):
         raise SlimxError(
-            f"prompt {prompt.id!r} has no verifiers task in metadata.{TASK}; write the file of prompts with "
-            "slimx/extras/agents/hubs/servers/verifiers_server.py and its option --prompts",
+            f"prompt {prompt.id!r} has no verifiers task in metadata.{TASK}; generate the prompt file with the option "
+            "--prompts of slimx/extras/agents/hubs/servers/verifiers_server.py",
             code="verifiers.task",
             about=prompt.id,
         )

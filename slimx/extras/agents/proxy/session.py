@@ -284,7 +284,7 @@ class Session:
         calls = len(message.get("tool_calls", []))
         if request.forced is not None and not calls and completion.finish_reason == "stop":
             raise ApiError(
-                "the model sampled no tool call, although tool_choice requires a tool call; send the request again, or "
+                "the model generated no tool call, although tool_choice requires one; send the request again, or "
                 "remove tool_choice from the request",
                 code="engine_failed",
                 status=502,

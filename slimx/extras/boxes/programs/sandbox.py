@@ -89,8 +89,8 @@ class Sandbox:
         result = patient.run_blocking(sandbox_probe.source(), stdin=json.dumps(outside))
         if not result.ok:
             raise SlimxError(
-                f"the program that tests the sandbox {result.ending} ({result.stderr.strip()[-300:]}); resolve "
-                "the error in parentheses, or remove from the configuration the hooks that run code",
+                f"the program that tests the sandbox {result.ending} ({result.stderr.strip()[-300:]}); resolve this "
+                "error, or remove from the configuration the hooks that run code",
                 code="sandbox.probe",
                 about=result.ended,
             )
@@ -134,7 +134,7 @@ def _files(contents: Mapping[str, str]) -> Iterator[dict[str, int]]:
         for name, content in contents.items():
             if "/" in name or name.startswith("."):
                 raise SlimxError(
-                    f"the name {name!r} of a sandbox's file contains `/` or starts with `.`; use a plain file name",
+                    f"the sandbox file name {name!r} contains `/` or starts with `.`; use a plain file name",
                 )
             named[name] = resources.enter_context(descriptor(content.encode()))
         yield named

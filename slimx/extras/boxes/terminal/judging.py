@@ -78,7 +78,9 @@ def judged(left: bytes, initial: bytes, task: Task, most: int) -> bytes:
         except NoVerdict:
             raise
         except Exception as error:  # the model may have forged the archive, so reading it may raise any exception
-            raise NoVerdict(f"the archive of the model's files is not a valid tar archive ({raised(error)})") from error
+            raise NoVerdict(
+                f"the archive of the files that the model wrote is not a valid tar archive ({raised(error)})"
+            ) from error
         for member, content in kept:
             _add(archive, member, content, output, most)
         for path, file in tests.items():
@@ -118,7 +120,7 @@ def _add(
     archive: tarfile.TarFile, member: tarfile.TarInfo, content: IO[bytes] | None, output: IO[bytes], most: int
 ) -> None:
     if output.tell() + member.size > most:
-        raise NoVerdict(f"the model's files exceed {most} bytes")
+        raise NoVerdict(f"the files that the model wrote exceed {most} bytes")
     archive.addfile(member, content)
 
 
@@ -132,7 +134,8 @@ def verdict(box: Box, archive: bytes, task: Task, stop: threading.Event | None =
     replaced = box.run(["sh", "-c", _REPLACE, "replace", name], cwd=task.directory, stop=stop)
     if not replaced.ok:
         raise NoVerdict(
-            f"the model's files cannot be unpacked (sh {replaced.ending}: {replaced.stderr.strip()[-300:]})"
+            f"the files that the model wrote cannot be unpacked (sh {replaced.ending}: "
+            f"{replaced.stderr.strip()[-300:]})"
         )
     result = box.run(task.tests.command, cwd=task.directory, stop=stop)
     output = f"{result.stdout}\n{result.stderr}"

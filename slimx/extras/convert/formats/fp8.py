@@ -34,9 +34,8 @@ def quantized_names(table: Table, block: tuple[int, int]) -> frozenset[str]:
         for name, shape in zip(entry.sources, shapes, strict=True):
             if len(shapes) > 1 and shape[0] % block[0]:
                 raise SlimxError(
-                    f"tensor {name} has {shape[0]} rows, but must have a multiple of {block[0]} rows in block fp8, "
-                    f"because engines concatenate {name} with {entry.sources[len(shapes) - 1]}; keep the model in "
-                    "bf16",
+                    f"tensor {name} has {shape[0]} rows, but block-wise FP8 requires a multiple of {block[0]} rows, "
+                    f"because engines concatenate {name} with {entry.sources[len(shapes) - 1]}; keep the model in bf16",
                     code="convert.blocks",
                     about=name,
                 )

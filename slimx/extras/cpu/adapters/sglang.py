@@ -265,7 +265,7 @@ def _close(gaps: tuple[Gap, ...]) -> None:
     for gap in gaps:
         if not gap.open():
             raise SlimxError(
-                f"the installed SGLang no longer has the gap '{gap.name}' ({gap.reason}); delete the gap from "
+                f"the installed SGLang no longer needs the workaround '{gap.name}' ({gap.reason}); delete it from "
                 "slimx.extras.cpu.adapters.sglang",
             )
         gap.close()

@@ -61,8 +61,8 @@ def apply(frame: torch.Tensor, base: torch.Tensor, *, item: int, threads: int | 
     )
     if status:
         raise SlimxError(
-            f"a frame of {frame.numel()} bytes cannot be decoded to {nbytes} bytes in elements of {item} bytes "
-            f"(status {status} of the decoder); install the same version of slimx on every machine, and publish again",
+            f"a frame of {frame.numel()} bytes cannot be decoded to {nbytes} bytes of {item}-byte elements (decoder "
+            f"status {status}); install the same version of slimx on every machine, and publish again",
             code="delta.frame",
             about="frame",
         )
@@ -85,8 +85,9 @@ def _memory(memory: torch.Tensor) -> int:
 
 def _invalid(memory: str) -> SlimxError:
     return SlimxError(
-        f"{memory} cannot be compared; pass contiguous uint8 CPU tensors of equal size in multiples of {STEP} bytes, "
-        f"elements of {' or '.join(map(str, ITEMS))} bytes, and a frame of at least `frames.room(size)` bytes",
+        f"{memory} cannot be compared; pass contiguous uint8 CPU tensors whose equal size is a multiple of {STEP} "
+        f"bytes, an element size of {' or '.join(map(str, ITEMS))} bytes, and a frame of at least `frames.room(size)` "
+        "bytes",
         code="delta.argument",
         about="memory",
     )

@@ -57,7 +57,11 @@ def examine_hooks(config: Config, texts: Sequence[str] = ()) -> HookFindings:
     findings = HookFindings()
     hooks = _load(config, findings)
     if findings.problems:
-        findings.note("hooks.untried", "hooks", "hooks are not tried until all of them can be loaded")
+        findings.note(
+            "hooks.untried",
+            "hooks",
+            "the hooks were not tried, because not all of them can be loaded; correct the hooks that cannot be loaded",
+        )
         return findings
     try:
         spec, tokenizer = configured_model(config), run_tokenizer(config)

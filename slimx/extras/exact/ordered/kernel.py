@@ -40,7 +40,7 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     )
     if status:
         raise SlimxError(
-            f"not enough memory for the scratch space of a product with a matrix {list(weight.shape)}; lower "
+            f"no memory is left for the scratch space of a product with a matrix of shape {list(weight.shape)}; lower "
             "trainer.threads or rollout.engines.threads",
         )
     return out

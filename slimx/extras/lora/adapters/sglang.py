@@ -66,7 +66,7 @@ def with_slots(
             result = manager.load_lora_adapter_from_tensors(LoRARef(name, name, name, pinned=True), {}, config)
             if not result.success:
                 raise SlimxError(
-                    f"SGLang rejected the adapters of policy {name}, of rank {manager.max_lora_rank}: "
+                    f"SGLang rejected the adapters of policy {name} (rank {manager.max_lora_rank}): "
                     f"{result.error_message}",
                 )
         manager.fetch_new_loras({None, *policies})

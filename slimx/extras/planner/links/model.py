@@ -203,8 +203,8 @@ def predict(traffic: Traffic, links: Links) -> Stages:
     SlimxError if the links cannot connect all ranks of the publication."""
     if links.domain is not None and traffic.ranks > links.domain:
         raise SlimxError(
-            f"the publication connects {traffic.ranks} ranks ({traffic.sources} of trainers, {traffic.engine_ranks} "
-            f"of engines), but {links.name} can connect only {links.domain}; lower trainer.world_size, "
+            f"a weight sync connects {traffic.ranks} ranks ({traffic.sources} of trainers, {traffic.engine_ranks} of "
+            f"engines), but {links.name} can connect only {links.domain}; lower trainer.world_size, "
             "rollout.engines.count or rollout.engines.tensor",
             code="links.ranks",
             about=links.name,

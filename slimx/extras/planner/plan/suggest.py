@@ -110,9 +110,7 @@ def nearest_layout(
 def require_gpu(machine: Machine) -> int:
     """Returns the memory of the GPU in bytes. Raises SlimxError if the type of GPU is unknown."""
     if machine.gpu is None or machine.memory is None:
-        raise SlimxError(
-            "cluster.gpu is null, but layouts are searched for a type of GPU; set cluster.gpu, for example to h100"
-        )
+        raise SlimxError("cluster.gpu is null, but the layout search needs a GPU type; set cluster.gpu")
     return machine.memory
 
 

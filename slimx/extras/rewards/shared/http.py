@@ -44,8 +44,8 @@ async def post(url: str, body: Json, *, timeout_s: float, retries: int, headers:
             except (aiohttp.ClientError, TimeoutError) as error:
                 failure = f"{type(error).__name__} {error}".strip() + f" (timeout {timeout_s:g} s)"
     raise SlimxError(
-        f"{url} returned no reward, and attempt {attempt + 1} was the last ({failure}); check that this URL is "
-        "correct and that its server is running",
+        f"{url} returned no reward in the last permitted attempt, number {attempt + 1} ({failure}); check that this "
+        "URL is correct and that its server is running",
         code="reward.server",
         about=url,
     )

@@ -163,7 +163,9 @@ def layer_norm_gated(
     """Computes `rms_norm_gated` of x with the gate `z`, both [T, n]; replaces the function that Qwen3.5 calls. Raises
     NotImplementedError for the function's other variants."""
     if group_size is not None or not (norm_before_gate and is_rms_norm and activation in ("swish", "silu")):
-        raise NotImplementedError("layer_norm_gated supports only RMSNorm over whole rows, followed by a silu gate")
+        raise NotImplementedError(
+            "layer_norm_gated has unsupported options; use RMSNorm over whole rows, followed by a silu gate"
+        )
     return rms_norm_gated(x, z, weight, bias, activation, eps=eps)
 
 
