@@ -32,7 +32,7 @@ def load_module(key: str, path: str, value: str = "") -> ModuleType:
         ) from error
     except (Exception, SystemExit) as error:
         raise SlimxError(
-            f"{key}: importing {path} raised {raised(error)}; correct the module", code="dotted.raised", about=key
+            f"{key}: importing {path} raised {raised(error)}; fix this error", code="dotted.raised", about=key
         ) from error
 
 

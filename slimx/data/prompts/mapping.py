@@ -163,7 +163,7 @@ def _after(mark: str, answer: object, where: str, key: str) -> str:
     _, separator, last = str(answer).rpartition(mark)
     if not separator:
         raise SlimxError(
-            f"{where}: the answer lacks {mark!r}; set {key}.answer_after to text in every answer, or to null",
+            f"{where}: the answer lacks {mark!r}; set {key}.answer_after to a text that all answers contain",
             code="prompts.answer_after",
             about=where,
         )

@@ -76,8 +76,7 @@ def check(
         )
     if sampling not in ("run", "strict"):
         raise SlimxError(
-            f"rollout.options.sampling is {sampling!r}, which is neither `run` nor `strict`; set "
-            "rollout.options.sampling to `run` or `strict`",
+            f"rollout.options.sampling is {sampling!r}; set rollout.options.sampling to `run` or `strict`",
             code="agent.sampling",
             about="rollout.options.sampling",
         )
