@@ -56,7 +56,7 @@ UNPROVEN: Mapping[str, Sequence[str]] = {
     "policies (with separate weights)": (
         "run.fork",
         "numerics.mode",
-        "trainer.lora (if a policy does not use the engines of actor)",
+        "trainer.lora (if a policy does not use the actor's engines)",
         "rollout.engines (without a group for the policy)",
         "rollout.engines.urls",
         "rollout.replay",
@@ -92,7 +92,7 @@ def _has_further_engines(sections: Sections) -> bool:
 CONDITIONS: Mapping[str, Callable[[Sections], bool]] = {
     "rollout.engines.sglang.speculative_algorithm (with multi-token prediction layers)": _drafts,
     "policies (with separate weights)": _has_further_weights,
-    "trainer.lora (if a policy does not use the engines of actor)": lambda sections: (
+    "trainer.lora (if a policy does not use the actor's engines)": lambda sections: (
         sections["trainer"].lora is not None and _has_further_engines(sections)
     ),
     "rollout.engines (without a group for the policy)": lambda sections: not sections["rollout"].sampled,
