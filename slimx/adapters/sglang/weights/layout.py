@@ -330,7 +330,7 @@ def row_of(name: str) -> tuple[Split, dict[str, str]]:
         match = re.fullmatch(pattern, name)
         if match:
             return split, match.groupdict()
-    raise Unexpected(f"no row of this module or of an entry point of {GROUP} matches the parameter's name")
+    raise Unexpected(f"no row of slimx.adapters.sglang.weights.layout or of an entry point of {GROUP} matches its name")
 
 
 def _experts(served: ServedParameter) -> Iterator[tuple[str, int | None]]:

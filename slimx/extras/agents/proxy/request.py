@@ -123,7 +123,7 @@ def read_message(message: object, path: str = "the message") -> Message:
     if role == "developer":
         role = "system"
     if not isinstance(message, dict) or role not in ROLES:
-        raise invalid(f"{path}.role", f"must be one of {', '.join(ROLES)}, not {role!r}")
+        raise invalid(f"{path}.role", f"must be one of {', '.join(ROLES)}, not {str(role)[:50]!r}")
     content = message.get("content")
     out: Message = {"role": role, "content": "" if content is None else text_of(content, f"{path}.content")}
     for name in ("name", "tool_call_id"):

@@ -197,7 +197,7 @@ def _message(message: object, path: str) -> list[Message]:
     `path`: location of the message in the request, for error messages."""
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(message, dict) or role not in ("user", "assistant"):
-        raise invalid(f"{path}.role", f"must be user or assistant, not {role!r}")
+        raise invalid(f"{path}.role", f"must be user or assistant, not {str(role)[:50]!r}")
     content = message.get("content")
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
     if role == "assistant":
@@ -298,7 +298,7 @@ def _ignored(fields: Json) -> tuple[str, ...]:
 def _stop(fields: Json) -> list[str]:
     stop = typed(fields, "stop_sequences", list, [])
     if not all(isinstance(text, str) and text for text in stop):
-        raise invalid("stop_sequences", f"must contain only non-empty strings, not {stop!r}")
+        raise invalid("stop_sequences", "must be a list of non-empty strings")
     if len(stop) > STOP_SEQUENCES:
         raise invalid("stop_sequences", f"has {len(stop)} strings; send at most {STOP_SEQUENCES}")
     check_stop(stop, "stop_sequences")
