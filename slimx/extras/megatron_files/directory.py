@@ -82,17 +82,13 @@ def find_checkpoint(path: Path) -> Path:
             )
     format_file = checkpoint / "metadata.json"
     if not format_file.is_file():
-        old = any(checkpoint.glob("mp_rank_*"))
-        problem = (
-            "contains Megatron-LM's old format (mp_rank_*)"
-            if old
-            else "is not a torch_dist checkpoint (no metadata.json)"
-        )
-        raise _unfit(
-            checkpoint,
-            "format",
-            f"the directory {problem}; save the checkpoint again with Megatron-LM's option `--ckpt-format torch_dist`",
-        )
+        problem = "the directory is not a torch_dist checkpoint (no metadata.json); choose the directory of one"
+        if any(checkpoint.glob("mp_rank_*")):
+            problem = (
+                "the directory contains Megatron-LM's old format (mp_rank_*); save the checkpoint again with "
+                "Megatron-LM's option `--ckpt-format torch_dist`"
+            )
+        raise _unfit(checkpoint, "format", problem)
     backend = read_object(format_file).get("sharded_backend")
     if backend != "torch_dist":
         raise SlimxError(
