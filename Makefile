@@ -31,6 +31,7 @@ REQUIREMENTS := requirements/$(LOCK).txt
 NVIDIA := $(abspath $(VENV))/lib/python3.12/site-packages/nvidia
 CUDA_HEADERS := $(NVIDIA)/cudnn/include:$(NVIDIA)/nccl/include:$(NVIDIA)/cu13/include
 TORCH = $(shell grep -om1 '^torch==[^ ]*' $(REQUIREMENTS))
+TORCH_BUILDS = $(TORCH) $(shell grep -om1 '^torchvision==[^ ]*' $(REQUIREMENTS))
 CPU_WHEEL = $(and $(filter cpu,$(LOCK)),$(if $(TORCH_INDEX),,yes),$(if $(wildcard /dev/nvidiactl),,yes))
 
 .PHONY: help
@@ -53,9 +54,9 @@ $(STAMP): $(REQUIREMENTS) requirements/cpu-cuda.txt setup.py pyproject.toml
 	@set -- $${CXX:-g++}; command -v "$$1" > /dev/null || { echo "slimx needs a C++17 compiler: apt-get install g++, or name one in CXX"; exit 1; }
 	@echo "venv: installing $(REQUIREMENTS) into $(VENV): about 2 minutes and 3 GB, 7 GB where torch is a CUDA build"
 	@$(PYTHON) -m venv $(if $(OTHER_STAMPS)$(if $(wildcard $(VENV)/lib/python3.12),,another Python),--clear) $(VENV)
-	@$(if $(TORCH_INDEX),$(PIP) --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH)")
+	@$(if $(TORCH_INDEX),$(PIP) --no-deps --index-url "$(TORCH_INDEX)" $(TORCH_BUILDS))
 	@if [ -n "$(CPU_WHEEL)" ]; then \
-	  $(PIP) --no-deps --retries 0 --timeout 15 --index-url "$(TORCH_CPU_INDEX)" "$(TORCH)" 2> /dev/null \
+	  $(PIP) --no-deps --retries 0 --timeout 15 --index-url "$(TORCH_CPU_INDEX)" $(TORCH_BUILDS) 2> /dev/null \
 	    || echo "venv: no CPU build of $(TORCH) at $(TORCH_CPU_INDEX): pip's own index may give its CUDA build"; fi
 	@grep -v '^transformer-engine-torch' $(REQUIREMENTS) > $(VENV)/wheels.txt
 	@$(PIP) --no-deps --require-hashes -r $(VENV)/wheels.txt

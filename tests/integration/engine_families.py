@@ -13,6 +13,7 @@ import torch
 from tests.integration import bailing_oracle
 from tests.integration.family_oracle import scatter
 from tests.integration.seeded import write_seeded, write_tokenizer
+from tests.integration.vision_oracle import stack_experts, write_processor
 
 # Sizes that every rank count here divides: SGLang's CPU path pads heads and inner sizes that do not.
 COMMON = {
@@ -55,6 +56,38 @@ SHARING = {
     "shared_expert_intermediate_size": 64,
 }
 ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+VISION = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 4,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 128,
+    "num_position_embeddings": 64,
+    "hidden_act": "gelu_pytorch_tanh",
+    "deepstack_visual_indexes": [],
+}
+
+
+def with_tower(text: dict[str, Any], architecture: str, model_type: str) -> dict[str, Any]:
+    """Returns config.json of a vision-language model as published, around the language model `text`."""
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "torch_dtype": "float32",
+        "text_config": {**text, "model_type": f"{model_type}_text"},
+        "vision_config": {**VISION, "model_type": f"{model_type}_vision"},
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "image_token_id": 120,
+        "video_token_id": 121,
+        "vision_start_token_id": 122,
+        "vision_end_token_id": 123,
+    }
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe": COMMON
     | {
@@ -151,11 +184,18 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+for bare, published in (("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe")):
+    MODELS[f"{bare}_published"] = with_tower(MODELS[bare], f"{published}ForConditionalGeneration", bare)
+
+
 def make_model(name: str, out: Path) -> None:
     """Makes a seeded model with the quickstart's tokenizer; no tensor is constant, so that none can hide."""
     hf = MODELS[name]
     if not _ling(hf):
         write_seeded(hf, out)
+        if "vision_config" in hf:
+            stack_experts(out)
+            write_processor(hf, out)
         return
     torch.manual_seed(1)
     model = bailing_oracle.Ling(hf)
@@ -166,12 +206,14 @@ def make_model(name: str, out: Path) -> None:
 
 def logits(model: Path, ids: list[int]) -> torch.Tensor:
     """Returns [L, vocab] of the float32 model in directory `model`."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    hf = json.loads((model / "config.json").read_text())
     with torch.no_grad():
-        if _ling(json.loads((model / "config.json").read_text())):
+        if _ling(hf):
             return bailing_oracle.load(model)(torch.tensor(ids))
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        kind = AutoModelForImageTextToText if "vision_config" in hf else AutoModelForCausalLM
+        loaded = kind.from_pretrained(model, dtype=torch.float32).eval()
         return loaded(torch.tensor([ids])).logits[0]
 
 

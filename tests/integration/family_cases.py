@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slimx.layout.ranks import Sizes
-from tests.integration import bailing_oracle, deepseek_v3_oracle, nested_oracle, prediction_oracle
+from tests.integration import bailing_oracle, deepseek_v3_oracle, nested_oracle, prediction_oracle, vision_oracle
 from tests.integration.family_oracle import Fill, Oracle, scatter, scatter_slow_decays, stock_model
 
 
@@ -71,6 +71,12 @@ def deepseek(name: str) -> Callable[[Path, int], Oracle]:
 
 def mimo(path: Path, seed: int) -> Oracle:
     return nested_oracle.MiMo(path, seed, {name: value for name, value in SHAPE.items() if name != "head_dim"})
+
+
+def seeing(config: str, tower: dict[str, Any], fill: Fill = scatter, **fields: Any) -> Callable[[Path, int], Oracle]:
+    """A vision-language model as published, from the fields of its language model and of its tower."""
+    text = {**SHAPE, **fields}
+    return lambda path, seed: vision_oracle.VisionOracle(path, seed, config, text, tower, fill)
 
 
 SHAPE = {
@@ -222,6 +228,15 @@ CASES: dict[str, Case] = {
     "Qwen3-Next": Case(make=hybrid("Qwen3NextConfig", **HYBRID_EXPERTS), thorough=True, cut=True, rounding=6e-5),
     "Qwen3.5-MoE": Case(make=hybrid("Qwen3_5MoeTextConfig", **HYBRID_EXPERTS), thorough=True, cut=True, rounding=6e-5),
     "Qwen3.5": Case(make=hybrid("Qwen3_5TextConfig", **HYBRID), dense=True, cut=True),
+    "Qwen3.5-MoE, published": Case(
+        make=seeing("Qwen3_5MoeConfig", vision_oracle.QWEN3_TOWER, scatter_slow_decays, **HYBRID_EXPERTS),
+        thorough=True,
+        cut=True,
+        rounding=6e-5,
+    ),
+    "Qwen3.5, published": Case(
+        make=seeing("Qwen3_5Config", vision_oracle.QWEN3_TOWER, scatter_slow_decays, **HYBRID), dense=True, cut=True
+    ),
     # Added from outside, as docs/models.md says.
     "Mixtral": Case(
         make=stock("MixtralConfig", num_local_experts=8, num_experts_per_tok=3),

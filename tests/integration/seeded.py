@@ -18,11 +18,12 @@ QUICKSTART = ROOT / "tools/quickstart/make_model.py"
 def write_seeded(hf: dict[str, Any], out: Path, dtype: torch.dtype = torch.float32) -> None:
     """Writes a model of the configuration `hf` with the quickstart's tokenizer; no tensor is constant, so that none can
     hide."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(1)
     config = AutoConfig.for_model(**{key: value for key, value in hf.items() if key != "torch_dtype"})
-    AutoModelForCausalLM.from_config(config).save_pretrained(out)
+    kind = AutoModelForImageTextToText if "vision_config" in hf else AutoModelForCausalLM
+    kind.from_config(config).save_pretrained(out)
     weights = perturbed(load_file(out / "model.safetensors"), 2)
     save_file({name: w.to(dtype) for name, w in weights.items()}, out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps(hf))

@@ -161,6 +161,7 @@ def server_args(spec: EngineSpec) -> Json:
         defaults["skip_server_warmup"] = True
         # Limits the recurrent states of delta nets, which would otherwise take nearly half of the node's memory.
         defaults["max_mamba_cache_size"] = 256
+        defaults["mm_attention_backend"] = "sdpa"  # the others need kernels that are not on PyPI
     ours |= spec.numerics.server_arguments(spec.device)
     check_server_args(spec.sglang)
     check_keyless(spec.sglang)

@@ -93,16 +93,6 @@ class Family(FamilyOptions, Protocol):
 GROUP = "slimx.families"
 """Entry point group of family modules, each named after its architecture."""
 
-_VISION = (
-    "slimx trains only the text model and would lose the tensors of the vision tower; save the language model alone "
-    "as Qwen3_5ForCausalLM or Qwen3_5MoeForCausalLM and train that"
-)
-UNBUILDABLE: dict[str, str] = {
-    "Qwen3_5ForConditionalGeneration": _VISION,
-    "Qwen3_5MoeForConditionalGeneration": _VISION,
-}
-"""Architecture -> reason why slimx cannot build it with megatron-core 0.19.2, as a clause for the error."""
-
 OUTPUT_LAYER = "output_layer.weight"
 """Name of the output layer's weight in megatron-core, and of its row in every family's weight table."""
 SCORE = "score.weight"
@@ -380,12 +370,6 @@ def _family_of(architecture: str, file: Path, configured: Family | None) -> Fami
                 about=architecture,
             )
         return _with_defaults(configured)
-    if architecture in UNBUILDABLE:
-        raise SlimxError(
-            f"{file}: {architecture} is not supported, because {UNBUILDABLE[architecture]}; choose another checkpoint",
-            code="model.unbuildable",
-            about=architecture,
-        )
     known = entry_points.find(GROUP)
     if architecture not in known:
         raise SlimxError(

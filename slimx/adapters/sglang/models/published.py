@@ -18,6 +18,7 @@ MODULES = (
     "minimax_m2",
     "qwen2",
     "qwen3",
+    "qwen3_5",
     "qwen3_5_text",
     "qwen3_moe",
     "qwen3_next",

@@ -90,14 +90,14 @@ def vocabulary(served: ServedParameter) -> Iterator[ServedPiece]:
 def rows_split(served: ServedParameter) -> Iterator[ServedPiece]:
     """Yields this rank's rows (outputs) of a ColumnParallelLinear."""
     owner = cast(places.Linear, served.owner)
-    yield share_of_rows("{name}", owner.output_size, served.cols, served.parameter.shape[0], rank_in(owner.tp_group), 0)
+    rows = served.parameter.shape[0]
+    yield share_of_rows(served, "{name}", owner.output_size, rows, rank_in(owner.tp_group))
 
 
 def columns_split(served: ServedParameter) -> Iterator[ServedPiece]:
     """Yields this rank's columns (inputs) of a RowParallelLinear."""
     owner = cast(places.Linear, served.owner)
-    rows, cols = served.parameter.shape
-    yield _columns("{name}", (rows, cols), owner.input_size, rank_in(owner.tp_group), 0)
+    yield _columns("{name}", served.parameter.shape, owner.input_size, rank_in(owner.tp_group), 0)
 
 
 def qkv(served: ServedParameter) -> Iterator[ServedPiece]:
@@ -106,7 +106,7 @@ def qkv(served: ServedParameter) -> Iterator[ServedPiece]:
     start = 0
     for part, (total, shard, rank) in zip("qkv", _heads(served), strict=True):
         tensor = f"{{at}}.{part}_proj.{{kind}}"
-        yield share_of_rows(tensor, total, served.cols, shard, rank, start, vector=served.parameter.dim() == 1)
+        yield share_of_rows(served, tensor, total, shard, rank, start)
         start += shard
 
 
@@ -119,7 +119,7 @@ def qkv_of_one(served: ServedParameter) -> Iterator[ServedPiece]:
         rects.append(Rect(0, first + rank * shard, 0, shard, served.cols, start, 0))
         start += shard
         first += total
-    yield ServedPiece("{name}", (first, served.cols), tuple(rects))
+    yield ServedPiece("{name}", (first, *served.parameter.shape[1:]), tuple(rects))
 
 
 def _heads(served: ServedParameter) -> tuple[tuple[int, int, int], ...]:
@@ -140,9 +140,9 @@ def _heads(served: ServedParameter) -> tuple[tuple[int, int, int], ...]:
 def latent_down(served: ServedParameter) -> Iterator[ServedPiece]:
     """Yields MLA's fused down projection, complete on every rank: rows of q_a_proj, then of kv_a_proj_with_mqa."""
     query = cast(places.LatentLayer, served.parent).q_lora_rank
-    yield share_of_rows("{at}.q_a_proj.weight", query, served.cols, query, 0, 0)
+    yield share_of_rows(served, "{at}.q_a_proj.weight", query, query, 0)
     rest = cast(places.Linear, served.owner).output_size - query
-    yield share_of_rows("{at}.kv_a_proj_with_mqa.weight", rest, served.cols, rest, 0, query)
+    yield share_of_rows(served, "{at}.kv_a_proj_with_mqa.weight", rest, rest, 0, query)
 
 
 def gate_up(served: ServedParameter) -> Iterator[ServedPiece]:
@@ -150,7 +150,7 @@ def gate_up(served: ServedParameter) -> Iterator[ServedPiece]:
     owner = cast(places.Linear, served.owner)
     start = 0
     for name, size, shard in zip(("gate", "up"), owner.output_sizes, owner.output_partition_sizes, strict=True):
-        yield share_of_rows(f"{{at}}.{name}_proj.weight", size, served.cols, shard, rank_in(owner.tp_group), start)
+        yield share_of_rows(served, f"{{at}}.{name}_proj.weight", size, shard, rank_in(owner.tp_group), start)
         start += shard
 
 
@@ -163,7 +163,7 @@ def heads_norm(served: ServedParameter) -> Iterator[ServedPiece]:
     owner = cast(places.HeadsNorm, served.owner)
     shard = served.parameter.shape[0]
     total = shard * owner.attn_tp_size // owner.num_head_replicas
-    yield share_of_rows("{name}", total, 1, shard, owner.attn_tp_rank // owner.num_head_replicas, 0, vector=True)
+    yield share_of_rows(served, "{name}", total, shard, owner.attn_tp_rank // owner.num_head_replicas)
 
 
 def experts_gate_up(
@@ -174,19 +174,21 @@ def experts_gate_up(
     gate and up projections in the checkpoint."""
     owner = cast(places.Experts, served.owner)
     inner = owner.intermediate_size_per_partition
-    method = getattr(owner, "weight_load_method", None) or owner.quant_method
-    order: Sequence[str] = names
-    if getattr(method, "load_up_proj_weight_first", False):
-        order = names[::-1]
     _expect(tuple(served.parameter.shape) == (owner.num_local_experts, 2 * inner, owner.hidden_size), _unlike(served))
     shape = (inner * owner.moe_tp_size, owner.hidden_size)
     for name, slot in _experts(served):
-        for index, part in enumerate(order):
-            tensor = f"{name}.{part}.weight"
+        for index, part in enumerate(gate_and_up(owner)):
+            tensor = f"{name}.{names[part]}.weight"
             if slot is None:
                 yield ServedPiece(tensor, shape, ())
             else:
-                yield share_of_rows(tensor, *shape, inner, owner.moe_tp_rank, (2 * slot + index) * inner)
+                yield share_of_rows(served, tensor, shape[0], inner, owner.moe_tp_rank, (2 * slot + index) * inner)
+
+
+def gate_and_up(owner: places.Experts) -> tuple[int, int]:
+    """Returns the order in which an expert's fused parameter stores its gate projection (0) and up projection (1)."""
+    method = getattr(owner, "weight_load_method", None) or owner.quant_method
+    return (1, 0) if getattr(method, "load_up_proj_weight_first", False) else (0, 1)
 
 
 def experts_down(served: ServedParameter, part: str = "down_proj") -> Iterator[ServedPiece]:
@@ -210,7 +212,7 @@ MLP = r"(?P<at>.+\.mlp(\.shared_experts?)?)\."
 FUSED = r".+\.attention\."
 ROWS: tuple[tuple[str, Split], ...] = (
     # SGLang parameter                                                    -> Hugging Face tensors
-    (r"(model\.embed_tokens|model\.word_embeddings|lm_head)\.weight", vocabulary),
+    (r"(model\.(language_model\.)?(embed_tokens|word_embeddings)|lm_head)\.weight", vocabulary),
     (ATTENTION + r"qkv_proj\.(?P<kind>weight|bias)", qkv),
     (ATTENTION + r"fused_qkv_a_proj_with_mqa\.weight", latent_down),
     (ATTENTION + r"(q_proj|q_b_proj|kv_b_proj)\.weight", rows_split),
@@ -220,7 +222,7 @@ ROWS: tuple[tuple[str, Split], ...] = (
     (FUSED + r"query_key_value\.weight", qkv_of_one),
     (FUSED + r"dense\.weight", columns_split),
     (FUSED + r"(query|key)_layernorm\.weight", whole),
-    (r".+\.(input_layernorm|post_attention_layernorm)\.weight|model\.norm\.weight", whole),
+    (r".+\.(input_layernorm|post_attention_layernorm)\.weight|model\.(language_model\.)?norm\.weight", whole),
     (MLP + r"gate_up_proj\.weight", gate_up),
     (MLP + r"down_proj\.weight", columns_split),
     (r".+\.(mlp|block_sparse_moe)\.(gate\.weight|gate\.expert_bias|(gate\.)?e_score_correction_bias)", whole),
@@ -236,11 +238,6 @@ GROUP = "slimx.engine_layers"
 TOGETHER: tuple[Split, ...] = (latent_down,)
 """Split functions of table rows whose Hugging Face tensors must be loaded together: SGLang's `load_weights` fuses the
 tensors of such a row only if one call includes all of them, and otherwise drops them silently."""
-
-
-_BARE_ATTENTION = re.compile(r"(?<=\.layers\.)(\d+)\.(?=(qkv_proj|o_proj|q_norm|k_norm)\.)")
-"""Pattern of attention parameters that SGLang stores in the decoder layer itself (Qwen3-Next and Qwen3.5), whereas
-checkpoints store them under `self_attn`."""
 
 
 class Unexpected(Exception):
@@ -261,15 +258,15 @@ def hf_layout(model: nn.Module, experts: object = None) -> Layout:
         owner = name.rpartition(".")[0]
         served = ServedParameter(parameter, layers[owner], layers[owner.rpartition(".")[0]], experts)
         try:
-            _add(layout, name, served, weights)
+            _add(layout, model, name, served, weights)
         except (Unexpected, AttributeError, SlimxError) as error:
             layout.uncovered[name] = str(error)
     return layout
 
 
-def _add(layout: Layout, name: str, served: ServedParameter, weights: Parameters) -> None:
-    """Adds the tensors stored in parameter `name` to `layout`, after checking that they cover the parameter exactly.
-    `weights`: all parameters of the model, to look up the quantized codes if `name` is a tensor of scales."""
+def _add(layout: Layout, model: nn.Module, name: str, served: ServedParameter, weights: Parameters) -> None:
+    """Adds the tensors stored in parameter `name` of `model` to `layout`, after checking that they cover the parameter
+    exactly. `weights`: all parameters of the model, to look up the quantized codes if `name` is a tensor of scales."""
     source = name
     scales_of = None
     for number_format in all_formats().values():
@@ -278,7 +275,9 @@ def _add(layout: Layout, name: str, served: ServedParameter, weights: Parameters
             source = codes
             scales_of = number_format
             break
-    published = _BARE_ATTENTION.sub(r"\1.self_attn.", source)
+    published = source
+    for kind in entry_points.load_all(GROUP).values():
+        published = kind.published_name(model, published)
     split, groups = row_of(published)
     if scales_of is None:
         pieces = split(served)
@@ -319,8 +318,9 @@ def place(layout: Layout, name: str, parameter: torch.Tensor, pieces: list[Serve
 
 @functools.cache
 def all_rows() -> tuple[tuple[str, Split], ...]:
-    """Returns the rows of the parameter table: those of this module and of all entry points of `GROUP`."""
-    return (*ROWS, *chain.from_iterable(kind.ROWS for kind in entry_points.load_all(GROUP).values()))
+    """Returns the rows of the parameter table: those of all entry points of `GROUP`, which are more specific, and of
+    this module."""
+    return (*chain.from_iterable(kind.ROWS for kind in entry_points.load_all(GROUP).values()), *ROWS)
 
 
 def row_of(name: str) -> tuple[Split, dict[str, str]]:
@@ -333,24 +333,29 @@ def row_of(name: str) -> tuple[Split, dict[str, str]]:
     raise Unexpected(f"no row of slimx.adapters.sglang.weights.layout or of an entry point of {GROUP} matches its name")
 
 
+def logical_experts(served: ServedParameter) -> tuple[list[int], int]:
+    """Returns the index of the routed expert in each slot of this rank's parameter, and the model's number of routed
+    experts."""
+    owner = cast(places.Experts, served.owner)
+    routed = owner.num_local_experts - owner.num_fused_shared_experts
+    first = owner.moe_ep_rank * routed
+    if served.experts is None:
+        return list(range(first, first + routed)), routed * owner.moe_ep_size
+    location = cast(ExpertLocation, served.experts)
+    slots = location.physical_to_logical_map_cpu[owner.layer_id, first : first + routed]
+    return slots.tolist(), location.num_logical_experts
+
+
 def _experts(served: ServedParameter) -> Iterator[tuple[str, int | None]]:
     """Yields the checkpoint name of each expert and its slot in this rank's parameter, in the order of slots; then the
     experts that only other ranks store, with slot None."""
-    owner = cast(places.Experts, served.owner)
-    shared = owner.num_fused_shared_experts
-    routed = owner.num_local_experts - shared
-    first = owner.moe_ep_rank * routed
-    logical = list(range(first, first + routed))
-    total = routed * owner.moe_ep_size
-    if served.experts is not None:
-        location = cast(ExpertLocation, served.experts)
-        logical = location.physical_to_logical_map_cpu[owner.layer_id, first : first + routed].tolist()
-        total = location.num_logical_experts
+    logical, total = logical_experts(served)
     for slot, expert in enumerate(logical):
         yield f"{{mlp}}.experts.{expert}", slot
+    shared = cast(places.Experts, served.owner).num_fused_shared_experts
     _expect(shared <= 1, f"{shared} shared experts are fused with the routed ones, but SGLang loads at most one")
     if shared:
-        yield "{mlp}.shared_experts", routed
+        yield "{mlp}.shared_experts", len(logical)
     for expert in sorted(set(range(total)) - set(logical)):
         yield f"{{mlp}}.experts.{expert}", None
 
@@ -361,15 +366,15 @@ def _piece(tensor: str, shape: tuple[int, ...]) -> ServedPiece:
 
 
 def share_of_rows(
-    tensor: str, total: int, cols: int, shard: int, rank: int, start: int, vector: bool = False
+    served: ServedParameter, tensor: str, total: int, shard: int, rank: int, start: int = 0
 ) -> ServedPiece:
-    """Returns the piece of `shard` rows, from row `rank * shard` on, of a tensor with `total` rows; the parameter
-    stores the piece from its row `start` on. `vector`: True if the tensor has one dimension."""
-    shape = (total,) if vector else (total, cols)
-    return ServedPiece(tensor, shape, (Rect(0, rank * shard, 0, shard, cols, start, 0),))
+    """Returns the piece of `shard` rows, from row `rank * shard` on, of a tensor with `total` rows, which is a vector
+    if the parameter is one. The parameter stores the piece from its row `start` on."""
+    shape = (total, *served.parameter.shape[1:][-1:])
+    return ServedPiece(tensor, shape, (Rect(0, rank * shard, 0, shard, served.cols, start, 0),))
 
 
-def _columns(tensor: str, local: tuple[int, int], total: int, rank: int, start: int) -> ServedPiece:
+def _columns(tensor: str, local: Sequence[int], total: int, rank: int, start: int) -> ServedPiece:
     """Returns piece number `rank` of a tensor whose `total` columns are split over ranks; the parameter stores the
     piece from its row `start` on. `local`: (rows, columns) of the piece."""
     rows, shard = local

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import IO, cast
 
@@ -76,7 +77,7 @@ class Piece:
 
     @property
     def _inner(self) -> Shape:
-        """Sizes of the axes between rows and columns, which are 1 in every model (as in a depthwise convolution)."""
+        """Sizes of the axes between the first and the last, whose elements are rows of a `ShardBox`."""
         return self.location.part.shape[1:-1]
 
     @property
@@ -84,7 +85,7 @@ class Piece:
         return self.box.rows * self.box.cols * self.dtype.itemsize
 
     def _trim(self, row: int, col: int, inner: Shape) -> Shape:
-        return (row,) if len(self.location.part.shape) == 1 else (row, *inner, col)
+        return (row,) if len(self.location.part.shape) == 1 else (row // prod(self._inner), *inner, col)
 
     def make(self, reading: Reading) -> torch.Tensor:
         """Computes the piece's values from the source, in the scratch memory of `reading`."""

@@ -295,10 +295,11 @@ def _stored(path: Path, key: str, chunk: ChunkStorageMetadata, metadata: Metadat
 
 def _extent(piece: _Stored, stacked: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Returns (first row, first column) of a piece, and (number of rows, number of columns). The first `stacked` axes,
-    along which matrices are stacked, are skipped. A vector has one column, and axes between rows and columns have
-    length 1."""
+    along which matrices are stacked, are skipped. A vector has one column. Axes between the first and the last count as
+    rows; no piece divides them."""
     row, *inner_offsets = piece.offsets[stacked:]
     rows, *inner_sizes = piece.sizes[stacked:]
     if not inner_sizes:
         return (row, 0), (rows, 1)
-    return (row, inner_offsets[-1]), (rows, inner_sizes[-1])
+    *inner, cols = inner_sizes
+    return (row * prod(inner), inner_offsets[-1]), (rows * prod(inner), cols)

@@ -3,8 +3,11 @@ operators SGLang lacks for delta nets on the CPU. Written for sglang 0.5.23."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, Protocol, cast
+
+from torch import nn
 
 from slimx.adapters.device import Gap
 from slimx.adapters.sglang.weights.layout import (
@@ -59,7 +62,7 @@ def delta_heads(parameter: ServedParameter) -> Iterator[ServedPiece]:
     """Yields this rank's elements of a vector with one element per value head (A_log or dt_bias)."""
     net = cast(_DeltaNet, parameter.owner)
     rows = parameter.parameter.shape[0]
-    yield share_of_rows("{name}", net.num_v_heads, 1, rows, net.attn_tp_rank, 0, vector=True)
+    yield share_of_rows(parameter, "{name}", net.num_v_heads, rows, net.attn_tp_rank, 0)
 
 
 def delta_inputs(parameter: ServedParameter) -> Iterator[ServedPiece]:
@@ -71,7 +74,7 @@ def delta_inputs(parameter: ServedParameter) -> Iterator[ServedPiece]:
     rank = rank_in(owner.tp_group)
     if not hasattr(parameter.parent, "_bind_packed_weight_loaders"):
         rows = parameter.parameter.shape[0]
-        yield share_of_rows("{name}", sum(owner.output_sizes), parameter.cols, rows, rank, 0)
+        yield share_of_rows(parameter, "{name}", sum(owner.output_sizes), rows, rank, 0)
         return
     sizes = iter(zip(owner.output_sizes, owner.output_partition_sizes, strict=True))
     start = 0
@@ -84,6 +87,16 @@ def delta_inputs(parameter: ServedParameter) -> Iterator[ServedPiece]:
             start += shard
             first += size
         yield ServedPiece(f"{{at}}.in_proj_{kinds}.weight", (first, parameter.cols), tuple(rects))
+
+
+_BARE_ATTENTION = re.compile(r"(?<=\.layers\.)(\d+)\.(?=(qkv_proj|o_proj|q_norm|k_norm)\.)")
+"""Pattern of attention parameters that SGLang stores in the decoder layer itself, whereas checkpoints store them under
+`self_attn`."""
+
+
+def published_name(model: nn.Module, name: str) -> str:
+    """Returns the name that checkpoints give to the parameter `name`, or would give to it if it was not fused."""
+    return _BARE_ATTENTION.sub(r"\1.self_attn.", name)
 
 
 _DELTA_NET = r"(?P<at>.+\.linear_attn)\."

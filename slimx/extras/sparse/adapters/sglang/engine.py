@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol, cast
 
+from torch import nn
+
 from slimx.adapters.sglang.weights.layout import ServedParameter, ServedPiece, share_of_rows, whole
 
 
@@ -25,9 +27,14 @@ def indexer_keys(parameter: ServedParameter) -> Iterator[ServedPiece]:
     """Yields an indexer's fused parameter, which every rank stores completely: the rows of the key projection (wk),
     then of the projection to head weights (weights_proj)."""
     head = cast(_Indexer, parameter.parent).head_dim
-    yield share_of_rows("{at}.wk.weight", head, parameter.cols, head, 0, 0)
+    yield share_of_rows(parameter, "{at}.wk.weight", head, head, 0, 0)
     heads = cast(_KeyProjection, parameter.owner).output_size - head
-    yield share_of_rows("{at}.weights_proj.weight", heads, parameter.cols, heads, 0, head)
+    yield share_of_rows(parameter, "{at}.weights_proj.weight", heads, heads, 0, head)
+
+
+def published_name(model: nn.Module, name: str) -> str:
+    """Returns `name`, because SGLang and checkpoints give a parameter the same name."""
+    return name
 
 
 _INDEXER = r"(?P<at>.+\.self_attn\.indexer)\."

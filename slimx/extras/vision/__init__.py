@@ -1,0 +1,1 @@
+"""Vision-language models: their language model in the trainer, and their vision tower."""

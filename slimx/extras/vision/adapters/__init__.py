@@ -1,0 +1,1 @@
+"""Changes to SGLang for vision-language models."""

@@ -1,0 +1,1 @@
+"""Families of vision-language models, entry points of `slimx.families`."""

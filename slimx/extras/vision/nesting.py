@@ -1,0 +1,77 @@
+"""Language models that are a part of a vision-language model: config.json describes the language model in
+`text_config`, and checkpoints store its tensors under `model.language_model.`."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from slimx.layout.maps import Fused
+from slimx.layout.table import Row, Table
+from slimx.models.fields import HfConfig
+
+_BARE = "model."
+_NESTED = "model.language_model."
+_TIED = "tie_word_embeddings"
+
+
+def text_config(hf: HfConfig) -> HfConfig:
+    """Returns the fields of config.json `hf` that describe the language model, in the form that the family of the bare
+    language model reads. If both levels say whether embeddings are tied, the top level prevails, as in transformers and
+    SGLang."""
+    text = hf["text_config"]
+    tied = hf.get(_TIED, text.get(_TIED, False))
+    return ChainMap[str, Any]({_TIED: tied}, text)
+
+
+def nested_table(table: Table, tower: Collection[Row], *, stack_experts: bool = False) -> Table:
+    """Returns the weight table of a vision-language model. `table`: table of its bare language model; `tower`: rows of
+    the vision tower. `stack_experts`: True if the checkpoint stacks all experts of a layer in one tensor, with gate and
+    up projections concatenated."""
+    rows = [_nested_row(row) for row in table.rows]
+    if stack_experts:
+        rows = [_stacked_row(row) for row in rows]
+    return replace(
+        table,
+        rows=(*rows, *tower),
+        aliases={_nested(name): _nested(original) for name, original in table.aliases.items()},
+        frozen={_nested(name): shape for name, shape in table.frozen.items()},
+    )
+
+
+def _nested_row(row: Row) -> Row:
+    return replace(row, sources=tuple((_nested(name), shape) for name, shape in row.sources))
+
+
+def _nested(name: str) -> str:
+    return _NESTED + name.removeprefix(_BARE) if name.startswith(_BARE) else name
+
+
+def _stacked_row(row: Row) -> Row:
+    """Returns `row` with one stack of experts as its source, if the row describes experts; otherwise `row`."""
+    sources = row.sources
+    name, shape = sources[0]
+    if "{expert}" not in name:
+        return row
+    module, _, projection = name.partition("{expert}.")
+    if len(sources) == 1:
+        stack = module + projection.removesuffix(".weight")
+        return replace(row, sources=((f"{stack}[{{expert}}]", shape),), quantized=False)
+    inner, hidden = shape
+    fused = ((f"{module}gate_up_proj[{{expert}}]", (2 * inner, hidden)),)
+    return replace(row, sources=fused, map=Fused(row.map, (inner, inner)), quantized=False)
+
+
+def stacked_experts(shapes: Mapping[str, tuple[int, ...]], experts: int) -> dict[str, tuple[int, ...]]:
+    """Returns names and shapes of the stacks that a checkpoint may contain instead of the single experts' tensors in
+    `shapes`. `experts`: number of experts."""
+    stacks: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        module, marker, projection = name.partition(".experts.0.")
+        if marker and projection.startswith("down_proj"):
+            hidden, inner = shape
+            stacks[f"{module}.experts.down_proj"] = (experts, hidden, inner)
+            stacks[f"{module}.experts.gate_up_proj"] = (experts, 2 * inner, hidden)
+    return stacks

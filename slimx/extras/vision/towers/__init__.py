@@ -1,0 +1,1 @@
+"""Parameters of vision towers: weight-table rows for trainers and for engines."""
