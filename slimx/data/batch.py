@@ -7,14 +7,14 @@ update, regardless of how rows are packed, of the number of micro-batches, and o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from slimx.config.sections.algorithm import Algorithm
 from slimx.data.columns import COLUMNS, Column, TokenColumns
-from slimx.data.records import Trajectory
+from slimx.data.records import Image, Trajectory
 from slimx.errors import SlimxError
 
 
@@ -22,6 +22,8 @@ from slimx.errors import SlimxError
 class TrainingRow(TokenColumns):
     """Per-token columns of one trajectory, aligned with its predicted tokens: entry t belongs to the prediction of
     token t + 1."""
+
+    images: list[Image] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -41,6 +43,8 @@ class MicroBatch(TokenColumns):
     route_layers: tuple[int, ...] | None = None
     """Global indices of the decoder layers on the second axis of `routed_experts`; None: all decoder layers, in
     order."""
+    images: list[list[Image]] | None = None
+    """For each packed sequence of a row, its images; None if no row has images."""
     routed: np.ndarray | None = None
     """bool [T]: True at positions whose row has `routed_experts`; None if all rows have it or none has."""
 
@@ -98,6 +102,7 @@ def make_rows(
                 advantages=np.full(count, 1, dtype=np.float32) * np.asarray(advantage, np.float32),
                 versions=trajectory.versions()[1:],
                 temperature=np.full(count, trajectory.sampling.get("temperature") or 1.0, np.float32),
+                images=trajectory.images,
                 routed_experts=trajectory.routed_experts,
                 support=None if trajectory.support is None else trajectory.support.take(np.arange(1, count + 1)),
             )

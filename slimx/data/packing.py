@@ -231,6 +231,7 @@ def _pack_rows(
         routed_experts=routes,
         routed=routed,
         rows=indices,
+        images=[row.images for row in rows] if any(row.images for row in rows) else None,
         support=_joined_support(rows, lengths),
     )
 

@@ -77,6 +77,18 @@ class Turn:
 
 
 @dataclass(kw_only=True, slots=True)
+class Image:
+    """An image in a trajectory, as the processor of the model prepared it."""
+
+    start: int
+    """Index of the first of its placeholder tokens in the trajectory."""
+    grid: tuple[int, int, int]
+    """Numbers of the image's patches along time, height and width."""
+    digest: str
+    """Digest of the prepared pixels, which is their name in the run's image store."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Trajectory:
     """A sequence of tokens for training, with the origin of each token."""
 
@@ -110,6 +122,8 @@ class Trajectory:
     like `teacher_top_logprobs`, if they were not requested."""
     teacher_top_logprobs: np.ndarray | None = None
     """float32 [L, k]: the teacher's log-probs of `teacher_top_ids`; NaN before the first trained token."""
+    images: list[Image] = field(default_factory=list)
+    """Images of the trajectory, in the order of their placeholder tokens."""
     turns: list[Turn] = field(default_factory=list)
     """Data about each of the trajectory's turns, in order; empty if the hook provides none."""
     reward: float | None = None

@@ -13,7 +13,7 @@ import torch
 from tests.integration import bailing_oracle
 from tests.integration.family_oracle import scatter
 from tests.integration.seeded import write_seeded, write_tokenizer
-from tests.integration.vision_oracle import stack_experts, write_processor
+from tests.integration.vision_oracle import publish, write_processor
 
 # Sizes that every rank count here divides: SGLang's CPU path pads heads and inner sizes that do not.
 COMMON = {
@@ -72,14 +72,15 @@ VISION = {
 }
 
 
-def with_tower(text: dict[str, Any], architecture: str, model_type: str) -> dict[str, Any]:
-    """Returns config.json of a vision-language model as published, around the language model `text`."""
+def with_tower(text: dict[str, Any], architecture: str, model_type: str, **vision: Any) -> dict[str, Any]:
+    """Returns config.json of a vision-language model as published, around the language model `text`. `vision`: fields
+    of the tower other than those of `VISION`."""
     return {
         "architectures": [architecture],
         "model_type": model_type,
         "torch_dtype": "float32",
         "text_config": {**text, "model_type": f"{model_type}_text"},
-        "vision_config": {**VISION, "model_type": f"{model_type}_vision"},
+        "vision_config": {**VISION, **vision, "model_type": f"{model_type}_vision"},
         "tie_word_embeddings": text["tie_word_embeddings"],
         "image_token_id": 120,
         "video_token_id": 121,
@@ -188,13 +189,33 @@ for bare, published in (("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe")):
     MODELS[f"{bare}_published"] = with_tower(MODELS[bare], f"{published}ForConditionalGeneration", bare)
 
 
+IMAGE_ROTARY = {"mrope_section": [8, 4, 4], "mrope_interleaved": True, "rope_type": "default"}
+DEEP = {"depth": 4, "deepstack_visual_indexes": [0, 1, 3]}
+"""SGLang adds the features of exactly three layers to a model with experts."""
+MODELS["qwen3_vl"] = with_tower(
+    {**MODELS["qwen3"], "rope_scaling": IMAGE_ROTARY}, "Qwen3VLForConditionalGeneration", "qwen3_vl", **DEEP
+)
+MODELS["qwen3_vl_moe"] = with_tower(
+    {
+        **MODELS["qwen3"],
+        **{key: value for key, value in SHARING.items() if not key.startswith("shared")},
+        "moe_intermediate_size": 192,  # transformers does not transpose square matrices
+        "norm_topk_prob": True,
+        "rope_scaling": IMAGE_ROTARY,
+    },
+    "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_vl_moe",
+    **DEEP,
+)
+
+
 def make_model(name: str, out: Path) -> None:
     """Makes a seeded model with the quickstart's tokenizer; no tensor is constant, so that none can hide."""
     hf = MODELS[name]
     if not _ling(hf):
         write_seeded(hf, out)
         if "vision_config" in hf:
-            stack_experts(out)
+            publish(out)
             write_processor(hf, out)
         return
     torch.manual_seed(1)

@@ -108,7 +108,7 @@ class Laboratory:
             if (layout, name) not in self.chosen:
                 continue
             model = {"path": self.oracle(name).path, "family": case.family}
-            job = {"name": name, "model": model, "mtp": case.mtp, "dtype": "float32"}
+            job = {"name": name, "model": model, "mtp": case.mtp, "vision": case.vision, "dtype": "float32"}
             release = self.release(name) if thorough(layout, name) else None
             cases.append({**job, "release": release})
             if thorough(layout, name):

@@ -49,7 +49,7 @@ class FamilyRank:
     def config(self, case: dict[str, Any], **trainer: Any) -> Config:
         return Config.model_validate(
             {
-                "run": {"dir": str(self.out)},
+                "run": {"dir": case["model"]["path"]},  # which has the images
                 "model": case["model"],
                 "numerics": {"dtype": case["dtype"]},
                 "trainer": {
@@ -59,6 +59,7 @@ class FamilyRank:
                     "max_tokens_per_microbatch": MAX_TOKENS,
                     "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
                     "megatron": {"mtp_num_layers": case["mtp"]} if case["mtp"] else {},
+                    "vision": {"train": case["vision"]} if case["vision"] else None,
                 },
                 "rollout": {"prompts": "p", "engines": []},
                 "algorithm": {"name": "sft"},

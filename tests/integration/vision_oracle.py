@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from slimx.data.records import Image, Span, Trajectory
+from slimx.extras.vision.store import ImageStore
 from tests.integration.conftest import Weights
 from tests.integration.family_oracle import Fill, Oracle
 
@@ -29,8 +33,19 @@ TOKENS = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id":
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<index>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
 
 
+IMAGES = "images"
+"""Directory of prepared images in that of the checkpoint."""
+SHOWN = {0: (("a", 2),), 1: (("b", 4), ("a", 6)), 2: (("c", 1),), 5: (("a", 3), ("a", 3)), 9: (("b", 2),)}
+"""Index of a demonstration -> its images, each with the index of the text token that it precedes."""
+GRIDS = {"a": (1, 4, 6), "b": (1, 2, 2), "c": (1, 8, 2)}
+
+
 class VisionOracle(Oracle):
-    """A model of transformers with a vision tower. Its experts, if any, are stacked in the checkpoint."""
+    """A model of transformers with a vision tower. Its experts, if any, are stacked in the checkpoint.
+
+    With `with_images`, some of the demonstrations show images."""
+
+    with_images = False
 
     def __init__(
         self,
@@ -56,11 +71,63 @@ class VisionOracle(Oracle):
         )
         fill(model)
         model.save_pretrained(path)
-        stack_experts(path)
+        publish(path)
         super().__init__(path, model)
 
+    def trajectories(self) -> list[Trajectory]:
+        plain = [without_special(trajectory) for trajectory in super().trajectories()]
+        if not self.with_images:
+            return plain
+        random = np.random.default_rng(5)
+        width = 3 * 2 * self.model.config.vision_config.patch_size**2
+        self.pixels = {name: random.standard_normal((np.prod(grid), width), np.float32) for name, grid in GRIDS.items()}
+        for name, pixels in self.pixels.items():
+            ImageStore(self.path / IMAGES).save(name, pixels)
+        shown = [showing(trajectory, SHOWN.get(index, ())) for index, trajectory in enumerate(plain)]
+        self.images = {tuple(trajectory.token_ids[:-1].tolist()): trajectory.images for trajectory in shown}
+        return shown
+
+    def logits(self, tokens: np.ndarray) -> torch.Tensor:
+        images = self.images[tuple(tokens.tolist())] if self.with_images else []
+        ids = torch.from_numpy(tokens.astype(np.int64))[None]
+        options: dict[str, torch.Tensor] = {}
+        if images:
+            options["pixel_values"] = torch.from_numpy(np.concatenate([self.pixels[image.digest] for image in images]))
+            options["image_grid_thw"] = torch.tensor([image.grid for image in images])
+        return self.model(ids, mm_token_type_ids=(ids == TOKENS["image_token_id"]).int(), **options).logits[0]
+
     def _gradients(self) -> Weights:
-        return stacked(super()._gradients())
+        return published(super()._gradients(), self.path)
+
+
+class WithImages(VisionOracle):
+    with_images = True
+
+
+def without_special(trajectory: Trajectory) -> Trajectory:
+    """Returns the demonstration without tokens that would announce an image."""
+    trajectory.token_ids = np.where(trajectory.token_ids >= 120, trajectory.token_ids - 100, trajectory.token_ids)
+    return trajectory
+
+
+def showing(trajectory: Trajectory, images: tuple[tuple[str, int], ...]) -> Trajectory:
+    """Returns the demonstration with images inserted, each with its placeholders between two tokens."""
+    for name, before in images:
+        count = int(np.prod(GRIDS[name])) // 4
+        start = before + sum(int(np.prod(image.grid)) // 4 + 2 for image in trajectory.images)
+        middle = [TOKENS["image_token_id"]] * count
+        inserted = [TOKENS["vision_start_token_id"], *middle, TOKENS["vision_end_token_id"]]
+        images_now = [*trajectory.images, Image(start=start + 1, grid=GRIDS[name], digest=name)]
+        length = len(trajectory.token_ids) + len(inserted)
+        trajectory = replace(
+            trajectory,
+            token_ids=np.insert(trajectory.token_ids, start, inserted).astype(np.int32),
+            loss_mask=np.insert(trajectory.loss_mask, start, [0] * len(inserted)),
+            logprobs=np.full(length, np.nan, np.float32),
+            spans=[Span(start=0, stop=length, source="inserted")],
+            images=images_now,
+        )
+    return trajectory
 
 
 def write_processor(hf: dict[str, Any], directory: Path) -> None:
@@ -84,15 +151,26 @@ def write_processor(hf: dict[str, Any], directory: Path) -> None:
         (directory / f"{name}.json").write_text(json.dumps({**fields, **kind}))
 
 
-def stack_experts(directory: Path) -> None:
-    """Rewrites the checkpoint in `directory` with one tensor for the gate and up projections of a layer's experts, and
-    one for their down projections."""
+def publish(directory: Path) -> None:
+    """Rewrites the checkpoint in `directory` as published ones store experts: in one tensor for the gate and up
+    projections of a layer, and one for the down projections; Qwen3-VL's are transposed."""
     file = directory / "model.safetensors"
-    save_file(stacked(load_file(file)), file, metadata={"format": "pt"})
+    save_file(published(load_file(file), directory), file, metadata={"format": "pt"})
+
+
+def published(weights: Weights, directory: Path) -> Weights:
+    """Returns `weights`, as transformers writes those of the model in `directory`, in the form of published
+    checkpoints."""
+    out = stacked(weights)
+    if "Qwen3VLMoe" in (directory / "config.json").read_text():
+        for name in out:
+            if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+                out[name] = out[name].transpose(1, 2).contiguous()
+    return out
 
 
 def stacked(weights: Weights) -> Weights:
-    """Returns `weights` with the tensors of single experts stacked as in published checkpoints."""
+    """Returns `weights` with the tensors of single experts stacked."""
     out: Weights = {}
     parts: dict[str, dict[tuple[str, int], torch.Tensor]] = {}
     for name, tensor in weights.items():

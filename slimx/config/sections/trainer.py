@@ -19,6 +19,7 @@ from slimx.config.section import (
     Size,
     Weight,
 )
+from slimx.config.sections.vision import Vision
 
 CYCLE = 5
 """Number of Newton-Schulz iterations with different coefficients, after which the coefficients repeat (`quintic` of
@@ -296,6 +297,7 @@ class Trainer(RankLayout):
     a beta version); fused: cuDNN; unfused: Transformer Engine's unfused attention, or torch's without it; auto: the
     fastest that is available."""
     moe: Moe = Moe()
+    vision: Vision | None = None
     indexer_replay: Literal["none", "R2", "R3"] = "none"
     """Tokens that sparse attention (DSA) attends to in training. none: those that the trainer's indexer chooses; R2:
     those that it chose under the weights before the step's first update (one more forward pass). R3, the engine's

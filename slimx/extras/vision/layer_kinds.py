@@ -1,12 +1,14 @@
-"""Decoders of vision-language models: the first pipeline stage also stores the vision tower."""
+"""Decoders of vision-language models: the first pipeline stage also has the vision tower."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from slimx.extras.recurrent.delta_nets import DeltaNets
+from slimx.extras.vision.tower import Tower
 from slimx.layout.table import Row
 from slimx.models.layer_kind import LayerKind
 
@@ -15,29 +17,64 @@ if TYPE_CHECKING:
 
     from slimx.layout.ranks import Sizes
 
+STORE = "images"
+"""Name of the image store in the run directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInputs:
+    """How a run's trainers compute embeddings of images."""
+
+    tower: Tower
+    train: Literal["none", "projector", "tower"]
+    """The value of `trainer.vision.train`."""
+    directory: Path
+    """Directory of the run's image store."""
+
 
 @dataclass(frozen=True)
-class TowerMixin(LayerKind):
-    """Mixin that adds the parameters of a vision tower, which no layer computes with, to the first pipeline stage. They
-    are frozen; exports and publications contain them like all other parameters."""
+class WithTower(LayerKind):
+    """Decoder with attention in every layer and a vision tower.
 
-    tower: tuple[Row, ...] = ()
-    """The tower's rows in the trainer's weight table."""
+    Without `inputs`, the tower consists of frozen parameters, which no layer computes with; exports and publications
+    contain them like all other parameters."""
+
+    fuses_rotation: ClassVar[bool] = False  # the fused kernels take positions from the sequence bounds
+    rows: tuple[Row, ...] = ()
+    """Rows of the tower's parameters in the trainer's weight table."""
+    inputs: ImageInputs | None = None
+    """None: prompts have no images."""
 
     def model_class(self, kind: Callable[..., torch.nn.Module], sizes: Sizes) -> Callable[..., torch.nn.Module]:
         build = super().model_class(kind, sizes)
+        return self._with_constants(build) if self.inputs is None else _with_images(build, self.inputs)
 
-        def with_tower(*args: object, pre_process: bool, **options: object) -> torch.nn.Module:
+    def _with_constants(self, build: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+        def make(*args: object, pre_process: bool, **options: object) -> torch.nn.Module:
             from slimx.extras.vision.constants import add_constants
 
             model = build(*args, pre_process=pre_process, **options)
             if pre_process:
-                add_constants(model, {row.name: row.sources[0][1] for row in self.tower})
+                add_constants(model, {row.name: row.sources[0][1] for row in self.rows})
             return model
 
-        return with_tower
+        return make
+
+
+def _with_images(build: Any, inputs: ImageInputs) -> Callable[..., torch.nn.Module]:
+    from slimx.extras.vision.model import VisionInputs
+    from slimx.extras.vision.store import ImageStore
+
+    seeing = type(f"{build.__name__}WithImages", (VisionInputs, build), {})
+
+    def make(*args: object, **options: object) -> torch.nn.Module:
+        model = seeing(*args, **options)
+        model.attach(inputs.tower, ImageStore(inputs.directory), train=inputs.train)
+        return model
+
+    return make
 
 
 @dataclass(frozen=True)
-class DeltaNetsWithTower(TowerMixin, DeltaNets):
+class DeltaNetsWithTower(WithTower, DeltaNets):
     """Gated delta nets and attention, with a vision tower (Qwen3.5)."""

@@ -6,33 +6,35 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from slimx.layout.maps import Fused
 from slimx.layout.table import Row, Table
 from slimx.models.fields import HfConfig
 
+Stack = Literal["stacked", "transposed"]
+"""Storage of a layer's experts in one tensor for all gate and up projections, one below the other, and one for all down
+projections: the projections as they are, or their transposes."""
 _BARE = "model."
 _NESTED = "model.language_model."
 _TIED = "tie_word_embeddings"
 
 
-def text_config(hf: HfConfig) -> HfConfig:
+def text_config(hf: HfConfig, defaults: Mapping[str, object]) -> HfConfig:
     """Returns the fields of config.json `hf` that describe the language model, in the form that the family of the bare
-    language model reads. If both levels say whether embeddings are tied, the top level prevails, as in transformers and
+    language model reads. `defaults`: values of fields that config.json lacks. If both levels say whether embeddings are tied, the top level prevails, as in transformers and
     SGLang."""
     text = hf["text_config"]
     tied = hf.get(_TIED, text.get(_TIED, False))
-    return ChainMap[str, Any]({_TIED: tied}, text)
+    return ChainMap[str, Any]({_TIED: tied}, text, dict(defaults))
 
 
-def nested_table(table: Table, tower: Collection[Row], *, stack_experts: bool = False) -> Table:
+def nested_table(table: Table, tower: Collection[Row], stack: Stack | None = None) -> Table:
     """Returns the weight table of a vision-language model. `table`: table of its bare language model; `tower`: rows of
-    the vision tower. `stack_experts`: True if the checkpoint stacks all experts of a layer in one tensor, with gate and
-    up projections concatenated."""
+    the vision tower; `stack`: how the checkpoint stacks experts, None if it does not."""
     rows = [_nested_row(row) for row in table.rows]
-    if stack_experts:
-        rows = [_stacked_row(row) for row in rows]
+    if stack is not None:
+        rows = [_stacked_row(row, stack) for row in rows]
     return replace(
         table,
         rows=(*rows, *tower),
@@ -49,18 +51,19 @@ def _nested(name: str) -> str:
     return _NESTED + name.removeprefix(_BARE) if name.startswith(_BARE) else name
 
 
-def _stacked_row(row: Row) -> Row:
+def _stacked_row(row: Row, kind: Stack) -> Row:
     """Returns `row` with one stack of experts as its source, if the row describes experts; otherwise `row`."""
     sources = row.sources
     name, shape = sources[0]
     if "{expert}" not in name:
         return row
+    turned = ".T" if kind == "transposed" else ""
     module, _, projection = name.partition("{expert}.")
     if len(sources) == 1:
         stack = module + projection.removesuffix(".weight")
-        return replace(row, sources=((f"{stack}[{{expert}}]", shape),), quantized=False)
+        return replace(row, sources=((f"{stack}[{{expert}}]{turned}", shape),), quantized=False)
     inner, hidden = shape
-    fused = ((f"{module}gate_up_proj[{{expert}}]", (2 * inner, hidden)),)
+    fused = ((f"{module}gate_up_proj[{{expert}}]{turned}", (2 * inner, hidden)),)
     return replace(row, sources=fused, map=Fused(row.map, (inner, inner)), quantized=False)
 
 

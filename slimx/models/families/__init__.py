@@ -39,6 +39,9 @@ class FamilyOptions(Protocol):
     FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM: bool = False
     """True if SGLang fuses shared experts only on GPUs and without expert parallelism, and otherwise ignores requests
     to do so."""
+    with_images: Callable[[ModelSpec, Config], ModelSpec] | None = None
+    """Function (spec, config) that returns the model with a vision tower that computes embeddings of images, as section
+    `trainer.vision` configures it; None: the model has no vision tower."""
     draft_rows: Callable[..., tuple[Row, ...]] | None = None
     """Function (hf, *, fused_shared_experts) that returns the weight-table rows of the multi-token prediction layer in
     SGLang's draft model; None: slimx has no such rows."""
@@ -114,6 +117,8 @@ class ModelSpec:
     table: Table
     """The trainer's weight table."""
     family: Family
+    untrained: Sequence[str]
+    """Glob patterns of parameters that are frozen, whatever the configuration freezes."""
 
     @property
     def vocab_size(self) -> int:
@@ -144,10 +149,10 @@ class ModelSpec:
         return any(row.name.endswith("self_attention.q_layernorm.weight") and row.axis == 0 for row in self.table.rows)
 
     def frozen(self, patterns: Sequence[str]) -> frozenset[Sources]:
-        """Returns the parameters that are not trained, because they match `patterns` (`trainer.freeze`) or the family's
-        UNTRAINED. Each is identified by its checkpoint tensors, as in `select`."""
+        """Returns the parameters that are not trained, because they match `patterns` (`trainer.freeze`) or `untrained`.
+        Each is identified by its checkpoint tensors, as in `select`."""
         configured = select(self.table, patterns, "trainer.freeze")
-        return configured | select(self.table, self.family.UNTRAINED, "UNTRAINED")
+        return configured | select(self.table, self.untrained, "UNTRAINED")
 
     @property
     def engine_arguments(self) -> Mapping[str, object]:
@@ -226,10 +231,10 @@ def load_family(path: str, key: str = "model.family") -> Family:
             code="model.family_part",
             about=missing[0],
         )
-    return _with_defaults(module)
+    return as_family(module)
 
 
-def _with_defaults(module: object) -> Family:
+def as_family(module: object) -> Family:
     """Sets each name of `FamilyOptions` that a family's module does not define to its default, and returns the
     module."""
     for name in FamilyOptions.__annotations__:
@@ -246,6 +251,15 @@ def configured_model(config: Config) -> ModelSpec:
     family = load_family(config.model.family) if config.model.family else None
     mtp = config.trainer.megatron.get("mtp_num_layers") or 0
     spec = read_model(config.model.path, mtp_layers=mtp, family=family)
+    if config.trainer.vision is not None:
+        if spec.family.with_images is None:
+            raise SlimxError(
+                f"trainer.vision is set, but {config.model.path} has no vision tower that slimx can build; remove "
+                "trainer.vision",
+                code="model.no_vision",
+                about="trainer.vision",
+            )
+        spec = spec.family.with_images(spec, config)
     return spec.without_output_layer() if config.algorithm.scores else spec
 
 
@@ -313,6 +327,7 @@ def _spec(path: str, hf: Json, architecture: str, family: Family, mtp_layers: in
         layer_kind=family.layer_kind(fields),
         table=table,
         family=family,
+        untrained=family.UNTRAINED,
     )
     unread = next(fields.unread(), None)
     if unread is not None:
@@ -369,7 +384,7 @@ def _family_of(architecture: str, file: Path, configured: Family | None) -> Fami
                 code="model.other_family",
                 about=architecture,
             )
-        return _with_defaults(configured)
+        return as_family(configured)
     known = entry_points.find(GROUP)
     if architecture not in known:
         raise SlimxError(
@@ -378,4 +393,4 @@ def _family_of(architecture: str, file: Path, configured: Family | None) -> Fami
             code="model.unknown",
             about=architecture,
         )
-    return _with_defaults(entry_points.load(GROUP, architecture))
+    return as_family(entry_points.load(GROUP, architecture))

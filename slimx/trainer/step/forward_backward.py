@@ -176,7 +176,9 @@ class Pipeline:
             top=self._optional(batch.teacher_top_ids) if training else None,
         )
         # Weights of the labels in the loss of multi-token prediction layers (slimx.trainer.model.policy_model).
-        mask = {"loss_mask": self._tensor(batch.weight).unsqueeze(0)} if training else {}
+        options: dict[str, object] = {"loss_mask": self._tensor(batch.weight).unsqueeze(0)} if training else {}
+        if batch.images is not None:
+            options["images"] = batch.images
         with nullcontext() if self._routing is None else self._routing.microbatch(self.chunks.index(model)):
             output = model(
                 self._tensor(batch.tokens).unsqueeze(0),
@@ -184,7 +186,7 @@ class Pipeline:
                 None,
                 packed_seq_params=packed,
                 labels=targets,
-                **mask,
+                **options,
             )
         return output, partial(loss, batch)
 

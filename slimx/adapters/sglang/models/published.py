@@ -22,6 +22,8 @@ MODULES = (
     "qwen3_5_text",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_vl",
+    "qwen3_vl_moe",
 )
 
 

@@ -1,30 +1,55 @@
-"""Family Qwen3.5, 3.6 and 3.8 without experts, as published: language model and vision tower."""
+"""Families Qwen3.5, 3.6 and 3.8 as published, without and with experts: gated delta nets, and the tower of Qwen3-VL
+without deepstack."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
-from slimx.extras.recurrent.families import delta_net
-from slimx.extras.vision.families import qwen3_5_published
-from slimx.extras.vision.families.qwen3_5_published import UNTRAINED as UNTRAINED
-from slimx.extras.vision.families.qwen3_5_published import gpt_arguments as gpt_arguments
-from slimx.extras.vision.families.qwen3_5_published import layer_kind as layer_kind
-from slimx.extras.vision.families.qwen3_5_published import mtp_layers as mtp_layers
-from slimx.extras.vision.families.qwen3_5_published import unsupported as unsupported
-from slimx.extras.vision.families.qwen3_5_published import weight_table as weight_table
-from slimx.extras.vision.nesting import text_config
+from slimx.extras.recurrent.families import qwen3_5, qwen3_5_moe
+from slimx.extras.vision.family import VisionFamily
+from slimx.extras.vision.layer_kinds import DeltaNetsWithTower
+from slimx.extras.vision.nesting import stacked_experts
+from slimx.extras.vision.towers import qwen3_vl
 from slimx.layout.table import Table
+from slimx.models import decoder
+from slimx.models.families import as_family
 from slimx.models.fields import HfConfig
-
-ARCHITECTURE = "Qwen3_5ForConditionalGeneration"
-
-
-def transformer_config(hf: HfConfig) -> dict[str, Any]:
-    """Returns the fields of megatron-core's TransformerConfig that define the model, except parallelism and dtype."""
-    return delta_net.transformer_config(text_config(hf))
+from slimx.models.layer_kind import LayerKind
 
 
-def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns the table that maps checkpoint tensors to the parameters of SGLang 0.5.23's model. Raises SlimxError if
-    SGLang would build a different model from config.json `hf`."""
-    return qwen3_5_published.engine_table(hf, ARCHITECTURE, fused_shared_experts=fused_shared_experts)
+class Qwen35Family(VisionFamily):
+    """Family with gated delta nets."""
+
+    def layer_kind(self, hf: HfConfig) -> LayerKind:
+        return DeltaNetsWithTower(rows=self.tower.rows(hf["vision_config"]))
+
+    def unsupported(self, hf: HfConfig) -> str | None:
+        return super().unsupported(hf) or decoder.unsupported_field(
+            hf["vision_config"], ("deepstack_visual_indexes", [])
+        )
+
+    def weight_table(self, hf: HfConfig, mtp: int = 0) -> Table:
+        table = super().weight_table(hf, mtp)
+        # Published checkpoints store the experts of the prediction layer separately or stacked.
+        return replace(table, frozen={**table.frozen, **stacked_experts(table.frozen, table.experts)})
+
+
+DENSE = Qwen35Family(
+    "Qwen3_5ForConditionalGeneration",
+    text=as_family(qwen3_5),
+    tower=qwen3_vl,
+    module="transformers.models.qwen3_5.modeling_qwen3_5:Qwen3_5VisionModel",
+    sections=(11, 11, 10),
+    interleaved=True,
+    rotary_fraction=0.25,
+)
+MOE = Qwen35Family(
+    "Qwen3_5MoeForConditionalGeneration",
+    text=as_family(qwen3_5_moe),
+    tower=qwen3_vl,
+    module="transformers.models.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeVisionModel",
+    sections=(11, 11, 10),
+    interleaved=True,
+    stack="stacked",
+    rotary_fraction=0.25,
+)

@@ -11,6 +11,8 @@ from slimx.models.fields import HfConfig
 
 PREFIX = "visual."
 """Prefix of the tower's parameters in trainers and in SGLang."""
+PROJECTOR: tuple[str, ...] = (f"{PREFIX}merger.", f"{PREFIX}deepstack_merger_list.")
+"""Prefixes of the parameters that map the tower's output to embeddings."""
 _CHECKPOINT = "model.visual."
 
 

@@ -1,0 +1,149 @@
+"""Base class of families of vision-language models: a family without images and a vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+from slimx.config.schema import Config
+from slimx.extras.vision.layer_kinds import STORE, ImageInputs, WithTower
+from slimx.extras.vision.nesting import Stack, nested_table, text_config
+from slimx.extras.vision.tower import Tower, rotary_axes
+from slimx.json_types import Json
+from slimx.layout.table import Row, Table
+from slimx.models import decoder
+from slimx.models.families import Family, ModelSpec
+from slimx.models.fields import HfConfig
+from slimx.models.layer_kind import LayerKind
+
+_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
+class TowerKind(Protocol):
+    """Module of `slimx.extras.vision.towers`, which describes one kind of vision tower."""
+
+    PREFIX: str
+    """Prefix of the tower's parameters in trainers and in SGLang."""
+    PROJECTOR: tuple[str, ...]
+    """Prefixes of the parameters that map the tower's output to embeddings."""
+
+    def rows(self, vision: HfConfig) -> tuple[Row, ...]:
+        """Returns the trainer's weight-table rows of the tower. `vision`: the object vision_config of config.json."""
+        ...
+
+    def engine_rows(self, vision: HfConfig) -> tuple[Row, ...]:
+        """Returns SGLang's weight-table rows of the tower."""
+        ...
+
+
+class VisionFamily:
+    """Family whose language model is that of another family. Implements `slimx.models.families.Family`."""
+
+    UNTRAINED: Sequence[str] = ("model.visual.*",)
+
+    def __init__(
+        self,
+        architecture: str,
+        *,
+        text: Family,
+        tower: TowerKind,
+        module: str,
+        sections: tuple[int, int, int],
+        interleaved: bool,
+        stack: Stack | None = None,
+        fixed: Mapping[str, object] = MappingProxyType({}),
+        rotary_fraction: float = 1.0,
+    ):
+        """Describes the family `architecture`.
+
+        `text`: family of the language model. `tower`: rows of the vision tower, whose class in transformers is `module`
+        (MODULE:NAME). `sections`: value of `mrope_section` if config.json lacks it, as in transformers. `interleaved`:
+        as in `rotary_axes`. `stack`: how checkpoints stack experts; None if they do not. `fixed`: fields of the language
+        model that have this value, even if config.json lacks them. `rotary_fraction`: rotated fraction of a head if
+        config.json does not set it."""
+        self.ARCHITECTURE = architecture
+        self.text = text
+        self.tower = tower
+        self.module = module
+        self.default_sections = sections
+        self.interleaved = interleaved
+        self.stack = stack
+        self.fixed = fixed
+        self.rotary_fraction = rotary_fraction
+
+    def unsupported(self, hf: HfConfig) -> str | None:
+        """Returns a description of the first setting in config.json `hf` that slimx does not support; None if all are
+        supported."""
+        for key in _TOKENS:
+            hf.get(key)  # read and ignored, because the language model treats these tokens like any others
+        text = self._text(hf)
+        rotary = decoder.rotary(text)[1]
+        for key in ("mrope_section", "mrope_interleaved"):
+            rotary.get(key)  # read and ignored: without images, all axes have the same positions
+        problem = decoder.unsupported_field(text, *self.fixed.items()) or self.text.unsupported(text)
+        return f"text_config.{problem}" if problem else decoder.unsupported_field(hf, ("language_model_only", False))
+
+    def transformer_config(self, hf: HfConfig) -> Json:
+        """Returns the fields of megatron-core's TransformerConfig that define the model, except parallelism and
+        dtype."""
+        return self.text.transformer_config(self._text(hf))
+
+    def gpt_arguments(self, hf: HfConfig) -> Json:
+        """Returns the arguments of megatron-core's GPTModel other than the TransformerConfig and the layer spec."""
+        return self.text.gpt_arguments(self._text(hf))
+
+    def mtp_layers(self, hf: HfConfig) -> int:
+        """Returns the number of multi-token prediction layers that the checkpoint declares."""
+        return self.text.mtp_layers(self._text(hf))
+
+    def layer_kind(self, hf: HfConfig) -> LayerKind:
+        """Returns the kind of the decoder's layers, with the parameters of the vision tower."""
+        return WithTower(rows=self.tower.rows(hf["vision_config"]))
+
+    def weight_table(self, hf: HfConfig, mtp: int = 0) -> Table:
+        """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
+        contains. `mtp`: number of multi-token prediction layers to train."""
+        table = self.text.weight_table(self._text(hf), mtp)
+        return nested_table(table, self.tower.rows(hf["vision_config"]), self.stack)
+
+    def engine_table(self, hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
+        """Returns the table that maps checkpoint tensors to the parameters of SGLang 0.5.23's model. Raises SlimxError
+        if SGLang would build a different model from config.json `hf`."""
+        table = self.text.engine_table(self._text(hf), fused_shared_experts=fused_shared_experts)
+        return nested_table(table, self.tower.engine_rows(hf["vision_config"]), self.stack)
+
+    def with_images(self, spec: ModelSpec, config: Config) -> ModelSpec:
+        """Returns `spec`, a model of this family, with a vision tower that computes embeddings of images, as section
+        `trainer.vision` of `config` configures it."""
+        assert config.trainer.vision is not None and isinstance(spec.layer_kind, WithTower)
+        train = config.trainer.vision.train
+        frozen: list[str] = []
+        for row in spec.layer_kind.rows:
+            if train == "none" or (train == "projector" and not row.name.startswith(self.tower.PROJECTOR)):
+                frozen.append(row.name)
+        inputs = ImageInputs(self._tower(spec.hf), train, Path(config.run.dir) / STORE)
+        return replace(spec, layer_kind=replace(spec.layer_kind, inputs=inputs), untrained=frozen)
+
+    def _text(self, hf: HfConfig) -> HfConfig:
+        return text_config(hf, self.fixed)
+
+    def _tower(self, hf: HfConfig) -> Tower:
+        text = self._text(hf)
+        vision = hf["vision_config"]
+        rotary = decoder.rotary(text)[1]
+        fields = self.transformer_config(hf)
+        rotated = fields["kv_channels"] * decoder.rotary_fraction(text, default=self.rotary_fraction)
+        return Tower(
+            module=self.module,
+            fields=vision,
+            merge=vision["spatial_merge_size"],
+            axes=rotary_axes(
+                int(rotated) // 2,
+                rotary.get("mrope_section") or self.default_sections,
+                interleaved=self.interleaved,
+            ),
+            levels=len(vision.get("deepstack_visual_indexes") or ()),
+        )
