@@ -187,6 +187,11 @@ class CoreConfig(Section):
         """Directory of the run's initial weights, in Hugging Face or Megatron-LM format."""
         return self.trainer.load or self.model.path
 
+    @property
+    def images(self) -> str:
+        """Directory of the run's image store, which contains the prepared images of prompts."""
+        return f"{self.run.dir}/images"
+
 
 if TYPE_CHECKING:
     Config = CoreConfig

@@ -82,6 +82,8 @@ class Image:
 
     start: int
     """Index of the first of its placeholder tokens in the trajectory."""
+    stop: int
+    """Index after the last of these tokens."""
     grid: tuple[int, int, int]
     """Numbers of the image's patches along time, height and width."""
     digest: str

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from slimx.config.sections.policies import ACTOR
 from slimx.data.integers import as_ids
-from slimx.data.records import Span, Status, Trajectory, Turn
+from slimx.data.records import Image, Span, Status, Trajectory, Turn
 from slimx.data.sampling_support import Support
 from slimx.errors import SlimxError
 from slimx.json_types import Json
@@ -37,6 +38,7 @@ class Draft:
         seed: int,
         sampling: Json,
         policy: str = ACTOR,
+        images: Sequence[Image] = (),
     ):
         self.id = id
         self.rollout_id = rollout_id
@@ -44,6 +46,8 @@ class Draft:
         self.index = index
         self.sampling = {**sampling, "seed": seed}
         self.policy = policy
+        self.images = list(images)
+        """Images so far, which requests need together with `token_ids`."""
         self.turn = 0
         self.timings = {"generate": 0.0}
         # Thousands of rollouts wait for tools at once: arrays take 9 bytes per token, lists of numbers 90.
@@ -125,14 +129,17 @@ class Draft:
             )
         self._turns[self.turn - 1] = Turn(reward=reward, state_key=state_key)
 
-    def add_inserted(self, token_ids: Sequence[int], *, train: bool = False) -> None:
+    def add_inserted(self, token_ids: Sequence[int], *, train: bool = False, images: Sequence[Image] = ()) -> None:
         """Appends tokens that no engine sampled, such as a tool's output or the next user turn.
 
-        `train`: True to include them in the loss, as for a demonstration.
+        `train`: True to include them in the loss, as for a demonstration. `images`: images whose placeholder tokens are
+        among the tokens, with indices counted from the first of these tokens.
         """
         if len(token_ids) == 0:
             return
         start = len(self._ids)
+        for image in images:
+            self.images.append(replace(image, start=start + image.start, stop=start + image.stop))
         self._ids.extend(as_ids(token_ids))
         self._logprobs.extend(array("f", [float("nan")]) * len(token_ids))
         self._trained += bytes([train]) * len(token_ids)
@@ -184,6 +191,7 @@ class Draft:
             sampling=self.sampling,
             support=self._support(end),
             routed_experts=self._routes,
+            images=[image for image in self.images if image.stop <= end],
             turns=[self._turns.get(index, Turn()) for index in range(self.turn)] if self._turns else [],
             status=_STATUS.get(self._finish or "stop", "completed"),
             finish_reason=self._finish,

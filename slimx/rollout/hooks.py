@@ -20,7 +20,7 @@ import numpy as np
 from slimx.config.sections.policies import ACTOR
 from slimx.data.chat.responses import Response, final_answer
 from slimx.data.chat.tokens import PromptIds, encode_turn
-from slimx.data.records import Group, Prompt, Trajectory
+from slimx.data.records import Group, Image, Prompt, Trajectory
 from slimx.environments.processes import Environments
 from slimx.errors import SlimxError
 from slimx.json_types import Json
@@ -93,18 +93,30 @@ class RolloutEngine:
     policy: str = ACTOR
     """Name of the policy that the engines sample from."""
 
-    async def generate(self, token_ids: Sequence[int], sampling: Json | None = None, *, turn: int = 0) -> Completion:
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: Json | None = None,
+        *,
+        turn: int = 0,
+        images: Sequence[Image] = (),
+    ) -> Completion:
         """Samples a continuation of `token_ids`.
 
         `sampling`: parameters that override the rollout's defaults. `turn`: index of the turn, from which the request's
-        seed is derived together with the rollout's seed.
+        seed is derived together with the rollout's seed. `images`: images in the tokens, as in `Draft.images`.
         """
-        request = self._request(token_ids, sampling, turn)
+        request = self._request(token_ids, sampling, turn, images)
         del token_ids  # the request may wait for a slot, and this list takes ten times its memory
         return await self._client().generate(request)
 
     def stream(
-        self, token_ids: Sequence[int], sampling: Json | None = None, *, turn: int = 0
+        self,
+        token_ids: Sequence[int],
+        sampling: Json | None = None,
+        *,
+        turn: int = 0,
+        images: Sequence[Image] = (),
     ) -> AbstractAsyncContextManager[CompletionStream]:
         """Samples like `generate`, and returns a stream from which tokens can be read while they are sampled.
 
@@ -113,12 +125,15 @@ class RolloutEngine:
                 ...
         draft.add_sampled(stream.completion)
         """
-        return self._client().stream(self._request(token_ids, sampling, turn))
+        return self._client().stream(self._request(token_ids, sampling, turn, images))
 
-    def _request(self, token_ids: Sequence[int], sampling: Json | None, turn: int) -> GenerationRequest:
+    def _request(
+        self, token_ids: Sequence[int], sampling: Json | None, turn: int, images: Sequence[Image]
+    ) -> GenerationRequest:
         merged = {**self.sampling, **(sampling or {})}
         seed = seed_of(self.seed, turn)
-        return GenerationRequest(token_ids, merged, seed, self.routed_experts, self.affinity, self.policy)
+        shown = tuple(images)
+        return GenerationRequest(token_ids, merged, seed, self.routed_experts, self.affinity, self.policy, shown)
 
     def _client(self) -> Generator:
         if self.client is None:
@@ -210,8 +225,11 @@ class RolloutContext(_Logging):
 
         `suffix`: end of the trajectory's id, which distinguishes several trajectories of one rollout.
         """
+        images: list[Image] = []
         if isinstance(prompt, Prompt):
-            prompt = (self.prompt_ids or PromptIds(self.tokenizer)).of(prompt)
+            encoded = self.prompt_ids or PromptIds(self.tokenizer)
+            prompt = encoded.of(prompt)
+            images = encoded.images
         rollout = f"{self.group_id}/{self.index}"
         return Draft(
             prompt,
@@ -222,6 +240,7 @@ class RolloutContext(_Logging):
             seed=self.seed,
             sampling=self.engine.sampling,
             policy=self.policy,
+            images=images,
         )
 
     def turn(self, content: str, *, after: Sequence[int], role: str = "user") -> list[int]:

@@ -7,5 +7,5 @@ from slimx.rollout.hooks import RolloutContext
 async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     """Samples one completion for the prompt."""
     draft = ctx.draft(prompt)
-    draft.add_sampled(await ctx.engine.generate(draft.token_ids))
+    draft.add_sampled(await ctx.engine.generate(draft.token_ids, images=draft.images))
     return draft.finish()

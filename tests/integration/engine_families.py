@@ -14,6 +14,7 @@ from tests.integration import bailing_oracle
 from tests.integration.family_oracle import scatter
 from tests.integration.seeded import write_seeded, write_tokenizer
 from tests.integration.vision_oracle import publish, write_processor
+from tools.quickstart import make_vision_model
 
 # Sizes that every rank count here divides: SGLang's CPU path pads heads and inner sizes that do not.
 COMMON = {
@@ -82,10 +83,7 @@ def with_tower(text: dict[str, Any], architecture: str, model_type: str, **visio
         "text_config": {**text, "model_type": f"{model_type}_text"},
         "vision_config": {**VISION, **vision, "model_type": f"{model_type}_vision"},
         "tie_word_embeddings": text["tie_word_embeddings"],
-        "image_token_id": 120,
-        "video_token_id": 121,
-        "vision_start_token_id": 122,
-        "vision_end_token_id": 123,
+        **make_vision_model.TOKENS,
     }
 
 
@@ -217,6 +215,7 @@ def make_model(name: str, out: Path) -> None:
         if "vision_config" in hf:
             publish(out)
             write_processor(hf, out)
+            make_vision_model.write_tokenizer(out)
         return
     torch.manual_seed(1)
     model = bailing_oracle.Ling(hf)

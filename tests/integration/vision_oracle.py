@@ -82,7 +82,7 @@ class VisionOracle(Oracle):
         width = 3 * 2 * self.model.config.vision_config.patch_size**2
         self.pixels = {name: random.standard_normal((np.prod(grid), width), np.float32) for name, grid in GRIDS.items()}
         for name, pixels in self.pixels.items():
-            ImageStore(self.path / IMAGES).save(name, pixels)
+            ImageStore(self.path / IMAGES).save(name, pixels, GRIDS[name])
         shown = [showing(trajectory, SHOWN.get(index, ())) for index, trajectory in enumerate(plain)]
         self.images = {tuple(trajectory.token_ids[:-1].tolist()): trajectory.images for trajectory in shown}
         return shown
@@ -114,10 +114,10 @@ def showing(trajectory: Trajectory, images: tuple[tuple[str, int], ...]) -> Traj
     """Returns the demonstration with images inserted, each with its placeholders between two tokens."""
     for name, before in images:
         count = int(np.prod(GRIDS[name])) // 4
-        start = before + sum(int(np.prod(image.grid)) // 4 + 2 for image in trajectory.images)
+        start = before + sum(image.stop - image.start + 2 for image in trajectory.images)
         middle = [TOKENS["image_token_id"]] * count
         inserted = [TOKENS["vision_start_token_id"], *middle, TOKENS["vision_end_token_id"]]
-        images_now = [*trajectory.images, Image(start=start + 1, grid=GRIDS[name], digest=name)]
+        images_now = [*trajectory.images, Image(start=start + 1, stop=start + 1 + count, grid=GRIDS[name], digest=name)]
         length = len(trajectory.token_ids) + len(inserted)
         trajectory = replace(
             trajectory,

@@ -17,6 +17,7 @@ from typing import Protocol
 import psutil
 import torch
 
+from slimx import entry_points
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.layout.form import ServedForm
@@ -31,6 +32,8 @@ RESOLVED = "sglang.srt.server_args.ServerArgs.resolved_dict"
 KEYS = ("api_key", "admin_api_key")
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 LABEL = "slimx"
+FIELDS = "slimx.request_fields"
+"""Entry point group of functions (request, value) that set a field of a request in another form than clients send."""
 ADJUST = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_from_schedule_batch"
 """Dotted name of the SGLang method that is called after the sampling parameters of a batch have been built; without a
 hook, the method does nothing."""
@@ -125,8 +128,12 @@ def take_fields(form: ServedForm, manager: object, request: object, *args: objec
     unknown labels.
     """
     labels = getattr(request, "custom_labels", None) or {}
+    others = entry_points.load_all(FIELDS)
     for name, value in json.loads(labels.pop(LABEL, "{}")).items():
-        setattr(request, name, value)
+        if name in others:
+            others[name](request, value)
+        else:
+            setattr(request, name, value)
     form.check_request(request)
 
 

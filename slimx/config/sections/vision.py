@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from slimx.config.section import Section
+from slimx.config.section import Section, Size
 
 
 class Vision(Section):
@@ -13,3 +13,9 @@ class Vision(Section):
     train: Literal["none", "projector", "tower"] = "none"
     """Parts of the vision tower to train. none: the tower is frozen; projector: the layers that map its output to the
     language model's embeddings; tower: all of it."""
+    min_pixels: Size | None = None
+    """Number of pixels to which smaller images are enlarged; null: the processor's value in the model's directory."""
+    max_pixels: Size | None = None
+    """Number of pixels to which larger images are reduced; null: the processor's value in the model's directory."""
+    processes: Size = 2
+    """Number of processes on the driver's machine that prepare images."""

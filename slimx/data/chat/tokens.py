@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from slimx.data.chat.messages import unseen
 from slimx.data.chat.template import check_arguments, with_template
-from slimx.data.records import Prompt
+from slimx.data.records import Image, Prompt
 from slimx.durable import replace_synced
 from slimx.errors import SlimxError, one_line
 from slimx.json_types import Json
@@ -115,6 +115,12 @@ class PromptIds:
         """Messages, tools and template arguments of the cached ids. They are copies, because hooks may change the
         prompt's own objects."""
         self._ids: list[int] = []
+        self.images: list[Image] = []
+        """Images of the prompt, which `prepare` sets."""
+
+    async def prepare(self, prompt: Prompt) -> None:
+        """Prepares the prompt's images. Called before `of`, possibly several times; does nothing, because only runs
+        with `trainer.vision` have images."""
 
     def of(self, prompt: Prompt) -> list[int]:
         """Returns a new list of the prompt's token ids. Raises SlimxError as `encode_prompt` does."""

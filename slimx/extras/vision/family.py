@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
 from slimx.config.schema import Config
-from slimx.extras.vision.layer_kinds import STORE, ImageInputs, WithTower
+from slimx.extras.vision.layer_kinds import ImageInputs, WithTower
 from slimx.extras.vision.nesting import Stack, nested_table, text_config
 from slimx.extras.vision.tower import Tower, rotary_axes
 from slimx.json_types import Json
@@ -61,9 +60,9 @@ class VisionFamily:
 
         `text`: family of the language model. `tower`: rows of the vision tower, whose class in transformers is `module`
         (MODULE:NAME). `sections`: value of `mrope_section` if config.json lacks it, as in transformers. `interleaved`:
-        as in `rotary_axes`. `stack`: how checkpoints stack experts; None if they do not. `fixed`: fields of the language
-        model that have this value, even if config.json lacks them. `rotary_fraction`: rotated fraction of a head if
-        config.json does not set it."""
+        as in `rotary_axes`. `stack`: how checkpoints stack experts; None if they do not. `fixed`: fields of the
+        language model that have this value, even if config.json lacks them. `rotary_fraction`: rotated fraction of a
+        head if config.json does not set it."""
         self.ARCHITECTURE = architecture
         self.text = text
         self.tower = tower
@@ -124,7 +123,7 @@ class VisionFamily:
         for row in spec.layer_kind.rows:
             if train == "none" or (train == "projector" and not row.name.startswith(self.tower.PROJECTOR)):
                 frozen.append(row.name)
-        inputs = ImageInputs(self._tower(spec.hf), train, Path(config.run.dir) / STORE)
+        inputs = ImageInputs(self._tower(spec.hf), train, config.images)
         return replace(spec, layer_kind=replace(spec.layer_kind, inputs=inputs), untrained=frozen)
 
     def _text(self, hf: HfConfig) -> HfConfig:

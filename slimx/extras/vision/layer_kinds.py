@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from slimx.extras.recurrent.delta_nets import DeltaNets
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
 
     from slimx.layout.ranks import Sizes
 
-STORE = "images"
-"""Name of the image store in the run directory."""
-
 
 @dataclass(frozen=True, slots=True)
 class ImageInputs:
@@ -28,7 +24,7 @@ class ImageInputs:
     tower: Tower
     train: Literal["none", "projector", "tower"]
     """The value of `trainer.vision.train`."""
-    directory: Path
+    directory: str
     """Directory of the run's image store."""
 
 

@@ -4,6 +4,7 @@ features that the tower adds to the first decoder layers."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from pkgutil import resolve_name
 from typing import Any, Protocol, cast
 
@@ -94,8 +95,11 @@ class VisionInputs:
         """Returns the decoder's input [T, 1, h], or [T / TP, 1, h] with sequence parallelism, and stores the features
         for the first decoder layers in `packed`."""
         words = self.embedding(input_ids=input_ids, position_ids=None)
-        seen, counts = self._seen(images)
-        tokens, embeddings = self._local(lengths, *placeholders(lengths, images, counts))
+        shown = {image.digest: image for images_of_one in images for image in images_of_one}
+        seen = self._seen(list(shown.values()))
+        ends = accumulate(image.stop - image.start for image in shown.values())
+        first = dict(zip(shown, [0, *ends], strict=False))
+        tokens, embeddings = self._local(lengths, *placeholders(lengths, images, first))
         device = input_ids.device
         where = torch.from_numpy(tokens).to(device)
         which = torch.from_numpy(embeddings).to(device)
@@ -114,24 +118,16 @@ class VisionInputs:
             packed.image_features = features
         return states
 
-    def _seen(self, images: Sequence[Sequence[Image]]) -> tuple[SeenImages, dict[str, tuple[int, int]]]:
-        """Returns the tower's outputs for all distinct images, and for each digest the index of the image's first
-        embedding and the number of its embeddings."""
-        grids = {image.digest: image.grid for shown in images for image in shown}
-        counts = {}
-        first = 0
-        for digest, grid in grids.items():
-            counts[digest] = first, self._tower.tokens(grid)
-            first += counts[digest][1]
+    def _seen(self, images: Sequence[Image]) -> SeenImages:
+        """Returns the tower's outputs for `images`, in their order."""
         module = getattr(self, TOWER)
         parameter = next(module.parameters())
-        pixels = np.concatenate([self._store.load(digest) for digest in grids])
+        pixels = np.concatenate([self._store.load(image.digest) for image in images])
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._trains):
-            seen = module(
+            return module(
                 torch.from_numpy(pixels).to(parameter.device, parameter.dtype),
-                grid_thw=torch.tensor(list(grids.values()), device=parameter.device),
+                grid_thw=torch.tensor([image.grid for image in images], device=parameter.device),
             )
-        return seen, counts
 
     def _local(
         self, lengths: Sequence[int], tokens: np.ndarray, embeddings: np.ndarray

@@ -22,8 +22,8 @@ _TIED = "tie_word_embeddings"
 
 def text_config(hf: HfConfig, defaults: Mapping[str, object]) -> HfConfig:
     """Returns the fields of config.json `hf` that describe the language model, in the form that the family of the bare
-    language model reads. `defaults`: values of fields that config.json lacks. If both levels say whether embeddings are tied, the top level prevails, as in transformers and
-    SGLang."""
+    language model reads. `defaults`: values of fields that config.json lacks. If both levels say whether embeddings are
+    tied, the top level prevails, as in transformers and SGLang."""
     text = hf["text_config"]
     tied = hf.get(_TIED, text.get(_TIED, False))
     return ChainMap[str, Any]({_TIED: tied}, text, dict(defaults))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -23,7 +23,7 @@ def positions_of(length: int, images: Sequence[Image], merge: int) -> np.ndarray
         shape = (frames, high // merge, wide // merge)
         grid = np.indices(shape).reshape(3, -1) + following + count
         parts.append(grid)
-        stop = image.start + grid.shape[1]
+        stop = image.stop
         following = int(grid.max()) + 1
     parts.append(_text(following, length - stop))
     return np.concatenate(parts, axis=1)
@@ -41,19 +41,18 @@ def _text(first: int, count: int) -> np.ndarray:
 
 
 def placeholders(
-    lengths: Sequence[int], images: Sequence[Sequence[Image]], counts: dict[str, tuple[int, int]]
+    lengths: Sequence[int], images: Sequence[Sequence[Image]], first: Mapping[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the indices of the placeholder tokens of all packed sequences, and for each one the index of its
-    embedding, both int64 [n]. `counts`: digest of an image -> index of its first embedding, and number of embeddings;
-    an image that occurs several times has the same embeddings."""
+    embedding, both int64 [n]. `first`: index of the first embedding of each image, by digest; an image that occurs
+    several times has the same embeddings."""
     tokens: list[np.ndarray] = []
     embeddings: list[np.ndarray] = []
     start = 0
     for length, shown in zip(lengths, images, strict=False):
         for image in shown:
-            first, count = counts[image.digest]
-            tokens.append(np.arange(count) + start + image.start)
-            embeddings.append(np.arange(count) + first)
+            tokens.append(np.arange(image.start, image.stop) + start)
+            embeddings.append(np.arange(image.stop - image.start) + first[image.digest])
         start += length
     if not tokens:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)

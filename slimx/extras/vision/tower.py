@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from slimx.errors import SlimxError
@@ -25,11 +24,6 @@ class Tower:
     (M-RoPE). None: embeddings of images have the positions of ordinary tokens."""
     levels: int = 0
     """Number of first decoder layers whose outputs the tower adds features to (deepstack)."""
-
-    def tokens(self, grid: tuple[int, int, int]) -> int:
-        """Returns the number of embeddings, and of placeholder tokens, of an image of `grid` patches (time, height,
-        width)."""
-        return prod(grid) // self.merge**2
 
 
 def rotary_axes(frequencies: int, sections: tuple[int, int, int], *, interleaved: bool) -> tuple[int, ...]:

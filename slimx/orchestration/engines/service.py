@@ -26,6 +26,7 @@ from slimx.cluster.waiting import gather
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.config.sections.rollout import Proxy
+from slimx.data.chat.tokens import PromptIds
 from slimx.engines.fleet.group import EngineGroup, follow, note_restarts
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.outage import Outages
@@ -186,6 +187,7 @@ class EngineService:
                 outage=engines.members.outage,
                 api_key=engines.keys.api_key,
                 adapters=name if self.config.served_by_actor else None,
+                images=str(policy.config.images),
             )
             self.clients[name] = client
             await self._stack.enter_async_context(client)
@@ -197,7 +199,12 @@ class EngineService:
         """Returns a `GroupMaker` that generates rollouts with these engines. The caller must close it."""
         policies = {}
         for name, policy in self.sources.policies.items():
-            policies[name] = PolicyClient(self.clients.get(name), policy.tokenizer, policy.spec.vocab_size)
+            encode: Callable[[PreTrainedTokenizerBase], PromptIds] = PromptIds
+            if policy.config.trainer.vision is not None:
+                images = entry_points.load("slimx.images", "vision")(policy.config, policy.spec)
+                self._stack.callback(images.close)
+                encode = images.prompt_ids
+            policies[name] = PolicyClient(self.clients.get(name), policy.tokenizer, policy.spec.vocab_size, encode)
         outage = Outages(tuple(group.members.outage for group in self.groups.values()))
         return GroupMaker(
             self.config,

@@ -46,6 +46,7 @@ class GenerationClient:
         outage: Outage | None = None,
         api_key: str | None = None,
         adapters: str | None = None,
+        images: str = "",
     ) -> None:
         """Stores the settings of all requests.
 
@@ -55,6 +56,7 @@ class GenerationClient:
         before each of these retries; it should remove the lost engine from the router. `outage`: while it lasts,
         requests wait and deadlines are suspended. `api_key`: key that the router or server requires, if any.
         `adapters`: name of the policy to sample from, if the servers have the LoRA adapters of several policies.
+        `images`: directory of the run's image store.
         """
         self.url = url.rstrip("/")
         self.shape = shape
@@ -66,6 +68,7 @@ class GenerationClient:
         self.retried = 0
         """Number of retries so far because an engine was lost."""
         self.adapters = adapters
+        self.images = images
         self._reader = Reader(self.url, shape, adapters)
         self._session: aiohttp.ClientSession | None = None
 
@@ -123,6 +126,9 @@ class GenerationClient:
                 parameters["top_k"] = min(MAX_SUPPORT, self.shape.vocab_size)
         if self._reader.routed(request):
             fields["return_routed_experts"] = True
+        if request.images:
+            shown = [[image.digest, *image.grid] for image in request.images]
+            fields["stored_images"] = {"directory": self.images, "images": shown}
         return self._body(request.token_ids, parameters, fields)
 
     def _body(self, token_ids: Sequence[int], parameters: Json, fields: Json) -> Json:

@@ -11,6 +11,7 @@ import numpy as np
 
 from slimx.config.sections.policies import ACTOR
 from slimx.data.integers import as_ids
+from slimx.data.records import Image
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion, joined
@@ -53,6 +54,8 @@ class GenerationRequest:
     """Affinity key: requests with the same key go to the same engine if `rollout.affinity` is group or rollout."""
     policy: str = ACTOR
     """Name of the policy to sample from; `Completion.policy` repeats it."""
+    images: tuple[Image, ...] = ()
+    """Images whose placeholder tokens are in the prompt."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", compact(self.token_ids))

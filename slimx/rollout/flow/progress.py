@@ -178,8 +178,8 @@ class GroupProgress:
 
 
 def key_of(request: GenerationRequest) -> str:
-    """Returns a hash of the request's tokens, sampling parameters and seed, which is the same in every process."""
-    parameters = msgspec.json.encode([request.sampling, request.seed], order="sorted")
+    """Returns a hash of the request's tokens, images, sampling parameters and seed, the same in every process."""
+    parameters = msgspec.json.encode([request.sampling, request.seed, *request.images], order="sorted")
     return fingerprint(np.array(request.token_ids, np.int32).tobytes() + parameters)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -94,6 +94,8 @@ class PolicyClient:
     """Tokenizer of the policy's model."""
     vocabulary: int | None = None
     """Vocabulary size of the policy's model; None if it is unknown."""
+    encode: Callable[[PreTrainedTokenizerBase], PromptIds] = PromptIds
+    """Function that returns the encoder of one group's prompt."""
 
 
 class GroupMaker:
@@ -162,7 +164,7 @@ class GroupMaker:
         size = self.config.eval.samples if samples_of_eval else self.config.rollout.group_size
         ids: dict[str, PromptIds] = {}
         for name, policy in self.policies.items():
-            ids[name] = PromptIds(with_template(policy.tokenizer, prompt.template))
+            ids[name] = policy.encode(with_template(policy.tokenizer, prompt.template))
         run = partial(self._rollout, prompt, ids, group_id, number, evaluation=evaluation, progress=progress)
         rollouts = [run(index) for index in range(size)]
         if self.config.algorithm.advantages.kind == "remax" and not evaluation:
@@ -258,6 +260,8 @@ class GroupMaker:
                 clients[name] = Interruptible(policy.client, self._slots, clock, self.gate, journal)
         ctx = self._context(prompt_ids, clients, group_id, number, index, evaluation=evaluation, greedy=greedy)
         try:
+            for encoded in prompt_ids.values():
+                await encoded.prepare(prompt)
             trajectories = await self._generate(ctx, prompt, clock)
         except SlimxError as error:
             reason = error.reason if isinstance(error, GivenUp) else reason_of(error, "generate failed")
@@ -348,12 +352,8 @@ class GroupMaker:
 
     def _affinity(self, group_id: str, index: int) -> str | None:
         """Returns the affinity key of requests, or None if the router routes by prefix."""
-        match self.config.rollout.affinity:
-            case "group":
-                return group_id
-            case "rollout":
-                return f"{group_id}/{index}"
-        return None
+        keys = {"group": group_id, "rollout": f"{group_id}/{index}"}
+        return keys.get(self.config.rollout.affinity)
 
     def _sampling(self, *, evaluation: bool, greedy: bool) -> Json:
         options = self.config.rollout.sampling

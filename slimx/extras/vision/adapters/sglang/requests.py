@@ -1,0 +1,37 @@
+"""Requests with images from a run's image store, for an SGLang server. Written for sglang 0.5.23."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from slimx.extras.vision.store import ImageStore
+from slimx.json_types import Json
+
+_CACHED = 64
+"""Number of prepared images that the server's process keeps; the rollouts of a group arrive close together."""
+
+
+def set_images(request: Any, value: Json) -> None:
+    """Sets the images of `request` to those that a client named in the field `stored_images`: `directory` of the store,
+    and the digest and grid of each of the `images`. SGLang takes the pixels as its own processor's output; the
+    request's token ids must contain a placeholder for each embedding. Raises ValueError for a malformed digest."""
+    images = value["images"]
+    pixels = [_pixels(value["directory"], digest) for digest, *_ in images]
+    request.image_data = [
+        {
+            "format": "processor_output",
+            "pixel_values": torch.cat(pixels),
+            "image_grid_thw": torch.tensor([grid for _, *grid in images]),
+        }
+    ]
+
+
+@lru_cache(_CACHED)
+def _pixels(directory: str, digest: str) -> torch.Tensor:
+    if not re.fullmatch(r"[0-9a-f]+", digest):
+        raise ValueError(f"{digest!r} is not the digest of an image; send digests of the run's image store")
+    return torch.from_numpy(ImageStore(directory).load(digest))

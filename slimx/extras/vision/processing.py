@@ -1,0 +1,71 @@
+"""Prepares images in a separate process: decodes a file, and converts its pixels with the model's image processor."""
+
+from __future__ import annotations
+
+import io
+import signal
+from typing import Any
+
+import numpy as np
+
+from slimx.errors import SlimxError, one_line
+from slimx.extras.vision.store import Grid, ImageStore
+from slimx.runtime.process import end_with_parent
+
+MOST_PIXELS = 2**26
+"""Limit on the number of pixels of an image, before it is decoded: a small file may expand to gigabytes."""
+
+_state: dict[str, Any] = {}
+"""Image processor and store of this process."""
+
+
+def begin(parent: int, model: str, directory: str, size: dict[str, int]) -> None:
+    """Loads the image processor in the directory `model`. Called once in each process, whose parent is `parent`.
+    `directory`: that of the image store. `size`: limits on numbers of pixels that differ from the processor's."""
+    end_with_parent(parent, signal.SIGKILL)
+    _state["processor"] = load_processor(model, size)
+    _state["store"] = ImageStore(directory)
+
+
+def load_processor(model: str, size: dict[str, int]) -> Any:
+    """Returns the image processor in the directory `model`, with the limits `size`. Raises SlimxError if there is
+    none."""
+    from transformers import AutoImageProcessor
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(model, local_files_only=True)
+    except Exception as error:  # a missing or damaged file, an unknown class
+        raise SlimxError(
+            f"{model}: the image processor cannot be loaded ({one_line(error)}); copy preprocessor_config.json from "
+            "the checkpoint's source",
+            code="vision.processor",
+            about=model,
+        ) from error
+    if size:
+        processor.size = {**processor.size, **size}
+    return processor
+
+
+def prepare(data: bytes, digest: str) -> Grid | str:
+    """Stores the pixels of the image file `data` under `digest`, and returns their grid; returns the reason instead if
+    the image cannot be decoded."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            wide, high = image.size
+            if wide * high > MOST_PIXELS:
+                return f"it has {wide} x {high} pixels, more than the limit of {MOST_PIXELS}"
+            pixels, grid = patches(_state["processor"], image.convert("RGB"))
+    except Exception as error:  # decoders raise many kinds of errors for damaged files
+        return one_line(error)
+    _state["store"].save(digest, pixels, grid)
+    return grid
+
+
+def patches(processor: Any, image: Any) -> tuple[np.ndarray, Grid]:
+    """Returns the pixels of a PIL image as the vision tower's patches, float32 [patches, elements of a patch], and the
+    numbers of patches along time, height and width."""
+    out = processor(images=[image], return_tensors="np")
+    frames, high, wide = out["image_grid_thw"][0].tolist()
+    return np.ascontiguousarray(out["pixel_values"], np.float32), (frames, high, wide)
