@@ -50,6 +50,31 @@ NEXT = QWEN | {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 10,
 }
+PLACEHOLDER = 120
+VISION = {
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "model_type": "qwen3_vl_moe",
+    "text_config": {
+        **{key: value for key, value in QWEN.items() if key not in ("architectures", "model_type")},
+        "tie_word_embeddings": False,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+    },
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "in_channels": 3,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],  # the first stage of uneven layouts has one layer
+    },
+    "tie_word_embeddings": False,
+    "image_token_id": PLACEHOLDER,
+}
 NEMOTRON = {
     "architectures": ["NemotronHForCausalLM"],
     "model_type": "nemotron_h",

@@ -2,7 +2,8 @@
 
 Each layout is one start of real gloo ranks that take one step for each model: a Qwen3-MoE with tied embeddings (GRPO),
 a DeepSeek-V3 (MLA, sigmoid router with selection bias, shared experts, a dense first layer, multi-token prediction;
-GSPO), a Qwen3-Next (gated delta nets; GRPO), and a Nemotron-3 (Mamba-2 layers; GRPO). One rank without recomputation
+GSPO), a Qwen3-Next (gated delta nets; GRPO), a Nemotron-3 (Mamba-2 layers; GRPO), and a Qwen3-VL-MoE whose vision
+tower is trained on images in the prompts (GRPO). One rank without recomputation
 is what all others must equal. Layouts are a covering array (`COVERING`), in which every pair of settings meets:
 `make test` has each setting with both of the first two models, in three combined layouts; `make test-all` has every
 layout with both.
@@ -26,15 +27,16 @@ from slimx.config.schema import Config
 from slimx.config.sections.trainer import Trainer
 from slimx.data.batch import make_rows
 from slimx.data.loss_weights import loss_weights
-from slimx.data.records import Group, Prompt, Span, Trajectory
+from slimx.data.records import Group, Image, Prompt, Span, Trajectory
 from slimx.data.sampling_support import Support
 from slimx.data.saved.codec import load_groups, save_groups
+from slimx.extras.vision.store import ImageStore
 from slimx.models.families import read_model
 from slimx.orchestration.batches import make_packer
 from tests.integration.chosen import chosen_cases
 from tests.integration.conftest import Weights
 from tests.integration.gathering import write_tensors
-from tests.integration.invariance_models import DEEPSEEK, NEMOTRON, NEXT, QWEN
+from tests.integration.invariance_models import DEEPSEEK, NEMOTRON, NEXT, PLACEHOLDER, QWEN, VISION
 from tests.integration.rank_processes import run_ranks
 from tests.integration.rank_start import join, leave
 
@@ -49,6 +51,7 @@ ALGORITHMS = {
     "deepseek": {"name": "gspo", "loss": {"high": 0.2}, "kl_unbiased": True, "entropy_coef": 0.1, "teacher_coef": 0.3},
     "next": {},
     "nemotron": {},
+    "vision": {},
 }
 GROUPS = 4
 VERSION = 3
@@ -186,10 +189,25 @@ def rollouts(seed: int) -> list[Group]:
     return groups
 
 
+def show_images(groups: list[Group], store: ImageStore) -> None:
+    """Gives two of three rollouts an image in their prompt, of one or two placeholders: one of three images."""
+    random = np.random.default_rng(3)
+    grids = {"a": (1, 2, 2), "b": (1, 2, 4), "c": (1, 4, 2)}
+    for name, grid in grids.items():
+        store.save(name, random.standard_normal((np.prod(grid), 3 * 2 * 4 * 4), np.float32), grid)
+    for group in groups:
+        for trajectory in group.trajectories:
+            if trajectory.index % 3:
+                name = "abc"[(trajectory.index + int(group.id)) % 3]
+                stop = 1 + int(np.prod(grids[name])) // 4
+                trajectory.token_ids[1:stop] = PLACEHOLDER
+                trajectory.images.append(Image(start=1, stop=stop, grid=grids[name], digest=name))
+
+
 def configuration(job: dict[str, Any], model: dict[str, Any]) -> Config:
     return Config.model_validate(
         {
-            "run": {"dir": str(job["out"])},
+            "run": {"dir": str(model["path"])},  # which has the images
             "model": {"path": model["path"]},
             "numerics": {"dtype": "float32"},
             "trainer": {
@@ -200,6 +218,7 @@ def configuration(job: dict[str, Any], model: dict[str, Any]) -> Config:
                 "logprob_chunk_tokens": 24,
                 "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
                 "megatron": {"mtp_num_layers": model["mtp"]} if model["mtp"] else {},
+                "vision": {"train": "tower"} if model["name"] == "vision" else None,
             },
             "rollout": {"prompts": "p"},
             "algorithm": {"reference": True, "kl_coef": 0.5, "teacher": model["teacher"], **model["algorithm"]},
@@ -211,11 +230,11 @@ def take_step(job: dict[str, Any], model: dict[str, Any], parallel: Any) -> dict
     """Returns metrics and the number of micro-batches of a step, and writes its gradients by Hugging Face names."""
     import torch
 
-    from slimx.models.families import read_model
+    from slimx.models.families import configured_model
     from slimx.trainer.trainer import PolicyTrainer
 
     settings = configuration(job, model)
-    spec = read_model(model["path"], mtp_layers=model["mtp"])
+    spec = configured_model(settings)
     trainer = PolicyTrainer(settings, spec, parallel)
     trainer.weights.load(model["policy"])  # another than the reference
     groups = load_groups(model["groups"])
@@ -246,7 +265,7 @@ def train(job: dict[str, Any], rank: int) -> dict[str, dict[str, Any]]:
 def write_model(path: Path, hf: dict[str, Any], mtp: int, seed: int) -> Path:
     """Writes a checkpoint of random weights: norms around 1, states of delta nets that last for some tokens, the rest
     far from uniform."""
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(hf))
     shapes = read_model(path, mtp_layers=mtp).table.checkpoint_shapes()
     generator = torch.Generator().manual_seed(seed)
@@ -269,11 +288,14 @@ class Laboratory:
         self.results: dict[str, dict[str, Any]] = {}
         """Results of the last rank by layout."""
         self.models = []
-        every = (("qwen", QWEN, 0), ("deepseek", DEEPSEEK, 1), ("next", NEXT, 0), ("nemotron", NEMOTRON, 0))
-        for seed, (name, hf, mtp) in enumerate(every):
+        every = {"qwen": QWEN, "deepseek": DEEPSEEK, "next": NEXT, "nemotron": NEMOTRON, "vision": VISION}
+        for seed, (name, hf) in enumerate(every.items()):
             if not any(name == model for _, model in chosen):
                 continue
-            save_groups(directory / f"{name}.groups", rollouts(seed))
+            groups, mtp = rollouts(seed), int(name == "deepseek")
+            if name == "vision":
+                show_images(groups, ImageStore(directory / name / "images"))
+            save_groups(directory / f"{name}.groups", groups)
             self.models.append(
                 {
                     "name": name,
@@ -337,7 +359,7 @@ CASES = [
         marks=[] if case in QUICK and model in MODELS else [pytest.mark.slow("full grid of layouts and models")],
     )
     for case in (*COVERING, EIGHT)
-    for model in (*MODELS, "next", "nemotron")
+    for model in (*MODELS, "next", "nemotron", "vision")
     if model != "nemotron" or case["context"] == 1  # Mamba-2 layers are refused otherwise
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from slimx.config.section import Section, Size
+from slimx.config.section import Positive, Section, Size
 
 
 class Vision(Section):
@@ -13,6 +13,8 @@ class Vision(Section):
     train: Literal["none", "projector", "tower"] = "none"
     """Parts of the vision tower to train. none: the tower is frozen; projector: the layers that map its output to the
     language model's embeddings; tower: all of it."""
+    lr_scale: Positive = 1.0
+    """Factor by which the learning rate of the tower's trained parameters differs from trainer.optimizer.lr."""
     min_pixels: Size | None = None
     """Number of pixels to which smaller images are enlarged; null: the processor's value in the model's directory."""
     max_pixels: Size | None = None

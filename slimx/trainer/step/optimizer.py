@@ -35,6 +35,8 @@ from slimx.config.sections.trainer import Optimizer
 from slimx.errors import SlimxError
 from slimx.trainer.model.transformer import DTYPES
 
+_TOWER = "*visual.*"
+"""Pattern of the names of a vision tower's parameters."""
 STATES = "slimx.optimizer_states"
 """Entry-point group for subclasses of `ExternalState`. The name of each entry point is the location of the state, such
 as "host"."""
@@ -81,7 +83,10 @@ def build_optimizer(
     )
     # Keeps megatron-core's own fp32 main weights, which checkpoints and offloading expect.
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
-    optimizer = get_megatron_optimizer(settings, chunks, _groups(settings, undecayed))
+    groups = _groups(settings, undecayed)
+    if config.trainer.vision is not None:
+        groups[ParamKey(name=_TOWER)] = {"lr_mult": config.trainer.vision.lr_scale}
+    optimizer = get_megatron_optimizer(settings, chunks, groups)
     if options.offload_fraction:
         on_host = entry_points.load(STATES, "host")
         for part in optimizer.chained_optimizers:
@@ -178,7 +183,7 @@ class OptimizerStep:
         rank after `max_skipped` consecutive steps with non-finite gradients, naming the parameters where non-finite
         gradients first appeared in the backward pass."""
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["lr_mult"]
             # megatron-core's scheduler, which is not used here, would apply wd_mult (0 in groups without weight decay).
             group["weight_decay"] = self.options.weight_decay * group["wd_mult"]
         self.optimizer.prepare_grads()
