@@ -87,6 +87,15 @@ quickstart: $(LIBRARY) ## train a tiny MoE by GRPO on this machine: runs/quickst
 	$(BIN)/slimx train configs/moe/quickstart.yaml
 	$(BIN)/slimx report runs/quickstart-sft runs/quickstart --out runs/quickstart/report.html --title "slimx quickstart"
 
+.PHONY: pictures
+pictures: export CUDA_VISIBLE_DEVICES =
+pictures: $(LIBRARY) ## train a tiny vision-language model by GRPO to read digits: runs/pictures/report.html
+	@rm -rf runs/pictures-data runs/pictures-sft runs/pictures
+	$(BIN)/python -m examples.pictures.make --out runs/pictures-data
+	$(BIN)/slimx train examples/pictures/sft.yaml
+	$(BIN)/slimx train examples/pictures/grpo.yaml
+	$(BIN)/slimx report runs/pictures-sft runs/pictures --out runs/pictures/report.html --title "slimx pictures"
+
 # Byte code is kept even where the environment says not to: a run starts a dozen processes that import the same modules.
 test test-all test-changed: export PYTHONDONTWRITEBYTECODE =
 

@@ -189,8 +189,8 @@ class CoreConfig(Section):
 
     @property
     def images(self) -> str:
-        """Directory of the run's image store, which contains the prepared images of prompts."""
-        return f"{self.run.dir}/images"
+        """Directory of the image store (prepared images of prompts), which a replayed run shares with the original."""
+        return f"{self.rollout.replay or self.run.dir}/images"
 
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from PIL import Image
 from slimx.data.saved.step_files import DIRECTORY, read_step, step_files
 from tests.integration.engine_families import make_model
 from tests.integration.family_oracle import read
-from tests.integration.runs import TrainProcess, steps, write_config
+from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
+from tests.integration.victims import matching
 
 pytestmark = pytest.mark.integration
 
@@ -74,3 +75,79 @@ def test_trainers_and_engines_agree_on_prompts_with_images(tmp_path: Path, name:
     assert exported.keys() == before.keys()
     moved = {key for key, tensor in exported.items() if not tensor.equal(before[key])}
     assert any("visual.blocks.0" in key for key in moved) and any("visual.merger" in key for key in moved)
+
+
+@pytest.mark.slow("a whole run that loses its engine")
+def test_an_engine_that_is_lost_with_images_is_replaced(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    make_model("qwen3_vl", model)
+    config = write_config(
+        tmp_path,
+        model,
+        write_prompts(tmp_path),
+        trainer={"expert": 1, "vision": {"train": "tower"}},
+        rollout={
+            "group_size": 4,
+            "sampling": {"max_new_tokens": 60},
+            "health": {"interval": 0.5, "timeout": 30, "restarts": 1},
+        },
+        schedule={"steps": 6},
+    )
+    directory, run = tmp_path / "run", TrainProcess(config)
+    run.until(lambda: completed_steps(directory) >= 2)
+    (scheduler,) = matching("sglang::scheduler")(run)
+    scheduler.kill()
+    assert run.wait() == 0, run.text()
+    run.assert_nothing_left()
+    rows = steps(directory)
+    assert list(rows) == [1, 2, 3, 4, 5, 6] and max(row["engines/lost"] for row in rows.values()) == 1
+    for row in rows.values():
+        assert row["dropped/total"] == 0 and row["gap/tokens"] > 0 and row["gap/max"] <= 1e-4
+
+
+@pytest.mark.slow("three whole runs")
+def test_a_run_with_images_is_resumed_and_replayed(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    make_model("qwen3_vl", model)
+    config = write_config(
+        tmp_path,
+        model,
+        write_prompts(tmp_path),
+        trainer={"expert": 1, "vision": {"train": "tower"}},
+        rollout={"group_size": 4, "sampling": {"max_new_tokens": 8}},
+        schedule={"steps": 3},
+    )
+    for overrides in (("schedule.steps=2",), ("schedule.steps=3",)):
+        run = TrainProcess(config, *overrides)
+        assert run.wait() == 0, run.text()
+    rows = steps(tmp_path / "run")
+    assert list(rows) == [1, 2, 3] and rows[3]["gap/max"] <= 1e-4
+    again = TrainProcess(
+        config, f"run.dir={tmp_path / 'again'}", f"rollout.replay={tmp_path / 'run'}", "rollout.engines=[]"
+    )
+    assert again.wait() == 0, again.text()
+    replayed = steps(tmp_path / "again")
+    assert [row["optim/grad_norm"] for row in replayed.values()] == [row["optim/grad_norm"] for row in rows.values()]
+
+
+@pytest.mark.slow("a whole run")
+def test_adapters_of_the_language_model_learn_from_images(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    make_model("qwen3_vl", model)
+    config = write_config(
+        tmp_path,
+        model,
+        write_prompts(tmp_path),
+        trainer={"expert": 1, "vision": {}, "lora": {"rank": 2, "alpha": 4}},
+        rollout={"group_size": 4, "sampling": {"max_new_tokens": 8}},
+        schedule={"steps": 2},
+        checkpoint={"export_hf": True},
+    )
+    run = TrainProcess(config)
+    assert run.wait() == 0, run.text()
+    for row in steps(tmp_path / "run").values():
+        assert row["gap/tokens"] > 0 and row["gap/max"] <= 1e-4 and row["optim/grad_norm"] > 0
+    before, exported = read(model), read(tmp_path / "run" / "hf")
+    moved = {key for key, tensor in exported.items() if not tensor.equal(before[key])}
+    assert any("self_attn.q_proj" in key for key in moved) and any("mlp.down_proj" in key for key in moved)
+    assert not any("visual" in key for key in moved)

@@ -49,7 +49,13 @@ UNPROVEN = {
 }
 """Setting -> keys that have not been tested together with this setting (`slimx.rules.unproven.UNPROVEN`)."""
 ARCHITECTURES = {
-    "trainer.lora": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
+    "trainer.lora": (
+        "Qwen2ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Qwen3VLForConditionalGeneration",
+        "DeepseekV3ForCausalLM",
+        "Glm4MoeForCausalLM",
+    ),
     "publish.adapters=alone": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM"),
 }
 """Setting -> the only model architectures with which the setting has been tested
