@@ -44,6 +44,29 @@ KNOWN["KimiK25ForConditionalGeneration"] = {
     "text_config": {key: value for key, value in KNOWN["DeepseekV3ForCausalLM"].items() if "quant" not in key},
     "vision_config": published("Kimi-K2.5")["vision_config"],
 }
+VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "in_channels": 3,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+NESTED = {
+    "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
+"""Vision-language models, and the models whose layers their language models have."""
+KNOWN |= {
+    name: {"architectures": [name], "text_config": KNOWN[text], "vision_config": VISION, "image_token_id": 7}
+    for name, text in NESTED.items()
+}
 for _name in ("DeepSeek-V3.2", "GLM-5", "Ling-flash-2.0"):
     _hf = published(_name)
     _older = {"rope_theta": _hf.pop("rope_parameters", _hf)["rope_theta"]}  # the form that the other files have
@@ -113,7 +136,8 @@ def test_a_field_that_may_change_the_computation_is_refused_by_name(
 ):
     if (architecture, field) == ("GptOssForCausalLM", "sliding_window"):
         field = "sliding_window_size"  # it has a window, under its own name
-    if architecture in HYBRID and field == "layer_types":
+    hybrid = NESTED.get(architecture, architecture) in HYBRID
+    if hybrid and field == "layer_types":
         value = ["sliding_attention"] * 4
     switches = () if architecture == "GptOssForCausalLM" else ("sliding_window", "use_sliding_window")
     hf, within = with_text(KNOWN[architecture], *switches, **{field: value})
@@ -122,7 +146,7 @@ def test_a_field_that_may_change_the_computation_is_refused_by_name(
         ("MixtralForCausalLM", "sliding_window"),
         ("NemotronHForCausalLM", "sliding_window"),
     )
-    unsupported = unsupported or (architecture in HYBRID and field == "layer_types")
+    unsupported = unsupported or (hybrid and field == "layer_types")
     with refused("model.unsupported" if unsupported else "model.field_unread", about=within + field):
         read(tmp_path, hf)
 
@@ -139,7 +163,7 @@ def test_another_scaling_of_positions_is_refused_by_name(tmp_path: Path, archite
 @pytest.mark.parametrize("architecture", sorted(KNOWN.keys() - WITHOUT_POSITIONS))
 def test_an_unread_field_of_the_rope_scaling_is_refused_by_name(tmp_path: Path, architecture: str):
     known = KNOWN[architecture].get("text_config", KNOWN[architecture])
-    name = "long_factor" if "Qwen3_5" in architecture else "mrope_section"  # which those read
+    name = "long_factor" if "Qwen3_5" in architecture or "Qwen3VL" in architecture else "mrope_section"  # which those read
     scaling = {**(known.get("rope_scaling") or {}), name: [16, 24, 24]}
     hf, within = with_text(KNOWN[architecture], rope_scaling=scaling)
     with refused("model.field_unread", about=f"{within}rope_scaling.{name}"):
