@@ -106,6 +106,11 @@ class LayerKind:
         one layer's two products (scores and outputs) for one pair of tokens, summed over heads."""
         return causal_attention(model, layers, pairs)
 
+    def input_flops(self) -> float:
+        """Returns the FLOPs of the forward and backward pass for those embeddings of one rollout that are not looked
+        up. Every rank of the first pipeline stage computes them."""
+        return 0.0
+
     # Memory
 
     def mixer_bytes(self, model: ModelFields, setting: MicrobatchSetting, parts: LayerParts) -> dict[str, float] | None:
@@ -117,6 +122,11 @@ class LayerKind:
     def microbatch_bytes(self, model: ModelFields, setting: MicrobatchSetting, layers: Sequence[int]) -> float:
         """Returns the number of additional bytes that the decoder layers with indices `layers` store for one
         micro-batch until its backward pass, even if their activations are recomputed."""
+        return 0.0
+
+    def input_work(self, setting: MicrobatchSetting) -> float:
+        """Returns the number of bytes of temporary memory in which the first pipeline stage computes the embeddings of
+        a micro-batch, in addition to looking up those of tokens."""
         return 0.0
 
     def stage_starts(self, layers: int) -> Sequence[int]:

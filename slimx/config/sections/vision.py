@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from slimx.config.section import Positive, Section, Size
+from slimx.config.section import Amount, Positive, Section, Size
 
 
 class Vision(Section):
@@ -15,9 +15,9 @@ class Vision(Section):
     language model's embeddings; tower: all of it."""
     lr_scale: Positive = 1.0
     """Factor by which the learning rate of the tower's trained parameters differs from trainer.optimizer.lr."""
-    min_pixels: Size | None = None
+    min_pixels: Amount | None = None
     """Number of pixels to which smaller images are enlarged; null: the processor's value in the model's directory."""
-    max_pixels: Size | None = None
+    max_pixels: Amount | None = None
     """Number of pixels to which larger images are reduced; null: the processor's value in the model's directory."""
     processes: Size = 2
     """Number of processes on the driver's machine that prepare images."""

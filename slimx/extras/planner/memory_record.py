@@ -115,6 +115,11 @@ class EngineMemory(Record):
     """Bytes of CUDA graphs, as reserved by SGLang."""
     work: int
     """Assumed bytes of activations; SGLang leaves the remaining free memory to activations and graphs."""
+    images: int = 0
+    """Bytes that SGLang reserves for pixels and embeddings of images, at the expense of the KV cache; 0 for a model
+    without a vision tower."""
+    vision_factor: float = 1.0
+    """Factor by which SGLang reduces its choice of mem_fraction_static for a model with a vision tower."""
 
     @property
     def cache(self) -> int:
@@ -126,7 +131,7 @@ class EngineMemory(Record):
         """Bytes of the recurrent states of all requests on one rank."""
         if not self.state_per_request or self.static is None:
             return 0
-        return max(0, self.static - self.weights - (self.kv_room or 0))
+        return max(0, self.static - self.weights - self.images - (self.kv_room or 0))
 
     @property
     def fits(self) -> bool:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from slimx.config.schema import Config
+from slimx.extras.vision.costs import TowerCosts
 from slimx.extras.vision.layer_kinds import ImageInputs, WithTower
 from slimx.extras.vision.nesting import Stack, nested_table, text_config
 from slimx.extras.vision.tower import Tower, rotary_axes
@@ -123,8 +124,26 @@ class VisionFamily:
         for row in spec.layer_kind.rows:
             if train == "none" or (train == "projector" and not row.name.startswith(self.tower.PROJECTOR)):
                 frozen.append(row.name)
-        inputs = ImageInputs(self._tower(spec.hf), train, config.images)
+        tower = self._tower(spec.hf)
+        inputs = ImageInputs(tower, train, config.images, self._costs(spec, config, tower))
         return replace(spec, layer_kind=replace(spec.layer_kind, inputs=inputs), untrained=frozen)
+
+    def _costs(self, spec: ModelSpec, config: Config, tower: Tower) -> TowerCosts:
+        vision = config.trainer.vision
+        assert vision is not None and isinstance(spec.layer_kind, WithTower)
+        rollout = config.rollout
+        area = tower.fields["patch_size"] ** 2
+        return TowerCosts(
+            vision=tower.fields,
+            rows=spec.layer_kind.rows,
+            projector=self.tower.PROJECTOR,
+            levels=tower.levels,
+            train=vision.train,
+            hidden=spec.transformer["hidden_size"],
+            prompt=rollout.max_prompt_tokens if rollout.policy_engines else None,
+            prompts=rollout.prompts_per_step,
+            image=None if vision.max_pixels is None else vision.max_pixels // area,
+        )
 
     def _text(self, hf: HfConfig) -> HfConfig:
         return text_config(hf, self.fixed)

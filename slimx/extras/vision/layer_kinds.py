@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from slimx.extras.recurrent.delta_nets import DeltaNets
+from slimx.extras.vision.costs import TowerCosts
 from slimx.extras.vision.tower import Tower
 from slimx.layout.table import Row
-from slimx.models.layer_kind import LayerKind
+from slimx.models.layer_kind import LayerKind, MicrobatchSetting, ModelFields
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,7 @@ class ImageInputs:
     """The value of `trainer.vision.train`."""
     directory: str
     """Directory of the run's image store."""
+    costs: TowerCosts
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,18 @@ class WithTower(LayerKind):
     def model_class(self, kind: Callable[..., torch.nn.Module], sizes: Sizes) -> Callable[..., torch.nn.Module]:
         build = super().model_class(kind, sizes)
         return self._with_constants(build) if self.inputs is None else _with_images(build, self.inputs)
+
+    def microbatch_bytes(self, model: ModelFields, setting: MicrobatchSetting, layers: Sequence[int]) -> float:
+        nbytes = super().microbatch_bytes(model, setting, layers)
+        if self.inputs is not None and 0 in layers:
+            nbytes += self.inputs.costs.kept_bytes(setting)
+        return nbytes
+
+    def input_work(self, setting: MicrobatchSetting) -> float:
+        return 0.0 if self.inputs is None else self.inputs.costs.work_bytes(setting)
+
+    def input_flops(self) -> float:
+        return 0.0 if self.inputs is None else self.inputs.costs.rollout_flops()
 
     def _with_constants(self, build: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
         def make(*args: object, pre_process: bool, **options: object) -> torch.nn.Module:

@@ -19,6 +19,7 @@ from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes, engine_sizes
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
+from slimx.models.fields import HfConfig
 from slimx.models.layer_kind import LayerKind
 from slimx.preflight.hardware import OVERHEAD, Machine
 
@@ -26,6 +27,10 @@ MIB = 2**20
 WORK = 2 * 2**30
 """Assumed minimum number of bytes that an engine rank needs for activations."""
 _FP8_CACHE = ("fp8_e4m3", "fp8_e5m2")
+_EMBEDDING_CACHE = 100 * MIB
+"""Default value of SGLang's environment variable SGLANG_VLM_CACHE_SIZE_MB, in bytes."""
+_PIXEL_POOL = 1024 * MIB
+"""Default value of SGLang's environment variable SGLANG_MM_FEATURE_CACHE_MB, in bytes."""
 
 
 def engine_memory(
@@ -56,11 +61,14 @@ def engine_memory(
     graphs = 0
     if machine.memory is not None:
         graphs = graph_bytes(group, sizes, machine.memory)
+    images, vision_factor = image_memory(spec.hf, group, machine)
     record = EngineMemory(
         group=group.name,
         count=group.servers,
         ranks=sizes.world,
         weights=weights,
+        images=images,
+        vision_factor=vision_factor,
         kv_per_token=kv_bytes(
             spec.transformer,
             spec.layer_kind,
@@ -94,9 +102,11 @@ def with_occupied(
     tokens = None
     states = None
     if machine.memory is not None:
-        fraction = group.sglang.get("mem_fraction_static") or static_fraction(group, sizes, machine.memory)
+        fraction = group.sglang.get("mem_fraction_static")
+        if not fraction:
+            fraction = static_fraction(group, sizes, machine.memory) * record.vision_factor
         static = int(fraction * max(0, machine.memory - record.overhead - occupied))
-        room = max(0, static - record.weights)
+        room = max(0, static - record.weights - record.images)
         state = record.state_per_request
         if state:
             states = state_slots(group, sizes, room, state)
@@ -211,6 +221,29 @@ def static_fraction(group: Engines, sizes: EngineSizes, memory: int) -> float:
     if group.sglang.get("moe_a2a_backend") == "deepep":
         reserved += 2048
     return round((mib - reserved) / mib, 3)
+
+
+def image_memory(hf: HfConfig, group: Engines, machine: Machine) -> tuple[int, float]:
+    """Returns the memory that SGLang 0.5.23 reserves on each rank if a model has a vision tower, whether or not prompts
+    have images: the number of bytes that it takes from the KV cache (`mm_runtime_reservation_gb` in
+    `srt/mem_cache/kv_cache_configurator.py`), and the factor by which it reduces its choice of `mem_fraction_static`
+    (`adjust_mem_fraction_for_vlm` in `srt/arg_groups/memory_hook.py`). Without a tower they are 0 and 1.
+
+    `hf`: contents of config.json. For Qwen3-VL on Hopper GPUs, SGLang replaces the cache of embeddings by a pool of
+    pixels, which is three times as large from 400 concurrent requests per server."""
+    vision = hf.get("vision_config")
+    if vision is None:
+        return 0, 1.0
+    nbytes = _EMBEDDING_CACHE
+    hopper = machine.gpu is not None and machine.gpu.name.startswith("H")
+    if hopper and hf["model_type"].startswith("qwen3_vl") and group.nodes == 1:
+        nbytes = _PIXEL_POOL * (3 if group.sglang.get("max_running_requests", 0) >= 400 else 1)
+    factor = 1.0
+    if group.role != "decode":
+        # Relative to a tower of 1,024 dimensions. SGLang takes the number of layers from a field that these lack.
+        size = (vision.get("hidden_size", 1024) / 1024) ** 2
+        factor = 0.95 * max(0.8, min(1.05, 1 - 0.1 * (size - 1)))
+    return nbytes, factor
 
 
 def graph_bytes(group: Engines, sizes: EngineSizes, memory: int) -> int:

@@ -165,8 +165,11 @@ class Holdings:
             stage = chunk * sizes.pipeline + place.pipeline
             first = sum(counts[:stage])
             layer_runs = partial(self._layer_runs, chunk=chunk, sizes=sizes, expert=place.expert)
+            tower: tuple[ParameterRun, ...] = ()
             if stage == 0:
-                out.append(layer_runs("first", 0))
+                first_rows = layer_runs("first", 0)
+                tower = tuple(run for run in first_rows if not run.name.startswith("embedding."))
+                out.append(tuple(run for run in first_rows if run.name.startswith("embedding.")))
             out += [layer_runs("layer", layer) for layer in range(first, first + counts[stage])]
             if stage == sizes.stages - 1:
                 # megatron-core's order: the decoder's last norm, multi-token-prediction layers, the output layer.
@@ -176,6 +179,7 @@ class Holdings:
                 embedding, norm, output = _split_last(last)
                 mtp = [layer_runs("mtp", layer) for layer in range(table.layers, table.layers + table.mtp_layers)]
                 out += [embedding, norm, *mtp, output]
+            out.append(tower)  # a vision tower is added to the complete chunk
         return out
 
     def _layer_runs(self, stage: Stage, layer: int, chunk: int, sizes: Sizes, expert: int) -> tuple[ParameterRun, ...]:

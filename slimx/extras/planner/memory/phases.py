@@ -206,7 +206,7 @@ def _engine(engine: EngineMemory, phase: Phase, *, shared: bool) -> _Bytes:
         parts["staged weights"] = engine.staged
     if phase in ("start", "generate") or not shared:
         parts |= {"KV cache": engine.cache, "recurrent states": engine.states, "CUDA graphs": engine.graphs}
-        parts["engine's activations"] = engine.work
+        parts |= {"engine's activations": engine.work, "images in the engine": engine.images}
     return parts
 
 

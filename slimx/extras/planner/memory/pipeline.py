@@ -2,8 +2,8 @@
 
 kept      activations of its layers (without recomputed ones) for all micro-batches in flight, and on the last stage
           the input of the head
-workspace the larger of two: the logits of a chunk of tokens; or the gradients of the layer that needs the most, with
-          all its activations if it is recomputed"""
+workspace the largest of three: the logits of a chunk of tokens; the gradients of the layer that needs the most, with
+          all its activations if it is recomputed; or a vision tower's computation of a micro-batch's images"""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ActivationBytes:
     """Bytes of workspace for the loss on the last stage: the logits of a chunk and the gradient of the output layer; 0
     on other stages."""
     work: int
-    """Bytes of workspace for the gradients of the layer that needs the most."""
+    """Bytes of workspace for the gradients of the layer that needs the most, or for the embeddings of images."""
     in_flight: int
     """Number of micro-batches in flight. Each has activations of all layers of the stage or, with virtual stages, of
     one chunk."""
@@ -78,6 +78,9 @@ def activation_bytes(
         if count == 0:
             continue
         layers_kept, layers_work = _layers(stage_layers, trainer)
+        if stage == 0:
+            # Embeddings are computed before the layers keep anything of the micro-batch.
+            layers_work = max(layers_work, spec.layer_kind.input_work(setting) - layers_kept)
         layers_kept += spec.layer_kind.microbatch_bytes(model, setting, range(first, first + counts[stage]))
         kept += count * (layers_kept + _boundary(model["hidden_size"], setting, stage, sizes))
         work = max(work, layers_work)

@@ -1,7 +1,7 @@
 """Predicted duration of one update: a simple estimate for ranking layouts that fit, not for predicting a run.
 
     compute   FLOPs of the rollouts (`slimx.models.flops`) and of recomputation, module by module, at 40% of the GPU's
-              dense bf16 rate
+              dense bf16 rate; and those of images, which the ranks of the first stage do not divide
     bubble    seconds that pipeline stages wait
     moved     bytes that a rank receives, over NVLink if the group fits its domain, else over the network: tensor
               (5 times the tokens of a projection and layer), experts (4 times the routed tokens), context (3 times
@@ -87,7 +87,10 @@ def update_cost(
     # All stages wait for the one with the most layers.
     uneven = max(sizes.split, default=0) * sizes.stages / model["num_layers"] or 1.0
     once = uneven * flops / (sizes.world * gpu.flops * EFFICIENCY)
-    compute = once * (1 + recomputed_fraction(spec, batch.tokens_per_rollout, trainer)) if trainer else once
+    compute = once
+    if trainer is not None:
+        compute *= 1 + recomputed_fraction(spec, batch.tokens_per_rollout, trainer)
+    compute += batch.rollouts_per_update / sizes.data * spec.layer_kind.input_flops() / (gpu.flops * EFFICIENCY)
 
     def link(span: int) -> float:
         return gpu.nvlink if span <= machine.domain else gpu.network
