@@ -37,6 +37,11 @@ PARAMETERS = {  # billions, as published, without layers of multi-token predicti
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6,
     "Qwen2.5-0.5B-Instruct": 0.494,
     "Qwen2.5-32B-Instruct": 32.8,
+    "Qwen3-VL-8B-Instruct": 8.77,
+    "Qwen3-VL-30B-A3B-Instruct": 31.1,
+    "Qwen3-VL-235B-A22B-Instruct": 236,
+    "Qwen3.5-35B-A3B": 35.1,
+    "Qwen3.5-397B-A17B": 397,
 }
 
 
@@ -50,6 +55,11 @@ LARGE = {
     "ling-flash-2.0",
     "qwen3-235b-a22b",
     "qwen3-next-80b-a3b",
+    "qwen3-vl-235b-a22b",
+    "qwen3-vl-235b-a22b-gb300",
+    "qwen3.5-35b-a3b-gb300",
+    "qwen3.5-397b-a17b",
+    "qwen3.5-397b-a17b-gb300",
 }
 """Plans of seconds. Those left have each kind of GPU, schedule, publication, layer and engine, and LoRA."""
 
