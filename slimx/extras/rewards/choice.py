@@ -7,7 +7,7 @@ from functools import cache
 
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
-from slimx.extras.rewards.shared.boxes import boxes
+from slimx.extras.rewards.shared.boxes import boxes, tagged
 from slimx.extras.rewards.shared.notation import joined_boxes
 from slimx.rewards.context import Context, answer_of
 from slimx.rewards.needs import needs_answer
@@ -46,9 +46,11 @@ async def reward(ctx: Context, trajectory: Trajectory, *, letters: str = LETTERS
 def chosen(text: str, letters: str = LETTERS) -> str | None:
     """Returns the letter that a response chooses; None if the choice is not clear.
 
-    The letter is searched for in the last box, then after the last "answer" or "option is", then at the start of the
-    last line, where only punctuation or nothing may follow it. A letter that is a word ("A train leaves") does not
-    count. Several letters ("A or B") or an unclosed box are not a clear choice."""
+    If there is an <answer>, only the text between the last one and its </answer> counts. The letter is searched for in
+    the last box, then after the last "answer" or "option is", then at the start of the last line, where only
+    punctuation or nothing may follow it. A letter that is a word ("A train leaves") does not count. Several letters ("A
+    or B") or an unclosed box are not a clear choice."""
+    text = tagged(text)
     in_boxes = boxes(text)
     if in_boxes and (in_boxes[-1].end is None or len(joined_boxes(text, in_boxes)) > 1):
         return None

@@ -12,7 +12,7 @@ from sympy import I
 
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
-from slimx.extras.rewards.shared.boxes import boxes
+from slimx.extras.rewards.shared.boxes import boxes, tagged
 from slimx.extras.rewards.shared.notation import DELIMITED, depth, expression, last_boxes, latex
 from slimx.extras.rewards.shared.verification import in_time, parse, verify
 from slimx.rewards.context import Context, answer_of
@@ -31,7 +31,8 @@ takes longer than `SECONDS`, and a timeout would reject the prompt."""
 @needs_answer
 async def reward(ctx: Context, trajectory: Trajectory) -> float:
     """Returns 1.0 if the last value in the final answer (boxed, in LaTeX, or plain) equals the prompt's answer, else
-    0.0. A value that cannot be compared within 5 s counts as wrong.
+    0.0. If the final answer contains <answer>, only the text between the last <answer> and its </answer> counts. A
+    value that cannot be compared within 5 s counts as wrong.
 
     Raises SlimxError if the prompt's answer is missing or not a mathematical expression."""
     gold = _gold(answer_of(ctx, __name__))
@@ -43,7 +44,7 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
             about=ctx.prompt.id,
         )
     # parse and verify count failures and timeouts as wrong answers.
-    stated = in_time(lambda: _stated(latex(ctx.final_answer)), SECONDS)
+    stated = in_time(lambda: _stated(latex(tagged(ctx.final_answer))), SECONDS)
     if not stated or depth(stated) > DEEPEST:
         return 0.0
     predicted = parse(stated, seconds=SECONDS)

@@ -28,6 +28,15 @@ from tests.extras.rewards.reward_stand import judged
         (f1, "<think>red", "red", 0.0),
         (choice, "<think>Answer: B", "B", 0.0),
         (choice, "<think>Answer: B</think>Answer: C", "C", 1.0),
+        (choice, "<think>It is A.</think>\n<answer> C </answer>", "C", 1.0),
+        (choice, "<answer>(C)</answer>", "C", 1.0),
+        (choice, "<answer>C. 65°</answer>", "C", 1.0),
+        (choice, "Answer: B\n<answer>C</answer>", "B", 0.0),
+        (choice, "<answer>A or C</answer>", "C", 0.0),
+        (choice, "Answer: C <answer>", "C", 0.0),
+        (math, "Not 5. <answer>7</answer> after 3 steps", "7", 1.0),
+        (math, "<answer>5</answer> or <answer>7</answer>", "5", 0.0),
+        (math, "7 <answer>", "7", 0.0),
     ],
 )
 def test_the_final_answer_is_graded(hook, text, answer, value):
@@ -37,6 +46,25 @@ def test_the_final_answer_is_graded(hook, text, answer, value):
 @pytest.mark.parametrize(("text", "value"), [("<think>= 4</think>", 0.0), ("<think>= 5</think>= 4", 1.0)])
 def test_pattern_takes_no_answer_from_the_thinking(text, value):
     assert judged(pattern.reward, text, "4", pattern=r"= (?P<answer>\d+)") == value
+
+
+BOXED = r"<think>.*</think>.*\\boxed\{.*\}.*"
+TAGGED = r"<think>.*?</think>\s*<answer>.*?</answer>"
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "value"),
+    [
+        (BOXED, r"<think>a\nb</think> So it is \boxed{2 \sqrt { 221 }}.", 1.0),
+        (BOXED, r"It is \boxed{2 \sqrt { 221 }}.", 0.0),
+        (BOXED, r"<think>a</think> $2 \sqrt { 221 }$", 0.0),
+        (TAGGED, "<think>a\nb</think>\n<answer>65°</answer>", 1.0),
+        (TAGGED, "<think>a</think> 65 <answer>65</answer>", 0.0),
+        (TAGGED, "<answer>65</answer>", 0.0),
+    ],
+)
+def test_pattern_pays_for_the_form_of_geometrical_answers(form, text, value):
+    assert judged(pattern.reward, text, pattern=form, whole=True) == value
 
 
 def test_a_response_that_math_verify_cannot_read_in_time_is_not_logged(caplog, monkeypatch):

@@ -1,4 +1,4 @@
-r"""Finds boxed answers in mathematical text: \boxed{...}, and \fbox{...} in older text."""
+r"""Finds answers that are marked in text: \boxed{...}, \fbox{...} in older text, and <answer>...</answer>."""
 
 from __future__ import annotations
 
@@ -64,6 +64,26 @@ def last_box(text: str) -> str | None:
     if not found or found[-1].end is None:
         return None
     return text[found[-1].inside : found[-1].end]
+
+
+def tagged(text: str) -> str:
+    """Returns the text between the last <answer> and its </answer>; the whole text if there is no <answer>, and "" if
+    the last one is unclosed."""
+    _, tag, rest = text.rpartition("<answer>")
+    if not tag:
+        return text
+    content, end, _ = rest.partition("</answer>")
+    return content if end else ""
+
+
+def stated(text: str) -> str:
+    r"""Returns the content of the last box of `tagged(text)`; all of it if there is no box, and "" if the last one is
+    unclosed."""
+    text = tagged(text)
+    found = boxes(text)
+    if not found:
+        return text
+    return "" if found[-1].end is None else text[found[-1].inside : found[-1].end]
 
 
 def _bare(text: str, start: int, inside: int, stop: int, *, closed: bool) -> BoxedAnswer | None:

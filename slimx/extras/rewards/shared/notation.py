@@ -25,6 +25,7 @@ _SIGNS = {
 _SIGN = re.compile("|".join(map(re.escape, _SIGNS)))
 _NAMES = "sqrt|pi|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|exp|infty"
 _RULES = [
+    (re.compile(r"\\degree(?![A-Za-z])"), r"^\\circ "),
     (re.compile(r"√\s*(?:\(([^()]*)\)|(\d+|[a-z]))"), r"\\sqrt{\1\2}"),
     (re.compile(r"(?<![\\A-Za-z])sqrt\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"(?<![\\A-Za-z])(pi|infty)(?![A-Za-z])"), r"\\\1 "),
