@@ -12,8 +12,10 @@ from slimx.data.chat.responses import final_answer
 from slimx.extras.boxes.programs.answers import last_program, marked_answer
 from slimx.extras.rewards.choice import chosen
 from slimx.extras.rewards.f1 import words
+from slimx.extras.rewards.images.coordinates import boxes_in, points_in
+from slimx.extras.rewards.images.count import last_integer
 from slimx.extras.rewards.math import _stated
-from slimx.extras.rewards.shared.boxes import boxes, last_box
+from slimx.extras.rewards.shared.boxes import boxes, last_box, stated
 from slimx.extras.rewards.shared.notation import depth, expression, last_boxes, latex
 from slimx.extras.slime import grading
 from tests.unit.proportion import grows
@@ -25,6 +27,9 @@ PARSERS: dict[str, Callable[[str], object]] = {
     "stated": lambda text: _stated(latex(text)),
     "depth": depth,
     "choice": chosen,
+    "coordinates": lambda text: (boxes_in(text), points_in(text)),
+    "count": last_integer,
+    "result": stated,
     "words": words,
     "program": last_program,
     "marked": marked_answer,
@@ -86,6 +91,18 @@ SHAPES: dict[str, tuple[str, str, str]] = {
     "combining marks": ("a", "\u0301", "x"),
     "letters that grow": ("", "İ", ""),
     "roots of digits": ("", "√1", ""),
+    "lists": ("", "[1,2,3,4],", ""),
+    "lists inside one another": ("", "[", "]"),
+    "torn lists": ("", "[1,", ""),
+    "corners": ("", "(1,2),", ""),
+    "spaces in a list": ("[1,", " ", "2]"),
+    "spaces between corners": ("(1,2)", " ", "(3,4)"),
+    "names": ("", '"a": ', "[1,2]"),
+    "quotation marks": ("", '"', "[1,2]"),
+    "letters before a number": ("[x", " ", "1,2]"),
+    "groups of digits": ("", ",111", "1"),
+    "number words": ("", "one ", "x"),
+    "number words with a hyphen": ("", "one-", "x"),
 }
 """Beginning, what is repeated, and end, which is repeated too where it closes."""
 SMALL = 20_000

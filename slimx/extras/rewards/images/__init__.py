@@ -1,0 +1,1 @@
+"""Reward hooks for tasks about images: boxes, points and counts."""
