@@ -37,6 +37,7 @@ from tests.extras.rewards.reward_stand import judged
         (math, "Not 5. <answer>7</answer> after 3 steps", "7", 1.0),
         (math, "<answer>5</answer> or <answer>7</answer>", "5", 0.0),
         (math, "7 <answer>", "7", 0.0),
+        (math, "<answer>7", "7", 0.0),
     ],
 )
 def test_the_final_answer_is_graded(hook, text, answer, value):
