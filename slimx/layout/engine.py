@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from slimx.errors import SlimxError
-from slimx.layout.maps import Rect
+from slimx.layout.maps import Once, Pad, Rect
 from slimx.layout.parts import Part, local_shape, matrix
 from slimx.layout.ranks import EngineSizes
 from slimx.layout.table import Entry, Row, Table
@@ -90,6 +90,7 @@ class EngineLayout:
                     row.dtype,
                     row.quantized,
                     column=row.stacked and len(shape) == 2,
+                    padded=isinstance(row.map, Pad | Once),
                 )
 
     def shards(self) -> Iterator[Shard]:

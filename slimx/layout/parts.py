@@ -33,6 +33,8 @@ class Part(NamedTuple):
     column: bool = False
     """True if `rects` address the tensor as a matrix with a single column, regardless of its shape, as for a stack of
     vectors."""
+    padded: bool = False
+    """True if the tensor has padding, which is in no rectangle."""
 
     @property
     def matrix(self) -> Shape:
@@ -101,8 +103,9 @@ def check_sources(name: str, shape: Shape, rects: Iterable[Rect]) -> None:
     check_boxes(f"weight table: {name}", shape, np.array(boxes, dtype=np.int64).reshape(-1, 4))
 
 
-def check_boxes(name: str, shape: Shape, boxes: np.ndarray) -> None:
-    """Raises SlimxError unless `boxes`, [n, 4] of (row, col, rows, cols), cover a matrix of `shape` exactly once.
+def check_boxes(name: str, shape: Shape, boxes: np.ndarray, *, padded: bool = False) -> None:
+    """Raises SlimxError unless `boxes`, [n, 4] of (row, col, rows, cols), cover a matrix of `shape` exactly once, or
+    with `padded` at most once.
 
     The edges of the boxes divide the matrix into cells, and each cell must be in exactly one box. The message contains
     `name` and the position of the first cell that is not."""
@@ -128,7 +131,7 @@ def check_boxes(name: str, shape: Shape, boxes: np.ndarray) -> None:
     count = count.cumsum(0).cumsum(1)[:-1, :-1]
     for wrong, code, problem in (
         (count > 1, "table.overlap", "cover more than once"),
-        (count == 0, "table.coverage", "do not cover"),
+        (count < 1 - padded, "table.coverage", "do not cover"),
     ):
         if wrong.any():
             row, col = np.argwhere(wrong)[0]

@@ -245,9 +245,8 @@ def check_row(row: Row, experts: int) -> None:
     shapes = [matrix(shape) for _, shape in row.sources]
     for _ in range(experts if shared else 1):
         shape, rects = row.map.local(shapes, None, 0, 1)
-        filled = max((r.local_row + r.rows for r in rects), default=0) if isinstance(row.map, Pad) else shape[0]
         boxes = np.array([(r.local_row, r.local_col, r.rows, r.cols) for r in rects], dtype=np.int64).reshape(-1, 4)
-        check_boxes(f"weight table: {row.name}", (filled, shape[1]), boxes)
+        check_boxes(f"weight table: {row.name}", shape, boxes, padded=isinstance(row.map, Pad))
         for rect in rects:
             used[rect.source].append(rect)
     for (name, _), shape, rects in zip(row.sources, shapes, used, strict=True):

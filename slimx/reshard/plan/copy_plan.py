@@ -317,15 +317,13 @@ class _Compiler:
         return ranks[int(self.load[self.indices[id(ranks)]].argmin())]
 
     def _check_filled(self, part: Part) -> None:
-        """Raises SlimxError unless each element of the target tensor is in exactly one rectangle; padding rows at the
-        end may be in none."""
+        """Raises SlimxError unless each element of the target tensor, except for padding, is in exactly one
+        rectangle."""
         key = part.matrix, part.rects
         if key not in self.checked:
-            rows, cols = part.matrix
-            filled = max((r.local_row + r.rows for r in part.rects), default=0)
             boxes = [(r.local_row, r.local_col, r.rows, r.cols) for r in part.rects]
-            shape = (min(filled, rows), cols)
-            check_boxes(part.name, shape, np.array(boxes, dtype=np.int64).reshape(-1, 4))
+            array = np.array(boxes, dtype=np.int64).reshape(-1, 4)
+            check_boxes(part.name, part.matrix, array, padded=part.padded)
             self.checked.add(key)
 
     def _meet(self, name: str, rect: Rect, quantized: bool) -> tuple[Move, ...]:

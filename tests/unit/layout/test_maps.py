@@ -329,8 +329,22 @@ def test_a_quantized_row_holds_matrices_in_the_models_dtype(shape: tuple[int, ..
 
 
 def test_a_padded_row_must_still_hold_all_that_it_pads():
-    """Rows that no rectangle fills are allowed behind the last one only, and only for Pad."""
+    """Rows that no rectangle fills are allowed for Pad only."""
     assert matrix((3, 4, 5)) == (12, 5) and matrix((7,)) == (7, 1)
     shape, rects = Pad(8).local([(20, 5)], 0, 3, 4)
     assert shape == (6, 5) and rects == [Rect(0, 18, 0, 2, 5, 0, 0)]
     assert Pad(64).local([(20, 5)], 0, 2, 4) == ((16, 5), [])
+    gap = Gap(8)
+    Table((Row("local.weight", (("model.weight", (8, 6)),), gap, axis=0),), layers=1, experts=0)
+    with refused("table.coverage", about=STORED):
+        Table((Row("local.weight", (("model.weight", (9, 6)),), gap, axis=0),), layers=1, experts=0)
+    with refused("table.coverage", about=LOCAL):
+        wrong = Wrong(*gap.local([(8, 6)], 0, 0, 1))
+        Table((Row("local.weight", (("model.weight", (8, 6)),), wrong),), layers=1, experts=0)
+
+
+class Gap(Pad):
+    """Eight rows with one row of padding between the fourth and the fifth."""
+
+    def local(self, shapes, axis, rank, size):
+        return (9, 6), [Rect(0, 0, 0, 4, 6, 0, 0), Rect(0, 4, 0, 4, 6, 5, 0)]

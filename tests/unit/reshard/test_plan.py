@@ -246,21 +246,28 @@ def test_only_the_gap_that_a_target_asks_for_counts():
 
 
 @pytest.mark.parametrize(
-    ("rects", "code", "place"),
+    ("rects", "padded", "code", "place"),
     [
-        ((Rect(0, 0, 0, 4, 6, 0, 0), Rect(0, 4, 0, 4, 6, 5, 0)), "table.coverage", [4, 0]),
-        ((Rect(0, 0, 0, 4, 6, 0, 0), Rect(0, 4, 0, 4, 6, 3, 0)), "table.overlap", [3, 0]),
-        ((Rect(0, 0, 0, 8, 5, 0, 0),), "table.coverage", [0, 5]),
-        ((Rect(0, 0, 0, 8, 6, 1, 1),), "table.beyond", [9, 6]),
-        ((Rect(0, 0, 0, 8, 6, 4, 0),), "table.beyond", [10, 6]),
+        ((Rect(0, 0, 0, 4, 6, 0, 0), Rect(0, 4, 0, 4, 6, 5, 0)), False, "table.coverage", [4, 0]),
+        ((Rect(0, 0, 0, 4, 6, 0, 0), Rect(0, 4, 0, 4, 6, 3, 0)), True, "table.overlap", [3, 0]),
+        ((Rect(0, 0, 0, 8, 6, 0, 0),), False, "table.coverage", [8, 0]),
+        ((Rect(0, 0, 0, 8, 5, 0, 0),), False, "table.coverage", [0, 5]),
+        ((Rect(0, 0, 0, 8, 6, 1, 1),), True, "table.beyond", [10, 6]),
+        ((Rect(0, 0, 0, 8, 6, 4, 0),), False, "table.beyond", [10, 6]),
     ],
     ids=str,
 )
-def test_a_target_with_missing_or_repeated_elements_is_refused(rects, code, place):
-    """Rows at the end without any rectangle are padding. `place`: row and column, or the shape that is too small."""
-    target = Part("b", (10, 6), (0,), ("a",), rects)
+def test_a_target_with_missing_or_repeated_elements_is_refused(rects, padded, code, place):
+    """`place`: row and column, or the shape that is too small."""
+    target = Part("b", (10, 6), (0,), ("a",), rects, padded=padded)
     error = refusal([whole_part("a", 8, 6)], [target])
     assert (error.code, error.about, numbers(error)) == (code, "b", place)
+
+
+def test_padding_may_be_anywhere_in_a_target():
+    rects = (Rect(0, 0, 0, 4, 5, 1, 0), Rect(0, 4, 0, 4, 5, 6, 1))
+    target = Part("b", (11, 6), (0,), ("a",), rects, padded=True)
+    assert len(compile_plan([whole_part("a", 8, 6)], [target], precision=BF16, bucket_bytes=HUGE).moved) == 2
 
 
 def test_parameters_that_no_target_reads_are_listed():

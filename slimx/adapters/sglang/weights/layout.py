@@ -61,6 +61,7 @@ class ServedParameter:
     parent: nn.Module
     experts: object
     """SGLang's ExpertLocationMetadata (`ExpertLocation`); None if slot i contains expert i."""
+    model: nn.Module
 
     @property
     def cols(self) -> int:
@@ -256,7 +257,7 @@ def hf_layout(model: nn.Module, experts: object = None) -> Layout:
     layers = {name: getattr(module, BASE, module) for name, module in model.named_modules()}
     for name, parameter in weights.items():
         owner = name.rpartition(".")[0]
-        served = ServedParameter(parameter, layers[owner], layers[owner.rpartition(".")[0]], experts)
+        served = ServedParameter(parameter, layers[owner], layers[owner.rpartition(".")[0]], experts, model)
         try:
             _add(layout, model, name, served, weights)
         except (Unexpected, AttributeError, SlimxError) as error:

@@ -97,7 +97,7 @@ class AdapterSlot:
 
     def _place(self, layout: Layout, layer: AdaptedLayer) -> None:
         split, groups = row_of(f"{layer.name}.weight")
-        parameter = ServedParameter(layer.b, layer.base, layer.base, None)
+        parameter = ServedParameter(layer.b, layer.base, layer.base, None, self._manager.base_model)
         if split in FUSED:
             b = [*split(parameter)]
             rank = len(layer.a) // len(b)
