@@ -205,6 +205,40 @@ MODELS["qwen3_vl_moe"] = with_tower(
     "qwen3_vl_moe",
     **DEEP,
 )
+MODELS["qwen2_5_vl"] = {
+    **MODELS["qwen2"],
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "rope_scaling": {"type": "mrope", "mrope_section": [8, 4, 4]},
+    "vision_config": {
+        **{key: value for key, value in VISION.items() if not key.startswith(("num_pos", "deep"))},
+        "model_type": "qwen2_5_vl",
+        "hidden_act": "silu",
+        "patch_size": 14,
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
+        "tokens_per_second": 2,
+    },
+    **make_vision_model.TOKENS,
+}
+"""As published: the fields of the language model at the top level. SGLang takes other patches for embeddings."""
+MODELS["glm4v_moe"] = {
+    **with_tower(
+        {
+            **MODELS["glm4_moe"],
+            "use_qk_norm": False,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]},
+        },
+        "Glm4vMoeForConditionalGeneration",
+        "glm4v_moe",
+        hidden_act="silu",
+        image_size=96,
+        rms_norm_eps=1e-5,
+        attention_bias=False,
+    ),
+    **{f"{name}_token_id": 102 + k for k, name in enumerate(("image_start", "image_end", "video_start", "video_end"))},
+}
+"""SGLang takes images between the tokens of videos for frames."""
 
 
 def make_model(name: str, out: Path) -> None:

@@ -80,11 +80,12 @@ def seeing(
     tower: dict[str, Any],
     fill: Fill = scatter,
     kind: type[vision_oracle.VisionOracle] = vision_oracle.WithImages,
+    without: tuple[str, ...] = (),
     **fields: Any,
 ) -> Callable[[Path, int], Oracle]:
     """A vision-language model as published, from the fields of its language model and of its tower; with demonstrations
     that show images unless `kind` is another."""
-    text = {**SHAPE, **fields}
+    text = {name: value for name, value in SHAPE.items() if name not in without} | fields
     return lambda path, seed: kind(path, seed, config, text, tower, fill)
 
 
@@ -190,6 +191,11 @@ INTERLEAVED = {
         "mrope_interleaved": True,
     }
 }
+WINDOWED_TOWER = {name: value for name, value in vision_oracle.QWEN3_TOWER.items() if name != "num_position_embeddings"}
+WINDOWED_TOWER |= {"window_size": 16, "fullatt_block_indexes": [1]}
+"""With windows of two embeddings per axis."""
+INTERPOLATING_TOWER = {name: value for name, value in vision_oracle.QWEN3_TOWER.items() if "position" not in name}
+INTERPOLATING_TOWER |= {"image_size": 24, "rms_norm_eps": 1e-5}
 NEMOTRON = {
     "num_key_value_heads": 2,
     "hybrid_override_pattern": "ME*-ME",
@@ -296,6 +302,29 @@ CASES: dict[str, Case] = {
         cut=True,
         vision="tower",
         rounding=1e-5,
+    ),
+    "Qwen2.5-VL": Case(
+        make=seeing(
+            "Qwen2_5_VLConfig",
+            WINDOWED_TOWER,
+            without=("head_dim",),
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+        ),
+        dense=True,
+        cut=True,
+        vision="tower",
+        rounding=1e-5,
+    ),
+    # transformers' own gradients are 2.3e-5 off those in float64.
+    "GLM-4.5V": Case(
+        make=seeing(
+            "Glm4vMoeConfig",
+            INTERPOLATING_TOWER,
+            **{**GLM, "rope_parameters": {**ROTARY, "mrope_section": [2, 2, 1]}},
+        ),
+        thorough=True,
+        cut=True,
+        vision="tower",
     ),
     # Added from outside, as docs/models.md says.
     "Mixtral": Case(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ def write_seeded(hf: dict[str, Any], out: Path, dtype: torch.dtype = torch.float
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(1)
-    config = AutoConfig.for_model(**{key: value for key, value in hf.items() if key != "torch_dtype"})
+    fields = deepcopy(hf)  # transformers changes some that are nested
+    config = AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "torch_dtype"})
     kind = AutoModelForImageTextToText if "vision_config" in hf else AutoModelForCausalLM
     kind.from_config(config).save_pretrained(out)
     weights = perturbed(load_file(out / "model.safetensors"), 2)

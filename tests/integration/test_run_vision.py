@@ -43,7 +43,14 @@ def write_prompts(directory: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_moe_published"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_vl",
+        "qwen3_5_moe_published",
+        *(pytest.param(name, marks=pytest.mark.slow("full grid of families")) for name in ("qwen2_5_vl", "glm4v_moe")),
+    ],
+)
 def test_trainers_and_engines_agree_on_prompts_with_images(tmp_path: Path, name: str) -> None:
     model = tmp_path / "model"
     make_model(name, model)

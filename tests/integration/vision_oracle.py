@@ -30,6 +30,12 @@ QWEN3_TOWER = {
     "num_position_embeddings": 36,
 }
 TOKENS = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
+PROCESSORS = {
+    "qwen3_vl": ("Qwen3VLProcessor", "Qwen2VLImageProcessorFast", "Qwen3VLVideoProcessor"),
+    "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLVideoProcessor"),
+    "glm4v_moe": ("Glm4vProcessor", "Glm4vImageProcessorFast", "Glm4vVideoProcessor"),
+}
+"""Model type -> classes of its processor, and of those of its images and videos."""
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<index>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
 
 
@@ -135,8 +141,9 @@ def write_processor(hf: dict[str, Any], directory: Path) -> None:
     vision = hf["vision_config"]
     patch = vision["patch_size"]
     area = (patch * vision["spatial_merge_size"]) ** 2
+    processor, image, video = PROCESSORS.get(hf["model_type"], PROCESSORS["qwen3_vl"])
     fields = {
-        "processor_class": "Qwen3VLProcessor",
+        "processor_class": processor,
         "patch_size": patch,
         "merge_size": vision["spatial_merge_size"],
         "temporal_patch_size": vision["temporal_patch_size"],
@@ -145,24 +152,40 @@ def write_processor(hf: dict[str, Any], directory: Path) -> None:
         "image_std": [0.5] * 3,
     }
     for name, kind in (
-        ("preprocessor_config", {"image_processor_type": "Qwen2VLImageProcessorFast"}),
-        ("video_preprocessor_config", {"video_processor_type": "Qwen3VLVideoProcessor"}),
+        ("preprocessor_config", {"image_processor_type": image}),
+        ("video_preprocessor_config", {"video_processor_type": video}),
     ):
         (directory / f"{name}.json").write_text(json.dumps({**fields, **kind}))
 
 
 def publish(directory: Path) -> None:
     """Rewrites the checkpoint in `directory` as published ones store experts: in one tensor for the gate and up
-    projections of a layer, and one for the down projections; Qwen3-VL's are transposed."""
+    projections of a layer, and one for the down projections; Qwen3-VL's are transposed, GLM-4.5V's are not stacked.
+    Rewrites config.json of Qwen2.5-VL, whose published files have no `text_config`."""
+    config = json.loads((directory / "config.json").read_text())
+    if config["model_type"] == "qwen2_5_vl" and "text_config" in config:
+        (directory / "config.json").write_text(json.dumps(flat(config)))
     file = directory / "model.safetensors"
     save_file(published(load_file(file), directory), file, metadata={"format": "pt"})
+
+
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns config.json of a Qwen2.5-VL as it is published."""
+    text = dict(config["text_config"])
+    rotary = text.pop("rope_parameters")
+    rest = {name: value for name, value in config.items() if name != "text_config"}
+    scaling = {"type": "mrope", "mrope_section": rotary["mrope_section"]}
+    return {**text, **rest, "rope_theta": rotary["rope_theta"], "rope_scaling": scaling}
 
 
 def published(weights: Weights, directory: Path) -> Weights:
     """Returns `weights`, as transformers writes those of the model in `directory`, in the form of published
     checkpoints."""
+    config = (directory / "config.json").read_text()
+    if "Glm4vMoe" in config:
+        return weights
     out = stacked(weights)
-    if "Qwen3VLMoe" in (directory / "config.json").read_text():
+    if "Qwen3VLMoe" in config:
         for name in out:
             if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
                 out[name] = out[name].transpose(1, 2).contiguous()

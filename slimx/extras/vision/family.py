@@ -19,7 +19,10 @@ from slimx.models.families import Family, ModelSpec
 from slimx.models.fields import HfConfig
 from slimx.models.layer_kind import LayerKind
 
-_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_TOKENS = (
+    *("image_token_id", "video_token_id", "vision_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"),
+)
 
 
 class TowerKind(Protocol):
@@ -53,38 +56,50 @@ class VisionFamily:
         module: str,
         sections: tuple[int, int, int],
         interleaved: bool,
+        nested: bool = True,
         stack: Stack | None = None,
         fixed: Mapping[str, object] = MappingProxyType({}),
+        tower_fixed: Mapping[str, object] = MappingProxyType({}),
         rotary_fraction: float = 1.0,
     ):
         """Describes the family `architecture`.
 
         `text`: family of the language model. `tower`: rows of the vision tower, whose class in transformers is `module`
         (MODULE:NAME). `sections`: value of `mrope_section` if config.json lacks it, as in transformers. `interleaved`:
-        as in `rotary_axes`. `stack`: how checkpoints stack experts; None if they do not. `fixed`: fields of the
-        language model that have this value, even if config.json lacks them. `rotary_fraction`: rotated fraction of a
-        head if config.json does not set it."""
+        as in `rotary_axes`. `nested`: False if checkpoints name the language model's tensors as its own family does;
+        config.json may then have its fields at the top level. `stack`: how checkpoints stack experts; None if they do
+        not. `fixed`: fields of the language model that have this value, even if config.json lacks them. `tower_fixed`:
+        fields of the tower that config.json may only set to this value. `rotary_fraction`: rotated fraction of a head
+        if config.json does not set it."""
         self.ARCHITECTURE = architecture
         self.text = text
         self.tower = tower
         self.module = module
         self.default_sections = sections
         self.interleaved = interleaved
+        self.nested = nested
         self.stack = stack
         self.fixed = fixed
+        self.tower_fixed = tower_fixed
         self.rotary_fraction = rotary_fraction
 
     def unsupported(self, hf: HfConfig) -> str | None:
         """Returns a description of the first setting in config.json `hf` that slimx does not support; None if all are
         supported."""
-        for key in _TOKENS:
-            hf.get(key)  # read and ignored, because the language model treats these tokens like any others
         text = self._text(hf)
+        for key in _TOKENS:  # read and ignored, because the language model treats these tokens like any others
+            hf.get(key)
+            text.get(key)
         rotary = decoder.rotary(text)[1]
         for key in ("mrope_section", "mrope_interleaved"):
             rotary.get(key)  # read and ignored: without images, all axes have the same positions
         problem = decoder.unsupported_field(text, *self.fixed.items()) or self.text.unsupported(text)
-        return f"text_config.{problem}" if problem else decoder.unsupported_field(hf, ("language_model_only", False))
+        if problem:
+            return f"text_config.{problem}" if "text_config" in hf else problem
+        problem = decoder.unsupported_field(hf["vision_config"], *self.tower_fixed.items())
+        if problem:
+            return f"vision_config.{problem}"
+        return decoder.unsupported_field(hf, ("language_model_only", False))
 
     def transformer_config(self, hf: HfConfig) -> Json:
         """Returns the fields of megatron-core's TransformerConfig that define the model, except parallelism and
@@ -107,13 +122,13 @@ class VisionFamily:
         """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
         contains. `mtp`: number of multi-token prediction layers to train."""
         table = self.text.weight_table(self._text(hf), mtp)
-        return nested_table(table, self.tower.rows(hf["vision_config"]), self.stack)
+        return self._with_tower(table, self.tower.rows(hf["vision_config"]))
 
     def engine_table(self, hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
         """Returns the table that maps checkpoint tensors to the parameters of SGLang 0.5.23's model. Raises SlimxError
         if SGLang would build a different model from config.json `hf`."""
         table = self.text.engine_table(self._text(hf), fused_shared_experts=fused_shared_experts)
-        return nested_table(table, self.tower.engine_rows(hf["vision_config"]), self.stack)
+        return self._with_tower(table, self.tower.engine_rows(hf["vision_config"]))
 
     def with_images(self, spec: ModelSpec, config: Config) -> ModelSpec:
         """Returns `spec`, a model of this family, with a vision tower that computes embeddings of images, as section
@@ -145,8 +160,13 @@ class VisionFamily:
             image=None if vision.max_pixels is None else vision.max_pixels // area,
         )
 
+    def _with_tower(self, table: Table, rows: tuple[Row, ...]) -> Table:
+        if self.nested:
+            return nested_table(table, rows, self.stack)
+        return replace(table, rows=(*table.rows, *rows))
+
     def _text(self, hf: HfConfig) -> HfConfig:
-        return text_config(hf, self.fixed)
+        return text_config(hf, self.fixed, flat=not self.nested)
 
     def _tower(self, hf: HfConfig) -> Tower:
         text = self._text(hf)

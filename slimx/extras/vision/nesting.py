@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from slimx.layout.maps import Fused
-from slimx.layout.table import Row, Table
+from slimx.layout.table import Row, Sources, Table
 from slimx.models.fields import HfConfig
 
 Stack = Literal["stacked", "transposed"]
@@ -20,11 +20,12 @@ _NESTED = "model.language_model."
 _TIED = "tie_word_embeddings"
 
 
-def text_config(hf: HfConfig, defaults: Mapping[str, object]) -> HfConfig:
+def text_config(hf: HfConfig, defaults: Mapping[str, object], *, flat: bool = False) -> HfConfig:
     """Returns the fields of config.json `hf` that describe the language model, in the form that the family of the bare
-    language model reads. `defaults`: values of fields that config.json lacks. If both levels say whether embeddings are
-    tied, the top level prevails, as in transformers and SGLang."""
-    text = hf["text_config"]
+    language model reads. `defaults`: values of fields that config.json lacks. `flat`: True if these fields are at the
+    top level of a config.json without `text_config`. If both levels say whether embeddings are tied, the top level
+    prevails, as in transformers and SGLang."""
+    text: Any = hf if flat and "text_config" not in hf else hf["text_config"]
     tied = hf.get(_TIED, text.get(_TIED, False))
     return ChainMap[str, Any]({_TIED: tied}, text, dict(defaults))
 
@@ -44,7 +45,12 @@ def nested_table(table: Table, tower: Collection[Row], stack: Stack | None = Non
 
 
 def _nested_row(row: Row) -> Row:
-    return replace(row, sources=tuple((_nested(name), shape) for name, shape in row.sources))
+    appended = tuple(_nested_sources(sources) for sources in row.appended)
+    return replace(row, sources=_nested_sources(row.sources), appended=appended)
+
+
+def _nested_sources(sources: Sources) -> Sources:
+    return tuple((_nested(name), shape) for name, shape in sources)
 
 
 def _nested(name: str) -> str:

@@ -17,6 +17,8 @@ from tests.extras.families.test_glm_and_minimax import FLASH, GLM, MINIMAX
 from tests.extras.families.test_gpt_oss import HF as GPT_OSS
 from tests.extras.recurrent.test_delta_net import EXPERTS, NEXT
 from tests.extras.recurrent.test_nemotron_h import TINY as NEMOTRON
+from tests.extras.vision.test_gated_towers import GLM as GLM_VISION
+from tests.extras.vision.test_gated_towers import QWEN as QWEN_VISION
 from tests.published import DEEPSEEK_V3 as V3
 from tests.published import published
 from tests.refusals import refused
@@ -33,6 +35,12 @@ KNOWN: dict[str, dict[str, Any]] = {
     hf["architectures"][0]: {**hf, "num_hidden_layers": 4}
     for hf in (V3, FLASH, GLM, GPT_OSS, LLAMA_32_1B, MINIMAX, QWEN25_7B, QWEN3_32B, QWEN3_MOE, MIXTRAL, NEMOTRON)
 }
+GATED = ("Qwen2_5_VLForConditionalGeneration", "Glm4vMoeForConditionalGeneration")
+"""Those with a vision tower of gated MLPs."""
+KNOWN[GATED[0]] = {key: value for key, value in QWEN_VISION.items() if key != "max_window_layers"} | {
+    "num_hidden_layers": 4
+}
+KNOWN[GATED[1]] = GLM_VISION | {"text_config": GLM_VISION["text_config"] | {"num_hidden_layers": 4}}
 WITHOUT_POSITIONS = {"NemotronHForCausalLM"}
 HYBRID = ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForCausalLM")
 """Those with layers of two kinds."""
@@ -44,7 +52,7 @@ KNOWN["KimiK25ForConditionalGeneration"] = {
     "text_config": {key: value for key, value in KNOWN["DeepseekV3ForCausalLM"].items() if "quant" not in key},
     "vision_config": published("Kimi-K2.5")["vision_config"],
 }
-VISION = {
+TOWER = {
     "depth": 2,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -64,7 +72,7 @@ NESTED = {
 }
 """Vision-language models, and the models whose layers their language models have."""
 KNOWN |= {
-    name: {"architectures": [name], "text_config": KNOWN[text], "vision_config": VISION, "image_token_id": 7}
+    name: {"architectures": [name], "text_config": KNOWN[text], "vision_config": TOWER, "image_token_id": 7}
     for name, text in NESTED.items()
 }
 for _name in ("DeepSeek-V3.2", "GLM-5", "Ling-flash-2.0"):
@@ -163,7 +171,8 @@ def test_another_scaling_of_positions_is_refused_by_name(tmp_path: Path, archite
 @pytest.mark.parametrize("architecture", sorted(KNOWN.keys() - WITHOUT_POSITIONS))
 def test_an_unread_field_of_the_rope_scaling_is_refused_by_name(tmp_path: Path, architecture: str):
     known = KNOWN[architecture].get("text_config", KNOWN[architecture])
-    name = "long_factor" if architecture.startswith(("Qwen3_5", "Qwen3VL")) else "mrope_section"  # which those read
+    reads_sections = architecture in GATED or architecture.startswith(("Qwen3_5", "Qwen3VL"))
+    name = "long_factor" if reads_sections else "mrope_section"
     scaling = {**(known.get("rope_scaling") or {}), name: [16, 24, 24]}
     hf, within = with_text(KNOWN[architecture], rope_scaling=scaling)
     with refused("model.field_unread", about=f"{within}rope_scaling.{name}"):

@@ -11,7 +11,6 @@ from slimx.extras.vision.layer_kinds import DeltaNetsWithTower
 from slimx.extras.vision.nesting import stacked_experts
 from slimx.extras.vision.towers import qwen3_vl
 from slimx.layout.table import Table
-from slimx.models import decoder
 from slimx.models.families import as_family
 from slimx.models.fields import HfConfig
 from slimx.models.layer_kind import LayerKind
@@ -22,11 +21,6 @@ class Qwen35Family(VisionFamily):
 
     def layer_kind(self, hf: HfConfig) -> LayerKind:
         return DeltaNetsWithTower(rows=self.tower.rows(hf["vision_config"]))
-
-    def unsupported(self, hf: HfConfig) -> str | None:
-        return super().unsupported(hf) or decoder.unsupported_field(
-            hf["vision_config"], ("deepstack_visual_indexes", [])
-        )
 
     def weight_table(self, hf: HfConfig, mtp: int = 0) -> Table:
         table = super().weight_table(hf, mtp)
@@ -41,6 +35,7 @@ DENSE = Qwen35Family(
     module="transformers.models.qwen3_5.modeling_qwen3_5:Qwen3_5VisionModel",
     sections=(11, 11, 10),
     interleaved=True,
+    tower_fixed={"deepstack_visual_indexes": []},
     rotary_fraction=0.25,
 )
 MOE = Qwen35Family(
@@ -50,6 +45,7 @@ MOE = Qwen35Family(
     module="transformers.models.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeVisionModel",
     sections=(11, 11, 10),
     interleaved=True,
+    tower_fixed={"deepstack_visual_indexes": []},
     stack="stacked",
     rotary_fraction=0.25,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 
@@ -17,11 +17,17 @@ from slimx.adapters.sglang.weights.layout import (
     gate_and_up,
     logical_experts,
     qkv_of_one,
+    rank_in,
     rows_split,
     vocabulary,
     whole,
 )
 from slimx.layout.maps import Rect
+
+_UNNESTED = ("Qwen2_5_VLForConditionalGeneration",)
+"""SGLang's classes whose checkpoints name tensors as the class does."""
+_SEPARATE = ("Glm4vMoeForConditionalGeneration",)
+"""SGLang's classes whose checkpoints do not stack experts."""
 
 
 def published_name(model: nn.Module, name: str) -> str:
@@ -29,9 +35,50 @@ def published_name(model: nn.Module, name: str) -> str:
     language model of a model with a vision tower is nested in another model."""
     if getattr(model, "visual", None) is None:
         return name
+    kind = type(model).__name__
     if name.startswith("visual."):
-        return f"model.{name}".replace(".attn.qkv_proj.", ".attn.qkv.")
-    return re.sub(r"^model\.", "model.language_model.", name)
+        named = name.replace(".attn.qkv_proj.", ".attn.qkv.")
+        return named if kind in _UNNESTED else f"model.{named}"
+    if kind in _UNNESTED:
+        return name
+    nested = re.sub(r"^model\.", "model.language_model.", name)
+    if kind in _SEPARATE:
+        return nested
+    return nested.replace(".experts.w13_weight", ".experts.gate_up_proj").replace(".w2_weight", ".down_proj")
+
+
+def tower_gate_up(served: ServedParameter) -> Iterator[ServedPiece]:
+    """Yields this rank's rows of gate_proj, then up_proj, of a gated MLP in the tower, each followed by padding."""
+    owner = cast(places.Linear, served.owner)
+    rank = rank_in(owner.tp_group)
+    start = 0
+    for name, size, shard in zip(("gate", "up"), owner.output_sizes, owner.output_partition_sizes, strict=True):
+        total = _unpadded(served, size)
+        filled = max(0, min(shard, total - rank * shard))
+        rects = (Rect(0, rank * shard, 0, filled, served.cols, start, 0),) if filled else ()
+        yield ServedPiece(f"{{at}}.{name}_proj.{{kind}}", (total, *served.parameter.shape[1:]), rects)
+        yield ServedPiece(None, (), (Rect(0, 0, 0, shard - filled, served.cols, start + filled, 0),))
+        start += shard
+
+
+def tower_down(served: ServedParameter) -> Iterator[ServedPiece]:
+    """Yields this rank's columns of down_proj of a gated MLP in the tower, then padding."""
+    owner = cast(places.Linear, served.owner)
+    rank = rank_in(owner.tp_group)
+    rows, shard = served.parameter.shape
+    total = _unpadded(served, owner.input_size)
+    filled = max(0, min(shard, total - rank * shard))
+    rects = (Rect(0, 0, rank * shard, rows, filled, 0, 0),) if filled else ()
+    yield ServedPiece("{name}", (rows, total), rects)
+    yield ServedPiece(None, (), (Rect(0, 0, 0, rows, shard - filled, 0, filled),))
+
+
+def _unpadded(served: ServedParameter, size: int) -> int:
+    """Returns the inner size in the checkpoint of an MLP that SGLang built with the inner size `size`."""
+    if type(served.model).__name__ not in _UNNESTED:
+        return size
+    inner: int = cast(Any, served.model).config.vision_config.intermediate_size
+    return inner
 
 
 def stacked_gate_up(served: ServedParameter) -> Iterator[ServedPiece]:
@@ -64,16 +111,18 @@ def stacked_down(served: ServedParameter) -> Iterator[ServedPiece]:
     yield ServedPiece("{mlp}.experts.down_proj", shape, tuple(rects))
 
 
-_TOWER = r"model\.visual\."
+_TOWER = r"(model\.)?visual\."
 _EXPERTS = r"(?P<mlp>model\.language_model\..+\.mlp)\.experts\."
 ROWS = (
     (_TOWER + r"pos_embed\.weight", vocabulary),
     (_TOWER + r".+\.attn\.qkv\.(weight|bias)", qkv_of_one),
-    (_TOWER + r".+\.linear_fc1\.(weight|bias)", rows_split),
-    (_TOWER + r".+\.(attn\.proj|linear_fc2)\.weight", columns_split),
+    (rf"(?P<at>{_TOWER}.+)\.gate_up_proj\.(?P<kind>weight|bias)", tower_gate_up),
+    (_TOWER + r".+\.down_proj\.weight", tower_down),
+    (_TOWER + r".+\.(linear_fc1|mlp\.0)\.(weight|bias)", rows_split),
+    (_TOWER + r".+\.(attn\.proj|linear_fc2|mlp\.2)\.weight", columns_split),
     (_TOWER + r".+", whole),
-    (_EXPERTS + r"w13_weight", stacked_gate_up),
-    (_EXPERTS + r"w2_weight", stacked_down),
+    (_EXPERTS + r"gate_up_proj", stacked_gate_up),
+    (_EXPERTS + r"down_proj", stacked_down),
 )
 """Pairs of a regular expression for parameter names and the function that locates the tensors of a matching parameter;
 they extend the table in `slimx.adapters.sglang.weights.layout`."""

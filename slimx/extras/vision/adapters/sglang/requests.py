@@ -21,13 +21,18 @@ def set_images(request: Any, value: Json) -> None:
     request's token ids must contain a placeholder for each embedding. Raises ValueError for a malformed digest."""
     images = value["images"]
     pixels = [_pixels(value["directory"], digest) for digest, *_ in images]
-    request.image_data = [
-        {
-            "format": "processor_output",
-            "pixel_values": torch.cat(pixels),
-            "image_grid_thw": torch.tensor([grid for _, *grid in images]),
-        }
-    ]
+    request.image_data = [ProcessorOutput(torch.cat(pixels), torch.tensor([grid for _, *grid in images]))]
+
+
+class ProcessorOutput(dict[str, Any]):
+    """Output of a processor, as SGLang accepts it instead of images. `pixels`: patches of all images; `grids`: numbers
+    of patches along time, height and width, int [n, 3]."""
+
+    def __init__(self, pixels: torch.Tensor, grids: torch.Tensor):
+        super().__init__(format="processor_output", pixel_values=pixels, image_grid_thw=grids)
+        # SGLang's processor of GLM-4.5V looks for the grids in an attribute; without them, an image has the positions
+        # of text.
+        self.image_grid_thw = grids
 
 
 @lru_cache(_CACHED)
