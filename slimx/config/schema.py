@@ -189,7 +189,7 @@ class CoreConfig(Section):
 
     @property
     def images(self) -> str:
-        """Directory of the image store (prepared images of prompts), which a replayed run shares with the original."""
+        """Directory of the image store, which contains the images of prompts: the run's own, or the replayed run's."""
         return f"{self.rollout.replay or self.run.dir}/images"
 
 

@@ -8,8 +8,10 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from slimx.data.saved.step_files import DIRECTORY, read_step, step_files
 from tests.integration.engine_families import make_model
@@ -41,6 +43,50 @@ def write_prompts(directory: Path) -> Path:
     file = directory / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+def write_table(directory: Path) -> Path:
+    """Writes a parquet file as the Hub has them: two images as bytes, and marks in the text."""
+    rows = []
+    for index in range(8):
+        images = [{"bytes": picture(number, 64, 64), "path": f"{number}.png"} for number in range(index % 3)]
+        rows.append({"problem": "<image>" * len(images) + f"{index}+1=", "images": images, "answer": str(index + 1)})
+    parquet.write_table(pa.Table.from_pylist(rows), directory / "prompts.parquet")
+    return directory / "prompts.parquet"
+
+
+def test_images_of_a_table_are_kept_out_of_saved_steps_and_replayed(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    make_model("qwen3_vl", model)
+    fields = {"prompt": "problem", "answer": "answer", "images": "images"}
+    prompts = write_table(tmp_path)
+    more = {
+        "trainer": {"tensor": 2, "expert": 1, "vision": {}},
+        "checkpoint": {"every": 1},
+    }
+    rollout = {"group_size": 4, "sampling": {"max_new_tokens": 8}, "fields": fields}
+    config = write_config(tmp_path, model, prompts, rollout=rollout, schedule={"steps": 1}, **more)
+    run = TrainProcess(config)
+    assert run.wait() == 0, run.text()
+    resumed = TrainProcess(config, "schedule.steps=2")
+    assert resumed.wait() == 0, resumed.text()
+    assert "resumed" in resumed.text() and list(steps(tmp_path / "run")) == [1, 2]
+    ends = [picture(number, 64, 64)[-300:-50] for number in range(2)]
+    files = [file for file in (tmp_path / "run").rglob("*") if file.is_file() and "originals" not in file.parts]
+    assert len(step_files(tmp_path / "run" / DIRECTORY)) == 2
+    for file in files:
+        data = file.read_bytes()
+        assert not any(end in data for end in ends), file
+    originals = [file for file in (tmp_path / "run/images/originals").rglob("*") if file.is_file()]
+    assert sorted(file.read_bytes() for file in originals) == sorted(picture(number, 64, 64) for number in range(2))
+    prompts.unlink()
+    (tmp_path / "again").mkdir()
+    replay = {"rollout": {**rollout, "replay": str(tmp_path / "run")}, "schedule": {"steps": 2}}
+    replayed = TrainProcess(write_config(tmp_path / "again", model, prompts, **more, **replay))
+    assert replayed.wait() == 0, replayed.text()
+    before, after = steps(tmp_path / "run"), steps(tmp_path / "again/run")
+    assert list(after) == [1, 2]
+    assert after[1]["optim/grad_norm"] == pytest.approx(before[1]["optim/grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize(

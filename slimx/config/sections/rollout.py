@@ -56,7 +56,7 @@ class RowFields(Section):
     tools: str | None = None
     """Column with the tools that the chat template renders, as a list or as JSON text; null: no tools."""
     images: str | None = None
-    """Column with images, which are passed unchanged to hooks as metadata.images; null: no images."""
+    """Column with images: shown to the model with `trainer.vision`, else only to hooks, unchanged; null: none."""
     metadata: tuple[str, ...] = ()
     """Additional columns to copy into the prompt's metadata."""
 

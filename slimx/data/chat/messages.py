@@ -34,8 +34,8 @@ def with_text(messages: Sequence[Json], where: str) -> list[Json]:
             content = ""
         if not isinstance(content, str):
             raise SlimxError(
-                f"{where}: messages[{turn}].content is {_kind(content)}; replace the content with a string, or with a "
-                "list of parts of type text",
+                f"{where}: messages[{turn}].content is {_kind(content)}; replace the content with a string, or with "
+                "parts of type text; parts of type image need trainer.vision",
                 code="prompts.content",
                 about=where,
             )

@@ -20,6 +20,8 @@ PROMPTS = ("prompt", "question", "problem", "instruction", "query", "conversatio
 """Usual names of the column with the question in published data sets, the most likely first, in lower case."""
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 """Chat role for each speaker's name in ShareGPT's turns."""
+type RowRewriter = Callable[[Json, str], Json]
+"""Function that returns a row in another form, given a row and its location."""
 ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "label", "solution", "target", "response", "output")
 
 
@@ -34,6 +36,8 @@ class RowMapping:
     """Text of a system message that is added to prompts without a system message."""
     section: str = "rollout"
     """Name of the configuration section that sets `fields` and `hook`, for error messages."""
+    images: RowRewriter | None = None
+    """Function that rewrites rows with images; None without `trainer.vision`."""
 
     def __call__(self, row: Json, where: str) -> Json:
         """Returns the fields of the prompt that `row` contains. `where`: location of the row. Raises SlimxError naming
@@ -42,6 +46,8 @@ class RowMapping:
             row = _hooked(self.hook, row, where, f"{self.section}.map")
         elif self.fields is not None:
             row = mapped(self.fields, row, where, f"{self.section}.fields")
+        if self.images is not None:
+            row = self.images(row, where)
         row = _with_turns(row, where)
         if isinstance(row.get("answer"), int | float) and not isinstance(row["answer"], bool):
             row = row | {"answer": as_text(row["answer"])}
@@ -49,13 +55,18 @@ class RowMapping:
 
 
 def make_mapping(
-    fields: RowFields | None, hook: str | None, system: str | None, *, section: str = "rollout"
+    fields: RowFields | None,
+    hook: str | None,
+    system: str | None,
+    images: RowRewriter | None = None,
+    *,
+    section: str = "rollout",
 ) -> RowMapping:
     """Returns the mapping from data set rows to prompts that is defined by the keys `fields` and `map` of a
-    configuration section and by `rollout.system`. `hook`: value of `map`; `section`: name of the section. Raises
-    SlimxError for a hook that cannot be loaded."""
+    configuration section and by `rollout.system`. `hook`: value of `map`; `images`: as in `RowMapping`; `section`: name
+    of the section. Raises SlimxError for a hook that cannot be loaded."""
     loaded = None if hook is None else load_function(f"{section}.map", hook, ("row",), is_async=False, group=MAPS)
-    return RowMapping(fields, loaded, system, section)
+    return RowMapping(fields, loaded, system, section, images)
 
 
 def mapped(fields: RowFields, row: Mapping[str, object], where: str, key: str) -> Json:

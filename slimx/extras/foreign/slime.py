@@ -56,7 +56,7 @@ SLIME: Table = {
     "input_key": "rollout.fields.prompt",
     "label_key": "rollout.fields.answer",
     "metadata_key": computed("rollout.fields.metadata", "a list of columns"),
-    "multimodal_keys": computed("rollout.fields.images", "the column; hooks find the images in the prompt's metadata"),
+    "multimodal_keys": computed("rollout.fields.images", "the column; set trainer.vision"),
     "tool_key": "rollout.fields.tools",
     "apply_chat_template": not_needed("the chat template is always applied to messages, and never to token_ids"),
     "apply_chat_template_kwargs": "rollout.template",

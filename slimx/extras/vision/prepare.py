@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, override
 
 from slimx.config.schema import Config
-from slimx.data.chat.tokens import PromptIds, encode_chat
+from slimx.data.chat.tokens import PromptIds, encode_chat, templated
 from slimx.data.records import Image, Prompt
 from slimx.digest import fingerprint
 from slimx.errors import SlimxError
 from slimx.extras.vision import processing
+from slimx.extras.vision.prompts.marks import with_parts
+from slimx.extras.vision.prompts.pictures import undecodable
 from slimx.extras.vision.sources import read_image
 from slimx.extras.vision.store import Grid, ImageStore
 from slimx.json_types import Json
@@ -27,9 +29,6 @@ from slimx.models.families import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-MARK = "<image>"
-"""Text in a message that stands for the next image."""
 
 
 class Preparation:
@@ -40,8 +39,7 @@ class Preparation:
         when the first image is prepared."""
         vision = config.trainer.vision
         assert vision is not None
-        size = {"shortest_edge": vision.min_pixels, "longest_edge": vision.max_pixels}
-        self._size = {name: pixels for name, pixels in size.items() if pixels is not None}
+        self._size = processing.limits(vision)
         self._model = config.model.path
         self._prompts = Path(config.rollout.prompts or ".").parent
         self._store = ImageStore(config.images)
@@ -63,9 +61,9 @@ class Preparation:
         tools: list[Json] | None,
         images: Sequence[object],
     ) -> tuple[list[int], list[Image]]:
-        """Returns the token ids of `messages`, in which `MARK` stands for an image, and the images with their places.
-        Raises SlimxError if the marks, `images` and the placeholders of the chat template do not correspond, and for an
-        image that cannot be prepared."""
+        """Returns the token ids of `messages`, in which `<image>` stands for an image, and the images with their
+        places. Raises SlimxError if these marks, `images` and the placeholders of the chat template do not correspond,
+        and for an image that cannot be prepared."""
         ids = encode_chat(tokenizer, with_parts(messages, len(images)), tools)
         if ids.count(self.token) != len(images):
             raise SlimxError(
@@ -94,15 +92,13 @@ class Preparation:
 
     async def _prepare(self, source: object, where: str) -> tuple[str, Grid]:
         """Returns digest and grid of an image after storing its pixels."""
-        data = await asyncio.to_thread(read_image, source, self._prompts, where)
+        data = await asyncio.to_thread(read_image, source, self._prompts, where, self._store)
         digest = fingerprint(self._settings.encode() + data)
         grid = await asyncio.to_thread(self._store.grid, digest)
         if grid is None:
             result = await asyncio.get_running_loop().run_in_executor(self._workers(), processing.prepare, data, digest)
             if isinstance(result, str):
-                raise SlimxError(
-                    f"{where} cannot be decoded ({result}); replace the image", code="vision.image", about=where
-                )
+                raise undecodable(where, result)
             grid = result
         return digest, grid
 
@@ -137,43 +133,14 @@ class ImagePromptIds(PromptIds):
         sources = prompt.metadata.get("images")
         if not sources:
             return
-        key = (prompt.messages, prompt.tools, sources)
+        key = (prompt.messages, prompt.tools, prompt.template, sources)
         async with self._lock:
             if key != self._prepared:
+                tokenizer = templated(self.tokenizer, prompt)
                 encode = self._preparation.encode
-                self._ids, self.images = await encode(self.tokenizer, prompt.messages or [], prompt.tools, sources)
+                self._ids, self.images = await encode(tokenizer, prompt.messages or [], prompt.tools, sources)
                 self._prepared = key
 
     @override
     def of(self, prompt: Prompt) -> list[int]:
         return list(self._ids) if self.images else super().of(prompt)
-
-
-def with_parts(messages: Sequence[Json], count: int) -> list[Json]:
-    """Returns `messages` with the text of each as parts, in which parts of type image replace `MARK`. Without any mark,
-    the images precede the text of the first user message. Raises SlimxError if there are marks, but not `count`."""
-    marks = sum(str(message.get("content")).count(MARK) for message in messages)
-    if marks not in (0, count):
-        raise SlimxError(
-            f"the messages contain {MARK} {marks} times, but the prompt has {count} images; write {MARK} once for "
-            "each image",
-            code="vision.marks",
-            about=MARK,
-        )
-    out: list[Json] = []
-    missing = 0 if marks else count
-    for message in messages:
-        content = str(message.get("content"))
-        if missing and message.get("role") == "user":
-            content = MARK * missing + content
-            missing = 0
-        out.append({**message, "content": _parts(content)} if MARK in content else message)
-    return out
-
-
-def _parts(content: str) -> list[Json]:
-    first, *others = content.split(MARK)
-    parts = [{"type": "text", "text": first}]
-    for text in others:
-        parts += [{"type": "image"}, {"type": "text", "text": text}]
-    return [part for part in parts if part.get("text") != ""]

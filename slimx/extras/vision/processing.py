@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import signal
 from typing import Any
 
 import numpy as np
 
+from slimx.config.sections.vision import Vision
 from slimx.errors import SlimxError, one_line
+from slimx.extras.vision.prompts.pictures import as_rgb, opened
 from slimx.extras.vision.store import Grid, ImageStore
 from slimx.runtime.process import end_with_parent
-
-MOST_PIXELS = 2**26
-"""Limit on the number of pixels of an image, before it is decoded: a small file may expand to gigabytes."""
 
 _state: dict[str, Any] = {}
 """Image processor and store of this process."""
@@ -25,6 +23,12 @@ def begin(parent: int, model: str, directory: str, size: dict[str, int]) -> None
     end_with_parent(parent, signal.SIGKILL)
     _state["processor"] = load_processor(model, size)
     _state["store"] = ImageStore(directory)
+
+
+def limits(vision: Vision) -> dict[str, int]:
+    """Returns the limits on numbers of pixels that `trainer.vision` sets, by the processor's names."""
+    size = {"shortest_edge": vision.min_pixels, "longest_edge": vision.max_pixels}
+    return {name: pixels for name, pixels in size.items() if pixels is not None}
 
 
 def load_processor(model: str, size: dict[str, int]) -> Any:
@@ -42,21 +46,16 @@ def load_processor(model: str, size: dict[str, int]) -> Any:
             about=model,
         ) from error
     if size:
-        processor.size = {**processor.size, **size}
+        processor.size = type(processor.size)(**{**dict(processor.size), **size})  # SizeDict in transformers 5
     return processor
 
 
 def prepare(data: bytes, digest: str) -> Grid | str:
     """Stores the pixels of the image file `data` under `digest`, and returns their grid; returns the reason instead if
     the image cannot be decoded."""
-    from PIL import Image
-
     try:
-        with Image.open(io.BytesIO(data)) as image:
-            wide, high = image.size
-            if wide * high > MOST_PIXELS:
-                return f"it has {wide} x {high} pixels, more than the limit of {MOST_PIXELS}"
-            pixels, grid = patches(_state["processor"], image.convert("RGB"))
+        with opened(data) as image:
+            pixels, grid = patches(_state["processor"], as_rgb(image))
     except Exception as error:  # decoders raise many kinds of errors for damaged files
         return one_line(error)
     _state["store"].save(digest, pixels, grid)

@@ -1,4 +1,5 @@
-"""Store of prepared images: one file per image, named by a digest, that all processes of a run read."""
+"""Store of images: one file per prepared image, which all processes of a run read, and the original files of images
+that prompt files contain. Files are named by digests."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file, save
 
+from slimx.digest import fingerprint
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
 
@@ -17,7 +19,7 @@ Grid = tuple[int, int, int]
 
 
 class ImageStore:
-    """Directory of prepared images. A file is written once and never changed."""
+    """Directory of images. A file is written once and never changed."""
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
@@ -42,13 +44,45 @@ class ImageStore:
         """Returns the pixels that were stored under `digest`. Raises SlimxError naming the file if it is missing."""
         file = self._file(digest)
         if not file.exists():
-            raise SlimxError(
-                f"{file}: the image is missing from the run's image store; restore the file, or remove the rollouts "
-                "that refer to it",
-                code="vision.missing",
-                about=digest,
-            )
+            raise _missing(file, digest)
         return load_file(file)[_PIXELS]
+
+    def keep(self, data: bytes) -> str:
+        """Stores the image file `data` unless the store has it, and returns its digest. Raises SlimxError if it cannot
+        be written."""
+        digest = fingerprint(data)
+        file = self._original(digest)
+        try:
+            # A crash may leave a shorter file, because syncing each of many files would take minutes.
+            if not file.exists() or file.stat().st_size != len(data):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(file, data, sync=False)
+        except OSError as error:
+            raise SlimxError(
+                f"{file} cannot be written ({error.strerror}); free up disk space, or set another run.dir",
+                code="vision.store",
+                about=str(self.directory),
+            ) from error
+        return digest
+
+    def original(self, digest: str) -> bytes:
+        """Returns the image file that was stored with `keep`. Raises SlimxError naming the file if it is missing."""
+        file = self._original(digest)
+        if not file.exists():
+            raise _missing(file, digest)
+        return file.read_bytes()
 
     def _file(self, digest: str) -> Path:
         return self.directory / digest[:2] / f"{digest}.safetensors"
+
+    def _original(self, digest: str) -> Path:
+        return self.directory / "originals" / digest[:2] / digest
+
+
+def _missing(file: Path, digest: str) -> SlimxError:
+    return SlimxError(
+        f"{file}: the image is missing from the run's image store; restore the file, or remove the rollouts that "
+        "refer to it",
+        code="vision.missing",
+        about=digest,
+    )

@@ -20,7 +20,7 @@ from slimx.models.families import configured_model
 from slimx.models.files.formats import format_of
 from slimx.models.files.index import check_downloaded
 from slimx.observability.live.run_lock import check_usable
-from slimx.orchestration.start.prompts import check_order, first_prompt, source_prompts
+from slimx.orchestration.start.prompts import check_order, first_prompt, row_images, source_prompts
 from slimx.orchestration.state.directory import EVALUATIONS, check_generation, finished, resume_point
 from slimx.orchestration.state.resume import ComparedPolicy, check_resume
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
@@ -183,7 +183,9 @@ def check_parts(config: Config) -> None:
         return
     first_prompt(config)
     for name, path in config.eval.files.items():
-        mapping = make_mapping(config.eval.fields, config.eval.map, config.rollout.system, section="eval")
+        mapping = make_mapping(
+            config.eval.fields, config.eval.map, config.rollout.system, row_images(config, False), section="eval"
+        )
         next(iter_prompts(path, mapping, dataset=name or None))
     load_hooks(config)
     load_credit(config.algorithm.credit)
@@ -198,7 +200,7 @@ def _check_state(point: Path | None, check: Callable[[RunState], None]) -> None:
 
 
 def _check_order(config: Config, state: RunState, *, forked: bool) -> None:
-    prompts = {} if config.rollout.replay else source_prompts(config.rollout)
+    prompts = {} if config.rollout.replay else source_prompts(config.rollout, row_images(config, False))
     check_order(config, prompts, state.rollouts, forked=forked)
 
 

@@ -4,14 +4,14 @@ order."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slimx import entry_points
 from slimx.config.schema import Config
 from slimx.config.sections.rollout import Rollout
 from slimx.data.chat.template import check_arguments, check_ends, with_template
 from slimx.data.chat.tokens import check_prompts, load_tokenizer
-from slimx.data.prompts.mapping import make_mapping
+from slimx.data.prompts.mapping import RowRewriter, make_mapping
 from slimx.data.prompts.read import DataSource, PromptSource, iter_prompts, read_prompts
 from slimx.data.records import Prompt
 from slimx.dotted import load_function
@@ -36,26 +36,37 @@ def run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     return with_template(tokenizer, config.rollout.template)
 
 
+def row_images(config: Config, keep: bool) -> Any:
+    """Returns the object that rewrites rows with images, as in `RowMapping`, and whose method `check` replaces
+    `check_prompts`; None without `trainer.vision`. `keep`: copy images that rows contain to the run's image store."""
+    if config.trainer.vision is None:
+        return None
+    return entry_points.load("slimx.images", "rows")(config, keep)
+
+
 def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> dict[str, list[Prompt]]:
     """Reads and checks the training prompts. Returns them by source name; the prompts of `rollout.prompts` have the
     name ""."""
     rollout = config.rollout
-    prompts = source_prompts(rollout)
+    images = row_images(config, True)
+    check = check_prompts if images is None else images.check
+    prompts = source_prompts(rollout, images)
     paths = {source.name: source.path for source in rollout.sources}
     for name, rows in prompts.items():
         path = paths.get(name, rollout.prompts)
-        check_prompts(tokenizer, rows, str(path), rollout.max_prompt_tokens, spec.vocab_size)
+        check(tokenizer, rows, str(path), rollout.max_prompt_tokens, spec.vocab_size)
     return prompts
 
 
 def first_prompt(config: Config) -> Prompt:
     """Reads only the first prompt of the first prompt file. Raises SlimxError if this prompt is missing or invalid."""
     rollout = config.rollout
+    images = row_images(config, False)
     if rollout.prompts is not None:
-        mapping = make_mapping(rollout.fields, rollout.map, rollout.system)
+        mapping = make_mapping(rollout.fields, rollout.map, rollout.system, images)
         return next(iter_prompts(rollout.prompts, mapping))
     source = rollout.sources[0]
-    mapping = make_mapping(source.fields or rollout.fields, rollout.map, rollout.system)
+    mapping = make_mapping(source.fields or rollout.fields, rollout.map, rollout.system, images)
     return next(iter_prompts(source.path, mapping, dataset=source.name, subset=source.subset, split=source.split))
 
 
@@ -102,15 +113,16 @@ def check_order(config: Config, prompts: Mapping[str, list[Prompt]], rollouts: J
     make_source(config, prompts).restore(rollouts["source"])
 
 
-def source_prompts(rollout: Rollout) -> dict[str, list[Prompt]]:
+def source_prompts(rollout: Rollout, images: RowRewriter | None = None) -> dict[str, list[Prompt]]:
     """Reads the prompts of each of `rollout.sources`, and returns them by source name; the prompts of `rollout.prompts`
-    have the name "". Raises SlimxError if two sources have prompts with the same id."""
+    have the name "". `images`: as in `RowMapping`. Raises SlimxError if two sources have prompts with the same id."""
     if rollout.prompts is not None:
-        return {"": read_prompts(rollout.prompts, make_mapping(rollout.fields, rollout.map, rollout.system))}
+        mapping = make_mapping(rollout.fields, rollout.map, rollout.system, images)
+        return {"": read_prompts(rollout.prompts, mapping)}
     prompts: dict[str, list[Prompt]] = {}
     seen: dict[str, str] = {}
     for source in rollout.sources:
-        mapping = make_mapping(source.fields or rollout.fields, rollout.map, rollout.system)
+        mapping = make_mapping(source.fields or rollout.fields, rollout.map, rollout.system, images)
         rows = read_prompts(source.path, mapping, dataset=source.name, subset=source.subset, split=source.split)
         for prompt in rows:
             other = seen.setdefault(prompt.id, source.name)
@@ -130,7 +142,9 @@ def heldout_prompts(
 ) -> list[Prompt]:
     """Reads and checks the prompts of the evaluation file `path`. `name`: name of the file in `eval.prompts`; "" if it
     has no name there."""
-    mapping = make_mapping(config.eval.fields, config.eval.map, config.rollout.system, section="eval")
+    images = row_images(config, True)
+    mapping = make_mapping(config.eval.fields, config.eval.map, config.rollout.system, images, section="eval")
     prompts = read_prompts(path, mapping, dataset=name or None)
-    check_prompts(tokenizer, prompts, path, config.rollout.max_prompt_tokens, spec.vocab_size)
+    check = check_prompts if images is None else images.check
+    check(tokenizer, prompts, path, config.rollout.max_prompt_tokens, spec.vocab_size)
     return prompts

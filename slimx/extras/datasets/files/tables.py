@@ -76,7 +76,8 @@ def _parquet(path: Path) -> Iterator[Any]:
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(path) as file:
-        yield from file.iter_batches(batch_size=1024)
+        binary = "binary" in str(file.schema_arrow)  # images, of which a thousand may need gigabytes
+        yield from file.iter_batches(batch_size=32 if binary else 1024)
 
 
 def _arrow(path: Path) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,9 @@ def examine_hooks(config: Config, texts: Sequence[str] = ()) -> HookFindings:
         return findings
     try:
         spec, tokenizer = configured_model(config), run_tokenizer(config)
-        by_source = training_prompts(config, tokenizer, spec)
+        with TemporaryDirectory() as directory:  # to which the images of the prompts are copied
+            run = config.run.model_copy(update={"dir": directory})
+            by_source = training_prompts(config.model_copy(update={"run": run}), tokenizer, spec)
         prompts = list(chain.from_iterable(by_source.values()))
         check_generated(hooks.generate, prompts, tokenizer)
         if isinstance(hooks.reward, Mixture):
