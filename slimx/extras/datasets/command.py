@@ -19,9 +19,14 @@ from slimx.data.prompts.mapping import fitting_fields, make_mapping, written
 from slimx.data.prompts.read import KEYS, read_prompts
 from slimx.data.prompts.rows import read_rows
 from slimx.data.records import Prompt
+from slimx.digest import fingerprint
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
 from slimx.extras.datasets.files.read import DATASETS
+from slimx.extras.vision.prompts.check import ModelImages, described_images, shows_images, with_image_parts
+from slimx.extras.vision.prompts.pictures import opened, size_of
+from slimx.extras.vision.prompts.rows import RowImages
+from slimx.extras.vision.sources import check_file, located
 from slimx.json_types import Json
 from slimx.observability.live.safe_text import visible
 
@@ -65,7 +70,7 @@ def convert(name: str, out: Path, source: str | None, seed: int) -> Iterator[str
         except SlimxError as error:
             message = f"{error}{_fitting(row, where, name)}"
             raise SlimxError(message, code=error.code, about=error.about) from error
-        prompt = {"id": f"{name}:{number}"} | prompt
+        prompt = {"id": f"{name}:{number}", **_with_files(prompt, out, where)}
         prompt["metadata"] = prompt.get("metadata", {}) | {"dataset": name}
         before = prompts.setdefault(prompt["id"], prompt)
         if before is prompt:
@@ -85,19 +90,47 @@ def convert(name: str, out: Path, source: str | None, seed: int) -> Iterator[str
             code="prompts.empty",
             about=origin,
         )
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts.values()))
-    except OSError as error:
-        raise SlimxError(
-            f"{out} cannot be written ({error.strerror}); choose another path for the output file",
-            code="data.out",
-            about=str(out),
-        ) from error
+    _write(out, b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts.values()))
     yield f"{out}: {len(prompts)} prompts of {origin}"
     if repeated:
         yield f"{repeated.total()} rows were omitted as duplicates of an earlier row ({len(repeated)} questions)"
     yield f"reward.function: {known.reward}"
+
+
+def _write(file: Path, data: bytes) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, data)
+    except OSError as error:
+        raise SlimxError(
+            f"{file} cannot be written ({error.strerror}); choose another path for the output file",
+            code="data.out",
+            about=str(file),
+        ) from error
+
+
+def _with_files(prompt: Json, out: Path, where: str) -> Json:
+    """Returns a prompt whose images are files: those that the row at `where` contains are written into a folder next
+    to the file `out`."""
+    metadata = prompt.get("metadata", {})
+    if "images" not in metadata:
+        return prompt
+    folder = out.with_suffix(".images")
+    names = []
+    for index, image in enumerate(metadata["images"]):
+        place = f"{where}: image {index}"
+        found = located(image, Path(where.rpartition(", ")[0]).parent, place)
+        if isinstance(found, Path):
+            check_file(found, place)
+            names.append(str(found))
+            continue
+        size_of(found, place)  # raises SlimxError if it is not an image
+        with opened(found) as picture:
+            file = folder / f"{fingerprint(found)}.{str(picture.format).lower()}"
+        names.append(f"{folder.name}/{file.name}")
+        if not file.exists():
+            _write(file, found)
+    return prompt | {"metadata": metadata | {"images": names}}
 
 
 def _fitting(row: Mapping[str, object], where: str, name: str) -> str:
@@ -128,10 +161,14 @@ def check(
     guessed = None
     if first is not None and fields is None and not {*first[2]} <= {*KEYS}:
         guessed = fitting_fields(first[2])
+        column = next((name for name in ("images", "image") if name in first[2]), None)
+        if guessed and column:
+            guessed["images"] = column
+    rows = None if model is not None and not shows_images(model) else RowImages(None)
     named_fields = None
     if fields or guessed:
         named_fields = RowFields.model_validate(fields or guessed)
-    mapping = make_mapping(named_fields, None, system)
+    mapping = make_mapping(named_fields, None, system, rows)
     prompts = read_prompts(file, mapping, subset=subset, split=split)
     yield f"{file}: {len(prompts)} prompts"
     if guessed:
@@ -143,18 +180,31 @@ def check(
         if unused:
             yield f"columns not used by any field: {', '.join(unused)}"
     yield from _counted(prompts)
-    tokenizer = None
+    tokenizer = images = None
     if model is not None:
         tokenizer = load_tokenizer(model)
         check_ends(tokenizer)
         check_arguments(tokenizer, template, "rollout.template")
         tokenizer = with_template(tokenizer, template)
-        lengths = sorted(len(encode_prompt(tokenizer, prompt)) for prompt in prompts)
+        images = None if rows is None else ModelImages(model, rows)
+        if images is not None:
+            images.read_sizes(prompts, file)
+        lengths = sorted(_length(tokenizer, images, prompt, file) for prompt in prompts)
         yield f"tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]} (rollout.max_prompt_tokens)"
+        if images is not None:
+            yield from described_images(images, prompts)
     for prompt in prompts[:SHOWN]:
-        yield from rendered_lines(prompt, tokenizer)
+        yield from rendered_lines(prompt if images is None else with_image_parts(prompt), tokenizer)
     if model is None:
         yield "add --model DIR to see the prompts rendered by the chat template, and their numbers of tokens"
+
+
+def _length(tokenizer: PreTrainedTokenizerBase, images: ModelImages | None, prompt: Prompt, file: str) -> int:
+    """Returns the number of tokens of a prompt of `file`, among them those of its images."""
+    if images is None:
+        return len(encode_prompt(tokenizer, prompt))
+    ids = images.token_ids(tokenizer, prompt, file)
+    return len(encode_prompt(tokenizer, prompt) if ids is None else ids)
 
 
 def rendered_lines(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[str]:
@@ -184,9 +234,9 @@ def _counted(prompts: Sequence[Prompt]) -> Iterator[str]:
         yield f"{repeated} prompts have the same text as another prompt"
     for source, count in sorted(Counter(prompt.source for prompt in prompts if prompt.source).items()):
         yield f"data set {source}: {count} prompts"
-    with_images = sum("images" in prompt.metadata for prompt in prompts)
+    with_images = sum(bool(prompt.metadata.get("images")) for prompt in prompts)
     if with_images:
-        yield (f"{with_images} prompts have images in metadata.images; hooks get them, but the chat template does not")
+        yield f"{with_images} prompts have images, which trainer.vision shows to the model"
 
 
 def _cut(text: str) -> str:

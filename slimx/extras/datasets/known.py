@@ -35,28 +35,28 @@ class Known:
 
 
 def _gsm8k(row: Row, where: str, seed: int) -> Json:
-    solution = str(_column(row, "answer", where))
+    solution = str(column(row, "answer", where))
     _, mark, answer = solution.rpartition("####")
     if not mark:
-        raise _unfit(where, "the answer has no '####'")
-    return _task(_column(row, "question", where), answer.strip().replace(",", ""))
+        raise unfit(where, "the answer has no '####'")
+    return task(column(row, "question", where), answer.strip().replace(",", ""))
 
 
 def _math(row: Row, where: str, seed: int) -> Json:
     answer = row.get("answer")
     if answer is None:
-        answer = last_box(str(_column(row, "solution", where)))
+        answer = last_box(str(column(row, "solution", where)))
         if answer is None:
-            raise _unfit(where, "the solution has no \\boxed{...}")
+            raise unfit(where, "the solution has no \\boxed{...}")
     metadata = _without_nulls({key: row.get(key) for key in ("level", "type", "subject")})
-    return _task(_column(row, "problem", where), answer, metadata, row.get("unique_id"))
+    return task(column(row, "problem", where), answer, metadata, row.get("unique_id"))
 
 
 def _dapo(row: Row, where: str, seed: int) -> Json:
-    messages = _column(row, "prompt", where)
+    messages = column(row, "prompt", where)
     if not isinstance(messages, list):
-        raise _unfit(where, "the prompt is not a list of messages")
-    answer = _column(row, "reward_model.ground_truth", where)
+        raise unfit(where, "the prompt is not a list of messages")
+    answer = column(row, "reward_model.ground_truth", where)
     turns = [{"role": turn.get("role"), "content": turn.get("content")} for turn in messages]
     # The published file repeats each question many times with the same index; `slimx data` writes it once.
     extra_info = row.get("extra_info")
@@ -70,40 +70,40 @@ def _dapo(row: Row, where: str, seed: int) -> Json:
 def _aime(row: Row, where: str, seed: int) -> Json:
     columns = {str(name).lower(): name for name in row}
     if not {"problem", "answer"} <= columns.keys():
-        raise _unfit(where, f"the columns are {', '.join(map(str, row))}, but must include problem and answer")
+        raise unfit(where, f"the columns are {', '.join(map(str, row))}, but must include problem and answer")
     answer = str(as_text(row[columns["answer"]])).strip()
     number = re.fullmatch(r"\$?(\d{1,3})(?:\.0+)?\s*(?:°|\^\{?\\circ\}?|\\degree)?\$?", answer)
     if not number:
-        raise _unfit(where, f"the answer {answer!r} is not an integer from 0 to 999")
+        raise unfit(where, f"the answer {answer!r} is not an integer from 0 to 999")
     row_id = next((row[columns[name]] for name in ("id", "problem_idx") if name in columns), None)
-    return _task(row[columns["problem"]], str(int(number[1])), {}, None if row_id is None else as_text(row_id))
+    return task(row[columns["problem"]], str(int(number[1])), {}, None if row_id is None else as_text(row_id))
 
 
 def _gpqa(row: Row, where: str, seed: int) -> Json:
-    question = str(_column(row, "Question", where)).strip()
+    question = str(column(row, "Question", where)).strip()
     names = ("Correct Answer", *(f"Incorrect Answer {number}" for number in (1, 2, 3)))
-    choices = [str(_column(row, name, where)).strip() for name in names]
+    choices = [str(column(row, name, where)).strip() for name in names]
     # Drawn from seed and question, so that neither the order nor the number of rows affects a question's choices.
     keys = np.random.PCG64([seed, int(fingerprint(question.encode()), 16)]).random_raw(len(choices))
     order = [int(index) for index in np.argsort(keys, kind="stable")]
     listed = "\n".join(f"{letter}) {choices[index]}" for letter, index in zip(LETTERS, order, strict=True))
     text = f"{question}\n\n{listed}\n\nEnd with the letter of the right choice, as 'Answer: LETTER'."
     row_id = row.get("Record ID")
-    return _message(text, LETTERS[order.index(0)], {}, None if row_id is None else str(row_id))
+    return message(text, LETTERS[order.index(0)], {}, None if row_id is None else str(row_id))
 
 
 def _ifeval(row: Row, where: str, seed: int) -> Json:
-    ids = list(_column(row, "instruction_id_list", where))
-    arguments = _column(row, "kwargs", where)
+    ids = list(column(row, "instruction_id_list", where))
+    arguments = column(row, "kwargs", where)
     if isinstance(arguments, str):
         arguments = msgspec.json.decode(arguments)
     if len(ids) != len(arguments):
-        raise _unfit(where, f"instruction_id_list has length {len(ids)}, but kwargs has length {len(arguments)}")
+        raise unfit(where, f"instruction_id_list has length {len(ids)}, but kwargs has length {len(arguments)}")
     # A table has every argument in every row; arguments that an instruction does not take are null.
     kwargs = [_without_nulls(item) for item in arguments]
     metadata = {"instruction_id_list": ids, "kwargs": kwargs}
     key = row.get("key")
-    return _message(str(_column(row, "prompt", where)), None, metadata, None if key is None else str(key))
+    return message(str(column(row, "prompt", where)), None, metadata, None if key is None else str(key))
 
 
 _MATH = "math"
@@ -120,11 +120,13 @@ def _without_nulls(fields: Mapping[str, object]) -> Json:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _task(question: object, answer: object, metadata: Json | None = None, row_id: object = None) -> Json:
-    return _message(f"{str(question).strip()}\n\n{BOXED}", str(answer), metadata or {}, row_id)
+def task(question: object, answer: object, metadata: Json | None = None, row_id: object = None) -> Json:
+    """Returns the fields of a prompt whose answer is compared in a box."""
+    return message(f"{str(question).strip()}\n\n{BOXED}", str(answer), metadata or {}, row_id)
 
 
-def _message(text: str, answer: str | None, metadata: Json, row_id: object) -> Json:
+def message(text: str, answer: str | None, metadata: Json, row_id: object) -> Json:
+    """Returns the fields of a prompt of one user message. `row_id`: id of the prompt, or None."""
     out: Json = {}
     if row_id is not None:
         out["id"] = row_id
@@ -136,14 +138,17 @@ def _message(text: str, answer: str | None, metadata: Json, row_id: object) -> J
     return out
 
 
-def _column(row: Row, path: str, where: str) -> Any:
+def column(row: Row, path: str, where: str) -> Any:
+    """Returns the value of a row at the dotted `path`. `where`: location of the row. Raises SlimxError if it is
+    missing or null."""
     value = value_at(row, path, "the published data set", where)
     if value is None:
-        raise _unfit(where, f"{path} is null")
+        raise unfit(where, f"{path} is null")
     return value
 
 
-def _unfit(where: str, reason: str) -> SlimxError:
+def unfit(where: str, reason: str) -> SlimxError:
+    """Returns the error for the row at `where`, which is not of the published form for a `reason`."""
     return SlimxError(
         f"{where}: {reason}; use an unmodified copy of the published data set", code="prompts.published", about=where
     )

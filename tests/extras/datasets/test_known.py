@@ -15,7 +15,8 @@ from slimx import cli
 from slimx.data.prompts.read import read_prompts
 from slimx.extras.datasets.command import KNOWN, check, convert
 from slimx.extras.rewards.shared.boxes import last_box
-from tests.refusals import refused
+from tests.extras.vision.picture_stand import picture, write_model
+from tests.refusals import numbers, refused
 
 ROWS: dict[str, dict[str, Any]] = {
     "gsm8k": {"question": "How many?", "answer": "500+500 = <<500+500=1000>>1000\n#### 1,000"},
@@ -50,6 +51,32 @@ ROWS: dict[str, dict[str, Any]] = {
             {"num_words": None, "relation": None},
             {"num_words": 300, "relation": "at least"},
         ],
+    },
+}
+
+
+PICTURE = {"bytes": picture(200, 100), "path": "0.png"}
+VLM_R1 = {
+    "id": 1,
+    "image": "0.png",
+    "conversations": [
+        {"from": "human", "value": "<image>Please give the box of the region this sentence describes: the red mug"},
+        {"from": "gpt", "value": [20.0, 10.0, 120.0, 60.0]},
+    ],
+}
+IMAGE_ROWS: dict[str, dict[str, Any]] = {
+    "geometry3k": {"images": [PICTURE], "problem": "<image>Find $x$.", "answer": "2 \\sqrt { 221 }"},
+    "clevr-count": {
+        "image": PICTURE,
+        "problem": "How many items are there in the image?",
+        "solution": "<answer> 3 </answer>",
+    },
+    "refcoco": {
+        "question_id": "0",
+        "image": PICTURE,
+        "question": "Describe the region.",
+        "answer": ["the red mug", "mug"],
+        "bbox": [20.0, 10.0, 100.0, 50.0],
     },
 }
 
@@ -92,7 +119,7 @@ def test_a_published_row_becomes_a_prompt(tmp_path, name, prompt_id, answer, met
 
 
 def test_every_known_data_set_is_tried():
-    assert ROWS.keys() == KNOWN.keys()
+    assert ROWS.keys() | IMAGE_ROWS.keys() == KNOWN.keys()
 
 
 def test_choices_are_shuffled_by_seed_and_question_alone(tmp_path):
@@ -158,3 +185,70 @@ def test_the_command_checks_a_file_and_names_what_it_needs(tmp_path, monkeypatch
         assert exit.value.code == 2
         output = capsys.readouterr().err
         assert output.startswith("slimx: ") and len(output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "answer"),
+    [
+        ("geometry3k", "<image>Find $x$.", "2 \\sqrt { 221 }"),
+        ("clevr-count", "<image>How many items are there in the image?", "3"),
+        ("refcoco", "<image>Where is this in the image: the red mug", "[100, 100, 600, 600]"),
+    ],
+)
+def test_a_published_row_with_an_image_becomes_a_prompt_and_a_file(tmp_path, name, text, answer):
+    first, second = converted(name, IMAGE_ROWS[name], IMAGE_ROWS[name], tmp_path=tmp_path)
+    assert (first["id"], second["id"]) == (f"{name}:1", f"{name}:2") and first["answer"] == answer
+    assert first["messages"][0]["content"].partition("\n\n")[0] == text
+    (image,) = first["metadata"]["images"]
+    assert first["metadata"] == second["metadata"] == {"dataset": name, "images": [image]}
+    (file,) = [file for file in (tmp_path / "out").rglob("*") if file.is_file() and file.suffix != ".jsonl"]
+    assert file == tmp_path / "out" / image and file.read_bytes() == PICTURE["bytes"]
+
+
+def test_a_row_of_vlm_r1_names_its_image_file(tmp_path):
+    (tmp_path / "0.png").write_bytes(PICTURE["bytes"])
+    other = VLM_R1 | {"conversations": [VLM_R1["conversations"][0], {"from": "gpt", "value": "[20, 10, 120, 60]"}]}
+    rows = tmp_path / "refcoco_train.jsonl"
+    rows.write_text(json.dumps(VLM_R1) + "\n" + json.dumps(other) + "\n")
+    list(convert("refcoco", tmp_path / "out.jsonl", str(rows), 0))
+    for prompt in read_prompts(tmp_path / "out.jsonl"):
+        assert prompt.answer == "[100, 100, 600, 600]" and prompt.metadata["images"] == [str(tmp_path / "0.png")]
+        assert "the red mug\n" in prompt.messages[0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "code"),
+    [
+        ("geometry3k", {"problem": "Find x."}, "prompts.published"),
+        ("geometry3k", {"images": []}, "prompts.published"),
+        ("geometry3k", {"images": PICTURE}, "prompts.published"),
+        ("geometry3k", {"images": [{"bytes": b"text", "path": "a"}]}, "vision.image"),
+        ("clevr-count", {"solution": "3"}, "prompts.published"),
+        ("clevr-count", {"image": None}, "prompts.published"),
+        ("refcoco", {"bbox": [20.0, 10.0, 100.0]}, "prompts.published"),
+        ("refcoco", {"bbox": [150.0, 10.0, 100.0, 50.0]}, "prompts.published"),
+        ("refcoco", {"answer": []}, "prompts.published"),
+        ("refcoco", {"image": {"bytes": None, "path": "absent.png"}}, "vision.unreadable"),
+    ],
+)
+def test_an_unfit_row_with_an_image_is_refused(tmp_path, name, change, code):
+    with refused(code):
+        converted(name, IMAGE_ROWS[name] | change, tmp_path=tmp_path)
+
+
+def test_the_check_describes_images_for_a_model_that_shows_them(tmp_path):
+    converted("clevr-count", *[IMAGE_ROWS["clevr-count"]] * 3, tmp_path=tmp_path)
+    path = tmp_path / "given.parquet"
+    model = write_model(tmp_path / "model")
+    lines = list(check(str(path), str(model), None, None, {}))
+    assert any("images: image" in line for line in lines)
+    assert any(line.startswith("3 prompts have images") for line in lines)
+    assert any("<|image_pad|>" in line for line in lines)
+    assert "images: 3, of which 1 are different" in lines
+    assert any(numbers(line) == [200.0, 200.0, 90.0, 200.0, 200.0] for line in lines if line.startswith("width"))
+    # 200 x 100 pixels become 11 x 5 tokens of 16 x 16 pixels, within 64.
+    assert any(numbers(line) == [55.0, 55.0, 90.0, 55.0, 55.0] for line in lines if line.startswith("tokens per image"))
+    (model / "config.json").write_text("{}")
+    lines = list(check(str(path), str(model), None, None, {}))
+    assert not any(line.startswith("width") for line in lines)
+    assert any(line.startswith("3 prompts have images") for line in list(check(str(path), None, None, None, {})))
