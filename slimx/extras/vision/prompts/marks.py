@@ -22,9 +22,9 @@ def with_marks(messages: Sequence[object], images: Sequence[object], where: str)
     prompt in the order of the marks.
 
     `images`: images outside the messages. A mark in text and a part that contains no image stand for the next of these;
-    those that remain follow at the end. A last message of the assistant contains no image. Messages that are not
-    objects are returned unchanged. `where`: location of the messages, for errors. Raises SlimxError for parts that are
-    neither text nor image, for images of the assistant, and for text with `MARK` in a message with parts of images."""
+    those that remain follow at the end. Messages that are not objects are returned unchanged. `where`: location of the
+    messages, for errors. Raises SlimxError for parts that are neither text nor image, for images of the
+    assistant, and for text with `MARK` in a message with parts of images."""
     remaining = iter(images)
     shown: list[object] = []
     out: list[object] = []
@@ -37,7 +37,7 @@ def with_marks(messages: Sequence[object], images: Sequence[object], where: str)
         content = message.get(key)
         if isinstance(content, list):
             content = _text(content, remaining, shown, assistant, f"{where}: messages[{turn}]")
-        elif isinstance(content, str) and not (assistant and turn == len(messages) - 1):
+        elif isinstance(content, str):
             shown += islice(remaining, content.count(MARK))
         out.append({**message, key: content} if key in message else message)
     return out, [*shown, *remaining]
