@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +19,8 @@ class Begin:
 
     text: str = ""
     """User turn that follows the prompt; "" for none."""
+    images: Sequence[object] = ()
+    """Images before the text, as in `Step`."""
     state_key: str | None = None
     """Key that identifies the state in which the model's first turn begins: equal states have equal keys in all
     rollouts of a prompt. None if the environment does not distinguish states."""
@@ -30,6 +32,8 @@ class Step:
 
     text: str = ""
     """Next turn of the conversation, which the model reads; unused if `done`."""
+    images: Sequence[object] = ()
+    """Images before the text, in the forms of `RolloutContext.turn_with_images`."""
     role: str = "user"
     """Role of `text` in the chat template: "user" or "tool"."""
     reward: float = 0.0

@@ -250,6 +250,16 @@ class RolloutContext(_Logging):
         """
         return encode_turn(self.tokenizer, content, role=role, after=after)
 
+    async def turn_with_images(
+        self, content: Sequence[Json], *, after: Sequence[int], role: str = "user"
+    ) -> tuple[list[int], list[Image]]:
+        """Returns the token ids of a turn as `turn` does, and the images in it, which `Draft.add_inserted` needs.
+
+        `content`: parts of the turn, {"type": "text", "text": TEXT} and {"type": "image", "image": IMAGE}. An image is
+        a PIL image, a uint8 array [height, width, channels], the bytes of an image file, a data URI or a path.
+        """
+        return await (self.prompt_ids or PromptIds(self.tokenizer)).turn(content, role, after)
+
 
 @dataclass(frozen=True, slots=True)
 class RewardContext(_Logging):

@@ -122,6 +122,11 @@ class PromptIds:
         """Prepares the prompt's images. Called before `of`, possibly several times; does nothing, because only runs
         with `trainer.vision` have images."""
 
+    async def turn(self, content: Sequence[Json], role: str, after: Sequence[int]) -> tuple[list[int], list[Image]]:
+        """Returns `RolloutContext.turn_with_images`. Raises SlimxError, because only runs with `trainer.vision` have
+        images."""
+        raise SlimxError("the run cannot show images in turns; set trainer.vision", code="tokenizer.image")
+
     def of(self, prompt: Prompt) -> list[int]:
         """Returns a new list of the prompt's token ids. Raises SlimxError as `encode_prompt` does."""
         if prompt.token_ids is not None or not prompt.messages:

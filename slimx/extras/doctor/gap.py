@@ -90,7 +90,7 @@ async def _first_difference(run: Run, trajectory: Trajectory) -> str:
     assert actor.engines is not None and actor.client is not None
     engines = actor.engines.engines
     await asyncio.gather(*(engine.perform("request_ranks", None, "begin_trace") for engine in engines))
-    await actor.client.score(trajectory.token_ids.tolist())  # on one engine
+    await actor.client.score(trajectory.token_ids.tolist(), images=trajectory.images)  # on one engine
     answers = await asyncio.gather(*(engine.perform("request_ranks", None, "end_trace") for engine in engines))
     traces = [ranks[0] for ranks in answers]
     served = max(traces, key=lambda trace: sum(map(len, trace.values())))

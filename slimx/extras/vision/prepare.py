@@ -1,10 +1,11 @@
-"""Prompts with images: each image is prepared once, stored by its digest, and replaced by placeholder tokens.
+"""Prompts and turns with images: each image is prepared once, stored by its digest, and replaced by placeholder tokens.
 
 A prompt has its images in `metadata.images`, and marks their places with `<image>` in the text of its messages."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, override
 
 from slimx.config.schema import Config
-from slimx.data.chat.tokens import PromptIds, encode_chat, templated
+from slimx.data.chat.tokens import PromptIds, encode_chat, encode_turns, templated
 from slimx.data.records import Image, Prompt
 from slimx.digest import fingerprint
 from slimx.errors import SlimxError
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Preparation:
-    """Prepares the images of a run's prompts in a pool of processes."""
+    """Prepares the images of a run in a pool of processes."""
 
     def __init__(self, config: Config, spec: ModelSpec):
         """Prepares images for the model `spec` as section `trainer.vision` of `config` configures it. Processes start
@@ -41,7 +42,6 @@ class Preparation:
         assert vision is not None
         self._size = processing.limits(vision)
         self._model = config.model.path
-        self._prompts = Path(config.rollout.prompts or ".").parent
         self._store = ImageStore(config.images)
         self._processes = vision.processes
         self._pool: ProcessPoolExecutor | None = None
@@ -54,27 +54,21 @@ class Preparation:
         """Returns the encoder of one group's prompt."""
         return ImagePromptIds(tokenizer, self)
 
-    async def encode(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        messages: Sequence[Json],
-        tools: list[Json] | None,
-        images: Sequence[object],
-    ) -> tuple[list[int], list[Image]]:
-        """Returns the token ids of `messages`, in which `<image>` stands for an image, and the images with their
-        places. Raises SlimxError if these marks, `images` and the placeholders of the chat template do not correspond,
-        and for an image that cannot be prepared."""
-        ids = encode_chat(tokenizer, with_parts(messages, len(images)), tools)
-        if ids.count(self.token) != len(images):
+    async def expand(self, token_ids: Sequence[int], sources: Sequence[object]) -> tuple[list[int], list[Image]]:
+        """Returns `token_ids`, which have one placeholder for each image of `sources`, with a placeholder for each
+        embedding, and the images with their places. Raises SlimxError if there are more or fewer placeholders than
+        images, and for an image that cannot be prepared."""
+        count = list(token_ids).count(self.token)
+        if count != len(sources):
             raise SlimxError(
-                f"the chat template renders {ids.count(self.token)} placeholders for {len(images)} images; use the "
-                "chat template of the checkpoint",
+                f"the chat template renders {count} placeholders for {len(sources)} images; use the chat template of "
+                "the checkpoint, and no text that contains a placeholder",
                 code="vision.template",
                 about="chat template",
             )
-        names = [f"image {index} of the prompt" for index in range(len(images))]
-        prepared = await asyncio.gather(*(self._prepare(*pair) for pair in zip(images, names, strict=True)))
-        return self._expanded(ids, prepared)
+        names = [f"image {index}" for index in range(len(sources))]
+        prepared = await asyncio.gather(*(self._prepare(*pair) for pair in zip(sources, names, strict=True)))
+        return self._expanded(token_ids, prepared)
 
     def _expanded(self, ids: Sequence[int], prepared: Sequence[tuple[str, Grid]]) -> tuple[list[int], list[Image]]:
         out: list[int] = []
@@ -92,7 +86,7 @@ class Preparation:
 
     async def _prepare(self, source: object, where: str) -> tuple[str, Grid]:
         """Returns digest and grid of an image after storing its pixels."""
-        data = await asyncio.to_thread(read_image, source, self._prompts, where, self._store)
+        data = await asyncio.to_thread(read_image, source, where, self._store)
         digest = fingerprint(self._settings.encode() + data)
         grid = await asyncio.to_thread(self._store.grid, digest)
         if grid is None:
@@ -119,28 +113,89 @@ class Preparation:
 
 
 class ImagePromptIds(PromptIds):
-    """Encoder of one group's prompt, whose images it prepares once for all rollouts."""
+    """Encoder of one group's prompt and of the later turns of its rollouts. It prepares the prompt's images once for
+    all rollouts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, preparation: Preparation):
         super().__init__(tokenizer)
-        self._preparation = preparation
+        self.preparation = preparation
         self._lock = asyncio.Lock()
-        self._prepared: object = None
-        """Messages, tools and images of the prompt that was prepared."""
+        self._prepared: list[tuple[object, list[int], list[Image]]] = []
+        """Prompts that were prepared, each with its token ids and images."""
 
     @override
     async def prepare(self, prompt: Prompt) -> None:
         sources = prompt.metadata.get("images")
         if not sources:
             return
-        key = (prompt.messages, prompt.tools, prompt.template, sources)
         async with self._lock:
-            if key != self._prepared:
-                tokenizer = templated(self.tokenizer, prompt)
-                encode = self._preparation.encode
-                self._ids, self.images = await encode(tokenizer, prompt.messages or [], prompt.tools, sources)
-                self._prepared = key
+            if self._find(prompt) is None:
+                messages = with_parts(prompt.messages or [], len(sources))
+                ids = encode_chat(templated(self.tokenizer, prompt), messages, prompt.tools)
+                token_ids, images = await self.preparation.expand(ids, sources)
+                # Copies, because hooks may change the prompt's own objects.
+                self._prepared.append((copy.deepcopy(_key(prompt)), token_ids, images))
 
     @override
     def of(self, prompt: Prompt) -> list[int]:
-        return list(self._ids) if self.images else super().of(prompt)
+        self.images = []
+        if not prompt.metadata.get("images"):
+            return super().of(prompt)
+        found = self._find(prompt)
+        if found is None:
+            raise SlimxError(
+                f"the images of prompt {prompt.id!r} are not prepared for these messages and tools; call `await "
+                "ctx.prompt_ids.prepare(prompt)` with the changed prompt before ctx.draft(prompt)",
+                code="vision.unprepared",
+                about=prompt.id,
+            )
+        token_ids, self.images = found
+        return list(token_ids)
+
+    @override
+    async def turn(self, content: Sequence[Json], role: str, after: Sequence[int]) -> tuple[list[int], list[Image]]:
+        return await self.turns([{"role": role, "content": list(content)}], after=after)
+
+    async def turns(
+        self,
+        messages: Sequence[Json],
+        *,
+        after: Sequence[int],
+        tools: list[Json] | None = None,
+        calls: Sequence[Json] = (),
+    ) -> tuple[list[int], list[Image]]:
+        """Returns the token ids of `encode_turns`, and the images in them: an image is a part {"type": "image",
+        "image": IMAGE} of a message's content."""
+        bare, sources = without_sources(messages)
+        ids = encode_turns(self.tokenizer, bare, after=after, tools=tools, calls=calls)
+        return await self.expand(ids, sources)
+
+    async def expand(self, token_ids: list[int], sources: Sequence[object]) -> tuple[list[int], list[Image]]:
+        """Returns the ids and images of `Preparation.expand`. Without `sources`, the ids are unchanged: placeholders in
+        them are text, like those that the model samples."""
+        if not sources:
+            return token_ids, []
+        return await self.preparation.expand(token_ids, sources)
+
+    def _find(self, prompt: Prompt) -> tuple[list[int], list[Image]] | None:
+        key = _key(prompt)
+        return next(((ids, images) for known, ids, images in self._prepared if known == key), None)
+
+
+def _key(prompt: Prompt) -> object:
+    return prompt.messages, prompt.tools, prompt.template, prompt.metadata["images"]
+
+
+def without_sources(messages: Sequence[Json]) -> tuple[list[Json], list[object]]:
+    """Returns `messages` as chat templates render them, and the images that were the values of `image` in their parts
+    of type image, in the order of the parts."""
+    bare: list[Json] = []
+    sources: list[object] = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            sources += [part["image"] for part in content if part["type"] == "image"]
+            content = [{"type": "image"} if part["type"] == "image" else part for part in content]
+            message = {**message, "content": content}
+        bare.append(message)
+    return bare, sources

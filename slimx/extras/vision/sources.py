@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import base64
 import binascii
+import io
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
-from slimx.errors import SlimxError
+import numpy as np
+
+from slimx.errors import SlimxError, one_line
 from slimx.extras.vision.store import ImageStore
 
 MOST_BYTES = 64 * 2**20
@@ -24,16 +28,18 @@ ENCODED = ("data", "base64")
 """Those of `KEYS` whose strings are an image file in base64."""
 _SHOWN = 200
 """Maximum number of characters of a path in errors."""
+_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+"""Modes of PIL images that PNG files have."""
 
 
-def read_image(source: object, directory: Path, where: str, store: ImageStore) -> bytes:
+def read_image(source: object, where: str, store: ImageStore) -> bytes:
     """Returns the bytes of an image file.
 
-    `source`: as for `located`, or a reference to a file in `store`. `where`: location of the image, for errors. Raises
+    `source`: as for `located` with the working directory, or a reference to a file in `store`. `where`: location of the image, for errors. Raises
     SlimxError for any other value, and for a file that cannot be read."""
     if isinstance(source, str) and source.startswith(STORED):
         return store.original(source.removeprefix(STORED))
-    found = located(source, directory, where)
+    found = located(source, Path(), where)
     if isinstance(found, bytes):
         return found
     check_file(found, where)
@@ -46,8 +52,8 @@ def read_image(source: object, directory: Path, where: str, store: ImageStore) -
 def located(source: object, directory: Path, where: str) -> bytes | Path:
     """Returns the bytes that `source` contains, or the absolute path that it names, which is not read.
 
-    `source`: a path (relative to `directory`), a file:// or data URI, bytes, or an object with one of these under one
-    of `KEYS`. `where`: location of the image, for errors. Raises SlimxError for any other value."""
+    `source`: a path (relative to `directory`), a file:// or data URI, bytes, a PIL image, a uint8 array [height, width]
+    or [height, width, channels], or an object with one of these under one of `KEYS`. `where`: location of the image, for errors. Raises SlimxError for any other value."""
     if isinstance(source, Mapping):
         for key in KEYS:
             value = source.get(key)
@@ -55,11 +61,13 @@ def located(source: object, directory: Path, where: str) -> bytes | Path:
                 return _checked(_from_base64(value, where), where)
             if value is not None:
                 return located(value, directory, where)
+    if isinstance(source, np.ndarray) or hasattr(source, "__array_interface__"):
+        source = _png(source, where)
     if isinstance(source, bytes):
         return _checked(source, where)
     if not isinstance(source, str) or not source:
         kind = "empty" if source == "" else f"of type {type(source).__name__}"
-        raise SlimxError(f"{where} is {kind}; give a path, bytes, or a data URI", code="vision.source", about=where)
+        raise SlimxError(f"{where} is {kind}; give a path, bytes, a data URI, a PIL image, or an array", code="vision.source", about=where)
     if source.startswith("data:"):
         head, comma, body = source.partition(",")
         if not comma or not head.endswith(";base64"):
@@ -89,6 +97,27 @@ def check_file(path: Path, where: str) -> None:
             f"{where}: {path} is not a file; give the path of an image file", code="vision.unreadable", about=str(path)
         )
     _check_size(size, where)
+
+
+def _png(pixels: Any, where: str) -> bytes:
+    """Returns a PIL image or an array of pixels as a PNG file, which stores them without loss."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    try:
+        if isinstance(pixels, np.ndarray):
+            pixels = Image.fromarray(pixels.squeeze(-1) if pixels.shape[2:] == (1,) else pixels)
+        if pixels.mode not in _MODES:
+            pixels = pixels.convert("RGB")
+        pixels.save(file, "PNG", compress_level=1)
+    except Exception as error:  # Pillow raises many kinds of errors for pixels that are no image
+        raise SlimxError(
+            f"{where} cannot be written as PNG ({one_line(error)}); give a PIL image, or a uint8 array [height, width, "
+            "channels]",
+            code="vision.source",
+            about=where,
+        ) from error
+    return file.getvalue()
 
 
 def _checked(data: bytes, where: str) -> bytes:

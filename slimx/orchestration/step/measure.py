@@ -210,7 +210,7 @@ async def _probe_gap(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     weights = [(t.versions()[1:] >= 0).astype(np.float32) for t in trajectories]
     rows = make_rows(trajectories, [0.0] * len(trajectories), weights)
     for row, trajectory in zip(rows, trajectories, strict=True):
-        scores = await actor.client.score(trajectory.token_ids.tolist(), routed_experts=options.routed_experts)
+        scores = await actor.client.score(trajectory.token_ids.tolist(), options.routed_experts, trajectory.images)
         row.rollout_logprobs = scores.logprobs
         row.routed_experts = scores.routed_experts
         row.temperature = np.ones_like(row.temperature)

@@ -17,6 +17,7 @@ import numpy as np
 
 from slimx.config.sections.rollout import MAX_SUPPORT
 from slimx.data.integers import as_ids
+from slimx.data.records import Image
 from slimx.engines.outage import Outage
 from slimx.engines.server.http_calls import message_of
 from slimx.engines.server.keys import bearer
@@ -96,18 +97,21 @@ class GenerationClient:
 
     def stream(self, request: GenerationRequest) -> TokenStream:
         """Samples like `generate`, and returns the stream from which tokens can be read while they are sampled."""
-        score = partial(self.score, routed_experts=True)
+        score = partial(self.score, routed_experts=True, images=request.images)
         sender = self._sender(request.affinity)
         return TokenStream(request, sender, self._reader, self._request_body, self.deadline_s, score)
 
-    async def score(self, token_ids: Sequence[int], routed_experts: bool = False) -> Scores:
+    async def score(
+        self, token_ids: Sequence[int], routed_experts: bool = False, images: Sequence[Image] = ()
+    ) -> Scores:
         """Returns the log-probs of `token_ids` [L], except the first, without sampling.
 
-        `routed_experts`: True to also return the tokens' routed experts; a dense model has none.
+        `routed_experts`: True to also return the tokens' routed experts; a dense model has none. `images`: images in
+        the tokens.
         """
         routed = routed_experts and self.shape.experts > 0
         fields = {"return_routed_experts": True} if routed else {}
-        body = self._body(token_ids, {"max_new_tokens": 0, "temperature": 1.0}, fields)
+        body = self._body(token_ids, {"max_new_tokens": 0, "temperature": 1.0}, fields, images)
         meta = await self._post(body | {"logprob_start_len": 0}, None)
         return Scores(
             logprobs=np.array(input_logprobs(meta, token_ids, self.url), np.float32),
@@ -126,17 +130,18 @@ class GenerationClient:
                 parameters["top_k"] = min(MAX_SUPPORT, self.shape.vocab_size)
         if self._reader.routed(request):
             fields["return_routed_experts"] = True
-        if request.images:
-            shown = [[image.digest, *image.grid] for image in request.images]
-            fields["stored_images"] = {"directory": self.images, "images": shown}
-        return self._body(request.token_ids, parameters, fields)
+        return self._body(request.token_ids, parameters, fields, request.images)
 
-    def _body(self, token_ids: Sequence[int], parameters: Json, fields: Json) -> Json:
+    def _body(self, token_ids: Sequence[int], parameters: Json, fields: Json, images: Sequence[Image]) -> Json:
         """Returns the JSON body of a request.
 
         `parameters`: SGLang's sampling parameters. `fields`: request fields that the router does not know and would
-        drop; they are sent in a label, because the router forwards labels.
+        drop; they are sent in a label, because the router forwards labels. `images`: images in the
+        tokens.
         """
+        if images:
+            shown = [[image.digest, image.start, image.stop, *image.grid] for image in images]
+            fields["stored_images"] = {"directory": self.images, "images": shown}
         if self.adapters is not None:
             fields = {"lora_id": self.adapters, **fields}
         ids = as_ids(token_ids)
