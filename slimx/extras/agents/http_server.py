@@ -30,7 +30,7 @@ class HttpServer:
         if self._proxy is None:
             from slimx.extras.agents.proxy.server import ChatProxy
 
-            self._proxy = ChatProxy(self._host, self._port, context=self.context)
+            self._proxy = ChatProxy(self._host, self._port, context=self.context, images=session.takes_images)
         async with self._proxy.session(session) as url:
             yield url
 

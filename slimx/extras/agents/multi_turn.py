@@ -10,6 +10,7 @@ Set `environment_processes: 8` to run environments that compute for long (simula
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.dotted import imported
@@ -93,8 +94,8 @@ async def generate(
         start = await world.reset(prompt, ctx.seed)
         if not isinstance(start, Begin):
             start = Begin(text=start)
-        if start.text:
-            draft.add_inserted(ctx.turn(start.text, after=draft.token_ids))
+        if start.text or start.images:
+            await _insert(ctx, draft, start.text, start.images)
         metadata = await _play(ctx, world, draft, start.state_key, max_turns)
     finally:
         await asyncio.shield(world.close())
@@ -112,7 +113,7 @@ async def _play(ctx: RolloutContext, environment: Environment, draft: Draft, sta
     ended = "turns"
     tool_calls = 0
     for turn in range(max_turns):
-        completion = await ctx.engine.generate(draft.token_ids, turn=turn)
+        completion = await ctx.engine.generate(draft.token_ids, turn=turn, images=draft.images)
         draft.add_sampled(completion)
         if state is not None:
             draft.describe_turn(state_key=state)
@@ -132,9 +133,23 @@ async def _play(ctx: RolloutContext, environment: Environment, draft: Draft, sta
         if step.done:
             ended = "done"
             break
-        draft.add_inserted(ctx.turn(step.text, role=step.role, after=draft.token_ids))
+        await _insert(ctx, draft, step.text, step.images, step.role)
     ctx.add("tool_calls", tool_calls)
     return {"rewards": rewards, "turns": draft.turn, "ended": ended, "info": info}
+
+
+async def _insert(
+    ctx: RolloutContext, draft: Draft, text: str, images: Sequence[object] = (), role: str = "user"
+) -> None:
+    """Appends a turn of the environment to `draft`: `images`, then `text`."""
+    if not images:
+        draft.add_inserted(ctx.turn(text, role=role, after=draft.token_ids))
+        return
+    parts: list[Json] = [{"type": "image", "image": image} for image in images]
+    if text:
+        parts.append({"type": "text", "text": text})
+    token_ids, placed = await ctx.turn_with_images(parts, role=role, after=draft.token_ids)
+    draft.add_inserted(token_ids, images=placed)
 
 
 async def reward(ctx: RewardContext, trajectory: Trajectory) -> float:

@@ -20,7 +20,10 @@ class ToolResult:
     error: str | None = None
     """Error code, under which the error is counted; None if the call succeeded."""
     left_out: int = 0
-    """Number of non-text parts (images, audio), for which the text contains placeholders."""
+    """Number of parts that cannot be shown, such as audio, for which the text contains placeholders."""
+    images: Sequence[object] = ()
+    """Images that follow the text, in the forms of `RolloutContext.turn_with_images`. In a run without
+    `trainer.vision`, a placeholder replaces each of them."""
 
 
 class ToolsLost(SlimxError):

@@ -18,13 +18,14 @@ from collections import Counter
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from slimx.data.chat.tokens import encode_turns
+from slimx.data.chat.tokens import PromptIds, encode_turns
 from slimx.data.records import Prompt, Trajectory
 from slimx.dotted import imported
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.proxy.answer import AnswerReader, message_calls
 from slimx.extras.agents.proxy.tool_calls import ToolCall, find_parser
 from slimx.extras.agents.toolbox import Toolbox, ToolResult, ToolsLost
+from slimx.extras.vision.prepare import ImagePromptIds
 from slimx.json_types import Json
 from slimx.rewards.needs import checked_by, checks_prompts
 from slimx.rollout.draft import Draft
@@ -33,6 +34,7 @@ from slimx.rollout.hooks import GivenUp, RewardContext, RolloutContext
 TOOLBOXES = "slimx.toolboxes"
 """Entry point group that registers toolboxes under short names for `rollout.options.toolbox`."""
 UNREADABLE = "The tool call could not be read. Write it again, as one JSON object with name and arguments."
+UNSEEN = "(an image, which cannot be shown)"
 CLOSE_S = 25.0
 """Deadline in seconds for closing a toolbox, which may have to stop processes."""
 OPEN_S = 60.0
@@ -153,9 +155,12 @@ async def generate(
     try:
         opened = await _within(box.open(prompt, ctx.seed), open_deadline, f"{name} was not open")
         tools = [*(prompt.tools or []), *opened]
-        draft = ctx.draft(replace(prompt, tools=tools or None))
+        encoder = ctx.prompt_ids or PromptIds(ctx.tokenizer)
+        prompt = replace(prompt, tools=tools or None)
+        await encoder.prepare(prompt)
+        draft = ctx.draft(prompt)
         talk = _Talk(
-            ctx, box, reader, draft, tools, name, context, max_calls, max_unreadable, max_result, call_deadline
+            ctx, box, reader, encoder, draft, tools, name, context, max_calls, max_unreadable, max_result, call_deadline
         )
         ended = await talk.run(max_turns, {tool["function"]["name"] for tool in opened})
         judged = await _within(box.judge(talk.messages), call_deadline, f"{name} had not computed the reward")
@@ -188,6 +193,7 @@ class _Talk:
     ctx: RolloutContext
     box: Toolbox
     reader: AnswerReader
+    encoder: PromptIds
     draft: Draft
     tools: list[Json]
     """Tools in the chat template's format: those of the prompt, then those of the toolbox."""
@@ -220,7 +226,9 @@ class _Talk:
                     )
                     raise GivenUp("context", text)
                 return "context"
-            completion = await self.ctx.engine.generate(self.draft.token_ids, sampling, turn=turn)
+            completion = await self.ctx.engine.generate(
+                self.draft.token_ids, sampling, turn=turn, images=self.draft.images
+            )
             before = self.draft.token_ids
             self.draft.add_sampled(completion)
             ids = completion.token_ids.tolist()
@@ -237,7 +245,7 @@ class _Talk:
                 if in_a_row >= self.max_unreadable:
                     return "unreadable"
                 # Inserted as role user, because templates attach a turn of role tool to a call, and there is none.
-                self._insert([{"role": "user", "content": UNREADABLE}])
+                await self._insert([{"role": "user", "content": UNREADABLE}])
                 continue
             in_a_row = 0
             del before, completion, ids  # thousands of rollouts wait for tools, and a list takes 40 bytes per token
@@ -248,7 +256,7 @@ class _Talk:
             results = []
             for call, message in zip(found.calls, calls, strict=True):
                 results.append(await self._answered(call, message["id"], callable_))
-            self._insert(results, calls)
+            await self._insert(results, calls)
         return "turns"
 
     def summary(self, ended: str) -> Json:
@@ -280,11 +288,19 @@ class _Talk:
             return None
         return {"max_new_tokens": min(room, self.ctx.engine.sampling["max_new_tokens"])}
 
-    def _insert(self, turns: Sequence[Json], calls: Sequence[Json] = ()) -> None:
+    async def _insert(self, turns: Sequence[Json], calls: Sequence[Json] = ()) -> None:
         """Inserts `turns` after the model's last turn. `calls`: tool calls in the model's turn."""
-        self.messages += [dict(turn) for turn in turns]
+        for turn in turns:
+            content = turn["content"]
+            text = content if isinstance(content, str) else content[0]["text"]
+            self.messages.append({**turn, "content": text})
         after = self.draft.token_ids
-        self.draft.add_inserted(encode_turns(self.ctx.tokenizer, turns, after=after, tools=self.tools, calls=calls))
+        if isinstance(self.encoder, ImagePromptIds):
+            token_ids, images = await self.encoder.turns(turns, after=after, tools=self.tools, calls=calls)
+        else:
+            token_ids = encode_turns(self.ctx.tokenizer, turns, after=after, tools=self.tools, calls=calls)
+            images = []
+        self.draft.add_inserted(token_ids, images=images)
 
     async def _answered(self, call: ToolCall, id: str, callable_: set[str]) -> Json:
         """Executes a tool call and returns the turn with its result. `id`: id of the call in the conversation."""
@@ -296,7 +312,13 @@ class _Talk:
         text = result.text
         if len(text) > self.max_result:
             text = f"{text[: self.max_result]}\n({len(text) - self.max_result} characters left out)"
-        return {"role": "tool", "content": text, "name": call.name, "tool_call_id": id}
+        content: str | list[Json] = text
+        if result.images and isinstance(self.encoder, ImagePromptIds):
+            content = [{"type": "text", "text": text}, *({"type": "image", "image": image} for image in result.images)]
+        elif result.images:
+            self.left_out += len(result.images)
+            content = "\n".join(filter(None, [text, *[UNSEEN] * len(result.images)]))
+        return {"role": "tool", "content": content, "name": call.name, "tool_call_id": id}
 
     async def _result(self, call: ToolCall, callable_: set[str]) -> ToolResult:
         if call.name not in callable_:

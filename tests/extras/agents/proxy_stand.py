@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from openai import AsyncOpenAI
 
-from slimx.data.records import Prompt, Trajectory
+from slimx.data.records import Image, Prompt, Trajectory
 from slimx.extras.agents import agent
 from slimx.extras.agents.proxy.server import ChatProxy
 from slimx.extras.agents.proxy.tool_calls import ToolCall
@@ -55,6 +55,8 @@ class Script:
         self.texts = list(texts)
         self.received: list[tuple[str, dict[str, Any], int]] = []
         self.prompts: list[list[int]] = []
+        self.images: list[tuple[Image, ...]] = []
+        """Images of each request."""
         self.completions: list[Completion] = []
         self.gate: Any = None
         """Awaited before an answer, if there is one."""
@@ -68,6 +70,7 @@ class Script:
         token_ids, sampling = list(request.token_ids), request.sampling
         self.received.append((tokenizer().decode(token_ids), sampling, request.seed))
         self.prompts.append(token_ids)
+        self.images.append(request.images)
         if self.gate is not None:
             await self.gate(number)
         text = self.texts[number]

@@ -43,6 +43,7 @@ class StepEnvironment:
         self._view: Any = None
         self._state = ""
         self._shown = ""
+        self._images: list[object] = []
 
     def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls `function` with `arguments`. A subclass overrides this method to convert the function's errors to
@@ -50,8 +51,11 @@ class StepEnvironment:
         return function(*arguments)
 
     def _look(self, observation: object, info: object) -> None:
-        """Renders an observation, and stores its text and its state key."""
+        """Renders an observation, and stores its text, its images and its state key."""
         self._shown = str(self._call("the view's show", self._view.show, observation, info))
+        images = getattr(self._view, "images", None)
+        if images is not None:
+            self._images = list(self._call("the view's images", images, observation, info))
         state = getattr(self._view, "state", None)
         if state is None:
             self._state = state_digest(observation)
@@ -59,7 +63,7 @@ class StepEnvironment:
             self._state = str(self._call("the view's state", state, observation, info))
 
     def _beginning(self) -> Begin:
-        return Begin(text=self._shown, state_key=self._state)
+        return Begin(text=self._shown, images=self._images, state_key=self._state)
 
     def _refused(self, reason: str = "") -> Step:
         """Returns the response to a turn without an action: a notice, `reason`, and the text of the unchanged state."""
@@ -78,7 +82,15 @@ class StepEnvironment:
     def _step(self, text: str, reward: float, *, done: bool, invalid: int) -> Step:
         info = {"steps": self._steps, "invalid": self._invalid, "return": self._gained, "state": self._state}
         counts = {"invalid_actions": invalid}
-        return Step(text=text, reward=reward, done=done, info=info, counts=counts, state_key=self._state)
+        return Step(
+            text=text,
+            images=self._images,
+            reward=reward,
+            done=done,
+            info=info,
+            counts=counts,
+            state_key=self._state,
+        )
 
 
 def finite(reward: Any) -> float | None:

@@ -180,8 +180,8 @@ class _McpConnection:
                     text=f"The response of the tool cannot be read: {raised(error)}"[:500], error="protocol"
                 )
             raise self._lost("is gone", error) from error
-        text, left_out = _text(result)
-        return ToolResult(text=text, error="tool" if result.is_error else None, left_out=left_out)
+        text, images, left_out = _parts(result)
+        return ToolResult(text=text, error="tool" if result.is_error else None, left_out=left_out, images=images)
 
     async def close(self) -> None:
         """Closes the session, and stops the server if this connection started it."""
@@ -247,10 +247,11 @@ class _McpConnection:
         return ToolsLost(text, about=self.name)
 
 
-def _text(result: CallToolResult) -> tuple[str, int]:
-    """Returns the text of a result, with placeholders for images, audio and other binary parts, and the number of these
-    parts."""
+def _parts(result: CallToolResult) -> tuple[str, list[str], int]:
+    """Returns the text of a result, its images as data URIs, and the number of its other binary parts, such as audio,
+    for which the text contains placeholders."""
     parts: list[str] = []
+    images: list[str] = []
     left_out = 0
     for block in result.content:
         content = getattr(block, "resource", block)
@@ -259,13 +260,15 @@ def _text(result: CallToolResult) -> tuple[str, int]:
             parts.append(text)
         elif block.type == "resource_link":
             parts.append(f"({block.name}: {block.uri})")
+        elif block.type == "image":
+            images.append(f"data:{block.mime_type};base64,{block.data}")
         else:
             left_out += 1
             kind = getattr(content, "mime_type", None) or "unknown type"
             parts.append(f"({block.type} of {kind}, which cannot be shown)")
-    if not parts and result.structured_content is not None:
+    if not (parts or images) and result.structured_content is not None:
         parts.append(json.dumps(result.structured_content, ensure_ascii=False))
-    return "\n".join(parts), left_out
+    return "\n".join(parts), images, left_out
 
 
 def _leaf(error: BaseException) -> BaseException:

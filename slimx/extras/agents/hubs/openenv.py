@@ -48,6 +48,7 @@ class Fields:
         action: str | None = None,
         fixed: Json | None = None,
         shows: str | None = None,
+        image: str | None = None,
         ask: str = "",
         max_text: int = MAX_TEXT,
     ) -> None:
@@ -56,20 +57,31 @@ class Fields:
         `environment`: unused, because the environment is on a server. `action`: field of an action that receives the
         text of a turn (the last <answer> or <action> in it, or else all of it); None if that text is the whole action
         as a JSON object. `fixed`: fields and values that every action contains. `shows`: field of an observation that
-        the model sees; None for the whole observation as JSON. `ask`: text that is appended to every observation.
-        `max_text`: maximum length of an observation's text in characters.
+        the model sees; None for the whole observation as JSON. `image`: field of an observation that contains an image,
+        as a data URI or a PNG or JPEG file in base64; None if there is none. `ask`: text that is appended to every
+        observation. `max_text`: maximum length of an observation's text in characters.
         """
         self._action = action
         self._fixed = dict(fixed or {})
         self._shows = shows
+        self._image = image
         self._ask = ask
         self._max_text = max_text
 
     def show(self, observation: Any, info: Json) -> str:
         """Returns the configured field, or the whole observation, as text for the model."""
-        shown = observation if self._shows is None else observation.get(self._shows, "")
+        shown: Any = {name: value for name, value in observation.items() if name != self._image}
+        if self._shows is not None:
+            shown = observation.get(self._shows, "")
         text = shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
         return "\n".join(filter(None, [text[: self._max_text], self._ask]))
+
+    def images(self, observation: Any, info: Json) -> list[object]:
+        """Returns the image in the configured field, if the observation has one."""
+        found = None if self._image is None else observation.get(self._image)
+        if not isinstance(found, str):
+            return []
+        return [found if found.startswith("data:") else f"data:;base64,{found}"]
 
     def action(self, text: str) -> Json | None:
         """Returns the action in a turn; None if the turn is empty, or must be a JSON object and is not."""

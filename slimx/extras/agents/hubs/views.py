@@ -23,7 +23,8 @@ class View(Protocol):
     `YourView(environment, **text_options)`.
 
     An optional method `state(observation, info)` returns a string that identifies the state; without it, `state_digest`
-    of the observation does.
+    of the observation does. An optional method `images(observation, info)` returns the images that precede the text, in
+    the forms of `RolloutContext.turn_with_images`.
     """
 
     def show(self, observation: Any, info: Mapping[str, Any]) -> str:
@@ -47,26 +48,46 @@ class Words:
         *,
         actions: Mapping[str, Any] | None = None,
         ask: str = "",
+        image: str | None = None,
         max_text: int = MAX_TEXT,
     ) -> None:
         """Stores the mapping from names to actions.
 
         `actions`: actions by name; names are matched case-insensitively. None if the text itself is the action. `ask`:
-        text that is appended to every observation. `max_text`: maximum length of an observation's text in characters.
+        text that is appended to every observation. `image`: image that the model sees instead of the observation's
+        text: `observation`, if observations are images, or `render`, the rendering of an environment whose
+        `render_mode` is rgb_array. `max_text`: maximum length of an observation's text in characters. Raises SlimxError
+        for any other `image`.
         """
+        if image not in (None, "observation", "render"):
+            raise SlimxError(
+                f"text_options.image is {image!r}; set text_options.image to observation or render, or remove it",
+                code="environment.image",
+                about="text_options.image",
+            )
         self._environment = environment
         self._ask = ask
+        self._image = image
         self._max_text = max_text
         self._actions: dict[str, Any] | None = None
         if actions is not None:
             self._actions = {str(name).casefold(): action for name, action in actions.items()}
 
     def show(self, observation: Any, info: Mapping[str, Any]) -> str:
-        """Returns the environment's rendering if its `render_mode` is ansi, otherwise the observation, as text."""
+        """Returns the environment's rendering if its `render_mode` is ansi, otherwise the observation, as text. Returns
+        only the text `ask` if the model sees an image instead."""
+        if self._image is not None:
+            return self._ask
         if getattr(self._environment, "render_mode", None) == "ansi":
             observation = self._environment.render()
         text = _without_colors(str(observation))
         return "\n".join(filter(None, [text[: self._max_text].strip("\n"), self._ask]))
+
+    def images(self, observation: Any, info: Mapping[str, Any]) -> list[object]:
+        """Returns the image that the model sees instead of the observation's text, if any."""
+        if self._image is None:
+            return []
+        return [observation if self._image == "observation" else self._environment.render()]
 
     def action(self, text: str) -> Any:
         """Returns the action in a turn: the one that its text names or, if actions have no names, the text itself. None
@@ -131,7 +152,8 @@ def seed_of_prompt(prompt: Prompt) -> int:
 
 
 def state_digest(observation: object) -> str:
-    """Returns a digest that is equal for equal observations: strings, numbers, arrays, and lists and mappings of these.
+    """Returns a digest that is equal for equal observations: strings, numbers, arrays, PIL images, and lists and
+    mappings of these.
 
     Raises SlimxError for other objects, because some of them could only be identified by their memory address.
     """
@@ -141,6 +163,8 @@ def state_digest(observation: object) -> str:
 
 
 def _update(digest: blake2b, value: object) -> None:
+    if not isinstance(value, np.ndarray | np.generic) and hasattr(value, "__array_interface__"):  # a PIL image
+        value = np.asarray(value)
     if isinstance(value, np.ndarray) and value.dtype != object:
         digest.update(f"array {value.dtype.str} {value.shape}\n".encode())
         digest.update(np.ascontiguousarray(value).tobytes())

@@ -15,12 +15,13 @@ import hashlib
 import json
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from slimx.data.chat.tokens import encode_chat, encode_turns
-from slimx.data.records import Trajectory
+from slimx.data.records import Image, Trajectory
 from slimx.extras.agents.proxy.request import Json, Message
+from slimx.extras.vision.prepare import without_sources
 from slimx.rollout.client.completion import Completion
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Answer:
     """True if the agent tried to continue the conversation after a limit was reached."""
     calls: list[Json] = field(default_factory=list)
     """Tool calls of the answer, with the ids that the agent received."""
+    images: Sequence[Image] = ()
+    """Images in `before`, with indices counted from its first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,26 @@ class Position:
     digest: bytes
     """Digest of the request's tools and messages. The answer is stored under a digest that extends this one; with that
     digest, later requests find the conversation that they continue."""
+    sources: Sequence[object] = ()
+    """Images that have one placeholder each in `before`; () once `placed` has replaced these placeholders."""
+    images: Sequence[Image] = ()
+    """Images in `before`, with indices counted from its first token."""
+
+    @property
+    def shown(self) -> list[Image]:
+        """All images in `token_ids`."""
+        out: list[Image] = []
+        start = 0
+        for answer in _path(self.parent):
+            out += _moved(answer.images, start)
+            start += len(answer.before) + len(answer.completion.token_ids)
+        return out + _moved(self.images, start)
+
+    def placed(self, before: Sequence[int], images: Sequence[Image]) -> Position:
+        """Returns this position with the ids `before`, in which every embedding of `images` has a placeholder."""
+        ids = array("i", before)
+        past = self.token_ids[: len(self.token_ids) - len(self.before)]
+        return replace(self, before=ids, token_ids=past + ids, sources=(), images=images)
 
 
 class Conversations:
@@ -77,12 +100,13 @@ class Conversations:
             parent = self._by_digest.get(digests[known])
             if parent is not None:
                 past = _tokens(parent)
-                new = _with_ids(parent, messages[known - 1], messages[known:])
+                new, sources = without_sources(_with_ids(parent, messages[known - 1], messages[known:]))
                 ids = encode_turns(self._tokenizer, new, after=past, tools=tools, calls=parent.calls)
                 before = array("i", ids)
-                return Position(parent, before, past + before, digests[-1])
-        before = array("i", encode_chat(self._tokenizer, messages, tools))
-        return Position(None, before, before, digests[-1])
+                return Position(parent, before, past + before, digests[-1], sources)
+        new, sources = without_sources(messages)
+        before = array("i", encode_chat(self._tokenizer, new, tools))
+        return Position(None, before, before, digests[-1], sources)
 
     def add(self, position: Position, completion: Completion, message: Message, *, train: bool = True) -> None:
         """Adds a sampled answer at `position`.
@@ -90,7 +114,7 @@ class Conversations:
         `message`: the answer as the agent receives it. `train`: False to exclude the answer's tokens from the loss.
         """
         calls = message.get("tool_calls", [])
-        answer = Answer(position.parent, position.before, completion, train=train, calls=calls)
+        answer = Answer(position.parent, position.before, completion, train=train, calls=calls, images=position.images)
         if position.parent is not None:
             position.parent.continued = True
         self._answers.append(answer)
@@ -109,9 +133,10 @@ class Conversations:
                 continue
             path = _path(leaf)
             draft = ctx.draft(path[0].before, suffix=f"-{len(out)}" if out else "")
+            draft.images += path[0].images
             for index, answer in enumerate(path):
                 if index:
-                    draft.add_inserted(answer.before)
+                    draft.add_inserted(answer.before, images=answer.images)
                 draft.add_sampled(answer.completion, train=answer.train and id(answer) not in trained)
                 trained.add(id(answer))
             out.append(draft.finish(metadata=metadata | {"branch": len(out)}))
@@ -120,12 +145,18 @@ class Conversations:
         return out
 
 
-def _path(leaf: Answer) -> list[Answer]:
-    """Returns the answers of the conversation, from the first one through `leaf`."""
-    path = [leaf]
-    while path[-1].parent is not None:
-        path.append(path[-1].parent)
+def _path(leaf: Answer | None) -> list[Answer]:
+    """Returns the answers of the conversation, from the first one through `leaf`; [] for None."""
+    path: list[Answer] = []
+    while leaf is not None:
+        path.append(leaf)
+        leaf = leaf.parent
     return path[::-1]
+
+
+def _moved(images: Sequence[Image], by: int) -> list[Image]:
+    """Returns `images` with indices that count from `by` tokens earlier."""
+    return [replace(image, start=image.start + by, stop=image.stop + by) for image in images]
 
 
 def _tokens(leaf: Answer) -> array[int]:

@@ -34,7 +34,8 @@ class ChatRequest:
     """Validated request of any API, in one common form."""
 
     messages: list[Message]
-    """Messages in the chat template's format: content is text, and a tool call's arguments are an object."""
+    """Messages in the chat template's format: content is text, or a list of parts of type text and image if there is an
+    image (`content_of`); a tool call's arguments are an object."""
     model: str
     """Model name in the agent's request; it has no effect except that the response repeats it."""
     tools: list[Json] | None = None
@@ -116,16 +117,17 @@ def overridden_by_run(fields: Json, sampling: Json, *, strict: bool) -> tuple[st
     return tuple(overridden)
 
 
-def read_message(message: object, path: str = "the message") -> Message:
+def read_message(message: object, path: str = "the message", *, images: bool = False) -> Message:
     """Converts a Chat Completions message to the chat template's format. `path`: location of the message in the
-    request, for error messages."""
+    request, for error messages. `images`: True to accept images in messages of users and tools."""
     role = message.get("role") if isinstance(message, dict) else None
     if role == "developer":
         role = "system"
     if not isinstance(message, dict) or role not in ROLES:
         raise invalid(f"{path}.role", f"must be one of {', '.join(ROLES)}, not {str(role)[:50]!r}")
     content = message.get("content")
-    out: Message = {"role": role, "content": "" if content is None else text_of(content, f"{path}.content")}
+    shows = images and role in ("user", "tool")
+    out: Message = {"role": role, "content": content_of("" if content is None else content, f"{path}.content", shows)}
     for name in ("name", "tool_call_id"):
         value = typed(message, name, str, "", path)
         if value:
@@ -144,9 +146,51 @@ def text_of(content: object, path: str) -> str:
     texts = []
     for part in parts:
         if not isinstance(part, dict) or type_of(part) != "text":
-            raise unsupported(path, f"has content of type {type_of(part)}; only text is supported")
+            problem = f"has content of type {type_of(part)}, but only text is supported here"
+            if type_of(part) in IMAGES:
+                problem += "; an image needs a run with trainer.vision, in a message of the user or of a tool"
+            raise unsupported(path, problem)
         texts.append(required(part, "text", str, path))
     return "".join(texts)
+
+
+IMAGES = ("image", "image_url", "input_image")
+"""Types of image parts in the APIs."""
+
+
+def content_of(content: object, path: str, images: bool) -> str | list[Json]:
+    """Returns a message's content as text, or as parts if it contains images. `images`: False to refuse images. Raises
+    ApiError for parts of other types."""
+    if not images or not isinstance(content, list) or not any(type_of(part) in IMAGES for part in content):
+        return text_of(content, path)
+    parts: list[Json] = []
+    for part in content:
+        if type_of(part) in IMAGES:
+            parts.append({"type": "image", "image": _image(part, path)})
+        else:
+            parts.append({"type": "text", "text": text_of([part], path)})
+    return parts
+
+
+def _image(part: Json, path: str) -> str:
+    """Returns the data URI of an image part of OpenAI's chat completions (image_url), OpenAI's responses (input_image)
+    or Anthropic's messages (image)."""
+    if part["type"] == "image":
+        source = required(part, "source", dict, path)
+        data = source.get("url")
+        if source.get("type") == "base64":
+            media = required(source, "media_type", str, f"{path}.source")
+            data = f"data:{media};base64,{required(source, 'data', str, f'{path}.source')}"
+    else:
+        data = part.get("image_url")
+        if isinstance(data, dict):
+            data = data.get("url")
+    if not isinstance(data, str) or not data.startswith("data:"):
+        problem = (
+            f"refers to the image {str(data)[:100]!r}, which this server does not download; send the image itself, "
+        )
+        raise unsupported(path, problem + "in base64")
+    return data
 
 
 def type_of(part: object) -> str:
@@ -186,10 +230,14 @@ def check_stop(stop: list[str], param: str) -> None:
 
 
 def parts(request: ChatRequest) -> int:
-    """Returns the total number of messages, calls and tools. Each of them takes at least one token, so the total is a
-    lower bound on the prompt's length in tokens."""
-    calls = sum(len(message.get("tool_calls", ())) for message in request.messages)
-    return len(request.messages) + calls + len(request.tools or ())
+    """Returns the total number of messages, calls, images and tools. Each of them takes at least one token, so the
+    total is a lower bound on the prompt's length in tokens."""
+    total = len(request.messages) + len(request.tools or ())
+    for message in request.messages:
+        total += len(message.get("tool_calls", ()))
+        if isinstance(message["content"], list):
+            total += sum(part["type"] == "image" for part in message["content"])
+    return total
 
 
 def characters(request: ChatRequest) -> int:
@@ -197,7 +245,9 @@ def characters(request: ChatRequest) -> int:
     template."""
     total = 0
     for message in request.messages:
-        for name in ("content", "name", "tool_call_id"):
+        content = message["content"]
+        total += len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
+        for name in ("name", "tool_call_id"):
             total += len(message.get(name, ""))
         for call in message.get("tool_calls", ()):
             total += len(str(call))

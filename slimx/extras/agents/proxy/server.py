@@ -35,7 +35,8 @@ from slimx.runtime.children import bypass_proxies
 from slimx.runtime.ports import address
 
 MAX_BODY = 64 * 2**20
-"""Maximum size of a request in bytes; the limit is lower if even a trajectory of maximum length takes fewer bytes."""
+"""Maximum size of a request in bytes; without images, the limit is lower if even a trajectory of maximum
+length takes fewer bytes."""
 LARGE_BODY = 100_000
 """Size in bytes above which a request is parsed in a thread, so that the event loop can serve other requests."""
 CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1", "utf-16", "utf-32")
@@ -53,10 +54,11 @@ TOKENIZING = 2
 class ChatProxy:
     """HTTP server through which a run's agents sample from the policy, in the formats of several APIs."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, context: int) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, context: int, images: bool = False) -> None:
         """Stores the settings without starting the server.
 
-        `port`: 0 for any free port. `context`: maximum length of a trainable trajectory in tokens.
+        `port`: 0 for any free port. `context`: maximum length of a trainable trajectory in tokens. `images`: True if
+        requests may contain images, whose size does not depend on that length.
         """
         self.context = context
         self._host = host
@@ -68,7 +70,7 @@ class ChatProxy:
         self._open: Connections
         self._tokenizing: ThreadPoolExecutor
         # A character takes up to 6 bytes, as \uXXXX. The constant is for names and numbers.
-        self._most = min(MAX_BODY, 2**20 + 6 * TOKEN_CHARACTERS * context)
+        self._most = MAX_BODY if images else min(MAX_BODY, 2**20 + 6 * TOKEN_CHARACTERS * context)
         self.body_deadline = BODY_DEADLINE
         self.idle_deadline = IDLE_DEADLINE
         self.connections = CONNECTIONS

@@ -19,6 +19,7 @@ from slimx.extras.agents.proxy.apis.base import AnswerWriter, ChatApi
 from slimx.extras.agents.proxy.conversations import Conversations, Position
 from slimx.extras.agents.proxy.errors import ApiError
 from slimx.extras.agents.proxy.request import ChatRequest, Json, Message, characters, parts, read_message
+from slimx.extras.vision.prepare import ImagePromptIds
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.sending import AnswerError
 
@@ -72,6 +73,7 @@ class Session:
         self._limits = limits
         self._strict = strict
         self._conversations = Conversations(ctx.tokenizer)
+        self._images = ctx.prompt_ids if isinstance(ctx.prompt_ids, ImagePromptIds) else None
         self._requests = 0
         self._sampled = 0
         self._forced = 0
@@ -86,6 +88,11 @@ class Session:
         None."""
         self.limited = False
         """True once a limit was reached."""
+
+    @property
+    def takes_images(self) -> bool:
+        """True if messages may contain images, because the run has `trainer.vision`."""
+        return self._images is not None
 
     def trajectories(self, metadata: Json) -> list[Trajectory]:
         """Returns the sampled trajectories, whose metadata consists of `metadata` and the session's counts; [] if
@@ -170,13 +177,20 @@ class Session:
     async def _read(
         self, api: ChatApi, body: object, tokenizing: Executor, *, strict: bool
     ) -> tuple[ChatRequest, Position]:
-        """Parses a request and finds the position of its answer, in a thread of `tokenizing`."""
+        """Parses a request and finds the position of its answer, in a thread of `tokenizing`, and prepares the images
+        of its new messages."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(tokenizing, self._read_here, api, body, strict)
+        request, position = await loop.run_in_executor(tokenizing, self._read_here, api, body, strict)
+        if self._images is None or not position.sources:
+            return request, position
+        try:
+            return request, position.placed(*await self._images.expand(position.before.tolist(), position.sources))
+        except SlimxError as error:
+            raise ApiError(str(error), code="invalid_value", param="messages") from error
 
     def _read_here(self, api: ChatApi, body: object, strict: bool) -> tuple[ChatRequest, Position]:
         try:
-            request = api.read(body, self._ctx.engine.sampling, strict=strict)
+            request = api.read(body, self._ctx.engine.sampling, strict=strict, images=self.takes_images)
             context = self._limits.context
             for count, most, unit in (
                 (parts(request), context, "messages, calls and tools"),
@@ -204,8 +218,10 @@ class Session:
 
     async def _complete_answer(self, exchange: Exchange) -> tuple[Message, Completion]:
         with _engine_errors():
-            tokens = exchange.position.token_ids
-            completion = await self._ctx.engine.generate(tokens, exchange.sampling, turn=exchange.index)
+            position = exchange.position
+            completion = await self._ctx.engine.generate(
+                position.token_ids, exchange.sampling, turn=exchange.index, images=position.shown
+            )
         return await self._keep(exchange, completion), completion
 
     async def _stream(self, exchange: Exchange, http: web.Request) -> web.StreamResponse:
@@ -237,7 +253,10 @@ class Session:
             yield writer.end(message, None, completion)
             return
         with _engine_errors():
-            stream = self._ctx.engine.stream(exchange.position.token_ids, exchange.sampling, turn=exchange.index)
+            position = exchange.position
+            stream = self._ctx.engine.stream(
+                position.token_ids, exchange.sampling, turn=exchange.index, images=position.shown
+            )
             async with stream as tokens:
                 first = True
                 async for piece in tokens:

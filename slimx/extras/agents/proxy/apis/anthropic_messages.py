@@ -17,6 +17,7 @@ from slimx.extras.agents.proxy.request import (
     Message,
     as_object,
     check_stop,
+    content_of,
     fields_of,
     most_tokens,
     overridden_by_run,
@@ -52,12 +53,14 @@ SUPPORTED = frozenset(
 ERRORS = {404: "not_found_error", 413: "request_too_large", 504: "timeout_error"}
 
 
-def read_messages(body: Any, sampling: Json, *, strict: bool, counts: bool = False) -> ChatRequest:
+def read_messages(
+    body: Any, sampling: Json, *, strict: bool, images: bool = False, counts: bool = False
+) -> ChatRequest:
     """Parses the JSON body of a request.
 
     `sampling`: the run's sampling parameters. `strict`: True to refuse values that differ from the run's instead of
-    overriding them. `counts`: True for a request that only counts tokens, where max_tokens is optional. Raises ApiError
-    for an invalid or unsupported request.
+    overriding them. `images`: True to accept images. `counts`: True for a request that only counts tokens, where
+    max_tokens is optional. Raises ApiError for an invalid or unsupported request.
     """
     fields = fields_of(body, IGNORED | SUPPORTED, {})
     if not counts and "max_tokens" not in fields:
@@ -65,7 +68,7 @@ def read_messages(body: Any, sampling: Json, *, strict: bool, counts: bool = Fal
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(typed(fields, "tools", list, []))]
     choice, forced = _choice(fields, tools)
     return ChatRequest(
-        messages=_messages(fields),
+        messages=_messages(fields, images),
         model=typed(fields, "model", str, ""),
         tools=tools or None,
         calls_tools=bool(tools) and choice != "none",
@@ -180,19 +183,19 @@ def _event(kind: str, **data: Any) -> bytes:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n".encode()
 
 
-def _messages(fields: Json) -> list[Message]:
+def _messages(fields: Json, images: bool) -> list[Message]:
     out: list[Message] = []
     if fields.get("system"):
         out.append({"role": "system", "content": text_of(fields["system"], "system")})
     messages = typed(fields, "messages", list, [])
     for index, message in enumerate(messages):
-        out += _message(message, f"messages[{index}]")
+        out += _message(message, f"messages[{index}]", images)
     if not messages or out[-1]["role"] in ("system", "assistant"):
         raise invalid("messages", "is empty or ends with an assistant message; append a user message")
     return out
 
 
-def _message(message: object, path: str) -> list[Message]:
+def _message(message: object, path: str, images: bool) -> list[Message]:
     """Converts an Anthropic message to chat-template messages, in which every tool result is a separate message.
     `path`: location of the message in the request, for error messages."""
     role = message.get("role") if isinstance(message, dict) else None
@@ -206,15 +209,23 @@ def _message(message: object, path: str) -> list[Message]:
     for index, block in enumerate(blocks):
         block_path = f"{path}.content[{index}]" if isinstance(content, list) else f"{path}.content"
         if type_of(block) == "tool_result":
-            result = text_of(block.get("content") or "", block_path)
+            result = content_of(block.get("content") or "", block_path, images)
             out.append(
                 {"role": "tool", "content": result, "tool_call_id": required(block, "tool_use_id", str, block_path)}
             )
-        elif out and out[-1]["role"] == "user":
-            out[-1]["content"] += text_of([block], block_path)
+            continue
+        shown = content_of([block], block_path, images)
+        if not out or out[-1]["role"] != "user":
+            out.append({"role": "user", "content": shown})
+        elif isinstance(shown, str) and isinstance(out[-1]["content"], str):
+            out[-1]["content"] += shown
         else:
-            out.append({"role": "user", "content": text_of([block], block_path)})
+            out[-1]["content"] = _as_parts(out[-1]["content"]) + _as_parts(shown)
     return out or [{"role": "user", "content": ""}]
+
+
+def _as_parts(content: str | list[Json]) -> list[Json]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _assistant(blocks: list[Any], path: str) -> Message:

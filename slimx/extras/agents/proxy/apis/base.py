@@ -57,7 +57,8 @@ class ChatApi:
     """Parser, writer and error format of one API."""
 
     read: Callable[..., ChatRequest]
-    """Function that parses a JSON body, given the run's sampling parameters and `strict`. Raises ApiError for an
+    """Function that parses a JSON body, given the run's sampling parameters, `strict`, and whether messages may
+    contain `images`. Raises ApiError for an
     unsupported request."""
     writer: type[AnswerWriter]
     refusal: Callable[[ApiError], Json] = lambda error: error.body

@@ -66,11 +66,11 @@ SUPPORTED = frozenset(
 )
 
 
-def read_chat(body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
+def read_chat(body: Any, sampling: Json, *, strict: bool, images: bool = False) -> ChatRequest:
     """Parses the JSON body of a request.
 
     `sampling`: the run's sampling parameters. `strict`: True to refuse values that differ from the run's instead of
-    overriding them. Raises ApiError for an invalid or unsupported request.
+    overriding them. `images`: True to accept images. Raises ApiError for an invalid or unsupported request.
     """
     fields = fields_of(body, IGNORED | SUPPORTED, NEUTRAL)
     overridden = overridden_by_run(fields, sampling, strict=strict)
@@ -79,7 +79,7 @@ def read_chat(body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
     calls_tools, forced = read_choice(fields, tools or [])
     most = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     return ChatRequest(
-        messages=_messages(fields),
+        messages=_messages(fields, images),
         model=typed(fields, "model", str, ""),
         tools=tools,
         calls_tools=tools is not None and calls_tools,
@@ -186,9 +186,10 @@ def _finish_reason(message: Message, completion: Completion) -> str:
     return "tool_calls" if message.get("tool_calls") else completion.finish_reason
 
 
-def _messages(fields: Json) -> list[Message]:
+def _messages(fields: Json, images: bool) -> list[Message]:
     messages = [
-        read_message(message, f"messages[{index}]") for index, message in enumerate(typed(fields, "messages", list, []))
+        read_message(message, f"messages[{index}]", images=images)
+        for index, message in enumerate(typed(fields, "messages", list, []))
     ]
     if not messages or messages[-1]["role"] == "assistant":
         raise invalid("messages", "is empty or ends with an assistant message; append a user message")

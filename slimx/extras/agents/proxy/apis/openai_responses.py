@@ -65,18 +65,18 @@ SERVICE_TOOLS = ("web_search", "web_search_preview")
 """Tools of OpenAI's service that agents offer by default. They are removed from the prompt."""
 
 
-def read_responses(body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
+def read_responses(body: Any, sampling: Json, *, strict: bool, images: bool = False) -> ChatRequest:
     """Parses the JSON body of a request.
 
     `sampling`: the run's sampling parameters. `strict`: True to refuse values that differ from the run's instead of
-    overriding them. Raises ApiError for an invalid or unsupported request.
+    overriding them. `images`: True to accept images. Raises ApiError for an invalid or unsupported request.
     """
     fields = fields_of(body, IGNORED | SUPPORTED | PARTLY_IGNORED, NEUTRAL)
     all_tools = typed(fields, "tools", list, [])
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(all_tools) if not _of_service(tool)]
     calls_tools, forced = read_choice(fields, tools)
     return ChatRequest(
-        messages=_messages(fields),
+        messages=_messages(fields, images),
         model=typed(fields, "model", str, ""),
         tools=tools or None,
         calls_tools=bool(tools) and calls_tools,
@@ -264,7 +264,7 @@ def _ignored(fields: Json, tools: list[Any]) -> tuple[str, ...]:
     return tuple(ignored)
 
 
-def _messages(fields: Json) -> list[Message]:
+def _messages(fields: Json, images: bool) -> list[Message]:
     items = fields.get("input")
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
@@ -274,13 +274,13 @@ def _messages(fields: Json) -> list[Message]:
     if "instructions" in fields:
         out.append(_message({"role": "system", "content": fields["instructions"]}, "instructions"))
     for index, item in enumerate(items):
-        _add(out, item, f"input[{index}]")
+        _add(out, item, f"input[{index}]", images)
     if not items or not out or out[-1]["role"] == "assistant":
         raise invalid("input", "is empty or ends with an item of the assistant; append a user message")
     return out
 
 
-def _add(out: list[Message], item: Any, path: str) -> None:
+def _add(out: list[Message], item: Any, path: str, images: bool) -> None:
     """Converts an input item and appends it to the chat template's messages; a function call is merged into the
     preceding assistant message.
 
@@ -288,7 +288,7 @@ def _add(out: list[Message], item: Any, path: str) -> None:
     """
     kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
     if kind == "message":
-        out.append(_message(item, path))
+        out.append(_message(item, path, images))
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "function": function}
@@ -300,23 +300,24 @@ def _add(out: list[Message], item: Any, path: str) -> None:
         out[-1]["tool_calls"] = [*out[-1].get("tool_calls", []), *read]
     elif kind == "function_call_output":
         id = required(item, "call_id", str, path)
-        out.append(_message({"role": "tool", "content": item.get("output")}, path) | {"tool_call_id": id})
+        result = _message({"role": "tool", "content": item.get("output")}, path, images)
+        out.append(result | {"tool_call_id": id})
     elif kind != "reasoning":
         raise unsupported(path, f"is of type {kind}, which is not supported")
 
 
-def _message(item: Json, path: str) -> Message:
+def _message(item: Json, path: str, images: bool = False) -> Message:
     content = item.get("content")
     if isinstance(content, list):
         content = [_part(part) for part in content]
     elif not isinstance(content, str):
         raise invalid(f"{path}.content", "is not text")
-    return read_message({"role": item.get("role"), "content": content}, path)
+    return read_message({"role": item.get("role"), "content": content}, path, images=images)
 
 
 def _part(part: Any) -> Any:
-    """Converts a text part to the Chat Completions format. Returns other parts unchanged; `read_message` refuses
-    them."""
+    """Converts a text part to the Chat Completions format. Returns other parts unchanged, for
+    `read_message`."""
     if type_of(part) in ("input_text", "output_text"):
         return {"type": "text", "text": part.get("text", "")}
     return part
