@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,19 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
+from slimx.data.records import Trajectory
 from slimx.data.saved.step_files import DIRECTORY, read_step, step_files
 from tests.integration.engine_families import make_model
 from tests.integration.family_oracle import read
 from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
 from tests.integration.victims import matching
+from tools.quickstart.make_vision_model import TOKENS
 
 pytestmark = pytest.mark.integration
+
+
+STOPS = list(range(4, 128, 3))
+"""An untrained model hardly ever ends a turn: one token in three does it here."""
 
 
 def picture(seed: int, wide: int, high: int) -> bytes:
@@ -30,13 +37,14 @@ def picture(seed: int, wide: int, high: int) -> bytes:
     return file.getvalue()
 
 
-def write_prompts(directory: Path) -> Path:
-    """Writes prompts with one image, with two of which one is a data URI, and without images."""
-    (directory / "a.png").write_bytes(picture(1, 64, 64))
+def write_prompts(directory: Path, name: str = "a.png") -> Path:
+    """Writes prompts with one image, with two of which one is a data URI, and without images. `name`: name of the file
+    of the first image."""
+    (directory / name).write_bytes(picture(1, 64, 64))
     uri = "data:image/png;base64," + base64.b64encode(picture(2, 96, 64)).decode()
     rows = []
     for index in range(8):
-        images = [["a.png"], ["a.png", uri], []][index % 3]
+        images = [[name], [name, uri], []][index % 3]
         text = "<image>" * len(images) + f"{index}+1="
         row = {"messages": [{"role": "user", "content": text}], "answer": str(index + 1)}
         rows.append(row | ({"metadata": {"images": images}} if images else {}))
@@ -204,3 +212,49 @@ def test_adapters_of_the_language_model_learn_from_images(tmp_path: Path) -> Non
     moved = {key for key, tensor in exported.items() if not tensor.equal(before[key])}
     assert any("self_attn.q_proj" in key for key in moved) and any("mlp.down_proj" in key for key in moved)
     assert not any("visual" in key for key in moved)
+
+
+@pytest.mark.slow("a whole run of two minutes; the next test keeps the same requests without trainers")
+def test_later_turns_and_agents_with_images_are_trained(tmp_path: Path) -> None:
+    heldout = tmp_path / "heldout"
+    heldout.mkdir()
+    model = tmp_path / "model"
+    make_model("qwen3_vl", model)
+    config = write_config(
+        tmp_path,
+        model,
+        write_prompts(tmp_path),
+        trainer={"tensor": 2, "expert": 1, "vision": {"train": "tower"}},
+        rollout={
+            "generate": "tests.integration.pictures.mixed",
+            "group_size": 4,
+            "sampling": {"max_new_tokens": 8, "stop_token_ids": STOPS},
+        },
+        eval={"prompts": str(write_prompts(heldout, "b.png")), "every": 2},
+        schedule={"steps": 2},
+    )
+    run = TrainProcess(config)
+    assert run.wait() == 0, run.text()
+    rows = steps(tmp_path / "run")
+    assert list(rows) == [1, 2] and "eval/accuracy" in rows[2]
+    for row in rows.values():
+        assert row["gap/tokens"] > 0 and row["optim/grad_norm"] > 0 and row["gap/max"] <= 1e-4
+    stray = set()
+    images: dict[str, set[int]] = {"agent": set(), "environment": set()}
+    for file in step_files(tmp_path / "run" / DIRECTORY).values():
+        for group in read_step(file)[1]:
+            for trajectory in group.trajectories:
+                kind = "agent" if trajectory.index % 2 else "environment"
+                images[kind].add(
+                    len(trajectory.images) - len(group.prompt.metadata.get("images", [])) * (kind != "agent")
+                )
+                stray |= set(outside(trajectory))
+    assert 3 in images["agent"] and {2, 4} & images["environment"]
+    assert "inserted" in stray
+
+
+def outside(trajectory: Trajectory) -> Iterator[str]:
+    """Yields the source of each placeholder token that belongs to no image."""
+    for index in np.flatnonzero(trajectory.token_ids == TOKENS["image_token_id"]).tolist():
+        if not any(image.start <= index < image.stop for image in trajectory.images):
+            yield next(span.source for span in trajectory.spans if span.start <= index < span.stop)
