@@ -76,7 +76,7 @@ async def test_tools_are_shown_called_and_their_results_read(kind, url):
     assert first.endswith("<user>tool: 46")
     result = second.partition("fail")[2]
     assert "<user>tool: Error executing tool fail" in result
-    assert "<user>tool: A dot:\n(an image, which cannot be shown)" in result
+    assert f"<user>tool: A dot:\n{tools.UNSEEN}" in result
     assert trajectory.metadata == {
         "ended": "done",
         "turns": 3,
