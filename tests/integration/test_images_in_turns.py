@@ -20,7 +20,7 @@ from slimx.engines.server.spec import EngineSpec
 from slimx.extras.agents import agent
 from slimx.extras.agents.proxy.server import ChatProxy
 from slimx.extras.served_models.client import FrozenEngine
-from slimx.extras.vision.prepare import Preparation
+from slimx.extras.vision.prompts.prepare import Preparation
 from slimx.models.families import read_model
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.hooks import RolloutContext, RolloutEngine

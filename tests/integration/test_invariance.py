@@ -30,7 +30,7 @@ from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Image, Prompt, Span, Trajectory
 from slimx.data.sampling_support import Support
 from slimx.data.saved.codec import load_groups, save_groups
-from slimx.extras.vision.store import ImageStore
+from slimx.extras.vision.images.store import ImageStore
 from slimx.models.families import read_model
 from slimx.orchestration.batches import make_packer
 from tests.integration.chosen import chosen_cases

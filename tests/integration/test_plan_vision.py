@@ -18,7 +18,7 @@ from slimx.data.packing import pack
 from slimx.data.records import Image
 from slimx.extras.planner.memory.state import Buffers
 from slimx.extras.planner.memory.trainer import holdings, trainer_memory
-from slimx.extras.vision.store import ImageStore
+from slimx.extras.vision.images.store import ImageStore
 from slimx.layout.ranks import Sizes, coordinates, sizes_of
 from slimx.models.families import configured_model, read_model
 from tests.integration.rank_processes import run_ranks

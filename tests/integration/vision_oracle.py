@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slimx.data.records import Image, Span, Trajectory
-from slimx.extras.vision.store import ImageStore
+from slimx.extras.vision.images.store import ImageStore
 from tests.integration.conftest import Weights
 from tests.integration.family_oracle import Fill, Oracle
 

@@ -25,7 +25,7 @@ from slimx.errors import SlimxError, raised
 from slimx.extras.agents.proxy.answer import AnswerReader, message_calls
 from slimx.extras.agents.proxy.tool_calls import ToolCall, find_parser
 from slimx.extras.agents.toolbox import Toolbox, ToolResult, ToolsLost
-from slimx.extras.vision.prepare import ImagePromptIds
+from slimx.extras.vision.prompts.prepare import ImagePromptIds
 from slimx.json_types import Json
 from slimx.rewards.needs import checked_by, checks_prompts
 from slimx.rollout.draft import Draft

@@ -23,10 +23,10 @@ from slimx.digest import fingerprint
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
 from slimx.extras.datasets.files.read import DATASETS
+from slimx.extras.vision.images.pictures import opened, size_of
+from slimx.extras.vision.images.sources import check_file, located
 from slimx.extras.vision.prompts.check import ModelImages, described_images, shows_images, with_image_parts
-from slimx.extras.vision.prompts.pictures import opened, size_of
 from slimx.extras.vision.prompts.rows import RowImages
-from slimx.extras.vision.sources import check_file, located
 from slimx.json_types import Json
 from slimx.observability.live.safe_text import visible
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from slimx.extras.datasets.known import Known, Row, column, message, task, unfit
+from slimx.extras.vision.images.pictures import size_of
+from slimx.extras.vision.images.sources import check_file, located
 from slimx.extras.vision.prompts.marks import MARK
-from slimx.extras.vision.prompts.pictures import size_of
-from slimx.extras.vision.sources import check_file, located
 from slimx.json_types import Json
 
 SCALE = 1000

@@ -72,8 +72,8 @@ class WithTower(LayerKind):
 
 
 def _with_images(build: Any, inputs: ImageInputs) -> Callable[..., torch.nn.Module]:
+    from slimx.extras.vision.images.store import ImageStore
     from slimx.extras.vision.model import VisionInputs
-    from slimx.extras.vision.store import ImageStore
 
     seeing = type(f"{build.__name__}WithImages", (VisionInputs, build), {})
 

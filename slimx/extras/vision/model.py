@@ -18,8 +18,8 @@ from torch import nn
 
 from slimx.data.packing import zigzag
 from slimx.data.records import Image
+from slimx.extras.vision.images.store import ImageStore
 from slimx.extras.vision.positions import packed_positions, placeholders
-from slimx.extras.vision.store import ImageStore
 from slimx.extras.vision.tower import Tower
 
 TOWER = "visual"

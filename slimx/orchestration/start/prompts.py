@@ -3,8 +3,8 @@ order."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from slimx import entry_points
 from slimx.config.schema import Config
@@ -36,12 +36,26 @@ def run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     return with_template(tokenizer, config.rollout.template)
 
 
-def row_images(config: Config, keep: bool) -> Any:
-    """Returns the object that rewrites rows with images, as in `RowMapping`, and whose method `check` replaces
-    `check_prompts`; None without `trainer.vision`. `keep`: copy images that rows contain to the run's image store."""
+class RowImages(Protocol):
+    """The images in rows of prompt files."""
+
+    def __call__(self, row: Json, where: str) -> Json:
+        """Rewrites a row as `RowMapping.images` does."""
+        ...
+
+    @property
+    def check(self) -> Callable[[PreTrainedTokenizerBase, Sequence[Prompt], str, int, int], None]:
+        """Replacement of `check_prompts` for prompts with images."""
+        ...
+
+
+def row_images(config: Config, keep: bool) -> RowImages | None:
+    """Returns the handler of images in rows; None without `trainer.vision`. `keep`: copy these images to the run's
+    image store."""
     if config.trainer.vision is None:
         return None
-    return entry_points.load("slimx.images", "rows")(config, keep)
+    rows: RowImages = entry_points.load("slimx.images", "rows")(config, keep)
+    return rows
 
 
 def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> dict[str, list[Prompt]]:

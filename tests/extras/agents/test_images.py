@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -22,8 +21,9 @@ from slimx.extras.agents.hubs.openenv import Fields
 from slimx.extras.agents.hubs.views import Words, state_digest
 from slimx.extras.agents.proxy.server import ChatProxy
 from slimx.extras.agents.toolbox import ToolResult
-from slimx.extras.vision.prepare import ImagePromptIds, Preparation
-from slimx.extras.vision.sources import read_image
+from slimx.extras.vision.images.sources import read_image
+from slimx.extras.vision.images.store import ImageStore
+from slimx.extras.vision.prompts.prepare import ImagePromptIds, Preparation
 from slimx.json_types import Json
 from slimx.rollout.hooks import RolloutContext
 from tests.extras.agents.proxy_stand import CALL, TOOLS, Script, bare, client_of
@@ -48,6 +48,7 @@ def uri(pixels: np.ndarray = PIXELS) -> str:
 
 
 URIS = [uri(PIXELS + number) for number in range(4)]
+STORE = ImageStore("unused")
 PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "1+1="}])
 
 
@@ -59,7 +60,7 @@ class Unprepared(Preparation):
         self._merged = 4
 
     async def _prepare(self, source: object, where: str) -> tuple[str, tuple[int, int, int]]:
-        return fingerprint(read_image(source, (), where)), (1, 4, COUNT)
+        return fingerprint(read_image(source, where, STORE)), (1, 4, COUNT)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def context(engine: Script, tokenizer: Any, *, vision: bool = True, **fields: An
 def assert_placed(trajectory: Trajectory, sources: list[object]) -> None:
     """Asserts that the trajectory has `sources` in this order, each with its placeholders, and no other ones."""
     assert [image.digest for image in trajectory.images] == [
-        fingerprint(read_image(source, (), "")) for source in sources
+        fingerprint(read_image(source, "", STORE)) for source in sources
     ]
     places: list[int] = []
     for image in trajectory.images:
@@ -308,21 +309,8 @@ def test_an_observation_of_openenv_may_contain_an_image() -> None:
     observation = {"screenshot": URIS[0].partition(",")[2], "step": 3}
     assert view.show(observation, {}) == '{"step": 3}'
     for source in (view.images(observation, {}), view.images({"screenshot": URIS[0]}, {})):
-        assert read_image(source[0], (), "") == png()
+        assert read_image(source[0], "", STORE) == png()
     assert view.images({}, {}) == [] == Fields(None).images(observation, {})
-
-
-def test_relative_paths_of_images_are_those_of_one_file_of_prompts(tmp_path: Path) -> None:
-    directories = [tmp_path / name for name in ("train", "eval", "other")]
-    for directory in directories:
-        directory.mkdir()
-    (directories[1] / "a.png").write_bytes(png())
-    assert read_image("a.png", directories, "") == png()
-    (directories[0] / "a.png").write_bytes(png(PIXELS + 1))
-    with refused("vision.ambiguous", about="a.png"):
-        read_image("a.png", directories, "")
-    with refused("vision.unreadable"):
-        read_image("b.png", directories, "")
 
 
 def test_images_move_with_the_turn_that_shows_them(tokenizer: Any) -> None:

@@ -18,7 +18,7 @@ from slimx.config.load import load_config
 from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.prompts.read import RowMapping, read_prompts
 from slimx.data.records import Prompt
-from slimx.extras.vision.processing import load_processor, patches
+from slimx.extras.vision.images.processing import load_processor, patches
 from slimx.extras.vision.prompts.check import ModelImages
 from slimx.extras.vision.prompts.rows import RowImages
 from slimx.orchestration.start.prompts import heldout_prompts, row_images, source_prompts
@@ -103,7 +103,7 @@ def test_the_tokens_of_images_count_towards_the_limit(check, model, tmp_path):
         ("<|image_pad|>1", [], {}, "vision.placeholder"),
         ("", ["a.png"], {"messages": None, "token_ids": [5]}, "vision.token_ids"),
         ("", [], {"messages": None, "token_ids": [5, TOKEN]}, "vision.placeholder"),
-        ("1", ["a.png"], {"messages": [{"role": "system", "content": "1"}]}, "vision.template"),
+        ("1", ["a.png"], {"messages": [{"role": "system", "content": "1"}]}, "vision.marks"),
     ],
 )
 def test_an_unfit_prompt_is_refused_by_its_id(check, text, images, more, code):

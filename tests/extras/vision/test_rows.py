@@ -16,9 +16,9 @@ from slimx.data.prompts.read import read_prompts
 from slimx.data.records import Group
 from slimx.data.saved.codec import load_groups, save_groups
 from slimx.digest import fingerprint
+from slimx.extras.vision.images.sources import read_image
+from slimx.extras.vision.images.store import ImageStore
 from slimx.extras.vision.prompts.rows import RowImages
-from slimx.extras.vision.sources import read_image
-from slimx.extras.vision.store import ImageStore
 from tests.extras.vision.picture_stand import picture
 from tests.refusals import refused
 
@@ -110,7 +110,7 @@ def test_a_saved_prompt_contains_no_image_and_its_images_are_found_again(tmp_pat
     path.unlink()
     (group,) = load_groups(file)
     again = ImageStore(tmp_path / "run" / "images")
-    assert [read_image(image, tmp_path, "here", again) for image in group.prompt.metadata["images"]] == [A, B]
+    assert [read_image(image, "here", again) for image in group.prompt.metadata["images"]] == [A, B]
 
 
 def test_equal_images_are_stored_once_and_readers_without_a_store_write_nothing(tmp_path):

@@ -82,7 +82,7 @@ def test_embeddings_are_tied_as_the_top_level_says(tmp_path: Path, top, inside, 
             ("vision_config", "deepstack_visual_indexes"),
             [1],
             "model.unsupported",
-            "deepstack_visual_indexes",
+            "vision_config.deepstack_visual_indexes",
         ),
     ],
 )

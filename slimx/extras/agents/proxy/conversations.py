@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from slimx.data.chat.tokens import encode_chat, encode_turns
 from slimx.data.records import Image, Trajectory
 from slimx.extras.agents.proxy.request import Json, Message
-from slimx.extras.vision.prepare import without_sources
+from slimx.extras.vision.prompts.prepare import without_sources
 from slimx.rollout.client.completion import Completion
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from slimx.extras.agents.proxy.apis.base import AnswerWriter, ChatApi
 from slimx.extras.agents.proxy.conversations import Conversations, Position
 from slimx.extras.agents.proxy.errors import ApiError
 from slimx.extras.agents.proxy.request import ChatRequest, Json, Message, characters, parts, read_message
-from slimx.extras.vision.prepare import ImagePromptIds
+from slimx.extras.vision.prompts.prepare import ImagePromptIds
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.sending import AnswerError
 

@@ -1,1 +1,1 @@
-"""Prompts with images: rows of data sets as prompts, and checks before a run starts."""
+"""Prompts with images: rows of data sets as prompts, checks before a run starts, and token ids."""

@@ -16,12 +16,12 @@ from slimx.config.schema import Config
 from slimx.data.chat.tokens import check_prompts, encode_prompt
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError, one_line
-from slimx.extras.vision.processing import limits, load_processor
+from slimx.extras.vision.images.pictures import size_of
+from slimx.extras.vision.images.processing import limits, load_processor
+from slimx.extras.vision.images.sources import check_file
+from slimx.extras.vision.images.store import ImageStore
 from slimx.extras.vision.prompts.marks import MARK, with_parts
-from slimx.extras.vision.prompts.pictures import size_of
 from slimx.extras.vision.prompts.rows import RowImages
-from slimx.extras.vision.sources import check_file
-from slimx.extras.vision.store import ImageStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

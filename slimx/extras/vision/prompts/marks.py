@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from slimx.errors import SlimxError
-from slimx.extras.vision.sources import KEYS
+from slimx.extras.vision.images.sources import KEYS
 from slimx.json_types import Json
 
 MARK = "<image>"
@@ -100,9 +100,10 @@ def _kind(part: object, where: str) -> str:
 
 def with_parts(messages: Sequence[Json], count: int) -> list[Json]:
     """Returns `messages` with the text of each as parts, in which parts of type image replace `MARK`. Without any mark,
-    the images precede the text of the first user message. Raises SlimxError if there are marks, but not `count`."""
+    the images precede the text of the first user message. Raises SlimxError if there is no place for each image."""
     marks = sum(str(message.get("content")).count(MARK) for message in messages)
-    if marks not in (0, count):
+    placed = any(message.get("role") == "user" for message in messages)
+    if marks != count and (marks or not placed):
         raise SlimxError(
             f"the messages contain {MARK} {marks} times, but the prompt has {count} images; write {MARK} once for "
             "each image",

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from slimx.digest import fingerprint
+from slimx.extras.vision.images.pictures import size_of
+from slimx.extras.vision.images.sources import STORED, located
+from slimx.extras.vision.images.store import ImageStore
 from slimx.extras.vision.prompts.marks import with_marks
-from slimx.extras.vision.prompts.pictures import size_of
-from slimx.extras.vision.sources import STORED, located
-from slimx.extras.vision.store import ImageStore
 from slimx.json_types import Json
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slimx.extras.vision.store import ImageStore
+from slimx.extras.vision.images.store import ImageStore
 from slimx.json_types import Json
 
 _CACHED = 64

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from slimx.errors import SlimxError, one_line
-from slimx.extras.vision.store import ImageStore
+from slimx.extras.vision.images.store import ImageStore
 
 MOST_BYTES = 64 * 2**20
 """Size limit of an image file in bytes."""
@@ -35,8 +35,8 @@ _MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 def read_image(source: object, where: str, store: ImageStore) -> bytes:
     """Returns the bytes of an image file.
 
-    `source`: as for `located` with the working directory, or a reference to a file in `store`. `where`: location of the image, for errors. Raises
-    SlimxError for any other value, and for a file that cannot be read."""
+    `source`: as for `located` with the working directory, or a reference to a file in `store`. `where`: location of the
+    image, for errors. Raises SlimxError for any other value, and for a file that cannot be read."""
     if isinstance(source, str) and source.startswith(STORED):
         return store.original(source.removeprefix(STORED))
     found = located(source, Path(), where)
@@ -53,7 +53,8 @@ def located(source: object, directory: Path, where: str) -> bytes | Path:
     """Returns the bytes that `source` contains, or the absolute path that it names, which is not read.
 
     `source`: a path (relative to `directory`), a file:// or data URI, bytes, a PIL image, a uint8 array [height, width]
-    or [height, width, channels], or an object with one of these under one of `KEYS`. `where`: location of the image, for errors. Raises SlimxError for any other value."""
+    or [height, width, channels], or an object with one of these under one
+    of `KEYS`. `where`: location of the image, for errors. Raises SlimxError for any other value."""
     if isinstance(source, Mapping):
         for key in KEYS:
             value = source.get(key)
@@ -67,7 +68,11 @@ def located(source: object, directory: Path, where: str) -> bytes | Path:
         return _checked(source, where)
     if not isinstance(source, str) or not source:
         kind = "empty" if source == "" else f"of type {type(source).__name__}"
-        raise SlimxError(f"{where} is {kind}; give a path, bytes, a data URI, a PIL image, or an array", code="vision.source", about=where)
+        raise SlimxError(
+            f"{where} is {kind}; give a path, bytes, a data URI, a PIL image, or an array",
+            code="vision.source",
+            about=where,
+        )
     if source.startswith("data:"):
         head, comma, body = source.partition(",")
         if not comma or not head.endswith(";base64"):

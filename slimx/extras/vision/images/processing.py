@@ -9,8 +9,8 @@ import numpy as np
 
 from slimx.config.sections.vision import Vision
 from slimx.errors import SlimxError, one_line
-from slimx.extras.vision.prompts.pictures import as_rgb, opened
-from slimx.extras.vision.store import Grid, ImageStore
+from slimx.extras.vision.images.pictures import as_rgb, opened
+from slimx.extras.vision.images.store import Grid, ImageStore
 from slimx.runtime.process import end_with_parent
 
 _state: dict[str, Any] = {}

@@ -20,11 +20,11 @@ from slimx.data.chat.tokens import PromptIds, encode_chat, encode_turns, templat
 from slimx.data.records import Image, Prompt
 from slimx.digest import fingerprint
 from slimx.errors import SlimxError
-from slimx.extras.vision import processing
+from slimx.extras.vision.images import processing
+from slimx.extras.vision.images.pictures import undecodable
+from slimx.extras.vision.images.sources import read_image
+from slimx.extras.vision.images.store import Grid, ImageStore
 from slimx.extras.vision.prompts.marks import with_parts
-from slimx.extras.vision.prompts.pictures import undecodable
-from slimx.extras.vision.sources import read_image
-from slimx.extras.vision.store import Grid, ImageStore
 from slimx.json_types import Json
 from slimx.models.families import ModelSpec
 
