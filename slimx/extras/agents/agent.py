@@ -132,7 +132,8 @@ async def generate(
     reading = AnswerReader(ctx.tokenizer, parse_tools, separate_reasoning, tool_parser)
     context = min(max_context or ctx.proxy.context, ctx.proxy.context)
     limits = SessionLimits(context=context, requests=max_requests, sampled=max_tokens)
-    session = Session(ctx, reading, limits, strict=sampling == "strict")
+    images = prompt.metadata.get("images") or ()
+    session = Session(ctx, reading, limits, strict=sampling == "strict", images=images)
     name = agent or f"command {command[0] if command else ''}"
     result: object = None
     try:

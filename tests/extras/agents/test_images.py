@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -186,13 +188,13 @@ async def test_tools_show_images(tokenizer: Any, vision: bool) -> None:
         assert engine.received[1][0].count(tools.UNSEEN) == 2 and engine.images == [(), ()]
 
 
-async def served(engine: Script, tokenizer: Any, function: Any) -> list[Trajectory]:
+async def served(engine: Script, tokenizer: Any, function: Any, prompt: Prompt = PROMPT) -> list[Trajectory]:
     """Returns the trajectories of an agent, `async def function(base_url, prompt)`."""
     bare.function = function
     proxy = ChatProxy(context=400, images=True)
     try:
         ctx = context(engine, tokenizer, proxy=proxy)
-        return await agent.generate(ctx, PROMPT, agent="tests.extras.agents.proxy_stand.bare")
+        return await agent.generate(ctx, prompt, agent="tests.extras.agents.proxy_stand.bare")
     finally:
         await proxy.stop()
 
@@ -254,6 +256,25 @@ async def test_agents_show_images_by_every_api(tokenizer: Any) -> None:
     assert_placed(second, [URIS[1], URIS[1]])
     text = tokenizer.decode(second.token_ids[: second.images[1].start].tolist())
     assert text.endswith("<user>a<|vision_start|>")
+
+
+async def test_agents_may_refer_to_the_images_of_the_prompt_and_to_no_other(tokenizer: Any, tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("a.png", "b.png")]
+    for path in paths:
+        Path(path).write_bytes(png())
+
+    async def act(base_url: str, prompt: Prompt) -> None:
+        async with client_of(base_url) as client:
+            for source in (paths[1], "stored:00", ""):
+                with pytest.raises(openai.BadRequestError) as caught:
+                    messages: Any = [{"role": "user", "content": shown(source)}]
+                    await client.chat.completions.create(model="m", messages=messages)
+                assert caught.value.code == "unsupported_value"
+            (path,) = prompt.metadata["images"]
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": shown(path)}])
+
+    (found,) = await served(Script("a"), tokenizer, act, replace(PROMPT, metadata={"images": paths[:1]}))
+    assert_placed(found, [paths[0]])
 
 
 async def test_images_that_agents_may_not_show_are_refused(tokenizer: Any) -> None:

@@ -68,6 +68,8 @@ def test_paths_may_be_absolute_links_and_uris(read, tmp_path):
         ("broken.png", "vision.unreadable"),
         ("a\0b", "vision.unreadable"),
         (TEXT * 100, "vision.unreadable"),
+        ("stored:00", "vision.missing"),
+        ("stored:/../../../a b.png", "vision.missing"),
         ("empty.png", "vision.size"),
         (b"", "vision.size"),
         ("data:image/png;base64,?", "vision.uri"),

@@ -117,17 +117,18 @@ def overridden_by_run(fields: Json, sampling: Json, *, strict: bool) -> tuple[st
     return tuple(overridden)
 
 
-def read_message(message: object, path: str = "the message", *, images: bool = False) -> Message:
+def read_message(message: object, path: str = "the message", *, images: Collection[str] | None = None) -> Message:
     """Converts a Chat Completions message to the chat template's format. `path`: location of the message in the
-    request, for error messages. `images`: True to accept images in messages of users and tools."""
+    request, for error messages. `images`: as in `content_of`, for messages of users and
+    tools."""
     role = message.get("role") if isinstance(message, dict) else None
     if role == "developer":
         role = "system"
     if not isinstance(message, dict) or role not in ROLES:
         raise invalid(f"{path}.role", f"must be one of {', '.join(ROLES)}, not {str(role)[:50]!r}")
     content = message.get("content")
-    shows = images and role in ("user", "tool")
-    out: Message = {"role": role, "content": content_of("" if content is None else content, f"{path}.content", shows)}
+    shown = images if role in ("user", "tool") else None
+    out: Message = {"role": role, "content": content_of("" if content is None else content, f"{path}.content", shown)}
     for name in ("name", "tool_call_id"):
         value = typed(message, name, str, "", path)
         if value:
@@ -158,23 +159,23 @@ IMAGES = ("image", "image_url", "input_image")
 """Types of image parts in the APIs."""
 
 
-def content_of(content: object, path: str, images: bool) -> str | list[Json]:
-    """Returns a message's content as text, or as parts if it contains images. `images`: False to refuse images. Raises
-    ApiError for parts of other types."""
-    if not images or not isinstance(content, list) or not any(type_of(part) in IMAGES for part in content):
+def content_of(content: object, path: str, images: Collection[str] | None) -> str | list[Json]:
+    """Returns a message's content as text, or as parts if it contains images. `images`: references to images that
+    `image_url` may contain; None to refuse all images. Raises ApiError for parts of other types."""
+    if images is None or not isinstance(content, list) or not any(type_of(part) in IMAGES for part in content):
         return text_of(content, path)
     parts: list[Json] = []
     for part in content:
         if type_of(part) in IMAGES:
-            parts.append({"type": "image", "image": _image(part, path)})
+            parts.append({"type": "image", "image": _image(part, path, images)})
         else:
             parts.append({"type": "text", "text": text_of([part], path)})
     return parts
 
 
-def _image(part: Json, path: str) -> str:
-    """Returns the data URI of an image part of OpenAI's chat completions (image_url), OpenAI's responses (input_image)
-    or Anthropic's messages (image)."""
+def _image(part: Json, path: str, known: Collection[str]) -> str:
+    """Returns the data URI, or the one of `known`, in an image part of OpenAI's chat completions (image_url), OpenAI's
+    responses (input_image) or Anthropic's messages (image)."""
     if part["type"] == "image":
         source = required(part, "source", dict, path)
         data = source.get("url")
@@ -185,11 +186,11 @@ def _image(part: Json, path: str) -> str:
         data = part.get("image_url")
         if isinstance(data, dict):
             data = data.get("url")
-    if not isinstance(data, str) or not data.startswith("data:"):
+    if not isinstance(data, str) or not (data.startswith("data:") or data in known):
         problem = (
-            f"refers to the image {str(data)[:100]!r}, which this server does not download; send the image itself, "
+            f"refers to the image {str(data)[:100]!r}, which this server does not download; send the image itself "
         )
-        raise unsupported(path, problem + "in base64")
+        raise unsupported(path, problem + "in base64, or an entry of the prompt's metadata.images")
     return data
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Collection, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
@@ -62,17 +62,25 @@ class Session:
     """Session of one rollout's agent: its limits, conversations and counts."""
 
     def __init__(
-        self, ctx: RolloutContext, reading: AnswerReader, limits: SessionLimits, *, strict: bool = False
+        self,
+        ctx: RolloutContext,
+        reading: AnswerReader,
+        limits: SessionLimits,
+        *,
+        strict: bool = False,
+        images: Collection[str] = (),
     ) -> None:
         """Creates a session without conversations.
 
-        `strict`: True to refuse sampling parameters other than the run's instead of overriding them.
+        `strict`: True to refuse sampling parameters other than the run's instead of overriding them. `images`: the
+        prompt's images, to which messages may refer in a run with `trainer.vision`.
         """
         self._ctx = ctx
         self._reading = reading
         self._limits = limits
         self._strict = strict
         self._conversations = Conversations(ctx.tokenizer)
+        self._known = images
         self._images = ctx.prompt_ids if isinstance(ctx.prompt_ids, ImagePromptIds) else None
         self._requests = 0
         self._sampled = 0
@@ -190,7 +198,8 @@ class Session:
 
     def _read_here(self, api: ChatApi, body: object, strict: bool) -> tuple[ChatRequest, Position]:
         try:
-            request = api.read(body, self._ctx.engine.sampling, strict=strict, images=self.takes_images)
+            images = self._known if self.takes_images else None
+            request = api.read(body, self._ctx.engine.sampling, strict=strict, images=images)
             context = self._limits.context
             for count, most, unit in (
                 (parts(request), context, "messages, calls and tools"),

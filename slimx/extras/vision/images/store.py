@@ -3,6 +3,7 @@ that prompt files contain. Files are named by digests."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,7 @@ class ImageStore:
     def original(self, digest: str) -> bytes:
         """Returns the image file that was stored with `keep`. Raises SlimxError naming the file if it is missing."""
         file = self._original(digest)
-        if not file.exists():
+        if not re.fullmatch(r"[0-9a-f]+", digest) or not file.exists():
             raise _missing(file, digest)
         return file.read_bytes()
 

@@ -6,6 +6,7 @@ Names are those of Anthropic's API reference for /v1/messages.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -54,12 +55,12 @@ ERRORS = {404: "not_found_error", 413: "request_too_large", 504: "timeout_error"
 
 
 def read_messages(
-    body: Any, sampling: Json, *, strict: bool, images: bool = False, counts: bool = False
+    body: Any, sampling: Json, *, strict: bool, images: Collection[str] | None = None, counts: bool = False
 ) -> ChatRequest:
     """Parses the JSON body of a request.
 
     `sampling`: the run's sampling parameters. `strict`: True to refuse values that differ from the run's instead of
-    overriding them. `images`: True to accept images. `counts`: True for a request that only counts tokens, where
+    overriding them. `images`: as in `content_of`. `counts`: True for a request that only counts tokens, where
     max_tokens is optional. Raises ApiError for an invalid or unsupported request.
     """
     fields = fields_of(body, IGNORED | SUPPORTED, {})
@@ -183,7 +184,7 @@ def _event(kind: str, **data: Any) -> bytes:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n".encode()
 
 
-def _messages(fields: Json, images: bool) -> list[Message]:
+def _messages(fields: Json, images: Collection[str] | None) -> list[Message]:
     out: list[Message] = []
     if fields.get("system"):
         out.append({"role": "system", "content": text_of(fields["system"], "system")})
@@ -195,7 +196,7 @@ def _messages(fields: Json, images: bool) -> list[Message]:
     return out
 
 
-def _message(message: object, path: str, images: bool) -> list[Message]:
+def _message(message: object, path: str, images: Collection[str] | None) -> list[Message]:
     """Converts an Anthropic message to chat-template messages, in which every tool result is a separate message.
     `path`: location of the message in the request, for error messages."""
     role = message.get("role") if isinstance(message, dict) else None

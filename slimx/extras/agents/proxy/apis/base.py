@@ -57,9 +57,8 @@ class ChatApi:
     """Parser, writer and error format of one API."""
 
     read: Callable[..., ChatRequest]
-    """Function that parses a JSON body, given the run's sampling parameters, `strict`, and whether messages may
-    contain `images`. Raises ApiError for an
-    unsupported request."""
+    """Function that parses a JSON body, given the run's sampling parameters, `strict`, and `images` as in `content_of`.
+    Raises ApiError for an unsupported request."""
     writer: type[AnswerWriter]
     refusal: Callable[[ApiError], Json] = lambda error: error.body
     """Function that returns the JSON body of an error response."""

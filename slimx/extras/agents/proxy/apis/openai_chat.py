@@ -6,6 +6,7 @@ Names are those of OpenAI's API reference for chat completions.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from slimx.extras.agents.proxy.apis.base import AnswerWriter, ChatApi
@@ -66,11 +67,11 @@ SUPPORTED = frozenset(
 )
 
 
-def read_chat(body: Any, sampling: Json, *, strict: bool, images: bool = False) -> ChatRequest:
+def read_chat(body: Any, sampling: Json, *, strict: bool, images: Collection[str] | None = None) -> ChatRequest:
     """Parses the JSON body of a request.
 
     `sampling`: the run's sampling parameters. `strict`: True to refuse values that differ from the run's instead of
-    overriding them. `images`: True to accept images. Raises ApiError for an invalid or unsupported request.
+    overriding them. `images`: as in `content_of`. Raises ApiError for an invalid or unsupported request.
     """
     fields = fields_of(body, IGNORED | SUPPORTED, NEUTRAL)
     overridden = overridden_by_run(fields, sampling, strict=strict)
@@ -186,7 +187,7 @@ def _finish_reason(message: Message, completion: Completion) -> str:
     return "tool_calls" if message.get("tool_calls") else completion.finish_reason
 
 
-def _messages(fields: Json, images: bool) -> list[Message]:
+def _messages(fields: Json, images: Collection[str] | None) -> list[Message]:
     messages = [
         read_message(message, f"messages[{index}]", images=images)
         for index, message in enumerate(typed(fields, "messages", list, []))

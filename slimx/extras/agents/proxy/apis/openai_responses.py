@@ -7,6 +7,7 @@ items of the conversation.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from slimx.extras.agents.proxy.apis.base import AnswerWriter, ChatApi
@@ -65,11 +66,11 @@ SERVICE_TOOLS = ("web_search", "web_search_preview")
 """Tools of OpenAI's service that agents offer by default. They are removed from the prompt."""
 
 
-def read_responses(body: Any, sampling: Json, *, strict: bool, images: bool = False) -> ChatRequest:
+def read_responses(body: Any, sampling: Json, *, strict: bool, images: Collection[str] | None = None) -> ChatRequest:
     """Parses the JSON body of a request.
 
     `sampling`: the run's sampling parameters. `strict`: True to refuse values that differ from the run's instead of
-    overriding them. `images`: True to accept images. Raises ApiError for an invalid or unsupported request.
+    overriding them. `images`: as in `content_of`. Raises ApiError for an invalid or unsupported request.
     """
     fields = fields_of(body, IGNORED | SUPPORTED | PARTLY_IGNORED, NEUTRAL)
     all_tools = typed(fields, "tools", list, [])
@@ -264,7 +265,7 @@ def _ignored(fields: Json, tools: list[Any]) -> tuple[str, ...]:
     return tuple(ignored)
 
 
-def _messages(fields: Json, images: bool) -> list[Message]:
+def _messages(fields: Json, images: Collection[str] | None) -> list[Message]:
     items = fields.get("input")
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
@@ -280,7 +281,7 @@ def _messages(fields: Json, images: bool) -> list[Message]:
     return out
 
 
-def _add(out: list[Message], item: Any, path: str, images: bool) -> None:
+def _add(out: list[Message], item: Any, path: str, images: Collection[str] | None) -> None:
     """Converts an input item and appends it to the chat template's messages; a function call is merged into the
     preceding assistant message.
 
@@ -306,7 +307,7 @@ def _add(out: list[Message], item: Any, path: str, images: bool) -> None:
         raise unsupported(path, f"is of type {kind}, which is not supported")
 
 
-def _message(item: Json, path: str, images: bool = False) -> Message:
+def _message(item: Json, path: str, images: Collection[str] | None = None) -> Message:
     content = item.get("content")
     if isinstance(content, list):
         content = [_part(part) for part in content]
