@@ -55,6 +55,7 @@ TOWER = {
     "num_position_embeddings": 36,
     "deepstack_visual_indexes": [0, 2],
 }
+SHARED = TOWER.keys() - {"num_position_embeddings", "deepstack_visual_indexes"}
 MODEL = {
     "architectures": ["Qwen3VLForConditionalGeneration"],
     "model_type": "qwen3_vl",
@@ -63,6 +64,16 @@ MODEL = {
     "text_config": TEXT,
     "vision_config": TOWER,
 }
+GATED = {
+    **MODEL,
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "text_config": {key: value for key, value in TEXT.items() if key not in ("head_dim", "rope_scaling")}
+    | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
+    "vision_config": {key: value for key, value in TOWER.items() if key in SHARED}
+    | {"window_size": 16, "fullatt_block_indexes": [1, 3]},
+}
+"""A model whose tower has gated MLPs and RMSNorms."""
 
 
 def case(train: str, dtype: str = "bfloat16", **trainer: Any) -> dict[str, Any]:
@@ -82,22 +93,25 @@ LAYOUTS: dict[str, dict[str, Any]] = {
             case("tower", "float32", **FULL),
         ],
     },
+    "gated": {
+        "model": GATED,
+        "layout": {"world_size": 1},
+        "cases": [case("none"), case("tower"), case("tower", "float32", **FULL)],
+    },
     "TP2xDP2": {"layout": {"world_size": 4, "tensor": 2}, "cases": [case("projector"), case("tower", **FULL)]},
     "PP2xCP2": {"layout": {"world_size": 4, "pipeline": 2, "context": 2}, "cases": [case("none"), case("tower")]},
 }
 QUICK = ("single",)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_model(directory: Path, hf: dict[str, Any]) -> None:
     """Writes a checkpoint of random weights."""
-    directory = tmp_path_factory.mktemp("model")
-    (directory / "config.json").write_text(json.dumps(MODEL))
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(hf))
     shapes = read_model(directory).table.checkpoint_shapes()
     generator = torch.Generator().manual_seed(1)
     tensors = {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
 
 
 def config(job: dict[str, Any], case: dict[str, Any]) -> Config:
@@ -165,7 +179,9 @@ def measure_all(job: dict[str, Any], rank: int) -> list[dict[str, int]]:
     "name",
     [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow("full grid of layouts")]) for n in LAYOUTS],
 )
-def test_a_plan_says_what_trainers_with_images_hold(name: str, model: Path, tmp_path: Path) -> None:
+def test_a_plan_says_what_trainers_with_images_hold(name: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    write_model(model, LAYOUTS[name].get("model", MODEL))
     layout = LAYOUTS[name]["layout"]
     sizes = sizes_of(config({**LAYOUTS[name], "model": model, "out": tmp_path, "rows": 1}, case("none")).trainer)
     job = {**LAYOUTS[name], "model": model, "out": tmp_path, "rows": ROWS * sizes.data}

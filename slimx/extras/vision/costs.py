@@ -56,6 +56,9 @@ class TowerCosts:
             inputs = sum(columns for _, columns in self._matrices(projector=False))
             # Nothing precedes the first layer. Attention also keeps packed projections, and rotated queries and keys.
             inputs = 2 * inputs - self._patch + 5 * self.vision["depth"] * self.vision["hidden_size"]
+            if any(".gate_proj." in row.name for row in self.rows):
+                # The activation's output and the product of gates; the first RMSNorm's input is kept in fp32.
+                inputs += 2 * self.vision["depth"] * (self.vision["intermediate_size"] + self.vision["hidden_size"])
             elements += self._patches(embeddings) * inputs
         return elements * setting.itemsize
 
