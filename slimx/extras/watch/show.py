@@ -45,12 +45,19 @@ def group_values(
 
 
 def prompt_values(prompt: Prompt, decode: Decode) -> Json:
-    """Returns a prompt as {id, text, answer, dataset}."""
+    """Returns a prompt as {id, text, answer, dataset, images: list of paths and references, or None for an image of
+    another form}."""
     if prompt.messages is None:
         text = decode(prompt.token_ids or [])
     else:
         text = "\n".join(f"{turn.get('role')}: {turn.get('content', '')}" for turn in prompt.messages)
-    return {"id": prompt.id, "text": text, "answer": prompt.answer, "dataset": prompt.source}
+    images = prompt.metadata.get("images")
+    names = [_reference(image) for image in images] if isinstance(images, list) else []
+    return {"id": prompt.id, "text": text, "answer": prompt.answer, "dataset": prompt.source, "images": names}
+
+
+def _reference(image: object) -> str | None:
+    return image if isinstance(image, str) and not image.startswith("data:") else None
 
 
 def _trajectory_values(
@@ -147,6 +154,8 @@ def group_lines(group: Json) -> Iterator[str]:
         line += f", baseline {group['baseline']:.3f}"
     yield line
     yield from _indented(group["prompt"]["text"], "    ? ")
+    for image in group["prompt"]["images"]:
+        yield f"    image {image or 'in the prompt file'}"
     for trajectory in group["trajectories"]:
         yield from _trajectory_lines(trajectory)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import http.client
+import io
 import json
 import os
 import re
@@ -20,11 +21,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import requests
+from PIL import Image
 
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Span, Trajectory
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.data.saved.trained_tokens import SUFFIX, TrainedTokens
+from slimx.extras.vision.images.store import ImageStore
 from slimx.extras.watch.page import server
 from slimx.extras.watch.page.content import CHARACTERS, Content, Growing, cut
 from slimx.extras.watch.page.server import listen, serve
@@ -32,6 +35,7 @@ from slimx.extras.watch.rollouts import Choice, show_rollouts
 from slimx.observability.live.run_lock import locked
 from slimx.observability.tracking.run_files import read_config
 from slimx.orchestration.state.directory import write_config
+from tests.extras.vision.picture_stand import picture
 from tests.refusals import numbers, refused
 from tests.unit.rollout.rollout_stand import config_of, the_tokenizer
 
@@ -190,6 +194,46 @@ def test_status_charts_and_rollouts_are_what_the_directory_holds(run, page):
     assert [token["other_experts"] for token in tokens] == [False, False, False, True, False, False]
     for path in ("/api/steps/9", "/api/steps/2/tokens?group=g9"):
         assert page.get(path).status_code == 404 and page.get(path).json()["code"].startswith("rollouts.")
+
+
+@pytest.fixture
+def shown(run, tmp_path):
+    """Adds a step whose prompt has images as a file, in the run's store, missing, and in the prompt file."""
+    (tmp_path / "a.png").write_bytes(picture(900, 300))
+    stored = ImageStore(run / "images").keep(picture(20, 40))
+    names = [str(tmp_path / "a.png"), f"stored:{stored}", str(tmp_path / "absent.png"), "data:image/png;base64,"]
+    added = group(3, [1.0], text="<image>2+2=", dataset="pictures")
+    added.prompt.metadata["images"] = names
+    config = Config.model_validate(read_config(run))
+    files = StepFiles(run / DIRECTORY, origin_of(config, the_tokenizer()), every=1, keep=0, resume_step=2)
+    files.write(3, 3, [added], {})
+    return names[:3]
+
+
+def test_images_of_prompts_are_listed_and_previewed(run, shown, page):
+    (listed,) = page.get("/api/steps/3").json()["groups"]
+    assert listed["prompt"]["images"] == [*shown, None]
+    sizes = []
+    for index in (0, 1):
+        answer = page.get(f"/api/steps/3/image?group=g3&index={index}")
+        assert answer.headers["Content-Type"] == "image/png"
+        sizes.append(Image.open(io.BytesIO(answer.content)).size)
+    assert sizes == [(320, 107), (20, 40)]
+    codes = []
+    for query in ("group=g3&index=2", "group=g3&index=3", "group=g3&index=4", "group=g3&index=-1", "group=g3", ""):
+        answer = page.get(f"/api/steps/3/image?{query}")
+        assert answer.status_code == 404
+        codes.append(answer.json()["code"])
+    assert codes == ["vision.unreadable", *["rollouts.image"] * 5]
+    assert page.get("/api/steps/9/image?group=g3&index=0").json()["code"] == "rollouts.step"
+    lines = list(show_rollouts(run, 3, Choice(), buffer=False, dropped=False, as_json=False))
+    assert all(any(name in line for line in lines) for name in shown)
+
+
+@pytest.mark.needs("chromium")
+def test_a_browser_shows_images(shown, page, tmp_path):
+    found = drawn(f"{page.address}/?token=secret&dataset=pictures#rollouts", tmp_path)
+    assert found.count('class="image"') == 4 and found.count("/api/steps/3/image?group=g3") == 3
 
 
 def test_a_step_that_a_resumed_run_writes_anew_is_read_anew(run):

@@ -62,6 +62,21 @@ def undecodable(where: str, reason: str) -> SlimxError:
     )
 
 
+def preview(file: bytes, side: int) -> bytes:
+    """Returns the image in the bytes of an image file as a PNG file of at most `side` pixels in width and height.
+    Raises SlimxError if slimx does not decode it."""
+    out = io.BytesIO()
+    try:
+        with opened(file) as image:
+            image.draft("RGB", (side, side))
+            shown = as_rgb(image)
+    except Exception as error:  # decoders raise many kinds of errors for damaged files
+        raise undecodable("the image", one_line(error)) from error
+    shown.thumbnail((side, side))
+    shown.save(out, "PNG")
+    return out.getvalue()
+
+
 def as_rgb(image: Image) -> Image:
     """Returns an image as viewers show it, in mode RGB: turned as its EXIF data say, on a white background where it is
     transparent, and with the upper 8 of 16 bits."""

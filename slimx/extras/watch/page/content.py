@@ -15,6 +15,9 @@ import msgspec
 from slimx.data.saved.step_files import DIRECTORY, step_files
 from slimx.data.saved.trained_tokens import SUFFIX
 from slimx.errors import SlimxError
+from slimx.extras.vision.images.pictures import preview
+from slimx.extras.vision.images.sources import read_image
+from slimx.extras.vision.images.store import ImageStore
 from slimx.extras.watch.report.charts import Chart, PhaseColors
 from slimx.extras.watch.report.curves import curves
 from slimx.extras.watch.report.phase_charts import phase_charts
@@ -22,7 +25,7 @@ from slimx.extras.watch.rollouts import Choice, step_of
 from slimx.extras.watch.status import describe_status, run_status
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.phases import Phase
-from slimx.observability.tracking.run_files import check_run
+from slimx.observability.tracking.run_files import check_run, read_config
 
 POINTS = 600
 """Maximum number of points of a curve; longer curves are averaged."""
@@ -30,6 +33,8 @@ PHASES_KEPT = 20_000
 """Number of newest phases that the page draws; a run of 10,000 steps has about 80,000 phases."""
 STEPS_KEPT = 4
 """Number of steps whose groups are cached. A step is read again if one of its files has changed."""
+PREVIEW = 320
+"""Maximum width and height of an image on the page, in pixels."""
 CHARACTERS = 4000
 """Maximum number of characters shown for each prompt, sampled turn and inserted text in the list of rollouts; the token
 view shows the full text."""
@@ -137,6 +142,21 @@ class Content:
                     self._rollouts.pop(next(iter(self._rollouts)))
                 self._rollouts[step] = written, values
             return self._rollouts[step][1]
+
+    def image(self, step: int, group: str, index: int) -> bytes:
+        """Returns a preview of image `index`, from 0, of a group's prompt, as a PNG file. Raises SlimxError if the
+        image is missing."""
+        groups = {found["id"]: found for found in self.rollouts(step)["groups"]}
+        images = groups[group]["prompt"]["images"] if group in groups else []
+        if not (0 <= index < len(images) and images[index]):
+            raise SlimxError(
+                f"group {group} of step {step} has no image {index} in a file; choose one that the group lists",
+                code="rollouts.image",
+                about=group,
+            )
+        replayed = read_config(self.directory)["rollout"].get("replay")
+        store = ImageStore(Path(replayed or self.directory) / "images")
+        return preview(read_image(images[index], f"image {index} of group {group}", store), PREVIEW)
 
     def tokens(self, step: int, group: str) -> Json:
         """Returns one group with all its tokens. Raises SlimxError for a missing step or group."""

@@ -157,12 +157,21 @@ function drawGroups(side) {
   if (count === 1) side.querySelector(".trajectory").click();
 }
 
+function drawImage(side, group, name, index) {
+  const image = element("img", "image");
+  image.alt = image.title = name ?? "an image in the prompt file";
+  image.loading = "lazy";
+  if (name !== null) image.src = `/api/steps/${side.found.step}/image?${new URLSearchParams({group, index})}`;
+  return image;
+}
+
 function drawGroup(side, group) {
   const card = element("div", "group");
   const set = group.prompt.dataset ? `, ${group.prompt.dataset}` : "";
   const answer = group.prompt.answer === null ? "" : `, answer ${group.prompt.answer}`;
   card.append(element("div", "soft", `group ${group.id}, prompt ${group.prompt.id}${set}${answer}, reward ${shown(group.reward)}`));
   card.append(element("div", "prompt", group.prompt.text));
+  card.append(...group.prompt.images.map((name, index) => drawImage(side, group.id, name, index)));
   for (const each of group.kept) {
     const row = element("div", "trajectory");
     const versions = [...new Set(each.versions.map((version) => version[2]))].join("+") || "none";

@@ -30,7 +30,7 @@ FILES = {
 HEADERS = {
     # plotly.js sets styles; scripts are loaded only from this server, and text of a run is never interpreted as HTML.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
-    "img-src data: blob:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "img-src 'self' data: blob:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
@@ -106,6 +106,16 @@ def application(content: Content, token: str) -> web.Application:
 
         return respond
 
+    async def image(request: web.Request) -> web.Response:
+        index = request.query.get("index", "")
+        index = index if re.fullmatch(r"\d{1,6}", index, re.ASCII) else "-1"
+        try:
+            step = _step(request)
+            body = await asyncio.to_thread(content.image, step, request.query.get("group", ""), int(index))
+        except SlimxError as error:
+            return web.json_response({"error": str(error), "code": error.code}, status=404)
+        return web.Response(body=body, content_type="image/png")
+
     handlers = {
         **{path: page(*file) for path, file in FILES.items()},
         "/plotly.js": plotly,
@@ -116,6 +126,7 @@ def application(content: Content, token: str) -> web.Application:
         "/api/steps/{step}/tokens": data(
             lambda request: content.tokens(_step(request), request.query.get("group", ""))
         ),
+        "/api/steps/{step}/image": image,
     }
     app = web.Application(middlewares=[_Access(token).guarded])
     app.add_routes([web.get(path, respond) for path, respond in handlers.items()])
