@@ -63,6 +63,7 @@ def write_table(directory: Path) -> Path:
     return directory / "prompts.parquet"
 
 
+@pytest.mark.slow("three whole runs")
 def test_images_of_a_table_are_kept_out_of_saved_steps_and_replayed(tmp_path: Path) -> None:
     model = tmp_path / "model"
     make_model("qwen3_vl", model)
@@ -101,8 +102,10 @@ def test_images_of_a_table_are_kept_out_of_saved_steps_and_replayed(tmp_path: Pa
     "name",
     [
         "qwen3_vl",
-        "qwen3_5_moe_published",
-        *(pytest.param(name, marks=pytest.mark.slow("full grid of families")) for name in ("qwen2_5_vl", "glm4v_moe")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow("full grid of families"))
+            for name in ("qwen3_5_moe_published", "qwen2_5_vl", "glm4v_moe")
+        ),
     ],
 )
 def test_trainers_and_engines_agree_on_prompts_with_images(tmp_path: Path, name: str) -> None:

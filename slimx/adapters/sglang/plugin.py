@@ -161,7 +161,18 @@ def _response(runner: Runner, verb: str, arguments: Json) -> Json:
     receiver = receiver_of(runner.model)
     receiver.rank = _coordinates()["rank"]
     receiver.experts = _expert_location()
-    return getattr(receiver, verb)(**arguments)
+    response = getattr(receiver, verb)(**arguments)
+    if verb == "commit":
+        _drop_embeddings()
+    return response
+
+
+def _drop_embeddings() -> None:
+    """Empties SGLang's cache of embeddings of images, which older weights computed."""
+    from sglang.srt.managers.mm_schedule import embedding_cache
+
+    if embedding_cache is not None:
+        embedding_cache.clear()
 
 
 def _expert_location() -> ExpertLocation | None:

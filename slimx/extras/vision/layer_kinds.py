@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ImageInputs:
-    """How a run's trainers compute embeddings of images."""
+    """Computation of the embeddings of images in a run's trainers."""
 
     tower: Tower
     train: Literal["none", "projector", "tower"]

@@ -10,7 +10,6 @@ from slimx.config.sections.critic import Critic
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
-from slimx.extras.vision.layer_kinds import WithTower
 
 if TYPE_CHECKING:
     from slimx.layout.ranks import Sizes
@@ -77,6 +76,8 @@ def serves_images(trainer: Trainer, rollout: Rollout) -> Problems:
 
 @rule("layout.deepstack", "trainer.pipeline")
 def first_stage_has_features(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Problems:
+    from slimx.extras.vision.layer_kinds import WithTower  # imports the families of models
+
     kind = spec.layer_kind
     if not isinstance(kind, WithTower) or kind.inputs is None:
         return

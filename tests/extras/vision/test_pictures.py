@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from slimx.extras.vision.images import pictures
 from slimx.extras.vision.images.pictures import as_rgb, opened, size_of
-from slimx.extras.vision.prompts import pictures
 from tests.extras.vision.picture_stand import encoded, picture
 from tests.refusals import refused
 

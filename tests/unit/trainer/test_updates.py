@@ -109,6 +109,7 @@ QWEN = ModelSpec(
     layer_kind=LayerKind(),
     table=None,
     family=None,
+    untrained=(),
 )
 
 

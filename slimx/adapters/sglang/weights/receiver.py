@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
-from sglang.srt.managers import mm_schedule
 from torch import nn
 
 from slimx.adapters.sglang.weights.buckets import (
@@ -262,8 +261,6 @@ class RankReceiver:
                 code="receiver.not_verified",
                 about=str(publication.manifest),
             )
-        if mm_schedule.embedding_cache is not None:  # of images, computed with older weights
-            mm_schedule.embedding_cache.clear()
         self.open = None
         self.version = version
         return self.status()
