@@ -143,20 +143,21 @@ class Content:
                 self._rollouts[step] = written, values
             return self._rollouts[step][1]
 
-    def image(self, step: int, group: str, index: int) -> bytes:
-        """Returns a preview of image `index`, from 0, of a group's prompt, as a PNG file. Raises SlimxError if the
-        image is missing."""
+    def image(self, step: int, group: str, index: str) -> bytes:
+        """Returns a preview of an image of a group's prompt, as a PNG file. `index`: index of the image, in digits.
+        Raises SlimxError if the image is missing."""
         groups = {found["id"]: found for found in self.rollouts(step)["groups"]}
         images = groups[group]["prompt"]["images"] if group in groups else []
-        if not (0 <= index < len(images) and images[index]):
+        found = {str(number): image for number, image in enumerate(images)}.get(index)
+        if found is None:
             raise SlimxError(
-                f"group {group} of step {step} has no image {index} in a file; choose one that the group lists",
+                f"group {group} of step {step} has no image {index[:20]!r} in a file; choose one that the group lists",
                 code="rollouts.image",
                 about=group,
             )
         replayed = read_config(self.directory)["rollout"].get("replay")
         store = ImageStore(Path(replayed or self.directory) / "images")
-        return preview(read_image(images[index], f"image {index} of group {group}", store), PREVIEW)
+        return preview(read_image(found, f"image {index} of group {group}", store), PREVIEW)
 
     def tokens(self, step: int, group: str) -> Json:
         """Returns one group with all its tokens. Raises SlimxError for a missing step or group."""

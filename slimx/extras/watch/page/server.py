@@ -102,19 +102,11 @@ def application(content: Content, token: str) -> web.Application:
             except SlimxError as error:
                 values = {"error": str(error), "code": error.code}
                 status = 404
+            if isinstance(values, bytes):
+                return web.Response(body=values, content_type="image/png")
             return web.Response(body=msgspec.json.encode(values), status=status, content_type="application/json")
 
         return respond
-
-    async def image(request: web.Request) -> web.Response:
-        index = request.query.get("index", "")
-        index = index if re.fullmatch(r"\d{1,6}", index, re.ASCII) else "-1"
-        try:
-            step = _step(request)
-            body = await asyncio.to_thread(content.image, step, request.query.get("group", ""), int(index))
-        except SlimxError as error:
-            return web.json_response({"error": str(error), "code": error.code}, status=404)
-        return web.Response(body=body, content_type="image/png")
 
     handlers = {
         **{path: page(*file) for path, file in FILES.items()},
@@ -126,7 +118,11 @@ def application(content: Content, token: str) -> web.Application:
         "/api/steps/{step}/tokens": data(
             lambda request: content.tokens(_step(request), request.query.get("group", ""))
         ),
-        "/api/steps/{step}/image": image,
+        "/api/steps/{step}/image": data(
+            lambda request: content.image(
+                _step(request), request.query.get("group", ""), request.query.get("index", "")
+            )
+        ),
     }
     app = web.Application(middlewares=[_Access(token).guarded])
     app.add_routes([web.get(path, respond) for path, respond in handlers.items()])
