@@ -218,7 +218,7 @@ class _Compiler:
         for name, (rects, _) in self.sources.items():
             self.geometry_of[name] = geometries.setdefault(tuple(rects), len(geometries))
         self.met: dict[tuple[int, ...], tuple[Move, ...]] = {}
-        self.checked: set[tuple[tuple[int, ...], tuple[Rect, ...]]] = set()
+        self.checked: set[tuple[tuple[int, ...], tuple[Rect, ...], bool]] = set()
         last_rank = max((max(ranks_of_part) for _, ranks_of_part in self.holders), default=0)
         self.load = np.zeros(1 + last_rank, dtype=np.int64)
         self.indices: dict[int, np.ndarray] = {}
@@ -319,7 +319,7 @@ class _Compiler:
     def _check_filled(self, part: Part) -> None:
         """Raises SlimxError unless each element of the target tensor, except for padding, is in exactly one
         rectangle."""
-        key = part.matrix, part.rects
+        key = part.matrix, part.rects, part.padded
         if key not in self.checked:
             boxes = [(r.local_row, r.local_col, r.rows, r.cols) for r in part.rects]
             array = np.array(boxes, dtype=np.int64).reshape(-1, 4)
