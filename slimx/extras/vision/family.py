@@ -45,7 +45,7 @@ class TowerKind(Protocol):
 class VisionFamily:
     """Family whose language model is that of another family. Implements `slimx.models.families.Family`."""
 
-    UNTRAINED: Sequence[str] = ("model.visual.*",)
+    UNTRAINED: Sequence[str] = ("*visual.*",)
 
     def __init__(
         self,

@@ -76,6 +76,8 @@ def serves_images(trainer: Trainer, rollout: Rollout) -> Problems:
 
 @rule("layout.deepstack", "trainer.pipeline")
 def first_stage_has_features(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Problems:
+    if trainer.vision is None:
+        return
     from slimx.extras.vision.layer_kinds import WithTower  # imports the families of models
 
     kind = spec.layer_kind

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from slimx.extras.vision.images.store import ImageStore
 from slimx.json_types import Json
 
 _CACHED = 64
@@ -43,4 +42,6 @@ class ProcessorOutput(dict[str, Any]):
 def _pixels(directory: str, digest: str) -> torch.Tensor:
     if not re.fullmatch(r"[0-9a-f]+", digest):
         raise ValueError(f"{digest!r} is not the digest of an image; send digests of the run's image store")
+    from slimx.extras.vision.images.store import ImageStore
+
     return torch.from_numpy(ImageStore(directory).load(digest))
