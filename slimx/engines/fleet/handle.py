@@ -122,15 +122,17 @@ class EngineHandle:
         The actor is killed as well if `keep_actor` is False, or if it fails or does not respond; in the latter case,
         the server's guard process, which watches the actor, kills the tree."""
         self.state = MemberState.OUT
-        if self.actor is None:
+        actor = self.actor  # a concurrent stop may set it to None
+        if actor is None:
             return
         with suppress(SlimxError):
-            await self._wait("its state", self.actor.serves.remote(), ANSWER_S)
-            await self._wait("the stop", self.actor.stop.remote(grace_s), grace_s + STOP_S)
+            await self._wait("its state", actor.serves.remote(), ANSWER_S)
+            await self._wait("the stop", actor.stop.remote(grace_s), grace_s + STOP_S)
             if keep_actor:
                 return
-        await kill([self.actor])
-        self.actor = None
+        await kill([actor])
+        if self.actor is actor:
+            self.actor = None
 
     async def ended(self) -> str | None:
         """Returns a description of how the server or the actor ended; None if both are running or there is no

@@ -292,6 +292,25 @@ def test_a_silent_actor_is_killed_without_waiting_for_its_stop(monkeypatch):
     assert run_virtually(stopped()) == engine_server.ANSWER_S
 
 
+def test_an_engine_that_is_being_stopped_may_be_stopped_again(monkeypatch):
+    """A start that is cancelled and the end of the run stop the same engine."""
+    killed: list[object] = []
+
+    async def kill(actors: list[object]) -> None:
+        killed.extend(actors)
+
+    async def stopped() -> None:
+        handle, actor = await started()
+        first = asyncio.create_task(handle.stop(grace_s=0, keep_actor=False))
+        await asyncio.sleep(1)
+        await handle.stop(grace_s=0)
+        await first
+        assert handle.actor is None and killed == [actor, actor]
+
+    monkeypatch.setattr("slimx.engines.fleet.handle.kill", kill)
+    run_virtually(stopped())
+
+
 async def test_an_engine_whose_start_failed_gets_another_actor(monkeypatch):
     """The actor still responds, but its process cannot start a server, for example without file descriptors."""
     killed: list[object] = []
