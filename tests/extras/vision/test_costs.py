@@ -1,4 +1,4 @@
-"""What a plan counts for images: FLOPs that torch counts in transformers' tower, and memory that grows with images."""
+"""Plans count the FLOPs that torch counts in transformers' towers, and memory that grows with images."""
 
 from __future__ import annotations
 

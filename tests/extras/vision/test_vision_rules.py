@@ -1,4 +1,4 @@
-"""What a run with images refuses before it starts."""
+"""Sections and layouts with which images were never tested are refused before a run starts."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from slimx.extras.vision.images.pictures import size_of
 from slimx.extras.vision.images.processing import limits, load_processor
 from slimx.extras.vision.images.sources import check_file
 from slimx.extras.vision.images.store import ImageStore
-from slimx.extras.vision.prompts.marks import MARK, with_parts
+from slimx.extras.vision.prompts.marks import MARK, check_placeholders, with_parts
 from slimx.extras.vision.prompts.rows import RowImages
 
 if TYPE_CHECKING:
@@ -100,12 +100,7 @@ class ModelImages:
                 code="vision.token_ids",
             )
         ids = encode_prompt(tokenizer, with_image_parts(prompt))
-        if ids.count(self._token) != len(images):
-            raise SlimxError(
-                f"the chat template renders {ids.count(self._token)} placeholders for {len(images)} images; use the "
-                "chat template of the checkpoint",
-                code="vision.template",
-            )
+        check_placeholders(ids.count(self._token), len(images))
         out: list[int] = []
         remaining = iter(enumerate(images))
         for token in ids:

@@ -121,6 +121,18 @@ def with_parts(messages: Sequence[Json], count: int) -> list[Json]:
     return out
 
 
+def check_placeholders(found: int, images: int) -> None:
+    """Raises SlimxError unless a rendered conversation has one placeholder for each image. `found`: number of
+    placeholders; `images`: number of images."""
+    if found != images:
+        raise SlimxError(
+            f"the chat template renders {found} placeholders for {images} images; use the chat template of the "
+            "checkpoint, and no text that contains a placeholder",
+            code="vision.template",
+            about="chat template",
+        )
+
+
 def _parts(content: str) -> list[Json]:
     first, *others = content.split(MARK)
     parts = [{"type": "text", "text": first}]

@@ -24,7 +24,7 @@ from slimx.extras.vision.images import processing
 from slimx.extras.vision.images.pictures import undecodable
 from slimx.extras.vision.images.sources import read_image
 from slimx.extras.vision.images.store import Grid, ImageStore
-from slimx.extras.vision.prompts.marks import with_parts
+from slimx.extras.vision.prompts.marks import check_placeholders, with_parts
 from slimx.json_types import Json
 from slimx.models.families import ModelSpec
 
@@ -58,14 +58,7 @@ class Preparation:
         """Returns `token_ids`, which have one placeholder for each image of `sources`, with a placeholder for each
         embedding, and the images with their places. Raises SlimxError if there are more or fewer placeholders than
         images, and for an image that cannot be prepared."""
-        count = list(token_ids).count(self.token)
-        if count != len(sources):
-            raise SlimxError(
-                f"the chat template renders {count} placeholders for {len(sources)} images; use the chat template of "
-                "the checkpoint, and no text that contains a placeholder",
-                code="vision.template",
-                about="chat template",
-            )
+        check_placeholders(list(token_ids).count(self.token), len(sources))
         names = [f"image {index}" for index in range(len(sources))]
         prepared = await asyncio.gather(*(self._prepare(*pair) for pair in zip(sources, names, strict=True)))
         return self._expanded(token_ids, prepared)
