@@ -6,11 +6,14 @@ shares no code with the writers: it reads the output through the headers of its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from slimx.errors import SlimxError
 from slimx.extras.convert.sources import Advance, Reading, Shape, row_blocks
 from slimx.extras.low_precision.int4 import GROUP
+from slimx.layout.maps import Rect
 from slimx.models.files.reader import bits
 
 _RELATIVE = 2.0**-4 + 2.0**-8
@@ -51,17 +54,18 @@ def compare_quantized(
     name: str,
     shape: Shape,
     block: tuple[int, int],
-    source: Reading,
+    source: Callable[[Rect], torch.Tensor],
     written: Reading,
     scales: torch.Tensor,
     advance: Advance,
 ) -> None:
-    """Raises SlimxError unless every value of the quantized tensor `name` equals its value in `source` up to e4m3
-    rounding. `scales` [block rows, block cols]: scales of the written tensor. `advance`: receives the number of
-    compared bytes."""
+    """Raises SlimxError unless every value of the quantized tensor `name` equals its source up to e4m3 rounding.
+
+    `source`: function that reads the source's values in a rectangle of the tensor. `scales` [block rows, block cols]:
+    scales of the written tensor. `advance`: receives the number of compared bytes."""
     high, wide = block
     for rect in row_blocks(shape, 4, multiple=high):
-        expected = source.read(name, rect).float()
+        expected = source(rect).float()
         part = written.read(name, rect).float()
         rows = scales[rect.row // high :][: -(-rect.rows // high)]
         spread = rows.repeat_interleave(high, 0)[: rect.rows].repeat_interleave(wide, 1)[:, : rect.cols]

@@ -12,13 +12,15 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.extras.convert.formats import int4, safetensors, torch_dist
-from slimx.extras.convert.formats.fp8 import check_rule, quantized, quantized_names, with_quantization
+from slimx.extras.convert.formats.fp8 import check_rule, quantized, quantized_matrices, with_quantization
 from slimx.extras.convert.formats.safetensors import ToHuggingFace, Unit, copied, stacked
+from slimx.extras.convert.formats.served import served_plain
 from slimx.extras.convert.formats.torch_dist import ToMegatron
 from slimx.extras.convert.formats.torch_dist_reader import TorchDistReader
 from slimx.extras.convert.sources import TensorSource
 from slimx.extras.convert.target import Target, parse_layout
 from slimx.extras.low_precision import block_fp8
+from slimx.extras.low_precision.int4 import rounds
 from slimx.extras.megatron_files.directory import find_checkpoint, numbers_layers
 from slimx.json_types import Json
 from slimx.layout.maps import Rect
@@ -157,14 +159,14 @@ def hf_to_fp8(
     family: Family | None = None,
 ) -> ToHuggingFace:
     """Plans the quantization of the Hugging Face directory `source` to block fp8, for the tensors that are in fp8 in
-    the family's published fp8 checkpoints.
+    the family's published fp8 checkpoints. Experts that `source` stacks are stored separately.
 
     `rule`: rule by which scales are computed (docs/numerics.md). `dtype`: dtype of the other weights; None: as stored.
     `file_bytes` and `family`: see `hf_to_megatron`."""
     spec, reader = _open(source, family)
     quantization = block_fp8.quantization(rule)
-    names = quantized_names(spec.table, quantization.block)
-    if not names:
+    matrices = quantized_matrices(spec.table, quantization.block)
+    if not matrices:
         raise SlimxError(
             f"{source}: slimx cannot quantize {spec.family.ARCHITECTURE} to FP8; use the unquantized checkpoint",
             code="convert.fp8",
@@ -174,9 +176,9 @@ def hf_to_fp8(
     plain = []
     dtypes = set()
     for name, (shape, declared) in _tensors(spec).items():
-        if name in names:
+        if name in matrices:
             check_rule(rule, reader.dtype(name), name)
-            units.append(quantized(name, shape, quantization))
+            units += [quantized(matrix, quantization) for matrix in matrices[name]]
             continue
         target = _target_dtype(reader, name, declared, dtype)
         if declared is None:
@@ -185,6 +187,7 @@ def hf_to_fp8(
         if len(shape) > 1:
             plain.append(name)
     units += _others(spec, reader, dtype)
+    plain += served_plain(spec, lambda row: row.quantized)
     return ToHuggingFace(
         units,
         reader,
@@ -229,7 +232,7 @@ def hf_to_int4(
         if len(shape) > 1:
             plain.append(name)
     units += _others(spec, reader, dtype)
-    config = int4.with_quantization(without_quantization(spec.hf), [*plain, *int4.served_plain(spec)])
+    config = int4.with_quantization(without_quantization(spec.hf), [*plain, *served_plain(spec, rounds)])
     return ToHuggingFace(
         units,
         reader,

@@ -67,10 +67,10 @@ def _stacked_row(row: Row, kind: Stack) -> Row:
     module, _, projection = name.partition("{expert}.")
     if len(sources) == 1:
         stack = module + projection.removesuffix(".weight")
-        return replace(row, sources=((f"{stack}[{{expert}}]{turned}", shape),), quantized=False)
+        return replace(row, sources=((f"{stack}[{{expert}}]{turned}", shape),))
     inner, hidden = shape
     fused = ((f"{module}gate_up_proj[{{expert}}]{turned}", (2 * inner, hidden)),)
-    return replace(row, sources=fused, map=Fused(row.map, (inner, inner)), quantized=False)
+    return replace(row, sources=fused, map=Fused(row.map, (inner, inner)))
 
 
 def stacked_experts(shapes: Mapping[str, tuple[int, ...]], experts: int) -> dict[str, tuple[int, ...]]:

@@ -36,10 +36,12 @@ def trains_policies_only(trainer: Trainer, algorithm: Algorithm, critic: Critic 
 
 
 @rule("vision.precision", "trainer.fp8")
-def computes_unquantized(trainer: Trainer, publish: Publish) -> Problems:
+def unquantized_in_trainers(trainer: Trainer, publish: Publish) -> Problems:
     if trainer.vision is None:
         return
-    values = {"trainer.fp8": trainer.fp8, "trainer.qat": trainer.qat, "publish.quantize": publish.quantize}
+    values: dict[str, str | None] = {"trainer.fp8": trainer.fp8, "trainer.qat": trainer.qat}
+    if publish.quantize == "int4":
+        values["publish.quantize"] = publish.quantize
     for key, value in values.items():
         if value is not None:
             yield key, f"{key}={value} was never tested with images (trainer.vision); remove {key}"

@@ -20,7 +20,7 @@ LORA = {"rank": 2, "alpha": 4}
     [
         ({"trainer": {"lora": LORA, "vision": {"train": "tower"}}}, "vision.lora", "trainer.vision.train"),
         ({"trainer": {"fp8": "blockwise"}}, "vision.precision", "trainer.fp8"),
-        ({"publish": {"quantize": "ieee"}}, "vision.precision", "publish.quantize"),
+        ({"publish": {"quantize": "int4"}}, "vision.precision", "publish.quantize"),
         (
             {"rollout": {"prompts": "p", "engines": [{"name": "a", "sglang": {"mm_enable_dp_encoder": True}}]}},
             "vision.engines",

@@ -34,6 +34,8 @@ def shallow(config: Config) -> dict[str, Any]:
     # SGLang's CPU builds no rotary embedding of pairs without scaling, which GLM-5 lacks.
     yarn = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "rope_theta": 10000}
     turned = {"rope_parameters": yarn} if "GlmMoeDsa" in hf["architectures"][0] else {}
+    if "text_config" in hf:
+        return {**hf, "text_config": {**hf["text_config"], "num_hidden_layers": 2}}
     return {**hf, **turned, "num_hidden_layers": hf.get("first_k_dense_replace", 0) + 2, "num_nextn_predict_layers": 0}
 
 

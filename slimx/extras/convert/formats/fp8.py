@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,42 +17,76 @@ from slimx.extras.low_precision.block_fp8 import SCALE_SUFFIX, scales_shape
 from slimx.json_types import Json
 from slimx.layout.maps import Rect
 from slimx.layout.number_formats import Quantization
-from slimx.layout.table import Table
+from slimx.layout.table import Table, stored
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels.record import OP, PIECE, RULE, element_bytes
 
 
-def quantized_names(table: Table, block: tuple[int, int]) -> frozenset[str]:
-    """Returns the names of the checkpoint tensors that are in fp8 in the family's published fp8 checkpoints. `block`:
-    rows and columns of a quantization block.
+class Matrix(NamedTuple):
+    """Tensor of the output that is quantized, and the rows of the source's tensor that provide its values."""
+
+    name: str
+    shape: Shape
+    source: str
+    """Name of the source's tensor, as in the weight table."""
+    row: int = 0
+    """First row in the source's tensor."""
+
+    def read(self, source: Reading, rect: Rect) -> torch.Tensor:
+        """Returns the elements `rect` of the matrix, [rect.rows, rect.cols], read from `source`."""
+        return source.read(self.source, rect._replace(row=self.row + rect.row))
+
+
+def quantized_matrices(table: Table, block: tuple[int, int]) -> dict[str, tuple[Matrix, ...]]:
+    """Returns, for each source of `table` that fp8 checkpoints store in fp8, the matrices of the output that contain
+    it: one or, for an expert in a stack, its projections, which are stored separately. `block`: rows and columns of a
+    quantization block.
 
     Raises SlimxError for a tensor that engines could not use, because they concatenate it with other tensors and a
     block would span two of them."""
-    names: set[str] = set()
+    matrices: dict[str, tuple[Matrix, ...]] = {}
     for entry in table.entries():
         if not entry.row.quantized:
             continue
-        shapes = [shape for _, shape in entry.row.sources]
-        for name, shape in zip(entry.sources, shapes, strict=True):
-            if len(shapes) > 1 and shape[0] % block[0]:
+        for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
+            matrices[name] = _matrices(name, shape)
+        joined = [matrix for name in entry.sources for matrix in matrices[name]]
+        for matrix in joined:
+            rows = matrix.shape[0]
+            if len(joined) > 1 and rows % block[0]:
                 raise SlimxError(
-                    f"tensor {name} has {shape[0]} rows, but block-wise FP8 requires a multiple of {block[0]} rows, "
-                    f"because engines concatenate {name} with {entry.sources[len(shapes) - 1]}; keep the model in bf16",
+                    f"tensor {matrix.name} has {rows} rows, but block-wise FP8 requires a multiple of {block[0]} rows, "
+                    f"because engines concatenate {matrix.name} with {joined[-1].name}; keep the model in bf16",
                     code="convert.blocks",
-                    about=name,
+                    about=matrix.name,
                 )
-            names.add(name)
-    return frozenset(names)
+    return matrices
 
 
-def quantized(name: str, shape: Shape, quantization: Quantization) -> Unit:
+def _matrices(source: str, shape: Shape) -> tuple[Matrix, ...]:
+    place = stored(source)
+    if place.index is None:
+        return (Matrix(source, shape, source),)
+    module, _, projection = place.name.rpartition(".")
+    expert = f"{module}.{place.index}."
+    if projection != "gate_up_proj":
+        return (Matrix(f"{expert}{projection}.weight", shape, source),)
+    inner = shape[0] // 2
+    half = (inner, *shape[1:])
+    gate = Matrix(f"{expert}gate_proj.weight", half, source)
+    return gate, Matrix(f"{expert}up_proj.weight", half, source, inner)
+
+
+def quantized(matrix: Matrix, quantization: Quantization) -> Unit:
     """Plans the output of a matrix in fp8: its e4m3 codes, followed by its scales."""
+    name = matrix.name
+    shape = matrix.shape
     block = quantization.block
 
     def parts(reading: Reading) -> Iterator[torch.Tensor]:
         scales = []
         for rect in row_blocks(shape, 4, multiple=block[0]):
-            codes, part = _quantize(name, reading.read(name, rect).contiguous(), quantization, reading.scratch)
+            codes, part = _quantize(name, matrix.read(reading, rect).contiguous(), quantization, reading.scratch)
             scales.append(part.clone())
             yield codes
         yield torch.cat(scales)
@@ -59,7 +95,7 @@ def quantized(name: str, shape: Shape, quantization: Quantization) -> Unit:
 
     def compare(source: Reading, written: Reading, advance: Advance) -> None:
         scales = written.read(name + SCALE_SUFFIX, Rect(0, 0, 0, down, across, 0, 0)).clone()
-        compare_quantized(name, shape, block, source, written, scales, advance)
+        compare_quantized(name, shape, block, partial(matrix.read, source), written, scales, advance)
 
     codes = Tensor(name, torch.float8_e4m3fn, shape)
     return Unit((codes, Tensor(name + SCALE_SUFFIX, torch.float32, (down, across))), parts, compare)
@@ -129,7 +165,7 @@ def with_quantization(hf: Json, quantization: Quantization, plain: Sequence[str]
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": list(quantization.block),
-        "modules_to_not_convert": [name.removesuffix(".weight") for name in plain],
+        "modules_to_not_convert": [*dict.fromkeys(name.removesuffix(".weight") for name in plain)],
     }
     if quantization.rule == "ue8m0":
         config["scale_fmt"] = "ue8m0"

@@ -13,10 +13,9 @@ from slimx.extras.convert.formats.safetensors import Tensor, Unit
 from slimx.extras.convert.sources import Advance, Reading, Shape, row_blocks
 from slimx.extras.low_precision import int4
 from slimx.extras.low_precision import int4_kernel as kernel
-from slimx.extras.low_precision.int4 import experts, rounds
+from slimx.extras.low_precision.int4 import experts
 from slimx.json_types import Json
 from slimx.layout.table import Table
-from slimx.models.families import ModelSpec
 
 
 def experts_of(table: Table) -> frozenset[str]:
@@ -59,19 +58,6 @@ def quantized(name: str, shape: Shape) -> Unit:
     dtypes = {int4.CODES: torch.int32, int4.SCALES: torch.bfloat16, int4.SHAPE: torch.int64}
     tensors = tuple(Tensor(name + suffix, dtype, packed[suffix]) for suffix, dtype in dtypes.items())
     return Unit(tensors, parts, compare)
-
-
-def served_plain(spec: ModelSpec) -> Iterator[str]:
-    """Yields the names under which SGLang looks up the matrices that its layers keep unquantized. Checkpoint matrices
-    that SGLang fuses into one appear under the name of the fused matrix. Yields nothing if SGLang does not serve the
-    model."""
-    try:
-        table = spec.engine_table()
-    except SlimxError:
-        return
-    for entry in table.entries():
-        if not rounds(entry.row) and any(len(shape) > 1 for _, shape in entry.row.sources):
-            yield entry.row.name.format(layer=entry.layer, expert=entry.expert)
 
 
 def with_quantization(hf: Json, plain: Iterable[str]) -> Json:
