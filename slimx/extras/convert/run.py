@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,7 @@ from slimx.extras.convert.sources import TensorSource
 from slimx.extras.convert.target import Target, parse_layout
 from slimx.extras.low_precision import block_fp8
 from slimx.extras.low_precision.int4 import rounds
+from slimx.extras.megatron_files.bridge import bridge_table
 from slimx.extras.megatron_files.directory import find_checkpoint, numbers_layers
 from slimx.json_types import Json
 from slimx.layout.maps import Rect
@@ -78,6 +80,7 @@ def hf_to_megatron(
     stacked; "auto": numbered for models with experts. `file_bytes`: approximate size of a file. `family`: model family;
     None: the family of the source's architecture."""
     spec, reader = _open(source, family)
+    spec = replace(spec, table=bridge_table(spec) or spec.table)
     target = Target(spec.table, parse_layout(layout))
     return ToMegatron(
         spec,
@@ -123,7 +126,7 @@ def megatron_to_hf(
     path = find_checkpoint(source)
     spec = _with_prediction(original, _prediction_layers(path), family)
     table = spec.table
-    trained = TorchDistReader(path, table)
+    trained = TorchDistReader(path, table, bridge=bridge_table(spec))
     originals = CheckpointReader(original) if any(original.glob("*.safetensors")) else None
     units = []
     dtypes = set()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slimx.errors import SlimxError
+from slimx.extras.megatron_files.bridge import TEXT
 from slimx.layout.maps import Sections
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
@@ -30,7 +31,9 @@ the megatron-core releases in which the convolution was a module."""
 RUN_STATE = "slimx"
 """Name of a slimx checkpoint's subdirectory for state that only slimx runs need."""
 _ITERATION = re.compile(r"[0-9]{1,15}")
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_LAYER = re.compile(
+    r"^(?P<stack>(?:language_model\.|vision_model\.)?decoder\.(?:layers|deepstack_merger_list)\.)(?P<index>\d+)\."
+)
 _EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)\d+$")
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Keys of the tensors whose rows Megatron-LM pads to a multiple of `make_vocab_size_divisible_by` times the
@@ -44,7 +47,7 @@ _NOT_WEIGHTS = re.compile(
 )
 """Regular expression that matches the keys of all checkpoint entries other than model weights."""
 _PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.")
-_PREDICTION_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.")
+_PREDICTION_LAYER = re.compile(r"^((?:language_model\.)?mtp\.layers\.\d+\.)mtp_model_layer\.")
 """Pattern of the part of a parameter's name that checkpoints write as `transformer_layer`, as megatron-core up to 0.16
 does."""
 _PROJECTION_NORM = re.compile(r"(?<=self_attention\.[qk]_)layernorm(?=\.weight$)")
@@ -114,15 +117,18 @@ class Fit:
     axis."""
     keys: Mapping[str, str]
     """Checkpoint keys by the key in slimx's model, for the tensors whose keys differ."""
-    centered: frozenset[str] = frozenset()
+    centered: frozenset[str]
     """Checkpoint keys of the norm weights that are stored with 1 subtracted."""
+    table: Table
+    """Weight table of the checkpoint's tensors."""
 
 
-def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
+def check_fit(path: Path, table: Table, *, bridge: Table | None = None, prediction: int = 0) -> Fit:
     """Compares the names and shapes of the checkpoint's tensors with a model's weight table, and returns the names to
     read. Raises SlimxError naming the first tensor that differs, is missing, or is not in the table and would be lost
     silently.
 
+    `bridge`: weight table of Megatron-Bridge's checkpoints of the model (`bridge_table`), if it differs from `table`.
     `prediction`: number of multi-token prediction layers that the checkpoint may have even if the table has fewer."""
     from slimx.models.files.safe_pickle import read_metadata  # slow import that most callers do not need
 
@@ -137,6 +143,8 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
             f"{path}: every expert is a separate tensor (singleton_local_shards), which slimx cannot read; save the "
             "checkpoint again with Megatron-LM's default, which stacks experts",
         )
+    if bridge is not None and any(key.startswith(TEXT) for key in shapes):
+        table = bridge
     per_layer = any(_LAYER.match(key) for key in shapes)
     known: set[str] = set()
     keys: dict[str, str] = {}
@@ -161,7 +169,7 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
     if unknown:
         lost = f"is not part of the model and would be lost ({len(unknown)} such tensors)"
         raise _wrong(path, unknown[0], "unknown", f"{lost}; use the config.json of the model that was saved")
-    return Fit(path, per_layer, keys, frozenset(centered))
+    return Fit(path, per_layer, keys, frozenset(centered), table)
 
 
 def _present(keys: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -179,7 +187,7 @@ def _wrong(path: Path, key: str, code: str, problem: str) -> SlimxError:
 def _ignored(key: str, first: int, stop: int) -> bool:
     """Returns True if `key` may be ignored: it is not a weight, or belongs to a multi-token prediction layer with an
     index from `first` up to but not including `stop`, which the model does not have."""
-    layer = _PREDICTION.match(key)
+    layer = _PREDICTION.match(key.removeprefix(TEXT))
     return _NOT_WEIGHTS.match(key) is not None or (layer is not None and first <= int(layer[1]) < stop)
 
 
@@ -187,7 +195,7 @@ def _padded(path: Path, key: str, saved: tuple[int, ...], expected: tuple[int, .
     """Returns True if the tensor `key` has more rows than the vocabulary because Megatron-LM padded it. This is
     determined from the vocabulary size in the checkpoint's arguments or, if they lack it, from the usual multiples.
     `saved` and `expected`: shapes in the checkpoint and in the model."""
-    if key not in _PADDED or saved[1:] != expected[1:] or saved[0] < expected[0]:
+    if key.removeprefix(TEXT) not in _PADDED or saved[1:] != expected[1:] or saved[0] < expected[0]:
         return False
     from slimx.extras.megatron_files.common import saved_vocabulary  # imports torch
 
@@ -223,14 +231,17 @@ class TensorLocation:
 def locations(table: Table, *, per_layer: bool) -> Iterator[TensorLocation]:
     """Yields the locations of all tensors of the model, in the order of the Hugging Face checkpoint, with Megatron-LM's
     keys and stacking. `per_layer`: True if keys are numbered by layer."""
-    for entry, part in zip(table.entries(), MegatronLayout(table, Sizes()).parts(), strict=True):
+    parts = list(MegatronLayout(table, Sizes()).parts())
+    depths = _depths(part.name for part in parts)
+    for entry, part in zip(table.entries(), parts, strict=True):
         name = _PREDICTION_LAYER.sub(r"\1transformer_layer.", part.name)
         index: tuple[int, ...] = ()
         axes: tuple[int, ...] = ()
-        if not per_layer and entry.row.stage == "layer":
-            name = _LAYER.sub("decoder.layers.", name)
-            index = (entry.layer,)
-            axes = (table.layers,)
+        layer = _LAYER.match(name)
+        if layer is not None and not per_layer:
+            name = layer["stack"] + name[layer.end() :]
+            index = (int(layer["index"]),)
+            axes = (depths[layer["stack"]],)
         name = _CONVOLUTION.sub("conv1d.", name)
         if _EXPERT.search(name):
             name = _EXPERT.sub(r".experts.experts.\1.\2", name)
@@ -245,6 +256,16 @@ def locations(table: Table, *, per_layer: bool) -> Iterator[TensorLocation]:
         for ending, first, section in _sections(entry, part):
             shape = (*axes, *section.shape)
             yield TensorLocation(name + ending, shape, index, section, entry, also, factor is not None, first)
+
+
+def _depths(names: Iterable[str]) -> dict[str, int]:
+    """Returns the number of layers in each stack of layers to which `names` belong, by the stack's prefix."""
+    depths: dict[str, int] = {}
+    for name in names:
+        layer = _LAYER.match(name)
+        if layer is not None:
+            depths[layer["stack"]] = max(depths.get(layer["stack"], 0), int(layer["index"]) + 1)
+    return depths
 
 
 def _sections(entry: Entry, part: Part) -> Iterator[tuple[str, int, Part]]:

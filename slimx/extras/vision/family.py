@@ -37,6 +37,11 @@ class TowerKind(Protocol):
         """Returns the trainer's weight-table rows of the tower. `vision`: the object vision_config of config.json."""
         ...
 
+    def bridge_rows(self, vision: HfConfig) -> tuple[Row, ...]:
+        """Returns the rows of the tensors that Megatron-Bridge stores in place of those in `rows`, in the same
+        order."""
+        ...
+
     def engine_rows(self, vision: HfConfig) -> tuple[Row, ...]:
         """Returns SGLang's weight-table rows of the tower."""
         ...
@@ -129,6 +134,12 @@ class VisionFamily:
         if SGLang would build a different model from config.json `hf`."""
         table = self.text.engine_table(self._text(hf), fused_shared_experts=fused_shared_experts)
         return self._with_tower(table, self.tower.engine_rows(hf["vision_config"]))
+
+    def bridge_tower(self, hf: HfConfig) -> dict[str, Row]:
+        """Implements `slimx.extras.megatron_files.bridge.BridgeFamily`."""
+        vision = hf["vision_config"]
+        rows = zip(self.tower.rows(vision), self.tower.bridge_rows(vision), strict=True)
+        return {row.name: stored for row, stored in rows}
 
     def with_images(self, spec: ModelSpec, config: Config) -> ModelSpec:
         """Returns `spec`, a model of this family, with a vision tower that computes embeddings of images, as section

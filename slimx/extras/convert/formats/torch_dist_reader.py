@@ -55,14 +55,15 @@ class _Stored:
 class TorchDistReader:
     """Reader of the tensors of a Megatron-LM checkpoint by their Hugging Face names."""
 
-    def __init__(self, path: Path, table: Table):
-        """Opens the checkpoint in `path`. `table`: weight table of the model. Raises SlimxError if the checkpoint does
-        not match `table`, or if a file is missing or truncated."""
-        fit = check_fit(path, table)
+    def __init__(self, path: Path, table: Table, *, bridge: Table | None = None):
+        """Opens the checkpoint in `path`. `table`: weight table of the model; `bridge`: that of Megatron-Bridge's
+        checkpoints, if it differs. Raises SlimxError if the checkpoint matches neither, or if a file is missing or
+        truncated."""
+        fit = check_fit(path, table, bridge=bridge)
         self.path = fit.path
         metadata = read_metadata(self.path / ".metadata")
         self._holders: dict[str, list[tuple[TensorLocation, Rect]]] = defaultdict(list)
-        for location in locations(table, per_layer=fit.per_layer):
+        for location in locations(fit.table, per_layer=fit.per_layer):
             location = replace(
                 location, key=fit.keys.get(location.key, location.key), centered=location.key in fit.centered
             )

@@ -20,6 +20,12 @@ def rows(vision: HfConfig) -> tuple[Row, ...]:
     return tower_rows(_parameters(vision), PREFIX, "model.visual.")
 
 
+def bridge_rows(vision: HfConfig) -> tuple[Row, ...]:
+    """Returns the rows of the tensors that Megatron-Bridge stores in place of those in `rows`: the same, because its
+    tower is that of transformers, too."""
+    return rows(vision)
+
+
 def engine_rows(vision: HfConfig) -> tuple[Row, ...]:
     """Returns SGLang's weight-table rows of the tower (`Glm4vVisionModel`)."""
     return tuple(_served(row, vision["num_heads"]) for row in gated_engine_rows(rows(vision), 1, "attention"))

@@ -22,6 +22,12 @@ def rows(vision: HfConfig) -> tuple[Row, ...]:
     return tower_rows(_parameters(vision), PREFIX, PREFIX)
 
 
+def bridge_rows(vision: HfConfig) -> tuple[Row, ...]:
+    """Returns the rows of the tensors that Megatron-Bridge stores in place of those in `rows`: the same, because its
+    tower is that of transformers, too."""
+    return rows(vision)
+
+
 def engine_rows(vision: HfConfig) -> tuple[Row, ...]:
     """Returns SGLang's weight-table rows of the tower (`Qwen2_5_VisionTransformer`), which all ranks of an engine
     split."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from slimx.layout.maps import Blocks, Fused, Pad
+from slimx.layout.maps import Blocks, Fused, InterleaveQKV, Pad
 from slimx.layout.table import Row
 from slimx.models.fields import HfConfig
 
@@ -14,6 +15,17 @@ PREFIX = "visual."
 PROJECTOR: tuple[str, ...] = (f"{PREFIX}merger.", f"{PREFIX}deepstack_merger_list.")
 """Prefixes of the parameters that map the tower's output to embeddings."""
 _CHECKPOINT = "model.visual."
+_BRIDGE_NAMES = (
+    (r"^blocks\.", "decoder.layers."),
+    (r"\.attn\.qkv\.", ".self_attention.linear_qkv."),
+    (r"\.attn\.proj\.", ".self_attention.linear_proj."),
+    (r"\.norm1\.", ".self_attention.linear_qkv.layer_norm_"),
+    (r"\.norm2\.", ".mlp.linear_fc1.layer_norm_"),
+    (r"^deepstack_merger_list\.", "decoder.deepstack_merger_list."),
+    (r"\.norm\.", ".patch_norm."),
+)
+"""Patterns of the parts of a parameter's name that Megatron-Bridge replaces (qwen3_vl_bridge.py, 067f987), with their
+replacements."""
 
 
 def rows(vision: HfConfig) -> tuple[Row, ...]:
@@ -26,6 +38,23 @@ def rows(vision: HfConfig) -> tuple[Row, ...]:
 def engine_rows(vision: HfConfig) -> tuple[Row, ...]:
     """Returns SGLang's weight-table rows of the tower (`Qwen3VLMoeVisionModel`)."""
     return tuple(_served(row, vision["num_heads"]) for row in rows(vision))
+
+
+def bridge_rows(vision: HfConfig) -> tuple[Row, ...]:
+    """Returns the rows of the tensors that Megatron-Bridge stores in place of those in `rows`, in the same order
+    (`Qwen3VLVisionModel`)."""
+    return tuple(_bridged(row, vision["num_heads"]) for row in rows(vision))
+
+
+def _bridged(row: Row, heads: int) -> Row:
+    module, _, kind = row.name.removeprefix(PREFIX).rpartition(".")
+    if module.endswith("attn.qkv"):
+        size = row.sources[0][1][0] // 3
+        row = replace(row, map=Fused(InterleaveQKV(heads, heads, size // heads), (size,) * 3))
+    name = f"{module}.{kind}"
+    for pattern, replacement in _BRIDGE_NAMES:
+        name = re.sub(pattern, replacement, name)
+    return replace(row, name="vision_model." + name)
 
 
 def _served(row: Row, heads: int) -> Row:
