@@ -92,9 +92,16 @@ class StackedRank(Rank):
 
     def train_new(self) -> None:
         """Trains new adapters of the stacked model, saves them, and writes the merged weights."""
+        from slimx.extras.planner.memory.state import Buffers
+        from slimx.extras.planner.memory.trainer import holdings
+
         self.job["model"] = self.job["models"]["stacked"]
         trainer = self.trainer(lora=NEW | {"targets": self.job["targets"]})
         self.steps(trainer, STEPS)
+        sizes, plan = trainer.offloading.sizes(), holdings(trainer.config.trainer, trainer.config.numerics, self.spec)
+        state = Buffers(plan.runs(self.sizes, self.rank), trainer.config.trainer, self.sizes).state(self.rank)
+        self.results["bytes"] = [sizes["weights"], sizes["gradients"], sizes["optimizer state"]]
+        self.results["planned"] = [state.weights, state.gradients, state.optimizer]
         self.save(trainer, self.out / "new", step=len(STEPS))
         self.write_tensors("merged", trainer.weights.parameters, attached=trainer.weights.attached)
 
@@ -224,3 +231,9 @@ def test_peft_merges_exported_adapters_to_the_exported_weights(trained: Trained,
     assert again.keys() == whole.state_dict().keys()
     for name, value in whole.state_dict().items():
         assert torch.allclose(again[name], value, rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_the_plan_counts_gradients_and_state_of_adapters_only(trained: Trained, kind, layout) -> None:
+    for ranks in trained.ran(kind, layout)[1]:
+        assert ranks["planned"] == ranks["bytes"]
