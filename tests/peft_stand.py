@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +17,24 @@ def make_adapters(base: Path, out: Path, **config: Any) -> peft.PeftModel:
 
     Returns the model with them, in float32."""
     import peft
-    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(3)
-    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    model = peft.get_peft_model(plain, peft.LoraConfig(task_type="CAUSAL_LM", **config)).eval()
+    model = peft.get_peft_model(load_model(base), peft.LoraConfig(task_type="CAUSAL_LM", **config)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(0, 0.2)
     model.save_pretrained(out)
     return model
+
+
+def load_model(path: Path) -> Any:
+    """Returns the model in directory `path` by transformers, in float32, with its vision tower if it has one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    sees = "vision_config" in json.loads((path / "config.json").read_text())
+    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    return kind.from_pretrained(path, dtype=torch.float32)
 
 
 def logprobs(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:

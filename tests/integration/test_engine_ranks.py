@@ -21,10 +21,11 @@ from safetensors.torch import load_file, save_file
 from examples import mixtral
 from slimx.engines.server.engine import Engine, State
 from slimx.engines.server.spec import EngineSpec
+from slimx.extras.vision.nesting import separate_experts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes
-from slimx.layout.table import stored
+from slimx.layout.table import Table, stored
 from slimx.models.families import read_model
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
@@ -47,6 +48,7 @@ class Stand:
     model: Path
     weights: Weights
     """By Hugging Face name."""
+    table: Table
     layout: EngineLayout
     cold: tuple[list[int], np.ndarray]
     """`answer` before anything was published."""
@@ -71,12 +73,23 @@ class Stand:
         atol = 1e-6 if self.layout.sizes.attention_data > 1 else 0.0
         np.testing.assert_allclose(one, other, rtol=0, atol=atol)
 
-    def possible(self, encoding: str) -> str:
-        """Returns `encoding`, or the only one with which transposed experts can be published."""
-        return "local" if self.layout.table.transposed() else encoding
+    def named(self, weights: Weights) -> Weights:
+        """Returns `weights` with the names that a publication with Hugging Face names has: experts whose transposes the
+        checkpoint stacks are separate."""
+        table = self.table
+        if not table.transposed():
+            return weights
+        found: Weights = {}
+        for whole, entry in zip(table.entries(), separate_experts(table).entries(), strict=True):
+            if whole.sources == entry.sources:
+                found |= {name: weights[name] for name in entry.sources}
+            else:
+                parts = source_of(weights, whole.sources[0]).chunk(len(entry.sources))
+                found |= zip(entry.sources, parts, strict=True)
+        return found
 
     def targets(self, weights: Weights, encoding: str) -> Weights | list[Weights]:
-        return self.local(weights) if encoding == "local" else weights
+        return self.local(weights) if encoding == "local" else self.named(weights)
 
 
 def source_of(weights: Weights, name: str) -> torch.Tensor:
@@ -146,7 +159,8 @@ def stand(
     engine = Engine(spec, tmp_path_factory.mktemp("ranks") / "server.log")
     try:
         asyncio.run(engine.start(START_S))
-        yield Stand(engine, model, load_file(model / "model.safetensors"), layout, asyncio.run(answer(engine)))
+        weights = load_file(model / "model.safetensors")
+        yield Stand(engine, model, weights, read.table, layout, asyncio.run(answer(engine)))
     finally:
         asyncio.run(engine.stop())
 
@@ -170,8 +184,8 @@ async def test_each_rank_holds_what_the_engine_layout_says(stand: Stand) -> None
         }
     forms = [{part.name: form(part.shape) for part in stand.layout.parts() if rank in part.ranks} for rank in range(2)]
     assert await stand.engine.inventory("local") == forms
-    if stand.possible("hf") == "hf":
-        assert await stand.engine.inventory() == [{name: form(weight.shape) for name, weight in stand.weights.items()}]
+    named = stand.named(stand.weights)
+    assert await stand.engine.inventory() == [{name: form(weight.shape) for name, weight in named.items()}]
 
 
 def form(shape: tuple[int, ...]) -> str:
@@ -180,7 +194,7 @@ def form(shape: tuple[int, ...]) -> str:
 
 @pytest.mark.parametrize(("encoding", "staging"), [("hf", "bucket"), ("local", "model"), ("local", "bucket")])
 async def test_a_publication_equals_a_cold_load(stand: Stand, encoding: str, staging: str, tmp_path: Path) -> None:
-    encoding, other = stand.possible(encoding), perturbed(stand.weights, 3)
+    other = perturbed(stand.weights, 3)
     await publish(stand.engine, stand.targets(other, encoding), 1, staging)
     tokens, logprobs = await answer(stand.engine)
     np.testing.assert_allclose(logprobs, expected(stand, other, tokens, tmp_path), atol=1e-4)
@@ -196,7 +210,7 @@ async def test_a_publication_equals_a_cold_load(stand: Stand, encoding: str, sta
 
 @pytest.mark.parametrize("encoding", ["hf", "local"])
 async def test_a_wrong_byte_ends_the_publication_on_all_ranks(stand: Stand, encoding: str) -> None:
-    before, encoding = await answer(stand.engine), stand.possible(encoding)
+    before = await answer(stand.engine)
     targets = stand.targets(perturbed(stand.weights, 4), encoding)
     await stand.engine.begin(await present(stand.engine, 9, encoding))
     with Bucket(*(targets if encoding == "local" else [targets])) as bucket:
@@ -227,7 +241,7 @@ async def test_a_tensor_of_another_rank_is_refused(stand: Stand) -> None:
         with Bucket(*targets) as bucket, refused(code, about=about) as caught:
             await stand.engine.stage(bucket.packed, 0)
         assert all(value in str(caught.value) for value in values), caught.value
-    last = next((name for name in stand.weights if ".experts.7." in name), None)
+    last = next((name for name in stand.named(stand.weights) if ".experts.7." in name), None)
     if last is None:  # no experts, or stacked ones
         return
     await stand.engine.begin(await present(stand.engine, 9))

@@ -104,7 +104,7 @@ def test_images_of_a_table_are_kept_out_of_saved_steps_and_replayed(tmp_path: Pa
         "qwen3_vl",
         *(
             pytest.param(name, marks=pytest.mark.slow("full grid of families"))
-            for name in ("qwen3_5_moe_published", "qwen2_5_vl", "glm4v_moe")
+            for name in ("qwen3_5_moe_published", "qwen3_vl_moe", "qwen2_5_vl", "glm4v_moe")
         ),
     ],
 )
@@ -194,16 +194,22 @@ def test_a_run_with_images_is_resumed_and_replayed(tmp_path: Path) -> None:
     assert [row["optim/grad_norm"] for row in replayed.values()] == [row["optim/grad_norm"] for row in rows.values()]
 
 
-@pytest.mark.slow("a whole run")
-def test_adapters_of_the_language_model_learn_from_images(tmp_path: Path) -> None:
+@pytest.mark.slow("a whole run of each case")
+@pytest.mark.parametrize(
+    ("name", "encoding"), [("qwen3_vl", "auto"), ("qwen3_vl_moe", "hf"), ("qwen3_5_moe_published", "auto")]
+)
+def test_adapters_of_the_language_model_learn_from_images(tmp_path: Path, name: str, encoding: str) -> None:
     model = tmp_path / "model"
-    make_model("qwen3_vl", model)
+    make_model(name, model)
+    experts = "moe" in name
+    layout = {"tensor": 2, "expert": 2, "expert_tensor": 1} if experts else {"expert": 1}
     config = write_config(
         tmp_path,
         model,
         write_prompts(tmp_path),
-        trainer={"expert": 1, "vision": {}, "lora": {"rank": 2, "alpha": 4}},
+        trainer={**layout, "vision": {}, "lora": {"rank": 2, "alpha": 4}},
         rollout={"group_size": 4, "sampling": {"max_new_tokens": 8}},
+        publish={"encoding": encoding},
         schedule={"steps": 2},
         checkpoint={"export_hf": True},
     )
@@ -213,7 +219,8 @@ def test_adapters_of_the_language_model_learn_from_images(tmp_path: Path) -> Non
         assert row["gap/tokens"] > 0 and row["gap/max"] <= 1e-4 and row["optim/grad_norm"] > 0
     before, exported = read(model), read(tmp_path / "run" / "hf")
     moved = {key for key, tensor in exported.items() if not tensor.equal(before[key])}
-    assert any("self_attn.q_proj" in key for key in moved) and any("mlp.down_proj" in key for key in moved)
+    for adapted in ("self_attn.q_proj", "mlp.experts.down_proj" if experts else "mlp.down_proj"):
+        assert any(adapted in key for key in moved), adapted
     assert not any("visual" in key for key in moved)
 
 

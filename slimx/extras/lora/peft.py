@@ -5,16 +5,17 @@ PEFT adapts modules of transformers. In slimx several of these share one weight 
 values, whose rows of B are separate, and likewise the gate and up projections of a dense layer. If the modules have
 different matrices A, these are stacked and B is block-diagonal: n modules of rank r become one adapter of rank n r,
 with n times their alpha. The experts of a layer are two stacked parameters in transformers 5 (`gate_up_proj` [E, 2 I,
-h], `down_proj` [E, h, I]). PEFT wraps the adapter of one parameter around that of the other in this order
-(`target_parameters`; peft 0.21.2, tuners/lora/layer.py, ParamWrapper), with A as [E r, in] and B as [out, r E]. In
-transformers 4 the projections of an expert are ordinary modules."""
+h], `down_proj` [E, h, I]), also if the checkpoint stores them separately or transposed. PEFT wraps the adapter of one
+parameter around that of the other in this order (`target_parameters`; peft 0.21.2, tuners/lora/layer.py, ParamWrapper),
+with A as [E r, in] and B as [out, r E]. In transformers 4 the projections of an expert are ordinary modules, unless the
+checkpoint stacks experts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from math import isclose, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,9 +26,10 @@ from slimx.extras.lora.targets import adapts, peft_name, target_of
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.ranks import Sizes
-from slimx.layout.table import Table
+from slimx.layout.table import Table, stored
 from slimx.models.files.index import read_object
 from slimx.models.files.reader import check_finite
+from slimx.reshard.manifest import ADAPTER_PREFIX
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -60,6 +62,34 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 """Field of adapter_config.json -> values with which the adapter is plain LoRA, which only adds scale * B A to its
 module's weight."""
+
+
+class StackItem(NamedTuple):
+    """Projections of one routed expert, as an item of a stacked parameter in transformers."""
+
+    mlp: str
+    """Name of the module that contains the experts."""
+    parameter: str
+    """Name of the stacked parameter, a key of `WRAPPED`."""
+    expert: int
+
+    @property
+    def module(self) -> str:
+        """Name of the PEFT module that contains the parameter's adapter."""
+        return f"{self.mlp}.experts{WRAPPED[self.parameter]}"
+
+
+def stack_item(source: str) -> StackItem | None:
+    """Returns the stack item to which the checkpoint tensor `source`, or an item of a stacked one, belongs; None if it
+    is not part of a routed expert."""
+    tensor = stored(source)
+    mlp, marker, name = tensor.name.partition(".experts.")
+    if not marker:
+        return None
+    if tensor.index is not None:
+        return StackItem(mlp, name, tensor.index)
+    index, projection = name.split(".")[:2]
+    return StackItem(mlp, STACKED[projection], int(index))
 
 
 class PeftAdapters:
@@ -247,11 +277,10 @@ class PeftAdapters:
         """Returns PEFT's name for the module whose weight is the checkpoint tensor `source`, and the expert's index if
         the module is a stack of experts, else None."""
         name = peft_name(source, "A")
-        layer, marker, expert = name.partition(".experts.")
-        if not marker or name in self._names:
+        item = stack_item(source)
+        if item is None or name in self._names:
             return name.removesuffix(".lora_A.weight"), None
-        index, projection = expert.split(".")[:2]
-        return f"{layer}.experts{WRAPPED[STACKED[projection]]}", int(index)
+        return f"{ADAPTER_PREFIX}{item.module}", item.expert
 
     def _error(self, code: str, about: str, problem: str) -> SlimxError:
         return SlimxError(f"{self.path}: {problem}", code=f"peft.{code}", about=about)

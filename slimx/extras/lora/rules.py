@@ -53,6 +53,8 @@ ARCHITECTURES = {
         "Qwen2ForCausalLM",
         "Qwen3MoeForCausalLM",
         "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
         "DeepseekV3ForCausalLM",
         "Glm4MoeForCausalLM",
     ),

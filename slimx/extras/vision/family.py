@@ -10,7 +10,7 @@ from typing import Protocol
 from slimx.config.schema import Config
 from slimx.extras.vision.costs import TowerCosts
 from slimx.extras.vision.layer_kinds import ImageInputs, WithTower
-from slimx.extras.vision.nesting import Stack, nested_table, text_config
+from slimx.extras.vision.nesting import Stack, nested_table, separate_experts, text_config
 from slimx.extras.vision.tower import Tower, rotary_axes
 from slimx.json_types import Json
 from slimx.layout.table import Row, Table
@@ -84,6 +84,7 @@ class VisionFamily:
         self.interleaved = interleaved
         self.nested = nested
         self.stack = stack
+        self.separate_experts = separate_experts if stack == "transposed" else None
         self.fixed = fixed
         self.tower_fixed = tower_fixed
         self.rotary_fraction = rotary_fraction

@@ -73,6 +73,25 @@ def _stacked_row(row: Row, kind: Stack) -> Row:
     return replace(row, sources=fused, map=Fused(row.map, (inner, inner)))
 
 
+def separate_experts(table: Table) -> Table:
+    """Returns `table`, in which experts are stacked as by `nested_table`, with a tensor for each projection of an
+    expert."""
+    return replace(table, rows=tuple(_separate_row(row) for row in table.rows))
+
+
+def _separate_row(row: Row) -> Row:
+    name, shape = row.sources[0]
+    stack, marker, _ = name.partition("[{expert}]")
+    if not marker:
+        return row
+    module, _, projection = stack.rpartition(".")
+    if not isinstance(row.map, Fused):
+        return replace(row, sources=((f"{module}.{{expert}}.{projection}.weight", shape),))
+    halves = zip(("gate_proj", "up_proj"), row.map.rows, strict=True)
+    sources = tuple((f"{module}.{{expert}}.{half}.weight", (rows, shape[1])) for half, rows in halves)
+    return replace(row, sources=sources, map=row.map.map)
+
+
 def stacked_experts(shapes: Mapping[str, tuple[int, ...]], experts: int) -> dict[str, tuple[int, ...]]:
     """Returns names and shapes of the stacks that a checkpoint may contain instead of the single experts' tensors in
     `shapes`. `experts`: number of experts."""

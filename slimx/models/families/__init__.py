@@ -42,6 +42,9 @@ class FamilyOptions(Protocol):
     with_images: Callable[[ModelSpec, Config], ModelSpec] | None = None
     """Function (spec, config) that returns the model with a vision tower that computes embeddings of images, as section
     `trainer.vision` configures it; None: the model has no vision tower."""
+    separate_experts: Callable[[Table], Table] | None = None
+    """Function (table) that returns a weight table in which experts that the checkpoint stacks are separate tensors,
+    with names that SGLang loads as well; None: SGLang loads only what the checkpoint contains."""
     draft_rows: Callable[..., tuple[Row, ...]] | None = None
     """Function (hf, *, fused_shared_experts) that returns the weight-table rows of the multi-token prediction layer in
     SGLang's draft model; None: slimx has no such rows."""

@@ -75,14 +75,16 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
         )
     _check_served(config, spec, device)
     encoding, note = _encoding(config, spec, device)
-    if encoding == "hf" and spec.table.transposed():
-        raise SlimxError(
-            f"{min(spec.table.transposed())} of {spec.path} stores experts transposed, and can be published only in "
-            f"the engines' layout (publish.encoding=local), but weights would be published with {note}; change that "
-            "setting",
-            code="publish.transposed",
-            about="publish.encoding",
-        )
+    table = spec.table
+    if encoding == "hf" and table.transposed():
+        if spec.family.separate_experts is None:
+            raise SlimxError(
+                f"{spec.path} stores experts transposed and can be published only in the engines' layout "
+                f"(publish.encoding=local), but weights would be published with {note}; change that setting",
+                code="publish.transposed",
+                about="publish.encoding",
+            )
+        table = spec.family.separate_experts(table)
     _check_drafts(config, spec, encoding, note)
     if encoding == "hf" and quantize and (config.exact or number_format.LOCAL):
         mode = " in exact mode" if config.exact else ""
@@ -96,15 +98,17 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
         group = config.rollout.policy_engines[0]
         engine = engine_sizes(group)
         fused = bool(group.sglang.get("enforce_shared_experts_fusion"))
-        table = number_format.chosen(spec.engine_table(fused_shared_experts=fused, draft=config.publishes_draft(group)))
-        target = EngineLayout(table, engine).parts()
+        served = number_format.chosen(
+            spec.engine_table(fused_shared_experts=fused, draft=config.publishes_draft(group))
+        )
+        target = EngineLayout(served, engine).parts()
         ranks = engine.world
     else:
         served = spec.engine_table()
         # SGLang splits experts evenly, regardless of the names of their weights.
         for group in config.rollout.policy_engines:
             EngineLayout(served, engine_sizes(group))
-        target = checkpoint_parts(spec.table, mtp=False, served=served)
+        target = checkpoint_parts(table, mtp=False, served=served)
         ranks = 1
 
     def compiled(source: Iterable[Part], target: Iterable[Part]) -> Plan:
@@ -114,10 +118,10 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
             source, target, precision=precision, bucket_bytes=int(config.publish.bucket_mib * MIB), ranks=ranks
         )
 
-    added, loaded = form_of(config).published_parts(spec.table, sizes)
+    added, loaded = form_of(config).published_parts(table, sizes)
     adapters = compiled(added, loaded) if added else None
-    plan = compiled(chain(MegatronLayout(spec.table, sizes).parts(), added), chain(target, loaded))
-    unread = set(plan.unread) - _predicting(spec.table)
+    plan = compiled(chain(MegatronLayout(table, sizes).parts(), added), chain(target, loaded))
+    unread = set(plan.unread) - _predicting(table)
     if unread:
         raise SlimxError(
             f"no engine loads the trainer's tensor {min(unread)} (unloaded tensors: {len(unread)}); add a "

@@ -17,6 +17,7 @@ from slimx.config.schema import Config
 from slimx.config.sections.trainer import Lora
 from slimx.extras.lora.peft import PeftAdapters
 from slimx.extras.lora.targets import adapter_parts, adapter_targets, adapts
+from slimx.extras.vision.nesting import Stack, nested_table
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import Precision
 from slimx.layout.ranks import Sizes
@@ -122,6 +123,27 @@ def test_a_rank_reads_the_rows_and_columns_that_it_holds(qwen, tmp_path):
             a, b = found.matrices(parts[f"decoder.layers.2.mlp.experts.linear_fc1.weight{local}"])
             assert torch.equal(a, tensors[f"{name}.lora_A.weight"][RANK * expert : RANK * expert + RANK])
             assert torch.equal(b, tensors[f"{name}.lora_B.weight"][:, expert::EXPERTS])
+
+
+@pytest.mark.parametrize("stack", ["stacked", "transposed"])
+def test_adapters_of_stacked_experts_are_cut_as_those_of_separate_ones(qwen, tmp_path, stack: Stack):
+    """Compares a checkpoint that has a tensor for each expert with one that has stacks."""
+    config, tensors = adapters()
+    own = PeftAdapters(write(tmp_path / "own", config, tensors))
+    nested = {name.replace("model.layers.", "model.language_model.layers."): value for name, value in tensors.items()}
+    found = PeftAdapters(write(tmp_path / "nested", config, nested))
+    separate = read_model(str(qwen)).table
+    stacked = nested_table(separate, (), stack)
+    assert not any(".experts.0." in name for name in stacked.checkpoint_shapes())
+    found.check(stacked, LORA)
+    sizes = Sizes(tensor=2, expert=2, expert_tensor=2, data=2)
+    pairs = list(zip(MegatronLayout(stacked, sizes).parts(), MegatronLayout(separate, sizes).parts(), strict=True))
+    for part, other in pairs:
+        assert (part.name, part.shape, part.ranks) == (other.name, other.shape, other.ranks)
+        if adapts(None, part.name):
+            for matrix, expected in zip(found.matrices(part), own.matrices(other), strict=True):
+                assert torch.equal(matrix, expected), part.name
+    assert sum(part.name.startswith("decoder.layers.0.mlp.experts.") for part, _ in pairs) > EXPERTS
 
 
 def changed(**fields: Any) -> Callable[[dict[str, Any], Tensors], None]:

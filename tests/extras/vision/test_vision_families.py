@@ -3,10 +3,12 @@ SGLang: tests/integration/test_families.py, tests/integration/test_engine_ranks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from slimx.extras.vision.nesting import nested_table, separate_experts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import check_coverage
@@ -106,9 +108,32 @@ def test_a_model_without_a_tower_is_refused_with_images(tmp_path: Path) -> None:
         seeing(config)
 
 
-def test_transposed_experts_are_published_only_in_the_engines_layout(tmp_path: Path) -> None:
-    config = run(tmp_path, "qwen3_vl_moe", publish={"encoding": "hf"})
-    with refused("publish.transposed", about="publish.encoding"):
-        publication_plan(config, seeing(config), Sizes(), "cuda")
+def test_transposed_experts_are_published_in_each_encoding(tmp_path: Path) -> None:
+    """With Hugging Face names each projection of an expert is a tensor, also if engines of two layouts require them."""
     config = run(tmp_path, "qwen3_vl_moe")
-    assert publication_plan(config, seeing(config), Sizes(), "cuda").encoding == "local"
+    spec = seeing(config)
+    assert publication_plan(config, spec, Sizes(), "cuda").encoding == "local"
+    text = spec.hf["text_config"]
+    wide, narrow = text["hidden_size"], text["moe_intermediate_size"]
+    engines = [{"name": "a"}, {"name": "b", "tensor": 2}]
+    named = {"publish": {"encoding": "hf"}}, {"rollout": {"prompts": "p", "engines": engines}}
+    for sections, sizes in zip(named, (Sizes(tensor=2), Sizes()), strict=True):
+        published = publication_plan(run(tmp_path, "qwen3_vl_moe", **sections), spec, sizes, "cuda")
+        assert published.encoding == "hf"
+        tensors = [tensor for bucket in published.plan.buckets[0] for tensor in bucket.tensors]
+        experts = {tensor.name: tuple(tensor.shape) for tensor in tensors if ".experts." in tensor.name}
+        assert len(experts) == 3 * text["num_experts"] * text["num_hidden_layers"]
+        for name, shape in experts.items():
+            assert shape == ((wide, narrow) if name.endswith(".down_proj.weight") else (narrow, wide))
+        rest = {tensor.name for tensor in tensors} - experts.keys()
+        assert rest == {name for name in spec.table.checkpoint_shapes() if ".experts." not in name}
+
+
+def test_stacks_of_experts_are_separated_into_the_tensors_that_were_stacked(tmp_path: Path) -> None:
+    text = dict(MODELS["qwen3_vl_moe"]["text_config"])
+    text.pop("rope_scaling")
+    table = read(tmp_path, {**text, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}).table
+    expected = tuple(replace(row, quantized=False) for row in nested_table(table, ()).rows)
+    for stack in ("stacked", "transposed"):
+        rows = separate_experts(nested_table(table, (), stack)).rows
+        assert tuple(replace(row, quantized=False) for row in rows) == expected

@@ -11,13 +11,20 @@ from safetensors.torch import save_file
 
 from slimx.errors import SlimxError
 from slimx.extras.convert.formats.torch_dist_reader import read_whole
-from slimx.extras.lora.peft import CONFIG, PARAMETERS, STACKED, TENSORS, WRAPPED
+from slimx.extras.lora.peft import CONFIG, PARAMETERS, TENSORS, stack_item
 from slimx.extras.megatron_files.directory import TensorLocation, find_checkpoint, locations
 from slimx.models.families import ModelSpec, read_model
 from slimx.models.files.safe_pickle import read_metadata
 from slimx.reshard.manifest import ADAPTER_PREFIX
 
-ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
+ARCHITECTURES = (
+    "Qwen2ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeForCausalLM",
+)
 """Architectures for which exported adapters have been verified: merging them with PEFT yields the same weights as
 merging in slimx."""
 
@@ -71,7 +78,8 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
     tensors: dict[str, torch.Tensor] = {}
     targets: dict[str, set[str]] = {"target_modules": set(), "target_parameters": set()}
     modules: set[str] = set()
-    stacks: dict[tuple[str, str], list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    stacks: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    """Name of the module with a stack's adapter -> A and B of each expert."""
     rank = 0
     for location in locations(spec.table, per_layer=per_layer):
         names = [f"{location.key.removesuffix('.weight')}.lora_{letter}" for letter in "ab"]
@@ -84,18 +92,17 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
         b = complete[names[1]][location.index]
         rank = len(a)
         parts = _by_module(location, b)
-        if ".experts." not in location.part.sources[0]:
+        item = stack_item(location.part.sources[0])
+        if item is None:
             for module, rows in parts.items():
                 tensors[f"{ADAPTER_PREFIX}{module}.lora_A.weight"] = a.clone()
                 tensors[f"{ADAPTER_PREFIX}{module}.lora_B.weight"] = rows
                 modules.add(module)
             continue
-        module = next(iter(parts))
-        parameter = STACKED[module.rpartition(".")[2]]
-        stacks[module.partition(".experts.")[0], parameter].append((a, torch.cat(list(parts.values()))))
-        targets["target_parameters"].add(f"mlp.experts.{parameter}")
-    for (layer, parameter), experts in stacks.items():
-        prefix = f"{ADAPTER_PREFIX}{layer}.experts{WRAPPED[parameter]}"
+        stacks[item.module].append((a, torch.cat(list(parts.values()))))
+        targets["target_parameters"].add(f"mlp.experts.{item.parameter}")
+    for module, experts in stacks.items():
+        prefix = f"{ADAPTER_PREFIX}{module}"
         stack_a, stack_b = zip(*experts, strict=True)
         tensors[f"{prefix}.lora_A.weight"] = torch.cat(stack_a)
         tensors[f"{prefix}.lora_B.weight"] = torch.stack(stack_b, 2).flatten(1)

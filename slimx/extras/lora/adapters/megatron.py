@@ -192,7 +192,7 @@ def attach(
     `module`: the only model chunk of a rank, not yet wrapped for data parallelism. `parts`: the rank's weights, each
     described by the checkpoint elements that it contains. `merging`: True if all layers multiply by merged weights
     instead of adding the adapter's output."""
-    shapes = table.checkpoint_shapes()
+    shapes = table.sources()
     adapters: dict[str, Adapter] = {}
     owners: dict[str, list[Adapter]] = {}
     for part in parts:

@@ -26,8 +26,9 @@ from slimx.layout.maps import Rect
 
 _UNNESTED = ("Qwen2_5_VLForConditionalGeneration",)
 """SGLang's classes whose checkpoints name tensors as the class does."""
-_SEPARATE = ("Glm4vMoeForConditionalGeneration",)
-"""SGLang's classes whose checkpoints do not stack experts."""
+_SEPARATE = ("Glm4vMoeForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+"""SGLang's classes to which each expert is published separately: those whose checkpoints do not stack experts, or stack
+transposes."""
 
 
 def published_name(model: nn.Module, name: str) -> str:
