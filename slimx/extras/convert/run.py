@@ -168,7 +168,7 @@ def hf_to_fp8(
     `file_bytes` and `family`: see `hf_to_megatron`."""
     spec, reader = _open(source, family)
     quantization = block_fp8.quantization(rule)
-    matrices = quantized_matrices(spec.table, quantization.block)
+    matrices = quantized_matrices(spec, quantization.block)
     if not matrices:
         raise SlimxError(
             f"{source}: slimx cannot quantize {spec.family.ARCHITECTURE} to FP8; use the unquantized checkpoint",

@@ -22,7 +22,6 @@ from tests.checkpoint_stand import same, tensors_of, write_checkpoint
 from tests.extras.vision.vision_stand import run as seeing
 from tests.function_call import call_with_sglang
 from tests.integration.engine_families import MODELS
-from tests.refusals import refused
 from tests.unit.adapters.sglang_ranks import built, join, pretend_hopper
 from tests.unit.adapters.test_fp8_engines import ROOT, forms_of, plan_of, sent_to
 
@@ -129,8 +128,8 @@ def test_a_shipped_configuration_publishes_experts_in_fp8(tmp_path: Path) -> Non
     assert forms["local"]["model.layers.1.mlp.experts.w13_weight"].startswith("float8_e4m3fn")
 
 
-def test_stacked_experts_cannot_be_published_in_fp8_under_their_names(tmp_path: Path) -> None:
+def test_publications_under_hugging_faces_names_have_separate_experts(tmp_path: Path) -> None:
     overrides = ["publish.quantize=te", "publish.encoding=hf"]
     config = load_config(ROOT / "configs" / "moe" / "qwen3-vl-30b-a3b.yaml", overrides)
-    with refused("publish.transposed"):
-        plan_of(config, config.rollout.policy_engines[0], tmp_path / "model")
+    _, published = plan_of(config, config.rollout.policy_engines[0], tmp_path / "model")
+    assert sent_to(published, 0) == call_with_sglang(forms_of, str(tmp_path / "model"), 0, 1, {})["hf"]

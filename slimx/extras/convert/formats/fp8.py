@@ -17,7 +17,7 @@ from slimx.extras.low_precision.block_fp8 import SCALE_SUFFIX, scales_shape
 from slimx.json_types import Json
 from slimx.layout.maps import Rect
 from slimx.layout.number_formats import Quantization
-from slimx.layout.table import Table, stored
+from slimx.models.families import ModelSpec
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels.record import OP, PIECE, RULE, element_bytes
 
@@ -29,52 +29,45 @@ class Matrix(NamedTuple):
     shape: Shape
     source: str
     """Name of the source's tensor, as in the weight table."""
-    row: int = 0
-    """First row in the source's tensor."""
+    row: int
+    """Row of the source's tensor that is the first of the matrix."""
 
     def read(self, source: Reading, rect: Rect) -> torch.Tensor:
         """Returns the elements `rect` of the matrix, [rect.rows, rect.cols], read from `source`."""
         return source.read(self.source, rect._replace(row=self.row + rect.row))
 
 
-def quantized_matrices(table: Table, block: tuple[int, int]) -> dict[str, tuple[Matrix, ...]]:
-    """Returns, for each source of `table` that fp8 checkpoints store in fp8, the matrices of the output that contain
-    it: one or, for an expert in a stack, its projections, which are stored separately. `block`: rows and columns of a
-    quantization block.
+def quantized_matrices(spec: ModelSpec, block: tuple[int, int]) -> dict[str, list[Matrix]]:
+    """Returns, for each source of the weight table that fp8 checkpoints store in fp8, the matrices of the output that
+    contain it: one or, for an expert in a stack, its projections, which are stored separately. `block`: rows and
+    columns of a quantization block.
 
     Raises SlimxError for a tensor that engines could not use, because they concatenate it with other tensors and a
     block would span two of them."""
-    matrices: dict[str, tuple[Matrix, ...]] = {}
-    for entry in table.entries():
+    separate = spec.family.separate_experts
+    written = spec.table if separate is None else separate(spec.table)
+    matrices: dict[str, list[Matrix]] = {}
+    for entry, target in zip(spec.table.entries(), written.entries(), strict=True):
         if not entry.row.quantized:
             continue
-        for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
-            matrices[name] = _matrices(name, shape)
-        joined = [matrix for name in entry.sources for matrix in matrices[name]]
-        for matrix in joined:
-            rows = matrix.shape[0]
-            if len(joined) > 1 and rows % block[0]:
+        shapes = [shape for _, shape in target.row.sources]
+        for name, shape in zip(target.sources, shapes, strict=True):
+            if len(shapes) > 1 and shape[0] % block[0]:
                 raise SlimxError(
-                    f"tensor {matrix.name} has {rows} rows, but block-wise FP8 requires a multiple of {block[0]} rows, "
-                    f"because engines concatenate {matrix.name} with {joined[-1].name}; keep the model in bf16",
+                    f"tensor {name} has {shape[0]} rows, but block-wise FP8 requires a multiple of {block[0]} rows, "
+                    f"because engines concatenate {name} with {target.sources[-1]}; keep the model in bf16",
                     code="convert.blocks",
-                    about=matrix.name,
+                    about=name,
                 )
+        parts = zip(target.sources, shapes, strict=True)
+        for source, (_, whole) in zip(entry.sources, entry.row.sources, strict=True):
+            matrices[source] = []
+            row = 0
+            while row < whole[0]:  # the matrices of a source are its rows, in order
+                name, shape = next(parts)
+                matrices[source].append(Matrix(name, shape, source, row))
+                row += shape[0]
     return matrices
-
-
-def _matrices(source: str, shape: Shape) -> tuple[Matrix, ...]:
-    place = stored(source)
-    if place.index is None:
-        return (Matrix(source, shape, source),)
-    module, _, projection = place.name.rpartition(".")
-    expert = f"{module}.{place.index}."
-    if projection != "gate_up_proj":
-        return (Matrix(f"{expert}{projection}.weight", shape, source),)
-    inner = shape[0] // 2
-    half = (inner, *shape[1:])
-    gate = Matrix(f"{expert}gate_proj.weight", half, source)
-    return gate, Matrix(f"{expert}up_proj.weight", half, source, inner)
 
 
 def quantized(matrix: Matrix, quantization: Quantization) -> Unit:
