@@ -74,13 +74,14 @@ class Stand:
         np.testing.assert_allclose(one, other, rtol=0, atol=atol)
 
     def named(self, weights: Weights) -> Weights:
-        """Returns `weights` with the names that a publication with Hugging Face names has: experts whose transposes the
-        checkpoint stacks are separate."""
+        """Returns `weights` with the names that a publication with Hugging Face names has: experts that the checkpoint
+        stacks are separate."""
         table = self.table
-        if not table.transposed():
+        separate = separate_experts(table)
+        if separate.rows == table.rows:
             return weights
         found: Weights = {}
-        for whole, entry in zip(table.entries(), separate_experts(table).entries(), strict=True):
+        for whole, entry in zip(table.entries(), separate.entries(), strict=True):
             if whole.sources == entry.sources:
                 found |= {name: weights[name] for name in entry.sources}
             else:

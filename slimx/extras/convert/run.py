@@ -13,7 +13,7 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.extras.convert.formats import int4, safetensors, torch_dist
-from slimx.extras.convert.formats.fp8 import check_rule, quantized, quantized_matrices, with_quantization
+from slimx.extras.convert.formats.fp8 import check_rule, is_quantized, quantized, quantized_matrices, with_quantization
 from slimx.extras.convert.formats.safetensors import ToHuggingFace, Unit, copied, stacked
 from slimx.extras.convert.formats.served import served_plain
 from slimx.extras.convert.formats.torch_dist import ToMegatron
@@ -190,7 +190,7 @@ def hf_to_fp8(
         if len(shape) > 1:
             plain.append(name)
     units += _others(spec, reader, dtype)
-    plain += served_plain(spec, lambda row: row.quantized)
+    plain += served_plain(spec, is_quantized)
     return ToHuggingFace(
         units,
         reader,

@@ -84,7 +84,7 @@ class VisionFamily:
         self.interleaved = interleaved
         self.nested = nested
         self.stack = stack
-        self.separate_experts = separate_experts if stack == "transposed" else None
+        self.separate_experts = separate_experts if stack else None
         self.fixed = fixed
         self.tower_fixed = tower_fixed
         self.rotary_fraction = rotary_fraction

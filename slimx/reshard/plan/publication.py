@@ -76,16 +76,17 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
     _check_served(config, spec, device)
     encoding, note = _encoding(config, spec, device)
     table = spec.table
-    if encoding == "hf" and table.transposed():
+    if encoding == "hf":
         separate = spec.family.separate_experts
-        if separate is None:
+        if separate:
+            table = separate(table)
+        if table.transposed():
             raise SlimxError(
                 f"{spec.path} stores experts transposed and can be published only in the engines' layout "
                 f"(publish.encoding=local), but weights would be published with {note}; change that setting",
                 code="publish.transposed",
                 about="publish.encoding",
             )
-        table = separate(table)
     _check_drafts(config, spec, encoding, note)
     if encoding == "hf" and quantize and (config.exact or number_format.LOCAL):
         mode = " in exact mode" if config.exact else ""

@@ -9,12 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from slimx.config.rule import broken
 from slimx.config.schema import Config
 from slimx.extras.planner.memory.engine import engine_memory, kv_bytes, state_bytes
-from slimx.extras.recurrent.adapters.sglang import delta_net
 from slimx.extras.recurrent.delta_nets import DeltaNets
 from slimx.extras.recurrent.families import qwen3_5, qwen3_5_moe, qwen3_next
 from slimx.extras.recurrent.hybrid import HybridLayers
@@ -32,7 +30,7 @@ from slimx.rules.unproven import unproven_layers
 from tests.function_call import call_with_sglang
 from tests.published import published
 from tests.refusals import refused
-from tests.unit.adapters.sglang_ranks import built, described, join, pretend_hopper
+from tests.unit.adapters.sglang_ranks import delta_net_model, described
 
 ROOT = Path(__file__).parents[3]
 NEXT: dict[str, Any] = published("Qwen3-Next-80B-A3B-Instruct")
@@ -135,18 +133,8 @@ SPLITS = ((EngineSizes(), 0), (EngineSizes(tensor=2), 1), (EngineSizes(tensor=2,
 
 def served(path: str, rank: int, tensor: int, expert: int, copies: int) -> dict[str, Any]:
     """Returns one rank of SGLang's model of `path`, described."""
-    delta_net.add_operators()
-    pretend_hopper()
-    from sglang.srt.models import qwen3_5, qwen3_5_text
-    from sglang.srt.models import qwen3_next as next_models
-
-    next_models._is_cpu = qwen3_5._is_cpu = False  # heads are padded on a CPU
-    torch.cuda.current_device = lambda: "meta"  # where norms with a gate are built
-    kinds = {kind.__name__: kind for kind in (next_models.Qwen3NextForCausalLM, *qwen3_5_text.EntryClass)}
-    arguments = {"disable_radix_cache": True, "mamba_radix_cache_strategy": "no_buffer", "ep_size": expert}
     attention = {"dp_size": copies, "enable_dp_attention": copies > 1}
-    (architecture,) = json.loads((Path(path) / "config.json").read_text())["architectures"]
-    return described(built(join(path, rank, tensor, **arguments, **attention), "meta", kind=kinds[architecture]))
+    return described(delta_net_model(path, rank, tensor, ep_size=expert, **attention))
 
 
 def test_the_engines_model_has_the_tensors_of_the_table(tmp_path: Path):

@@ -5,6 +5,8 @@ For functions that `tests.function_call.call_with_sglang` calls.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -24,6 +26,23 @@ def pretend_hopper() -> None:
     fused_moe.create_moe_dispatcher = lambda *_, **__: Mock(expert_mask_gpu=None)
     # The two projections of an indexer are then in one tensor, as on CUDA.
     dsa_indexer._is_cuda, dsa_indexer.resolve_num_sms = True, lambda: 132
+
+
+def delta_net_model(path: str, rank: int, world: int, **arguments: Any) -> torch.nn.Module:
+    """Returns SGLang's model of `path`, which has gated delta nets, as built for Hopper on one rank."""
+    from slimx.extras.recurrent.adapters.sglang import delta_net
+
+    delta_net.add_operators()
+    pretend_hopper()
+    from sglang.srt.models import qwen3_5, qwen3_5_text, qwen3_next
+
+    qwen3_next._is_cpu = qwen3_5._is_cpu = False  # heads are padded on a CPU
+    torch.cuda.current_device = lambda: "meta"  # where norms with a gate are built
+    classes = (qwen3_next.Qwen3NextForCausalLM, *qwen3_5_text.EntryClass, *qwen3_5.EntryClass)
+    kinds = {kind.__name__: kind for kind in classes}
+    arguments = {"disable_radix_cache": True, "mamba_radix_cache_strategy": "no_buffer"} | arguments
+    (architecture,) = json.loads((Path(path) / "config.json").read_text())["architectures"]
+    return built(join(path, rank, world, **arguments), "meta", kind=kinds[architecture])
 
 
 def join(path: str, rank: int = 0, world: int = 1, **arguments: Any) -> Any:

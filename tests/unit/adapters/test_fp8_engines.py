@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slimx.config.load import load_config
 from slimx.config.schema import Config
@@ -58,11 +59,15 @@ def plan_of(config: Config, group: Engines, directory: Path) -> tuple[ModelSpec,
 def forms_of(path: str, rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Returns {"hf": {tensor: form}, "local": {parameter: form}, "uncovered": {encoding: {parameter: why}}} of one rank
     of SGLang's model, as a server on Hopper has it."""
+    pretend_hopper()
+    return forms(built(join(path, rank, world, **arguments), "meta"))
+
+
+def forms(model: torch.nn.Module) -> dict[str, Any]:
+    """Returns the result of `forms_of` for a model of SGLang."""
     from slimx.adapters.sglang.weights.layout import hf_layout
     from slimx.adapters.sglang.weights.places import local_layout
 
-    pretend_hopper()
-    model = built(join(path, rank, world, **arguments), "meta")
     layouts = {"hf": hf_layout(model), "local": local_layout(model)}
     return {
         **{name: {tensor: place.form for tensor, place in layout.places.items()} for name, layout in layouts.items()},

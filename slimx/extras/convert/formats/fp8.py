@@ -12,11 +12,13 @@ import torch
 from slimx.errors import SlimxError
 from slimx.extras.convert.compare import compare_quantized
 from slimx.extras.convert.formats.safetensors import Tensor, Unit
+from slimx.extras.convert.formats.served import plain_entries
 from slimx.extras.convert.sources import Advance, Reading, Scratch, Shape, row_blocks
 from slimx.extras.low_precision.block_fp8 import SCALE_SUFFIX, scales_shape
 from slimx.json_types import Json
 from slimx.layout.maps import Rect
 from slimx.layout.number_formats import Quantization
+from slimx.layout.table import Entry, Row
 from slimx.models.families import ModelSpec
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels.record import OP, PIECE, RULE, element_bytes
@@ -38,36 +40,48 @@ class Matrix(NamedTuple):
 
 
 def quantized_matrices(spec: ModelSpec, block: tuple[int, int]) -> dict[str, list[Matrix]]:
-    """Returns, for each source of the weight table that fp8 checkpoints store in fp8, the matrices of the output that
-    contain it: one or, for an expert in a stack, its projections, which are stored separately. `block`: rows and
+    """Returns, for each source of the weight table that trainer and engines store in fp8, the matrices of the output
+    that contain it: one or, for an expert in a stack, its projections, which are stored separately. `block`: rows and
     columns of a quantization block.
 
     Raises SlimxError for a tensor that engines could not use, because they concatenate it with other tensors and a
     block would span two of them."""
     separate = spec.family.separate_experts
     written = spec.table if separate is None else separate(spec.table)
+    plain = {source for entry in plain_entries(spec, is_quantized) for source in entry.sources}
     matrices: dict[str, list[Matrix]] = {}
     for entry, target in zip(spec.table.entries(), written.entries(), strict=True):
         if not entry.row.quantized:
             continue
-        shapes = [shape for _, shape in target.row.sources]
-        for name, shape in zip(target.sources, shapes, strict=True):
-            if len(shapes) > 1 and shape[0] % block[0]:
+        joined = [matrix for matrix in _matrices(entry, target) if matrix.source not in plain]
+        for matrix in joined:
+            rows = matrix.shape[0]
+            if len(joined) > 1 and rows % block[0]:
                 raise SlimxError(
-                    f"tensor {name} has {shape[0]} rows, but block-wise FP8 requires a multiple of {block[0]} rows, "
-                    f"because engines concatenate {name} with {target.sources[-1]}; keep the model in bf16",
+                    f"tensor {matrix.name} has {rows} rows, but block-wise FP8 requires a multiple of {block[0]} rows, "
+                    f"because engines concatenate {matrix.name} with {joined[-1].name}; keep the model in bf16",
                     code="convert.blocks",
-                    about=name,
+                    about=matrix.name,
                 )
-        parts = zip(target.sources, shapes, strict=True)
-        for source, (_, whole) in zip(entry.sources, entry.row.sources, strict=True):
-            matrices[source] = []
-            row = 0
-            while row < whole[0]:  # the matrices of a source are its rows, in order
-                name, shape = next(parts)
-                matrices[source].append(Matrix(name, shape, source, row))
-                row += shape[0]
+            matrices.setdefault(matrix.source, []).append(matrix)
     return matrices
+
+
+def _matrices(entry: Entry, target: Entry) -> Iterator[Matrix]:
+    """Yields the tensors of `target`, which are the rows of the tensors of `entry` in the same order."""
+    sources = zip(entry.sources, entry.row.sources, strict=True)
+    row = rows = 0
+    for name, (_, shape) in zip(target.sources, target.row.sources, strict=True):
+        if row == rows:
+            source, (_, (rows, *_)) = next(sources)
+            row = 0
+        yield Matrix(name, shape, source, row)
+        row += shape[0]
+
+
+def is_quantized(row: Row) -> bool:
+    """Returns True if fp8 checkpoints of the family store the tensors of `row` in fp8."""
+    return row.quantized
 
 
 def quantized(matrix: Matrix, quantization: Quantization) -> Unit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from slimx.errors import SlimxError
-from slimx.layout.table import Row
+from slimx.layout.table import Entry, Row
 from slimx.models.families import ModelSpec
 
 _SHARDS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -13,17 +13,22 @@ _SHARDS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pr
 (`sglang.srt.layers.quantization.utils.is_layer_skipped`)."""
 
 
-def served_plain(spec: ModelSpec, quantized: Callable[[Row], bool]) -> Iterator[str]:
-    """Yields the names of the matrices in engine-table rows for which `quantized` returns False. A matrix that SGLang
-    fuses appears under its name in SGLang, followed by those of its shards. Yields nothing if SGLang does not serve the
-    model."""
+def plain_entries(spec: ModelSpec, quantized: Callable[[Row], bool]) -> Iterator[Entry]:
+    """Yields the entries of the engine table that contain matrices and for whose rows `quantized` returns False. Yields
+    nothing if SGLang does not serve the model."""
     try:
         table = spec.engine_table()
     except SlimxError:
         return
     for entry in table.entries():
-        if quantized(entry.row) or all(len(shape) == 1 for _, shape in entry.row.sources):
-            continue
+        if not quantized(entry.row) and any(len(shape) > 1 for _, shape in entry.row.sources):
+            yield entry
+
+
+def served_plain(spec: ModelSpec, quantized: Callable[[Row], bool]) -> Iterator[str]:
+    """Yields the names of the matrices in `plain_entries`. A matrix that SGLang fuses appears under its name in SGLang,
+    followed by those of its shards."""
+    for entry in plain_entries(spec, quantized):
         name = entry.row.name.format(layer=entry.layer, expert=entry.expert).removesuffix(".weight")
         yield name
         module, _, projection = name.rpartition(".")

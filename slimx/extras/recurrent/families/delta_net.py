@@ -202,7 +202,7 @@ def weight_table(hf: HfConfig, store: Store, frozen: Mapping[str, tuple[int, ...
         *head(hf),
     )
     return Table(
-        _unquantized(rows),
+        rows,
         layers=hf["num_hidden_layers"],
         experts=experts,
         aliases=tied_copies(hf),
@@ -226,6 +226,7 @@ def _trained(layer: Layer, net: DeltaNet, store: Store) -> tuple[Row, ...]:
             map=Sections(net.keys, stored.cuts),
             axis=0,
             sections=("query", "key", "value", "z", "beta", "alpha"),
+            quantized=True,
         ),
         layer.row(
             prefix + "conv1d.weight",
@@ -263,11 +264,6 @@ def _experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
         *layer.swiglu("mlp.shared_experts", "mlp.shared_expert", hidden, shared),
         layer.row("mlp.shared_experts.gate_weight", [("mlp.shared_expert_gate", (1, hidden))]),
     )
-
-
-def _unquantized(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    # Reading and publishing fp8 weights of these families was never tested.
-    return tuple(replace(row, quantized=False) for row in rows)
 
 
 def prediction_tensors(hf: HfConfig) -> Mapping[str, tuple[int, ...]]:
@@ -347,7 +343,7 @@ def engine_table(hf: HfConfig, served: Served, *, embedding: Group = "attention"
         *(_served_experts(layer, hf) if experts else engine_rows.swiglu(layer, "mlp", hidden, hf["intermediate_size"])),
         *engine_rows.head(hf, tied=tied),
     )
-    return Table(_unquantized(rows), layers=layers, experts=experts)
+    return Table(rows, layers=layers, experts=experts)
 
 
 def _without_attention_module(row: Row) -> Row:
@@ -375,7 +371,13 @@ def _served(layer: Layer, net: DeltaNet, served: Served) -> tuple[Row, ...]:
     for name, sources in served(net).items():
         tensors = [(source_prefix + source, (rows, net.hidden)) for source, rows in sources.sources]
         projections.append(
-            layer.row(f"{source_prefix}{name}.weight", tensors, map=Sections(net.keys, sources.cuts), **split)
+            layer.row(
+                f"{source_prefix}{name}.weight",
+                tensors,
+                map=Sections(net.keys, sources.cuts),
+                quantized=name == "in_proj_qkvz",  # the rates are too narrow for blocks
+                **split,
+            )
         )
     conv = [(source_prefix + "conv1d", (net.channels, 1, net.width))]
     decay, bias = _head_vectors(layer, source_prefix, source_prefix, net)
@@ -386,6 +388,8 @@ def _served(layer: Layer, net: DeltaNet, served: Served) -> tuple[Row, ...]:
         replace(decay, dtype="float32", group="attention"),
         replace(bias, group="attention"),
         engine_rows.same(layer, source_prefix + "norm", net.value_head),
-        engine_rows.same(layer, source_prefix + "out_proj", net.hidden, net.value, axis=1, group="attention"),
+        engine_rows.same(
+            layer, source_prefix + "out_proj", net.hidden, net.value, axis=1, group="attention", quantized=True
+        ),
         engine_rows.same(layer, "post_attention_layernorm", net.hidden),
     )

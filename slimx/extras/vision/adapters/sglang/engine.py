@@ -1,5 +1,5 @@
-"""Vision-language models in SGLang: where an engine's parameters store the tensors of the vision tower and stacked
-experts. Written for sglang 0.5.23."""
+"""Vision-language models in SGLang: where an engine's parameters store the tensors of the vision tower. Written for
+sglang 0.5.23."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from slimx.adapters.sglang.weights.layout import (
     ServedParameter,
     ServedPiece,
     columns_split,
-    gate_and_up,
-    logical_experts,
     qkv_of_one,
     rank_in,
     rows_split,
@@ -26,9 +24,6 @@ from slimx.layout.maps import Rect
 
 _UNNESTED = ("Qwen2_5_VLForConditionalGeneration",)
 """SGLang's classes whose checkpoints name tensors as the class does."""
-_SEPARATE = ("Glm4vMoeForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
-"""SGLang's classes to which each expert is published separately: those whose checkpoints do not stack experts, or stack
-transposes."""
 
 
 def published_name(model: nn.Module, name: str) -> str:
@@ -42,10 +37,7 @@ def published_name(model: nn.Module, name: str) -> str:
         return named if kind in _UNNESTED else f"model.{named}"
     if kind in _UNNESTED:
         return name
-    nested = re.sub(r"^model\.", "model.language_model.", name)
-    if kind in _SEPARATE:
-        return nested
-    return nested.replace(".experts.w13_weight", ".experts.gate_up_proj").replace(".w2_weight", ".down_proj")
+    return re.sub(r"^model\.", "model.language_model.", name)
 
 
 def tower_gate_up(served: ServedParameter) -> Iterator[ServedPiece]:
@@ -82,38 +74,7 @@ def _unpadded(served: ServedParameter, size: int) -> int:
     return inner
 
 
-def stacked_gate_up(served: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields the fused expert parameter w13 as `experts_gate_up` does, for checkpoints that stack the gate and up
-    projections of all experts in one tensor."""
-    owner = cast(places.Experts, served.owner)
-    inner = owner.intermediate_size_per_partition
-    total = inner * owner.moe_tp_size
-    rects = []
-    logical, experts = logical_experts(served)
-    for slot, expert in enumerate(logical):
-        for index, part in enumerate(gate_and_up(owner)):
-            row = (2 * expert + part) * total + owner.moe_tp_rank * inner
-            rects.append(Rect(0, row, 0, inner, served.cols, (2 * slot + index) * inner, 0))
-    shape = (experts, 2 * total, served.cols)
-    yield ServedPiece("{mlp}.experts.gate_up_proj", shape, tuple(rects))
-
-
-def stacked_down(served: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields the expert parameter w2 as `experts_down` does, for checkpoints that stack the down projections of all
-    experts in one tensor."""
-    owner = cast(places.Experts, served.owner)
-    inner = owner.intermediate_size_per_partition
-    hidden = owner.hidden_size
-    rects = []
-    logical, experts = logical_experts(served)
-    for slot, expert in enumerate(logical):
-        rects.append(Rect(0, expert * hidden, owner.moe_tp_rank * inner, hidden, inner, slot * hidden, 0))
-    shape = (experts, hidden, inner * owner.moe_tp_size)
-    yield ServedPiece("{mlp}.experts.down_proj", shape, tuple(rects))
-
-
 _TOWER = r"(model\.)?visual\."
-_EXPERTS = r"(?P<mlp>model\.language_model\..+\.mlp)\.experts\."
 ROWS = (
     (_TOWER + r"pos_embed\.weight", vocabulary),
     (_TOWER + r".+\.attn\.qkv\.(weight|bias)", qkv_of_one),
@@ -122,8 +83,6 @@ ROWS = (
     (_TOWER + r".+\.(linear_fc1|mlp\.0)\.(weight|bias)", rows_split),
     (_TOWER + r".+\.(attn\.proj|linear_fc2|mlp\.2)\.weight", columns_split),
     (_TOWER + r".+", whole),
-    (_EXPERTS + r"gate_up_proj", stacked_gate_up),
-    (_EXPERTS + r"down_proj", stacked_down),
 )
 """Pairs of a regular expression for parameter names and the function that locates the tensors of a matching parameter;
 they extend the table in `slimx.adapters.sglang.weights.layout`."""
