@@ -177,19 +177,15 @@ def experts_gate_up(
     inner = owner.intermediate_size_per_partition
     _expect(tuple(served.parameter.shape) == (owner.num_local_experts, 2 * inner, owner.hidden_size), _unlike(served))
     shape = (inner * owner.moe_tp_size, owner.hidden_size)
+    method = getattr(owner, "weight_load_method", None) or owner.quant_method
+    order = names[::-1] if getattr(method, "load_up_proj_weight_first", False) else names
     for name, slot in _experts(served):
-        for index, part in enumerate(gate_and_up(owner)):
-            tensor = f"{name}.{names[part]}.weight"
+        for index, part in enumerate(order):
+            tensor = f"{name}.{part}.weight"
             if slot is None:
                 yield ServedPiece(tensor, shape, ())
             else:
                 yield share_of_rows(served, tensor, shape[0], inner, owner.moe_tp_rank, (2 * slot + index) * inner)
-
-
-def gate_and_up(owner: places.Experts) -> tuple[int, int]:
-    """Returns the order in which an expert's fused parameter stores its gate projection (0) and up projection (1)."""
-    method = getattr(owner, "weight_load_method", None) or owner.quant_method
-    return (1, 0) if getattr(method, "load_up_proj_weight_first", False) else (0, 1)
 
 
 def experts_down(served: ServedParameter, part: str = "down_proj") -> Iterator[ServedPiece]:
@@ -334,26 +330,21 @@ def row_of(name: str) -> tuple[Split, dict[str, str]]:
     raise Unexpected(f"no row of slimx.adapters.sglang.weights.layout or of an entry point of {GROUP} matches its name")
 
 
-def logical_experts(served: ServedParameter) -> tuple[list[int], int]:
-    """Returns the index of the routed expert in each slot of this rank's parameter, and the model's number of routed
-    experts."""
-    owner = cast(places.Experts, served.owner)
-    routed = owner.num_local_experts - owner.num_fused_shared_experts
-    first = owner.moe_ep_rank * routed
-    if served.experts is None:
-        return list(range(first, first + routed)), routed * owner.moe_ep_size
-    location = cast(ExpertLocation, served.experts)
-    slots = location.physical_to_logical_map_cpu[owner.layer_id, first : first + routed]
-    return slots.tolist(), location.num_logical_experts
-
-
 def _experts(served: ServedParameter) -> Iterator[tuple[str, int | None]]:
     """Yields the checkpoint name of each expert and its slot in this rank's parameter, in the order of slots; then the
     experts that only other ranks store, with slot None."""
-    logical, total = logical_experts(served)
+    owner = cast(places.Experts, served.owner)
+    shared = owner.num_fused_shared_experts
+    routed = owner.num_local_experts - shared
+    first = owner.moe_ep_rank * routed
+    logical = list(range(first, first + routed))
+    total = routed * owner.moe_ep_size
+    if served.experts is not None:
+        location = cast(ExpertLocation, served.experts)
+        logical = location.physical_to_logical_map_cpu[owner.layer_id, first : first + routed].tolist()
+        total = location.num_logical_experts
     for slot, expert in enumerate(logical):
         yield f"{{mlp}}.experts.{expert}", slot
-    shared = cast(places.Experts, served.owner).num_fused_shared_experts
     _expect(shared <= 1, f"{shared} shared experts are fused with the routed ones, but SGLang loads at most one")
     if shared:
         yield "{mlp}.shared_experts", len(logical)
