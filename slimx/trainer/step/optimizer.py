@@ -84,8 +84,9 @@ def build_optimizer(
     # Keeps megatron-core's own fp32 main weights, which checkpoints and offloading expect.
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
     groups = _groups(settings, undecayed)
-    if config.trainer.vision is not None:
-        groups[ParamKey(name=_TOWER)] = {"lr_mult": config.trainer.vision.lr_scale}
+    vision = config.trainer.vision
+    if vision is not None and vision.lr_scale != 1.0:  # megatron-core cannot tell apart groups with equal factors
+        groups[ParamKey(name=_TOWER)] = {"lr_mult": vision.lr_scale}
     optimizer = get_megatron_optimizer(settings, chunks, groups)
     if options.offload_fraction:
         on_host = entry_points.load(STATES, "host")
