@@ -38,6 +38,28 @@ KIMI_TOWER = {
     "projector_ln_eps": 1e-05,
     "video_attn_type": "spatial_temporal",
 }
+KIMI_PROCESSOR = {
+    "auto_map": {
+        "AutoProcessor": "kimi_k25_processor.KimiK25Processor",
+        "AutoImageProcessor": "kimi_k25_vision_processing.KimiK25VisionProcessor",
+    },
+    "media_proc_cfg": {
+        "in_patch_limit": 16384,
+        "patch_size": 14,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "merge_kernel_size": 2,
+        "fixed_output_tokens": None,
+        "patch_limit_on_one_side": 512,
+        "in_patch_limit_each_frame": 4096,
+        "in_patch_limit_video": None,
+        "sample_fps": 2.0,
+        "max_num_frames_each_video": None,
+        "temporal_merge_kernel_size": 4,
+        "timestamp_mode": "hh:mm:ss.fff",
+    },
+}
+"""preprocessor_config.json as published, whose code slimx does not run."""
 TOKENS = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
 PROCESSORS = {
     "qwen3_vl": ("Qwen3VLProcessor", "Qwen2VLImageProcessorFast", "Qwen3VLVideoProcessor"),
@@ -173,6 +195,9 @@ def showing(trajectory: Trajectory, images: tuple[tuple[str, int], ...]) -> Traj
 def write_processor(hf: dict[str, Any], directory: Path) -> None:
     """Writes the configurations of the image and video processors that belong to config.json `hf`."""
     vision = hf["vision_config"]
+    if hf["model_type"] == "kimi_k25":
+        (directory / "preprocessor_config.json").write_text(json.dumps(KIMI_PROCESSOR))
+        return
     patch = vision["patch_size"]
     area = (patch * vision["spatial_merge_size"]) ** 2
     processor, image, video = PROCESSORS.get(hf["model_type"], PROCESSORS["qwen3_vl"])

@@ -130,7 +130,6 @@ def _unsupported_tower(hf: HfConfig) -> str | None:
     # Published files lack the last two, which transformers reads instead of mm_hidden_size and the token's other name.
     return unsupported_field(
         hf,
-        ("tie_word_embeddings", False),
         ("projection_hidden_size", size),
         ("image_token_id", hf["media_placeholder_token_id"]),
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from slimx.extras.vision.towers.rows import Matrices, linear, split_qkv, tower_rows
+from slimx.layout.maps import Copy
 from slimx.layout.table import Row
 from slimx.models.fields import HfConfig
 
@@ -57,7 +58,7 @@ def engine_rows(vision: HfConfig) -> tuple[Row, ...]:
 
 def _served(row: Row, heads: int) -> Row:
     """Returns the row of SGLang's parameter that contains the same tensor as the trainer's `row`."""
-    row = replace(row, name=_renamed(row.sources[0][0], _SERVED))
+    row = replace(row, name=_renamed(row.sources[0][0], _SERVED), map=Copy())
     if ".attn.qkv." in row.name:
         return split_qkv(row, heads, "attention")
     if row.name.endswith(".attn.proj.weight"):
