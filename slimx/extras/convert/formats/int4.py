@@ -71,7 +71,8 @@ def served_plain(spec: ModelSpec) -> Iterator[str]:
         return
     for entry in table.entries():
         if not rounds(entry.row) and any(len(shape) > 1 for _, shape in entry.row.sources):
-            yield entry.row.name.format(layer=entry.layer, expert=entry.expert)
+            # SGLang looks up the layers of Kimi-K2.5's language model without the prefix of their parameters.
+            yield entry.row.name.format(layer=entry.layer, expert=entry.expert).removeprefix("language_model.")
 
 
 def with_quantization(hf: Json, plain: Iterable[str]) -> Json:
