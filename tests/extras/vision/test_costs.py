@@ -26,6 +26,7 @@ from slimx.extras.vision.towers import kimi_k25, qwen3_vl
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec, configured_model, read_model
 from slimx.preflight.hardware import machine_of
+from tests.published import published
 
 ROOT = Path(__file__).parents[3]
 FILE = ROOT / "configs/moe/qwen3-vl-30b-a3b.yaml"
@@ -216,6 +217,9 @@ def test_engines_reserve_memory_for_images(gpu: str, engine: dict[str, object], 
     assert found == mib * 2**20
     assert factor == pytest.approx(0.95 * (1 - 0.1 * ((1152 / 1024) ** 2 - 1)))
     assert image_memory({"architectures": ["Qwen3MoeForCausalLM"]}, group, machine) == (0, 1.0)
+    nbytes, factor = image_memory(published("Kimi-K2.5"), group, machine)
+    assert nbytes == 100 * 2**20
+    assert factor == pytest.approx(0.95 * (1 - 0.1 * (27 / 24 * (1152 / 1024) ** 2 - 1)))
 
 
 @pytest.mark.usefixtures("in_root")

@@ -1,5 +1,5 @@
-"""SGLang's processor of Kimi-K2.5 for requests whose images slimx has prepared. Written for sglang 0.5.23, whose own
-processor needs code from the checkpoint, and refuses token ids with a placeholder for each embedding."""
+"""SGLang's processor of Kimi-K2.5, also for requests whose images slimx has prepared. Written for sglang 0.5.23, whose
+own processor needs code from the checkpoint, and refuses token ids with a placeholder for each embedding."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from sglang.srt.models.kimi_k25 import KimiK25ForConditionalGeneration
 from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor, MultimodalSpecialTokens
 
 
-class PreparedImages(BaseMultimodalProcessor):
-    """Processor that takes token ids, and the output of another processor as their images."""
+class KimiImages(BaseMultimodalProcessor):
+    """Processor that takes token ids with prepared images, or text with images for transformers' processor, as SGLang
+    sends when it warms up."""
 
     models = (KimiK25ForConditionalGeneration,)
 
@@ -22,15 +23,15 @@ class PreparedImages(BaseMultimodalProcessor):
 
     @override
     async def process_mm_data_async(
-        self, image_data: Sequence[Any], input_text: list[int], request_obj: Any, *args: Any, **kwargs: Any
+        self, image_data: Sequence[Any], input_text: str | list[int], request_obj: Any, *args: Any, **kwargs: Any
     ) -> MultimodalProcessorOutput:
-        """Returns SGLang's form of the images `image_data` of a request with the token ids `input_text`. Raises
-        ValueError for text or images that are not prepared."""
-        if not isinstance(input_text, list) or not all(self._is_preprocessed_input(image) for image in image_data):
-            raise ValueError("this server takes images only from slimx; send token ids and prepared images")
-        loaded = await self.fast_load_mm_data(
-            prompt=input_text, image_data=image_data, multimodal_tokens=self._tokens, input_ids=input_text
-        )
+        """Returns SGLang's form of the images `image_data` of a request. `input_text`: text with a placeholder for each
+        image, or token ids; with prepared images, a placeholder for each embedding."""
+        data = {"image_data": image_data, "multimodal_tokens": self._tokens}
+        if isinstance(input_text, list) and self._all_mm_data_is_preprocessed(image_data):
+            loaded = await self.fast_load_mm_data(prompt=input_text, input_ids=input_text, **data)
+        else:
+            loaded = await self.load_mm_data(prompt=input_text, **data)
         items, ids, _ = await self.process_and_combine_mm_data_async(loaded, self._tokens)
         return MultimodalProcessorOutput(
             input_ids=ids.tolist(), mm_items=items, im_token_id=self._tokens.image_token_id
