@@ -35,8 +35,6 @@ CPU_VARIABLES = {
     "SGLANG_NCCL_SO_PATH": "none",
 }
 MODELS = "slimx.adapters.sglang.models"
-PROCESSORS = "slimx.engine_processors"
-"""Entry point group of the package with slimx's processors of images for SGLang."""
 
 
 def prepare(arguments: list[str]) -> None:
@@ -46,8 +44,8 @@ def prepare(arguments: list[str]) -> None:
     named = [name for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
     os.environ["SGLANG_PLUGINS"] = ",".join(dict.fromkeys(["slimx", *named]))
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", MODELS)
-    for point in entry_points.find(PROCESSORS).values():  # of which there is one, because SGLang reads one package
-        os.environ.setdefault("SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE", point.value)
+    processors = entry_points.find("slimx.engine_processors")["images"].value
+    os.environ.setdefault("SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE", processors)
     # The router calls /health before it accepts an engine. SGLang would generate a token in response, which takes 1 s
     # and never ends while the engine is paused. slimx checks generation itself (/health_generate).
     os.environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
