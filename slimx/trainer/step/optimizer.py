@@ -85,7 +85,7 @@ def build_optimizer(
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
     groups = _groups(settings, undecayed)
     vision = config.trainer.vision
-    if vision is not None and vision.lr_scale != 1.0:  # megatron-core confuses groups with equal factors
+    if vision and vision.lr_scale != 1.0:  # megatron-core confuses groups with equal factors
         groups[ParamKey(name=_TOWER)] = {"lr_mult": vision.lr_scale}
     optimizer = get_megatron_optimizer(settings, chunks, groups)
     if options.offload_fraction:
