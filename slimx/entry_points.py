@@ -8,6 +8,7 @@
     slimx.datasets            published data sets that `slimx data` writes
     slimx.devices             adaptations of megatron-core and SGLang to "cpu" and "cuda": `Device`
     slimx.engine_layers       layouts of SGLang's layers by kind: modules with ROWS, GAPS and REPLACEMENTS
+    slimx.engine_processors   package of SGLang's image processors
     slimx.environments        environments by name: `rollout.options.environment`
     slimx.event_receivers     receivers of a run's events: `Events`
     slimx.families            modules that build models, by architecture

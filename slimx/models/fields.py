@@ -25,7 +25,7 @@ WITHOUT_MEANING = frozenset(
         *("initializer_range", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp"),
         # fields of older transformers versions, and of images, which the text model does not process
         *("tf_legacy_loss", "torchscript", "use_bfloat16"),
-        *("ignore_index", "media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder"),
+        *("ignore_index", "use_unified_vision_chunk", "video_placeholder"),
         # multi-token prediction layers, which MiniMax-M2 declares but no published checkpoint contains
         *("num_mtp_modules", "mtp_transformer_layers", "use_mtp"),
     }
@@ -33,7 +33,7 @@ WITHOUT_MEANING = frozenset(
 """Fields of config.json that never change what a model computes."""
 _READ_ELSEWHERE = ("quantization_config", "vision_config")
 """Objects in config.json whose nested fields a family need not read: checkpoint readers read quantization_config, and
-vision_config describes a vision tower whose tensors are copied unchanged."""
+families check vision_config."""
 _MAY_BE_NULL = ("q_lora_rank",)
 """Fields for which null means something other than a missing field."""
 _NEUTRAL: dict[str, object] = {

@@ -101,11 +101,21 @@ _QUANTIZATION: Schema = {
     "config_groups": _OBJECTS,
 }
 _VISION: Schema = {
-    **dict.fromkeys(("hidden_size", "intermediate_size", "out_hidden_size", "num_position_embeddings"), _SIZE),
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "intermediate_size",
+            "out_hidden_size",
+            "num_position_embeddings",
+            "vt_hidden_size",
+            "vt_intermediate_size",
+            "mm_hidden_size",
+        ),
+        _SIZE,
+    ),
     **dict.fromkeys(("num_heads", "in_channels", "spatial_merge_size", "temporal_patch_size"), _HEADS),
     "depth": _integer(0, _LAYERS),
     "deepstack_visual_indexes": _list(_integer(0, _LAYERS), _LAYERS),
-    **dict.fromkeys(("vt_hidden_size", "vt_intermediate_size", "mm_hidden_size"), _SIZE),
     **dict.fromkeys(("patch_size", "init_pos_emb_height", "init_pos_emb_width"), _HEAD),
     "merge_kernel_size": _pair(_HEAD),
     "vt_num_hidden_layers": _integer(0, _LAYERS),

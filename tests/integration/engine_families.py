@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from tests.integration import bailing_oracle
+from tests.integration.deepseek_checkpoint import DEEPSEEK
 from tests.integration.family_oracle import scatter
 from tests.integration.seeded import write_seeded, write_tokenizer
-from tests.integration.vision_oracle import publish, write_processor
+from tests.integration.vision_oracle import KIMI_SIZES, KIMI_TOWER, publish, write_processor
 from tools.quickstart import make_vision_model
 
 # Sizes that every rank count here divides: SGLang's CPU path pads heads and inner sizes that do not.
@@ -71,6 +72,8 @@ VISION = {
     "hidden_act": "gelu_pytorch_tanh",
     "deepstack_visual_indexes": [],
 }
+
+KIMI_VISION = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def with_tower(text: dict[str, Any], architecture: str, model_type: str, **vision: Any) -> dict[str, Any]:
@@ -239,6 +242,27 @@ MODELS["glm4v_moe"] = {
     **{f"{name}_token_id": 102 + k for k, name in enumerate(("image_start", "image_end", "video_start", "video_end"))},
 }
 """SGLang takes images between the tokens of videos for frames."""
+MODELS["kimi_k25"] = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "model_type": "kimi_k25",
+    "torch_dtype": "float32",
+    "text_config": DEEPSEEK,
+    "vision_config": {
+        **KIMI_TOWER,
+        **{f"{prefix}{size}": KIMI_VISION[size] for size in KIMI_SIZES for prefix in ("", "vt_")},
+        **{f"{prefix}pos_emb_{axis}": 8 for axis in ("height", "width") for prefix in ("", "init_")},
+        "init_pos_emb_time": 4,
+        "patch_size": 14,
+        "merge_kernel_size": [2, 2],
+        "mm_hidden_size": KIMI_VISION["hidden_size"],
+        "text_hidden_size": COMMON["hidden_size"],
+    },
+    "projection_hidden_size": KIMI_VISION["hidden_size"],
+    "tie_word_embeddings": False,
+    "media_placeholder_token_id": make_vision_model.TOKENS["image_token_id"],
+    "image_token_id": make_vision_model.TOKENS["image_token_id"],
+}
+"""SGLang and transformers ignore the fields whose names begin with vt_."""
 
 
 def make_model(name: str, out: Path) -> None:
@@ -250,6 +274,9 @@ def make_model(name: str, out: Path) -> None:
             publish(out)
             write_processor(hf, out)
             make_vision_model.write_tokenizer(out)
+            if hf["model_type"] == "kimi_k25":  # whose processor in transformers knows the token by its name
+                for file in (*out.glob("tokenizer*.json"), *out.glob("*.jinja")):
+                    file.write_text(file.read_text().replace("<|image_pad|>", "<|media_pad|>"))
         return
     torch.manual_seed(1)
     model = bailing_oracle.Ling(hf)

@@ -196,6 +196,16 @@ WINDOWED_TOWER |= {"window_size": 16, "fullatt_block_indexes": [1]}
 """With windows of two embeddings per axis."""
 INTERPOLATING_TOWER = {name: value for name, value in vision_oracle.QWEN3_TOWER.items() if "position" not in name}
 INTERPOLATING_TOWER |= {"image_size": 24, "rms_norm_eps": 1e-5}
+MOONVIT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "merge_kernel_size": [2, 2],
+    "pos_emb_height": 6,
+    "pos_emb_width": 6,
+}
 NEMOTRON = {
     "num_key_value_heads": 2,
     "hybrid_override_pattern": "ME*-ME",
@@ -253,8 +263,21 @@ CASES: dict[str, Case] = {
         make=stock("MiniMaxM2Config", num_local_experts=8, num_experts_per_tok=3, rope_parameters=ROTARY),
         thorough=True,
     ),
-    # Engines of these two are refused.
-    "Kimi-K2.5": Case(make=nested_oracle.KimiK25, thorough=True),
+    "Kimi-K2.5": Case(
+        make=seeing(
+            "Kimi_K25Config",
+            MOONVIT,
+            kind=vision_oracle.KimiK25,
+            without=("head_dim",),
+            **deepseek_v3_oracle.SHAPE,
+            **{**deepseek_v3_oracle.MODELS["V3"], "num_mtp_layers": 0, "num_nextn_predict_layers": 0},
+            rms_norm_eps=1e-6,
+        ),
+        thorough=True,
+        vision="tower",
+        rounding=1e-5,
+    ),
+    # Engines are refused.
     "MiMo": Case(make=mimo, dense=True),
     # transformers' own gradients are 1.5e-4 (Qwen3-Next) and 7e-5 off those in float64.
     "Qwen3-Next": Case(make=hybrid("Qwen3NextConfig", **HYBRID_EXPERTS), thorough=True, cut=True, rounding=6e-5),

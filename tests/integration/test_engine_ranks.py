@@ -205,8 +205,10 @@ async def test_a_publication_equals_a_cold_load(stand: Stand, encoding: str, sta
     assert tokens == stand.cold[0]
     stand.assert_same(logprobs, stand.cold[1])
     derived = (await stand.engine.verify())["derived"]
-    layers = DEEPSEEK["num_hidden_layers"] if "Deepseek" in stand.engine.attestation[0]["model"] else 0
-    assert derived == sorted(f"model.layers.{k}.self_attn.{t}" for k in range(layers) for t in ("w_kc", "w_vc"))
+    latent = {"DeepseekV3ForCausalLM": "model.", "KimiK25ForConditionalGeneration": "language_model.model."}
+    prefix = latent.get(stand.engine.attestation[0]["model"])
+    layers = 0 if prefix is None else DEEPSEEK["num_hidden_layers"]
+    assert derived == sorted(f"{prefix}layers.{k}.self_attn.{t}" for k in range(layers) for t in ("w_kc", "w_vc"))
 
 
 @pytest.mark.parametrize("encoding", ["hf", "local"])

@@ -21,6 +21,7 @@ from slimx.extras.planner.memory.trainer import holdings, trainer_memory
 from slimx.extras.vision.images.store import ImageStore
 from slimx.layout.ranks import Sizes, coordinates, sizes_of
 from slimx.models.families import configured_model, read_model
+from tests.integration.deepseek_checkpoint import DEEPSEEK
 from tests.integration.rank_processes import run_ranks
 from tests.integration.rank_start import join, leave
 from tests.integration.test_plan_memory import WITHIN, LiveMemory
@@ -75,6 +76,29 @@ GATED = {
 }
 """A model whose tower has gated MLPs and RMSNorms."""
 
+MOONVIT = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "model_type": "kimi_k25",
+    "media_placeholder_token_id": 120,
+    "tie_word_embeddings": False,
+    # One head, because plans count its scores as if the tokens of a micro-batch were one sequence.
+    "text_config": {**DEEPSEEK, "num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1},
+    "vision_config": {
+        "vt_hidden_size": 64,
+        "vt_intermediate_size": 240,
+        "vt_num_hidden_layers": 4,
+        "vt_num_attention_heads": 4,
+        "init_pos_emb_height": 6,
+        "init_pos_emb_width": 6,
+        "init_pos_emb_time": 4,
+        "merge_kernel_size": [2, 2],
+        "mm_hidden_size": 64,
+        "patch_size": 4,
+        "text_hidden_size": 128,
+    },
+}
+"""A model whose tower has a projector of its own class, and patches of one frame."""
+
 
 def case(train: str, dtype: str = "bfloat16", **trainer: Any) -> dict[str, Any]:
     return {"dtype": dtype, "trainer": {**trainer, "vision": {"train": train}}}
@@ -97,6 +121,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "model": GATED,
         "layout": {"world_size": 1},
         "cases": [case("none"), case("tower"), case("tower", "float32", **FULL)],
+    },
+    "moonvit": {
+        "model": MOONVIT,
+        "patch": (3, 4, 4),
+        "layout": {"world_size": 1},
+        "cases": [case("none"), case("projector"), case("tower"), case("tower", "float32", **FULL)],
     },
     "TP2xDP2": {"layout": {"world_size": 4, "tensor": 2}, "cases": [case("projector"), case("tower", **FULL)]},
     "PP2xCP2": {"layout": {"world_size": 4, "pipeline": 2, "context": 2}, "cases": [case("none"), case("tower")]},
@@ -186,7 +216,8 @@ def test_a_plan_says_what_trainers_with_images_hold(name: str, tmp_path: Path) -
     sizes = sizes_of(config({**LAYOUTS[name], "model": model, "out": tmp_path, "rows": 1}, case("none")).trainer)
     job = {**LAYOUTS[name], "model": model, "out": tmp_path, "rows": ROWS * sizes.data}
     store = ImageStore(config(job, case("none")).images)
-    pixels = np.random.default_rng(2).standard_normal((int(np.prod(GRID)), 3 * 2 * 4 * 4), np.float32)
+    patch = LAYOUTS[name].get("patch", (3 * 2 * 4 * 4,))
+    pixels = np.random.default_rng(2).standard_normal((int(np.prod(GRID)), *patch), np.float32)
     for index in range(job["rows"]):
         store.save(f"{index:02x}", pixels, GRID)
     results = run_ranks(measure_all, tmp_path, layout["world_size"], job)

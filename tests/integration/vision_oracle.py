@@ -29,6 +29,37 @@ QWEN3_TOWER = {
     "out_hidden_size": 64,
     "num_position_embeddings": 36,
 }
+KIMI_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+KIMI_TOWER = {
+    "merge_type": "sd2_tpool",
+    "mm_projector_type": "patchmerger",
+    "pos_emb_type": "divided_fixed",
+    "projector_hidden_act": "gelu",
+    "projector_ln_eps": 1e-05,
+    "video_attn_type": "spatial_temporal",
+}
+KIMI_PROCESSOR = {
+    "auto_map": {
+        "AutoProcessor": "kimi_k25_processor.KimiK25Processor",
+        "AutoImageProcessor": "kimi_k25_vision_processing.KimiK25VisionProcessor",
+    },
+    "media_proc_cfg": {
+        "in_patch_limit": 16384,
+        "patch_size": 14,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "merge_kernel_size": 2,
+        "fixed_output_tokens": None,
+        "patch_limit_on_one_side": 512,
+        "in_patch_limit_each_frame": 4096,
+        "in_patch_limit_video": None,
+        "sample_fps": 2.0,
+        "max_num_frames_each_video": None,
+        "temporal_merge_kernel_size": 4,
+        "timestamp_mode": "hh:mm:ss.fff",
+    },
+}
+"""preprocessor_config.json as published, whose code slimx does not run."""
 TOKENS = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
 PROCESSORS = {
     "qwen3_vl": ("Qwen3VLProcessor", "Qwen2VLImageProcessorFast", "Qwen3VLVideoProcessor"),
@@ -85,8 +116,10 @@ class VisionOracle(Oracle):
         if not self.with_images:
             return plain
         random = np.random.default_rng(5)
-        width = 3 * 2 * self.model.config.vision_config.patch_size**2
-        self.pixels = {name: random.standard_normal((np.prod(grid), width), np.float32) for name, grid in GRIDS.items()}
+        shape = self._patch(self.model.config.vision_config.patch_size)
+        self.pixels = {
+            name: random.standard_normal((np.prod(grid), *shape), np.float32) for name, grid in GRIDS.items()
+        }
         for name, pixels in self.pixels.items():
             ImageStore(self.path / IMAGES).save(name, pixels, GRIDS[name])
         shown = [showing(trajectory, SHOWN.get(index, ())) for index, trajectory in enumerate(plain)]
@@ -100,7 +133,15 @@ class VisionOracle(Oracle):
         if images:
             options["pixel_values"] = torch.from_numpy(np.concatenate([self.pixels[image.digest] for image in images]))
             options["image_grid_thw"] = torch.tensor([image.grid for image in images])
-        return self.model(ids, mm_token_type_ids=(ids == TOKENS["image_token_id"]).int(), **options).logits[0]
+        return self.model(ids, **self._options(ids), **options).logits[0]
+
+    def _patch(self, size: int) -> tuple[int, ...]:
+        """Returns the shape of a patch in which the tower takes it, of two frames of an image."""
+        return (3 * 2 * size**2,)
+
+    def _options(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns what the model takes in addition to tokens and images."""
+        return {"mm_token_type_ids": (ids == TOKENS["image_token_id"]).int()}
 
     def _gradients(self) -> Weights:
         return published(super()._gradients(), self.path)
@@ -108,6 +149,21 @@ class VisionOracle(Oracle):
 
 class WithImages(VisionOracle):
     with_images = True
+
+
+class KimiK25(WithImages):
+    """A model whose images have the positions of text."""
+
+    def __init__(
+        self, path: Path, seed: int, config: str, text: dict[str, Any], vision: dict[str, Any], fill: Fill
+    ) -> None:
+        super().__init__(path, seed, config, text, vision, fill, projection_hidden_size=vision["hidden_size"])
+
+    def _patch(self, size: int) -> tuple[int, ...]:
+        return (3, size, size)
+
+    def _options(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {}
 
 
 def without_special(trajectory: Trajectory) -> Trajectory:
@@ -139,6 +195,9 @@ def showing(trajectory: Trajectory, images: tuple[tuple[str, int], ...]) -> Traj
 def write_processor(hf: dict[str, Any], directory: Path) -> None:
     """Writes the configurations of the image and video processors that belong to config.json `hf`."""
     vision = hf["vision_config"]
+    if hf["model_type"] == "kimi_k25":
+        (directory / "preprocessor_config.json").write_text(json.dumps(KIMI_PROCESSOR))
+        return
     patch = vision["patch_size"]
     area = (patch * vision["spatial_merge_size"]) ** 2
     processor, image, video = PROCESSORS.get(hf["model_type"], PROCESSORS["qwen3_vl"])
@@ -161,10 +220,13 @@ def write_processor(hf: dict[str, Any], directory: Path) -> None:
 def publish(directory: Path) -> None:
     """Rewrites the checkpoint in `directory` as published ones store experts: in one tensor for the gate and up
     projections of a layer, and one for the down projections; Qwen3-VL's are transposed, GLM-4.5V's are not stacked.
-    Rewrites config.json of Qwen2.5-VL, whose published files have no `text_config`."""
+    Rewrites config.json of Qwen2.5-VL, whose published files have no `text_config`, and of Kimi-K2.5, whose published
+    files have other names."""
     config = json.loads((directory / "config.json").read_text())
     if config["model_type"] == "qwen2_5_vl" and "text_config" in config:
         (directory / "config.json").write_text(json.dumps(flat(config)))
+    if config["model_type"] == "kimi_k25" and "media_placeholder_token_id" not in config:
+        (directory / "config.json").write_text(json.dumps(with_published_names(config)))
     file = directory / "model.safetensors"
     save_file(published(load_file(file), directory), file, metadata={"format": "pt"})
 
@@ -178,18 +240,60 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
     return {**text, **rest, "rope_theta": rotary["rope_theta"], "rope_scaling": scaling}
 
 
+def with_published_names(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns config.json of a Kimi-K2.5 as it is published. It also has the fields that transformers and SGLang read
+    instead, whose defaults are the published values."""
+    vision = config["vision_config"]
+    text = config["text_config"]
+    sizes = {name: vision[name] for name in KIMI_SIZES}
+    axes = {f"pos_emb_{axis}": vision[f"pos_emb_{axis}"] for axis in ("height", "width", "time")}
+    return {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "media_placeholder_token_id": config["image_token_id"],
+        "image_token_id": config["image_token_id"],
+        "tie_word_embeddings": False,
+        "text_config": {**text, "architectures": ["DeepseekV3ForCausalLM"]},
+        "vision_config": {
+            **KIMI_TOWER,
+            **{name: vision[name] for name in ("patch_size", "merge_kernel_size")},
+            **{f"vt_{name}": size for name, size in sizes.items()},
+            **sizes,
+            **{f"init_{name}": size for name, size in axes.items()},
+            **axes,
+            "mm_hidden_size": sizes["hidden_size"],
+            "text_hidden_size": text["hidden_size"],
+        },
+        "projection_hidden_size": sizes["hidden_size"],
+    }
+
+
 def published(weights: Weights, directory: Path) -> Weights:
     """Returns `weights`, as transformers writes those of the model in `directory`, in the form of published
     checkpoints."""
     config = (directory / "config.json").read_text()
     if "Glm4vMoe" in config:
         return weights
+    if "KimiK25" in config:
+        return {corrected(name): tensor for name, tensor in weights.items()}
     out = stacked(weights)
     if "Qwen3VLMoe" in config:
         for name in out:
             if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
                 out[name] = out[name].transpose(1, 2).contiguous()
     return out
+
+
+def corrected(name: str) -> str:
+    """Returns the published name of a tensor of Kimi-K2.5. transformers 5.19 writes some names that it does not read:
+    it reverses each of its renamings for all tensors."""
+    for written, name_published in (
+        ("language_model.model.blocks.", "language_model.model.layers."),
+        ("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed."),
+        ("model.mm_projector.", "mm_projector."),
+    ):
+        name = name.replace(written, name_published)
+    return name
 
 
 def stacked(weights: Weights) -> Weights:

@@ -44,6 +44,9 @@ def prepare(arguments: list[str]) -> None:
     named = [name for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
     os.environ["SGLANG_PLUGINS"] = ",".join(dict.fromkeys(["slimx", *named]))
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", MODELS)
+    os.environ.setdefault(
+        "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE", entry_points.find("slimx.engine_processors")["images"].value
+    )
     # The router calls /health before it accepts an engine. SGLang would generate a token in response, which takes 1 s
     # and never ends while the engine is paused. slimx checks generation itself (/health_generate).
     os.environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"

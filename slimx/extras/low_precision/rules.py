@@ -238,6 +238,15 @@ def takes_codes(publish: Publish, numerics: Numerics, rollout: Rollout) -> Probl
             )
 
 
+@rule("publish.fp8", "publish.quantize")
+def has_matrices(publish: Publish, spec: ModelSpec) -> Problems:
+    if publish.in_fp8 and not any(row.quantized for row in spec.table.rows):
+        yield (
+            f"publish.quantize={publish.quantize} quantizes linear layers, but slimx does not quantize those of "
+            f"{spec.family.ARCHITECTURE} to fp8; remove publish.quantize"
+        )
+
+
 @rule("publish.triton_dtype", "publish.quantize")
 def rounded_from(publish: Publish, numerics: Numerics) -> Problems:
     if publish.quantize == "triton" and numerics.dtype == "float32":

@@ -6,6 +6,7 @@ micro-batch are placeholders of different images, except that they are no more t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -19,13 +20,16 @@ FP32 = 4
 _CORNERS = 4
 """Number of entries of the position embedding from which that of a patch is interpolated."""
 
+_POSITIONS = re.compile(r"pos_emb|position_embedding")
+"""Pattern of the names of tables of position embeddings, by which nothing is multiplied."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerCosts:
     """Bytes and FLOPs of one vision tower."""
 
     vision: HfConfig
-    """The object vision_config of config.json."""
+    """Fields of the tower, as in `VisionFamily._vision`."""
     rows: tuple[Row, ...]
     """Rows of the tower's parameters."""
     projector: tuple[str, ...]
@@ -113,5 +117,5 @@ class TowerCosts:
     def _shapes(self, *, projector: bool) -> Iterable[tuple[int, ...]]:
         for row in self.rows:
             ((_, shape),) = row.sources
-            if row.name.startswith(self.projector) == projector and len(shape) > 1 and "pos_embed" not in row.name:
+            if row.name.startswith(self.projector) == projector and len(shape) > 1 and not _POSITIONS.search(row.name):
                 yield shape

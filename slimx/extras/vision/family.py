@@ -34,7 +34,7 @@ class TowerKind(Protocol):
     """Prefixes of the parameters that map the tower's output to embeddings."""
 
     def rows(self, vision: HfConfig) -> tuple[Row, ...]:
-        """Returns the trainer's weight-table rows of the tower. `vision`: the object vision_config of config.json."""
+        """Returns the trainer's weight-table rows of the tower. `vision`: result of `VisionFamily._vision`."""
         ...
 
     def bridge_rows(self, vision: HfConfig) -> tuple[Row, ...]:
@@ -59,8 +59,8 @@ class VisionFamily:
         text: Family,
         tower: TowerKind,
         module: str,
-        sections: tuple[int, int, int],
-        interleaved: bool,
+        sections: tuple[int, int, int] | None = None,
+        interleaved: bool = False,
         nested: bool = True,
         stack: Stack | None = None,
         fixed: Mapping[str, object] = MappingProxyType({}),
@@ -70,12 +70,12 @@ class VisionFamily:
         """Describes the family `architecture`.
 
         `text`: family of the language model. `tower`: rows of the vision tower, whose class in transformers is `module`
-        (MODULE:NAME). `sections`: value of `mrope_section` if config.json lacks it, as in transformers. `interleaved`:
-        as in `rotary_axes`. `nested`: False if checkpoints name the language model's tensors as its own family does;
-        config.json may then have its fields at the top level. `stack`: how checkpoints stack experts; None if they do
-        not. `fixed`: fields of the language model that have this value, even if config.json lacks them. `tower_fixed`:
-        fields of the tower that config.json may only set to this value. `rotary_fraction`: rotated fraction of a head
-        if config.json does not set it."""
+        (MODULE:NAME). `sections`: value of `mrope_section` if config.json lacks it, as in transformers; None if
+        embeddings of images have the positions of ordinary tokens. `interleaved`: as in `rotary_axes`. `nested`: False
+        if checkpoints name the language model's tensors as its own family does; config.json may then have its fields at
+        the top level. `stack`: how checkpoints stack experts; None if they do not. `fixed`: fields of the language
+        model that have this value, even if config.json lacks them. `tower_fixed`: fields of the tower that config.json
+        may only set to this value. `rotary_fraction`: rotated fraction of a head if config.json does not set it."""
         self.ARCHITECTURE = architecture
         self.text = text
         self.tower = tower
@@ -96,10 +96,11 @@ class VisionFamily:
         for key in _TOKENS:  # read and ignored, because the language model treats these tokens like any others
             hf.get(key)
             text.get(key)
-        rotary = decoder.rotary(text)[1]
-        for key in ("mrope_section", "mrope_interleaved"):
-            rotary.get(key)  # read and ignored: without images, all axes have the same positions
-        problem = decoder.unsupported_field(text, *self.fixed.items()) or self.text.unsupported(text)
+        if self.default_sections is not None:
+            rotary = decoder.rotary(text)[1]
+            for key in ("mrope_section", "mrope_interleaved"):
+                rotary.get(key)  # read and ignored: without images, all axes have the same positions
+        problem = decoder.unsupported_field(text, *self.fixed.items()) or self._unsupported_text(text)
         if problem:
             return f"text_config.{problem}" if "text_config" in hf else problem
         problem = decoder.unsupported_field(hf["vision_config"], *self.tower_fixed.items())
@@ -122,23 +123,23 @@ class VisionFamily:
 
     def layer_kind(self, hf: HfConfig) -> LayerKind:
         """Returns the kind of the decoder's layers, with the parameters of the vision tower."""
-        return WithTower(rows=self.tower.rows(hf["vision_config"]))
+        return WithTower(rows=self.tower.rows(self._vision(hf)))
 
     def weight_table(self, hf: HfConfig, mtp: int = 0) -> Table:
         """Returns the trainer's weight table: for each of megatron-core's parameters, the checkpoint tensors that it
         contains. `mtp`: number of multi-token prediction layers to train."""
         table = self.text.weight_table(self._text(hf), mtp)
-        return self._with_tower(table, self.tower.rows(hf["vision_config"]))
+        return self._with_tower(table, self.tower.rows(self._vision(hf)))
 
     def engine_table(self, hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
         """Returns the table that maps checkpoint tensors to the parameters of SGLang 0.5.23's model. Raises SlimxError
         if SGLang would build a different model from config.json `hf`."""
         table = self.text.engine_table(self._text(hf), fused_shared_experts=fused_shared_experts)
-        return self._with_tower(table, self.tower.engine_rows(hf["vision_config"]))
+        return self._with_tower(table, self.tower.engine_rows(self._vision(hf)))
 
     def bridge_tower(self, hf: HfConfig) -> dict[str, Row]:
         """Implements `slimx.extras.megatron_files.bridge.BridgeFamily`."""
-        vision = hf["vision_config"]
+        vision = self._vision(hf)
         rows = zip(self.tower.rows(vision), self.tower.bridge_rows(vision), strict=True)
         return {row.name: stored for row, stored in rows}
 
@@ -152,19 +153,20 @@ class VisionFamily:
             if train == "none" or (train == "projector" and not row.name.startswith(self.tower.PROJECTOR)):
                 frozen.append(row.name)
         tower = self._tower(spec.hf)
-        inputs = ImageInputs(tower, train, config.images, self._costs(spec, config, tower))
+        inputs = ImageInputs(tower, train, config.images, self._costs(spec, config, tower.levels))
         return replace(spec, layer_kind=replace(spec.layer_kind, inputs=inputs), untrained=frozen)
 
-    def _costs(self, spec: ModelSpec, config: Config, tower: Tower) -> TowerCosts:
+    def _costs(self, spec: ModelSpec, config: Config, levels: int) -> TowerCosts:
         vision = config.trainer.vision
         assert vision is not None and isinstance(spec.layer_kind, WithTower)
         rollout = config.rollout
-        area = tower.fields["patch_size"] ** 2
+        fields = self._vision(spec.hf)
+        area = fields["patch_size"] ** 2
         return TowerCosts(
-            vision=tower.fields,
+            vision=fields,
             rows=spec.layer_kind.rows,
             projector=self.tower.PROJECTOR,
-            levels=tower.levels,
+            levels=levels,
             train=vision.train,
             hidden=spec.transformer["hidden_size"],
             prompt=rollout.max_prompt_tokens if rollout.policy_engines else None,
@@ -180,20 +182,28 @@ class VisionFamily:
     def _text(self, hf: HfConfig) -> HfConfig:
         return text_config(hf, self.fixed, flat=not self.nested)
 
+    def _vision(self, hf: HfConfig) -> HfConfig:
+        """Returns the fields of the vision tower, by the names of Qwen3-VL's vision_config where both have a field."""
+        vision: HfConfig = hf["vision_config"]
+        return vision
+
+    def _unsupported_text(self, text: HfConfig) -> str | None:
+        """Returns `unsupported` of the language model, whose fields are `text`."""
+        return self.text.unsupported(text)
+
     def _tower(self, hf: HfConfig) -> Tower:
-        text = self._text(hf)
-        vision = hf["vision_config"]
-        rotary = decoder.rotary(text)[1]
-        fields = self.transformer_config(hf)
-        rotated = fields["kv_channels"] * decoder.rotary_fraction(text, default=self.rotary_fraction)
+        vision = self._vision(hf)
         return Tower(
             module=self.module,
             fields=vision,
             merge=vision["spatial_merge_size"],
-            axes=rotary_axes(
-                int(rotated) // 2,
-                rotary.get("mrope_section") or self.default_sections,
-                interleaved=self.interleaved,
-            ),
+            axes=None if self.default_sections is None else self._axes(hf, self.default_sections),
             levels=len(vision.get("deepstack_visual_indexes") or ()),
         )
+
+    def _axes(self, hf: HfConfig, default: tuple[int, int, int]) -> tuple[int, ...]:
+        text = self._text(hf)
+        sections = decoder.rotary(text)[1].get("mrope_section") or default
+        rotated = self.transformer_config(hf)["kv_channels"]
+        rotated *= decoder.rotary_fraction(text, default=self.rotary_fraction)
+        return rotary_axes(int(rotated) // 2, sections, interleaved=self.interleaved)

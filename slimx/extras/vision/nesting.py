@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -30,31 +30,37 @@ def text_config(hf: HfConfig, defaults: Mapping[str, object], *, flat: bool = Fa
     return ChainMap[str, Any]({_TIED: tied}, text, dict(defaults))
 
 
-def nested_table(table: Table, tower: Collection[Row], stack: Stack | None = None) -> Table:
+def nested_name(name: str) -> str:
+    """Returns the name in a vision-language checkpoint of the tensor `name` of the bare language model."""
+    return _NESTED + name.removeprefix(_BARE) if name.startswith(_BARE) else name
+
+
+def nested_table(
+    table: Table,
+    tower: Collection[Row],
+    stack: Stack | None = None,
+    *,
+    nested: Callable[[str], str] = nested_name,
+) -> Table:
     """Returns the weight table of a vision-language model. `table`: table of its bare language model; `tower`: rows of
-    the vision tower; `stack`: how the checkpoint stacks experts, None if it does not."""
-    rows = [_nested_row(row) for row in table.rows]
+    the vision tower; `stack`: how the checkpoint stacks experts, None if it does not. `nested`: function that returns
+    the checkpoint's name of a tensor of the bare language model."""
+    rows = [_nested_row(row, nested) for row in table.rows]
     if stack is not None:
         rows = [_stacked_row(row, stack) for row in rows]
     return replace(
         table,
         rows=(*rows, *tower),
-        aliases={_nested(name): _nested(original) for name, original in table.aliases.items()},
-        frozen={_nested(name): shape for name, shape in table.frozen.items()},
+        aliases={nested(name): nested(original) for name, original in table.aliases.items()},
+        frozen={nested(name): shape for name, shape in table.frozen.items()},
     )
 
 
-def _nested_row(row: Row) -> Row:
-    appended = tuple(_nested_sources(sources) for sources in row.appended)
-    return replace(row, sources=_nested_sources(row.sources), appended=appended)
+def _nested_row(row: Row, nested: Callable[[str], str]) -> Row:
+    def renamed(sources: Sources) -> Sources:
+        return tuple((nested(name), shape) for name, shape in sources)
 
-
-def _nested_sources(sources: Sources) -> Sources:
-    return tuple((_nested(name), shape) for name, shape in sources)
-
-
-def _nested(name: str) -> str:
-    return _NESTED + name.removeprefix(_BARE) if name.startswith(_BARE) else name
+    return replace(row, sources=renamed(row.sources), appended=tuple(map(renamed, row.appended)))
 
 
 def _stacked_row(row: Row, kind: Stack) -> Row:

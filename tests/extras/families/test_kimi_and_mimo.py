@@ -1,4 +1,5 @@
-"""Kimi-K2.5 and MiMo-7B: models known from elsewhere in files of their own, of which a trainer holds a part."""
+"""Kimi-K2.5 and MiMo-7B: models known from elsewhere in files of their own, in INT4 or with more tensors than a trainer
+holds."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from slimx.extras.convert import run
 from slimx.extras.convert.work import convert
-from slimx.extras.families import kimi_k25, mimo
+from slimx.extras.families import mimo
 from slimx.extras.low_precision import int4
+from slimx.extras.vision.families import kimi_k25
 from slimx.layout.maps import Rect
 from slimx.models.families import read_model
 from slimx.models.files.reader import CheckpointReader
@@ -43,7 +45,14 @@ SMALL = {
     "qk_nope_head_dim": 12,
     "v_head_dim": 12,
 }
-VISION = {"vt_hidden_size": 8, "vt_intermediate_size": 12, "vt_num_hidden_layers": 1, "mm_hidden_size": 8}
+VISION = {
+    "vt_hidden_size": 8,
+    "vt_intermediate_size": 12,
+    "vt_num_attention_heads": 2,
+    "vt_num_hidden_layers": 1,
+    "mm_hidden_size": 8,
+    "text_hidden_size": 64,
+}
 KIMI = PUBLISHED | {
     "text_config": PUBLISHED["text_config"] | SMALL,
     "vision_config": PUBLISHED["vision_config"] | VISION,
@@ -96,7 +105,7 @@ def random_tensors(table: Any, without: Collection[str] = ()) -> Tensors:
 def published_kimi(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
     """A small Kimi-K2.5 with experts in INT4 as compressed-tensors packs them, and all its tensors in bf16."""
     directory = tmp_path_factory.mktemp("kimi")
-    table = kimi_k25.weight_table(KIMI)
+    table = kimi_k25.MOE.weight_table(KIMI)
     experts = [name for name in table.checkpoint_shapes() if ".experts." in name]
     stored, plain = random_tensors(table, experts), {}
     for name in experts:
@@ -115,13 +124,13 @@ def published_kimi(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tens
 
 def test_the_published_kimi_files_hold_as_many_tensors_and_elements():
     """208,550 tensors of 170,738,182,128 elements, eight codes counted as one, as the headers of its 64 files say."""
-    table = kimi_k25.weight_table(PUBLISHED)
+    table = kimi_k25.MOE.weight_table(PUBLISHED)
     shapes = dict(table.frozen)
     for name, shape in table.checkpoint_shapes().items():
         packed = int4.packed_shapes(shape) if ".experts." in name else {"": shape}
         shapes |= {name + suffix: part_shape for suffix, part_shape in packed.items()}
     assert len(shapes) == 208_550 and sum(map(math.prod, shapes.values())) == 170_738_182_128
-    assert kimi_k25.unsupported(PUBLISHED) is None
+    assert kimi_k25.MOE.unsupported(PUBLISHED) is None
 
 
 def test_mimo_has_the_published_number_of_parameters():
@@ -205,7 +214,7 @@ def test_a_kimi_in_int4_comes_back_in_bf16_with_its_vision_tower(tmp_path: Path,
     assert any(name.startswith("vision_tower.") for name in found)
     assert "quantization_config" not in config and "quantization_config" not in config["text_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_model(tmp_path).table == kimi_k25.weight_table(KIMI)
+    assert read_model(tmp_path).table == kimi_k25.MOE.weight_table(KIMI)
 
 
 def test_a_mimo_comes_back_with_its_prediction_layer(tmp_path: Path):
@@ -230,17 +239,6 @@ def test_buffers_of_any_shape_are_carried_over(tmp_path: Path):
     assert differing({name: carried[name] for name in buffers}, buffers) == []
 
 
-def test_an_export_contains_the_vision_tower_and_is_not_called_quantized(tmp_path: Path, published_kimi):
-    source, expected = published_kimi
-    out, table = tmp_path / "out", kimi_k25.weight_table(KIMI)
-    out.mkdir()
-    finish_directory(out, source, table, [], weights=source)
-    carried = load_file(out / "model-carried-00001.safetensors")
-    assert differing(carried, {name: expected[name] for name in table.frozen}) == []
-    config = json.loads((out / "config.json").read_text())
-    assert "quantization_config" not in config and "quantization_config" not in config["text_config"]
-
-
 def test_there_is_no_fp8_form_of_kimi(published_kimi):
     with refused("convert.fp8"):
         run.hf_to_fp8(published_kimi[0])
@@ -249,10 +247,9 @@ def test_there_is_no_fp8_form_of_kimi(published_kimi):
 # Engines --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "hf"), [(kimi_k25, KIMI), (mimo, MIMO)], ids=["Kimi-K2.5", "MiMo"])
-def test_engines_are_refused_by_name(family: Any, hf: dict[str, Any]):
-    with refused("model.no_engine", about=family.ARCHITECTURE):
-        family.engine_table(hf)
+def test_engines_of_mimo_are_refused_by_name():
+    with refused("model.no_engine", about=mimo.ARCHITECTURE):
+        mimo.engine_table(MIMO)
 
 
 def test_prediction_layers_of_mimo_are_not_trained(tmp_path: Path):

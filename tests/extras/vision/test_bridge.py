@@ -17,6 +17,15 @@ from tests.checkpoint_stand import same, tensors_of, write_checkpoint
 from tests.integration.engine_families import MODELS
 from tests.refusals import refused
 
+TOWERS = {
+    "qwen3_vl_moe": ("vision_model",),
+    "qwen3_5_moe_published": ("vision_model",),
+    "qwen2_5_vl": ("visual",),
+    "glm4v_moe": ("visual",),
+    "kimi_k25": ("vision_tower", "mm_projector"),
+}
+"""Model -> first components of the keys of its tower."""
+
 
 def converted(directory: Path, name: str, layers: Layers = "auto") -> tuple[dict[str, torch.Tensor], Path]:
     """Converts a checkpoint of the model `name`. Returns the stored tensors by key, and the output directory."""
@@ -48,11 +57,10 @@ def test_the_tower_of_qwen3_vl_consists_of_megatrons_layers(tmp_path: Path, laye
     assert same(tensors_of(tmp_path / "back"), source) == []
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe_published", "qwen2_5_vl", "glm4v_moe"])
+@pytest.mark.parametrize("name", list(TOWERS))
 def test_other_checkpoints_come_back_bit_for_bit(tmp_path: Path, name: str) -> None:
     stored, out = converted(tmp_path, name)
-    tower = "visual." if name in ("qwen2_5_vl", "glm4v_moe") else "vision_model."
-    assert {key.partition(".")[0] + "." for key in stored} == {"language_model.", tower}
+    assert {key.partition(".")[0] for key in stored} == {"language_model", *TOWERS[name]}
     convert(run.megatron_to_hf(out, tmp_path / "source"), tmp_path / "back", threads=1, verify=True)
     assert same(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "source")) == []
 

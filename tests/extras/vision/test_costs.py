@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +18,15 @@ from slimx.extras.planner.memory.engine import engine_memory, image_memory
 from slimx.extras.planner.memory.trainer import activation_setting, trainer_memory
 from slimx.extras.planner.plan.cost_model import update_cost
 from slimx.extras.vision.costs import TowerCosts
+from slimx.extras.vision.family import TowerKind
 from slimx.extras.vision.layer_kinds import WithTower
 from slimx.extras.vision.model import build_tower
 from slimx.extras.vision.tower import Tower
-from slimx.extras.vision.towers import qwen3_vl
+from slimx.extras.vision.towers import kimi_k25, qwen3_vl
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec, configured_model, read_model
 from slimx.preflight.hardware import machine_of
+from tests.published import published
 
 ROOT = Path(__file__).parents[3]
 FILE = ROOT / "configs/moe/qwen3-vl-30b-a3b.yaml"
@@ -39,15 +43,75 @@ VISION = {
     "num_position_embeddings": 36,
     "deepstack_visual_indexes": [0, 2],
 }
+MOONVIT = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 64,
+    "positions": (6, 6),
+}
 GRID = (1, 6, 8)
 
 
-def costs(train: str, images: int) -> TowerCosts:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One kind of tower."""
+
+    fields: dict[str, Any]
+    kind: TowerKind
+    tower: Tower
+    patch: tuple[int, ...]
+    """Shape of a patch."""
+    trained: tuple[str, ...]
+    """Prefixes of the names of the projector's parameters in the module."""
+
+
+CASES = {
+    "Qwen3-VL": Case(
+        fields=VISION,
+        kind=qwen3_vl,
+        tower=Tower(
+            module=f"{Qwen3VLVisionModel.__module__}:Qwen3VLVisionModel", fields=VISION, merge=2, axes=None, levels=2
+        ),
+        patch=(3 * 2 * 4 * 4,),
+        trained=("merger.", "deepstack_merger_list."),
+    ),
+    "Kimi-K2.5": Case(
+        fields=MOONVIT,
+        kind=kimi_k25,
+        tower=Tower(
+            module="slimx.extras.vision.moonvit:KimiTower",
+            fields={
+                "vision_config": {
+                    "hidden_size": 32,
+                    "intermediate_size": 48,
+                    "num_hidden_layers": 3,
+                    "num_attention_heads": 2,
+                    "patch_size": 4,
+                    "pos_emb_height": 6,
+                    "pos_emb_width": 6,
+                },
+                "text_config": {"hidden_size": 64},
+                "projection_hidden_size": 32,
+            },
+            merge=2,
+            axes=None,
+        ),
+        patch=(3, 4, 4),
+        trained=("mm_projector.",),
+    ),
+}
+
+
+def costs(case: Case, train: str, images: int) -> TowerCosts:
     return TowerCosts(
-        vision=VISION,
-        rows=qwen3_vl.rows(VISION),
-        projector=qwen3_vl.PROJECTOR,
-        levels=2,
+        vision=case.fields,
+        rows=case.kind.rows(case.fields),
+        projector=case.kind.PROJECTOR,
+        levels=case.tower.levels,
         train=train,
         hidden=64,
         prompt=images * 12,
@@ -57,30 +121,32 @@ def costs(train: str, images: int) -> TowerCosts:
 
 
 @pytest.mark.parametrize("images", [1, 3])
-def test_flops_of_a_tower_are_those_that_torch_counts(images: int) -> None:
-    module = f"{Qwen3VLVisionModel.__module__}:{Qwen3VLVisionModel.__name__}"
-    model = build_tower(Tower(module=module, fields=VISION, merge=2, axes=None, levels=2))
+@pytest.mark.parametrize("name", CASES)
+def test_flops_of_a_tower_are_those_that_torch_counts(name: str, images: int) -> None:
+    case = CASES[name]
+    model = build_tower(case.tower)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     model.set_attn_implementation("eager")  # the counter does not know torch's kernel for CPUs
-    pixels = torch.randn(images * 48, 3 * 2 * 4 * 4)
+    pixels = torch.randn(images * 48, *case.patch)
 
     def counted(*, backward: bool) -> int:
         with FlopCounterMode(display=False) as counter:
             out = model(pixels, grid_thw=torch.tensor([GRID] * images))
             if backward:
-                sum(part.sum() for part in (out.pooler_output, *out.deepstack_features)).backward()
+                features = out.deepstack_features if case.tower.levels else ()
+                sum(part.sum() for part in (out.pooler_output, *features)).backward()
         return counter.get_total_flops()
 
-    assert costs("none", images).rollout_flops() == pytest.approx(counted(backward=False), rel=1e-9)
+    assert costs(case, "none", images).rollout_flops() == pytest.approx(counted(backward=False), rel=1e-9)
     # Nothing is propagated to the pixels.
-    pixel_gradients = 2 * images * 48 * 96 * 32
-    assert costs("tower", images).rollout_flops() == pytest.approx(counted(backward=True) + pixel_gradients, rel=1e-9)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for merger in (model.merger, *model.deepstack_merger_list):
-        merger.requires_grad_(True)
-    assert costs("projector", images).rollout_flops() == pytest.approx(counted(backward=True), rel=1e-9)
+    pixel_gradients = 2 * images * 48 * prod(case.patch) * 32
+    assert costs(case, "tower", images).rollout_flops() == pytest.approx(
+        counted(backward=True) + pixel_gradients, rel=1e-9
+    )
+    for name_in_module, parameter in model.named_parameters():
+        parameter.requires_grad_(name_in_module.startswith(case.trained))
+    assert costs(case, "projector", images).rollout_flops() == pytest.approx(counted(backward=True), rel=1e-9)
 
 
 def planned(*overrides: str) -> tuple[Config, ModelSpec]:
@@ -151,6 +217,9 @@ def test_engines_reserve_memory_for_images(gpu: str, engine: dict[str, object], 
     assert found == mib * 2**20
     assert factor == pytest.approx(0.95 * (1 - 0.1 * ((1152 / 1024) ** 2 - 1)))
     assert image_memory({"architectures": ["Qwen3MoeForCausalLM"]}, group, machine) == (0, 1.0)
+    nbytes, factor = image_memory(published("Kimi-K2.5"), group, machine)
+    assert nbytes == 100 * 2**20
+    assert factor == pytest.approx(0.95 * (1 - 0.1 * (27 / 24 * (1152 / 1024) ** 2 - 1)))
 
 
 @pytest.mark.usefixtures("in_root")

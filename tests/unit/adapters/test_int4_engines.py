@@ -15,7 +15,10 @@ from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.extras.convert import run
 from slimx.extras.planner.memory.engine import engine_memory
-from slimx.layout.ranks import sizes_of
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.parts import matrix
+from slimx.layout.ranks import Sizes, sizes_of
+from slimx.layout.table import Table
 from slimx.models.families import read_model
 from slimx.preflight.hardware import Machine
 from slimx.reshard.kernels.cpu import checksum_tensor
@@ -24,6 +27,7 @@ from slimx.reshard.plan.publication import publication_plan
 from tests.checkpoint_stand import DEEPSEEK_V3, write_checkpoint
 from tests.extras.convert.convert_stand import WIDE, go
 from tests.function_call import call_with_sglang
+from tests.integration.engine_families import MODELS as SERVED
 from tests.refusals import refused
 from tests.unit.adapters.sglang_ranks import built, join, pretend_hopper
 from tests.unit.layout.layout_stand import Model, Tensors, checkpoint, trainer_shards
@@ -65,7 +69,8 @@ GLM = {key: value for key, value in QWEN3.items() if key != "num_experts"} | {
     "partial_rotary_factor": 0.5,
     "num_nextn_predict_layers": 0,
 }
-MODELS = {"qwen3": (QWEN3, 1), "deepseek": (DEEPSEEK, 0), "glm": (GLM, 1)}
+KIMI = SERVED["kimi_k25"] | {"torch_dtype": "bfloat16"}
+MODELS = {"qwen3": (QWEN3, 1), "deepseek": (DEEPSEEK, 0), "glm": (GLM, 1), "kimi": (KIMI, 1)}
 """Models, each with the rank of an engine that is looked at. Two have layers that SGLang fuses without saying so in its
 class: dense ones and shared experts."""
 MARLIN, TRITON = "CompressedTensorsWNA16MoE", "CompressedTensorsWNA16TritonMoE"
@@ -178,17 +183,12 @@ def published(place: Path, hf: dict[str, Any]) -> list[list[PackedTensor]]:
     config, spec = config_of(place), read_model(place / "bf16")
     sizes = sizes_of(config.trainer)
     plan = publication_plan(config, spec, sizes, "cuda").plan
-    model, files = Model(hf, spec.table), {}
+    files: Tensors = {}
     for file in sorted((place / "bf16").glob("*.safetensors")):
         files |= load_file(file)
-    numbers = checkpoint(model)
-    values = torch.zeros(1 + max(int(numbered.max()) for numbered in numbers.values()))
-    for name, numbered in numbers.items():
-        values[numbered] = files[name].float()
-    trainers: list[Tensors] = [
-        {name: values[at].to(torch.float32 if is_bias(name) else torch.bfloat16) for name, at in tensors.items()}
-        for tensors in trainer_shards(model, sizes)
-    ]
+    trainers = (
+        split_by_layout(spec.table, sizes, files) if "text_config" in hf else split(Model(hf, spec.table), sizes, files)
+    )
     out: list[list[PackedTensor]] = [[] for _ in range(RANKS)]
     for bucket, _ in pack_all(plan, trainers):
         for rank, tensors in enumerate(bucket.targets):
@@ -196,12 +196,40 @@ def published(place: Path, hf: dict[str, Any]) -> list[list[PackedTensor]]:
     return out
 
 
+def split_by_layout(table: Table, sizes: Sizes, files: Tensors) -> list[Tensors]:
+    """Returns the tensors of every trainer rank as the layout of trainers says."""
+    ranks: list[Tensors] = [{} for _ in range(sizes.world)]
+    for part in MegatronLayout(table, sizes).parts():
+        dtype = torch.float32 if is_bias(part.name) else torch.bfloat16
+        local = torch.zeros(matrix(part.shape), dtype=dtype)
+        for r in part.rects:
+            source = files[part.sources[r.source]]
+            piece = source.view(matrix(source.shape))[r.row : r.row + r.rows, r.col : r.col + r.cols]
+            local[r.local_row : r.local_row + r.rows, r.local_col : r.local_col + r.cols] = piece
+        for rank in part.ranks:
+            ranks[rank][part.name] = local.view(part.shape)
+    return ranks
+
+
+def split(model: Model, sizes: Sizes, files: Tensors) -> list[Tensors]:
+    """Returns the tensors of every trainer rank as plain operations of torch split them."""
+    numbers = checkpoint(model)
+    values = torch.zeros(1 + max(int(numbered.max()) for numbered in numbers.values()))
+    for name, numbered in numbers.items():
+        values[numbered] = files[name].float()
+    return [
+        {name: values[at].to(torch.float32 if is_bias(name) else torch.bfloat16) for name, at in tensors.items()}
+        for tensors in trainer_shards(model, sizes)
+    ]
+
+
 def test_an_engine_that_starts_from_int4_loads_the_very_codes(engines):
     for (name, triton), engine in engines.items():
         hf, _ = MODELS[name]
         assert engine["schemes"] == [TRITON if triton else MARLIN]
         assert engine["wrong"] == []
-        assert engine["layers"] == hf["num_hidden_layers"] - hf.get("first_k_dense_replace", 0)
+        text = hf.get("text_config", hf)
+        assert engine["layers"] == text["num_hidden_layers"] - text.get("first_k_dense_replace", 0)
 
 
 def test_marlin_rearranges_codes_so_they_cannot_be_written(engines):

@@ -19,11 +19,7 @@ from slimx.adapters.transformers import recorded_packages
 from slimx.models.families import GROUP
 
 LISTED = Path(__file__).parents[3] / "slimx/adapters/sglang/models/published.py"
-TRAINED_ONLY = {
-    "KimiK25ForConditionalGeneration",
-    "MiMoForCausalLM",
-    "NemotronHForCausalLM",
-}
+TRAINED_ONLY = {"MiMoForCausalLM", "NemotronHForCausalLM"}
 """Families that engines are refused."""
 UNCOMPILED = """
 import sys, torch

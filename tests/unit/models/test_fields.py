@@ -51,6 +51,7 @@ KNOWN["KimiK25ForConditionalGeneration"] = {
     "architectures": ["KimiK25ForConditionalGeneration"],
     "text_config": {key: value for key, value in KNOWN["DeepseekV3ForCausalLM"].items() if "quant" not in key},
     "vision_config": published("Kimi-K2.5")["vision_config"],
+    "media_placeholder_token_id": 7,
 }
 TOWER = {
     "depth": 2,

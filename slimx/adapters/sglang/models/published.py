@@ -15,6 +15,7 @@ MODULES = (
     "glm4_moe_lite",
     "glm4v_moe",
     "gpt_oss",
+    "kimi_k25",
     "llama",
     "minimax_m2",
     "qwen2",

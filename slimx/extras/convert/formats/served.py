@@ -30,6 +30,8 @@ def served_plain(spec: ModelSpec, quantized: Callable[[Row], bool]) -> Iterator[
     followed by those of its shards."""
     for entry in plain_entries(spec, quantized):
         name = entry.row.name.format(layer=entry.layer, expert=entry.expert).removesuffix(".weight")
+        # SGLang looks up the layers of Kimi-K2.5's language model without the prefix of their parameters.
+        name = name.removeprefix("language_model.")
         yield name
         module, _, projection = name.rpartition(".")
         for shard in _SHARDS.get(projection, ()):

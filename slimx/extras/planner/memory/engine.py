@@ -240,8 +240,10 @@ def image_memory(hf: HfConfig, group: Engines, machine: Machine) -> tuple[int, f
         nbytes = _PIXEL_POOL * (3 if group.sglang.get("max_running_requests", 0) >= 400 else 1)
     factor = 1.0
     if group.role != "decode":
-        # Relative to a tower of 1,024 dimensions. SGLang takes the number of layers from a field that these lack.
-        size = (vision.get("hidden_size", 1024) / 1024) ** 2
+        # Relative to a tower of 24 layers and 1,024 dimensions. SGLang takes the number of layers from a field that all
+        # but Kimi-K2.5 lack.
+        hidden = vision.get("vt_hidden_size", vision.get("hidden_size", 1024))
+        size = vision.get("vt_num_hidden_layers", 24) / 24 * (hidden / 1024) ** 2
         factor = 0.95 * max(0.8, min(1.05, 1 - 0.1 * (size - 1)))
     return nbytes, factor
 

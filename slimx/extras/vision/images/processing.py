@@ -13,6 +13,14 @@ from slimx.extras.vision.images.pictures import as_rgb, opened
 from slimx.extras.vision.images.store import Grid, ImageStore
 from slimx.runtime.process import end_with_parent
 
+_PATCH_FIELDS = {
+    "patch_size": "patch_size",
+    "merge_size": "merge_kernel_size",
+    "max_patches": "in_patch_limit",
+    "image_mean": "image_mean",
+    "image_std": "image_std",
+}
+"""Attribute of transformers' processor of Kimi-K2.5 -> field of media_proc_cfg."""
 _state: dict[str, Any] = {}
 """Image processor and store of this process."""
 
@@ -45,9 +53,44 @@ def load_processor(model: str, size: dict[str, int]) -> Any:
             code="vision.processor",
             about=model,
         ) from error
-    if size:
-        processor.size = type(processor.size)(**{**dict(processor.size), **size})  # SizeDict in transformers 5
+    if hasattr(processor, "max_patches"):
+        _set_patches(processor, size, model)
+    elif size:
+        _set_size(processor, **size)
     return processor
+
+
+def _set_size(processor: Any, **size: int) -> None:
+    processor.size = type(processor.size)(**{**dict(processor.size), **size})  # SizeDict in transformers 5
+
+
+def _set_patches(processor: Any, size: dict[str, int], model: str) -> None:
+    """Sets the limits of Kimi-K2.5's processor, which counts patches and enlarges no image. transformers ignores the
+    object in which the published preprocessor_config.json has its fields. Raises SlimxError for fields that change
+    what the processor computes and that transformers lacks."""
+    published = getattr(processor, "media_proc_cfg", None) or {}
+    if published.get("fixed_output_tokens") is not None:
+        raise SlimxError(
+            f"{model}: preprocessor_config.json sets media_proc_cfg.fixed_output_tokens, which transformers does not "
+            "support; set the field to null",
+            code="vision.processor",
+            about="media_proc_cfg.fixed_output_tokens",
+        )
+    if "shortest_edge" in size:
+        raise SlimxError(
+            f"{model}: trainer.vision.min_pixels is set, but the image processor of this model never enlarges images; "
+            "remove trainer.vision.min_pixels",
+            code="vision.min_pixels",
+            about="trainer.vision.min_pixels",
+        )
+    for name, field in _PATCH_FIELDS.items():
+        if field in published:
+            setattr(processor, name, published[field])
+    if "patch_limit_on_one_side" in published:
+        side = published["patch_limit_on_one_side"]
+        _set_size(processor, max_height=side, max_width=side)
+    if "longest_edge" in size:
+        processor.max_patches = size["longest_edge"] // processor.patch_size**2
 
 
 def prepare(data: bytes, digest: str) -> Grid | str:

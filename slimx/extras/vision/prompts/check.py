@@ -20,7 +20,7 @@ from slimx.extras.vision.images.pictures import size_of
 from slimx.extras.vision.images.processing import limits, load_processor
 from slimx.extras.vision.images.sources import check_file
 from slimx.extras.vision.images.store import ImageStore
-from slimx.extras.vision.prompts.marks import MARK, check_placeholders, with_parts
+from slimx.extras.vision.prompts.marks import MARK, check_placeholders, placeholder_token, with_parts
 from slimx.extras.vision.prompts.rows import RowImages
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ class ModelImages:
         self._size = size or {}
         self._counts: dict[tuple[int, int], int] = {}
         """Numbers of tokens by width and height."""
-        self._token: int = json.loads((Path(model) / "config.json").read_text())["image_token_id"]
+        token = _placeholder(Path(model))
+        assert token is not None
+        self._token = token
 
     @cached_property
     def _processor(self) -> Any:
@@ -157,8 +159,11 @@ class RunImages(RowImages):
 
 def shows_images(model: str) -> bool:
     """Returns True if `model`, the directory of a model, contains a vision-language model."""
-    file = Path(model) / "config.json"
-    return file.is_file() and "image_token_id" in json.loads(file.read_text())
+    return (Path(model) / "config.json").is_file() and _placeholder(Path(model)) is not None
+
+
+def _placeholder(model: Path) -> int | None:
+    return placeholder_token(json.loads((model / "config.json").read_text()))
 
 
 def described_images(images: ModelImages, prompts: Sequence[Prompt]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from itertools import islice
 from slimx.errors import SlimxError
 from slimx.extras.vision.images.sources import KEYS
 from slimx.json_types import Json
+from slimx.models.fields import HfConfig
 
 MARK = "<image>"
 """Text in a message that stands for the next image."""
@@ -119,6 +120,13 @@ def with_parts(messages: Sequence[Json], count: int) -> list[Json]:
             missing = 0
         out.append({**message, "content": _parts(content)} if MARK in content else message)
     return out
+
+
+def placeholder_token(hf: HfConfig) -> int | None:
+    """Returns the id of the token that stands for an embedding of an image, from config.json `hf`; None for a model
+    without images."""
+    token: int | None = hf.get("media_placeholder_token_id", hf.get("image_token_id"))
+    return token
 
 
 def check_placeholders(found: int, images: int) -> None:

@@ -86,3 +86,16 @@ class PadEach(Pad):
         padded = -(-length // self.multiple) * self.multiple
         first, shard = share(padded, rank, size, "the padded inner size of the vision tower")
         return first, shard, max(0, min(shard, length - first))
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """Map from one source, a stack of `count` matrices, which every rank has as it is; one rectangle per matrix, as
+    readers of checkpoints need."""
+
+    count: int
+
+    def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
+        ((rows, cols),) = shapes
+        height = rows // self.count
+        return (rows, cols), [Rect(0, row, 0, height, cols, row, 0) for row in range(0, rows, height)]

@@ -25,10 +25,22 @@ from slimx.layout.maps import Rect
 _UNNESTED = ("Qwen2_5_VLForConditionalGeneration",)
 """SGLang's classes whose checkpoints name tensors as the class does."""
 
+_KIMI = "KimiK25ForConditionalGeneration"
+"""SGLang's class of Kimi-K2.5, whose language model has the same prefix as in checkpoints."""
+_KIMI_NAMES = (
+    (".attn.qkv_proj.", ".wqkv."),
+    (".attn.proj.", ".wo."),
+    ("mm_projector.linear_1.", "mm_projector.proj.0."),
+    ("mm_projector.linear_2.", "mm_projector.proj.2."),
+)
+"""Parts of the names of its tower's parameters with what replaces them in checkpoints' names."""
+
 
 def published_name(model: nn.Module, name: str) -> str:
     """Returns the checkpoint's name of the parameter `name` of `model`, except for the renaming of fused tensors: the
     language model of a model with a vision tower is nested in another model."""
+    if type(model).__name__ == _KIMI:
+        return _published_kimi(name)
     if getattr(model, "visual", None) is None:
         return name
     kind = type(model).__name__
@@ -38,6 +50,12 @@ def published_name(model: nn.Module, name: str) -> str:
     if kind in _UNNESTED:
         return name
     return re.sub(r"^model\.", "model.language_model.", name)
+
+
+def _published_kimi(name: str) -> str:
+    for part, other in _KIMI_NAMES:
+        name = name.replace(part, other)
+    return name
 
 
 def tower_gate_up(served: ServedParameter) -> Iterator[ServedPiece]:
@@ -75,7 +93,13 @@ def _unpadded(served: ServedParameter, size: int) -> int:
 
 
 _TOWER = r"(model\.)?visual\."
+_MOONVIT = r"vision_tower\."
 ROWS = (
+    (r"language_model\.(model\.embed_tokens|lm_head)\.weight", vocabulary),
+    (r"language_model\.model\.norm\.weight", whole),
+    (_MOONVIT + r".+\.wqkv\.(weight|bias)", qkv_of_one),
+    (_MOONVIT + r".+\.wo\.weight", columns_split),
+    (_MOONVIT + r".+|mm_projector\..+", whole),
     (_TOWER + r"pos_embed\.weight", vocabulary),
     (_TOWER + r".+\.attn\.qkv\.(weight|bias)", qkv_of_one),
     (rf"(?P<at>{_TOWER}.+)\.gate_up_proj\.(?P<kind>weight|bias)", tower_gate_up),
