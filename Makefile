@@ -96,6 +96,16 @@ pictures: $(LIBRARY) ## train a tiny vision-language model by GRPO to read digit
 	$(BIN)/slimx train examples/pictures/grpo.yaml
 	$(BIN)/slimx report runs/pictures-sft runs/pictures --out runs/pictures/report.html --title "slimx pictures"
 
+.PHONY: screens
+screens: export CUDA_VISIBLE_DEVICES =
+screens: $(LIBRARY) ## train a tiny agent in three stages to use a drawn phone: runs/screens/report.html
+	@rm -rf runs/screens-data runs/screens-sft runs/screens-actions runs/screens
+	$(BIN)/python -m examples.screens.make --out runs/screens-data
+	$(BIN)/slimx train examples/screens/sft.yaml
+	$(BIN)/slimx train examples/screens/actions.yaml
+	$(BIN)/slimx train examples/screens/tasks.yaml
+	$(BIN)/slimx report runs/screens-sft runs/screens-actions runs/screens --out runs/screens/report.html --title "slimx screens"
+
 # Byte code is kept even where the environment says not to: a run starts a dozen processes that import the same modules.
 test test-all test-changed: export PYTHONDONTWRITEBYTECODE =
 

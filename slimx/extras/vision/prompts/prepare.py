@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, override
@@ -46,6 +46,9 @@ class Preparation:
         self._store = ImageStore(config.images)
         self._processes = vision.processes
         self._pool: ProcessPoolExecutor | None = None
+        self._running: dict[str, Future[Grid | str]] = {}
+        """Images that are being prepared, by digest. Rollouts of a group often show the same image at the same time,
+        and two processes must not write the same file."""
         self._settings = json.dumps(self._size) + (Path(config.model.path) / "preprocessor_config.json").read_text()
         token = placeholder_token(spec.hf)
         assert token is not None and isinstance(spec.layer_kind, WithTower) and spec.layer_kind.inputs is not None
@@ -86,11 +89,21 @@ class Preparation:
         digest = fingerprint(self._settings.encode() + data)
         grid = await asyncio.to_thread(self._store.grid, digest)
         if grid is None:
-            result = await asyncio.get_running_loop().run_in_executor(self._workers(), processing.prepare, data, digest)
+            # Shielded, because a rollout that is cancelled must not cancel the work that others wait for.
+            result = await asyncio.shield(asyncio.wrap_future(self._work(data, digest)))
             if isinstance(result, str):
                 raise undecodable(where, result)
             grid = result
         return digest, grid
+
+    def _work(self, data: bytes, digest: str) -> Future[Grid | str]:
+        """Returns the work of preparing an image, which is started unless it is in progress."""
+        work = self._running.get(digest)
+        if work is None:
+            work = self._workers().submit(processing.prepare, data, digest)
+            self._running[digest] = work
+            work.add_done_callback(lambda _: self._running.pop(digest, None))
+        return work
 
     def _workers(self) -> ProcessPoolExecutor:
         if self._pool is None:
