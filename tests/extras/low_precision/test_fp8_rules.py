@@ -16,6 +16,7 @@ from slimx.models.families import read_model
 from slimx.preflight.facts import model_facts
 from tests.checkpoint_stand import QWEN3_MOE
 from tests.extras.convert.convert_stand import QWEN3
+from tests.integration.engine_families import MODELS
 from tests.published import DEEPSEEK_V3 as V3
 from tests.refusals import invalid
 
@@ -69,6 +70,14 @@ def test_blocks_that_ranks_would_cut_are_refused(
 def test_a_model_whose_layers_were_not_compared_is_refused(tmp_path: Path, other: dict[str, Any]) -> None:
     _, facts = planned(tmp_path / "model", QWEN3 | other, {"fp8": "mxfp8"})
     assert ("unproven.architecture", "model.path") in {(b.code, b.about) for b in broken(all_rules(), facts)}
+
+
+@pytest.mark.parametrize(("model", "refused"), [(WIDE, False), (MODELS["kimi_k25"], True)])
+def test_a_model_without_matrices_in_fp8_is_not_published_in_fp8(
+    tmp_path: Path, model: dict[str, Any], refused: bool
+) -> None:
+    _, facts = planned(tmp_path / "model", model, {}, publish={"quantize": "te"})
+    assert ("publish.fp8" in {b.code for b in broken(all_rules(), facts)}) == refused
 
 
 @pytest.mark.parametrize(
