@@ -6,7 +6,6 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from slimx.extras.vision.images import processing
 from slimx.extras.vision.images.store import Grid, ImageStore
 from slimx.extras.vision.prompts.prepare import Preparation
 from tests.extras.vision.picture_stand import TOKEN, picture, write_model
+from tests.extras.vision.vision_stand import run, seeing
 from tests.refusals import refused
 
 
@@ -47,13 +47,9 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 def preparation(directory: Path) -> Preparation:
-    model = write_model(directory / "model")
-    vision = SimpleNamespace(min_pixels=None, max_pixels=None, processes=2)
-    config: Any = SimpleNamespace(
-        trainer=SimpleNamespace(vision=vision), model=SimpleNamespace(path=str(model)), images=directory / "images"
-    )
-    spec: Any = SimpleNamespace(hf={"image_token_id": TOKEN, "vision_config": {"spatial_merge_size": 2}})
-    return Preparation(config, spec)
+    write_model(directory)
+    config = run(directory)
+    return Preparation(config, seeing(config))
 
 
 async def test_an_image_that_is_shown_at_once_is_prepared_once(tmp_path, prepared):
