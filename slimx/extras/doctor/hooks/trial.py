@@ -16,7 +16,7 @@ from slimx.data.chat.tokens import PromptIds
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
 from slimx.extras.doctor.hooks.scripted_server import VERSION, ScriptedServer
-from slimx.extras.served_models.client import FrozenEngine
+from slimx.extras.served_models.client import FrozenEngine, image_placeholder
 from slimx.extras.served_models.teacher import make_scorer
 from slimx.models.families import ModelSpec
 from slimx.orchestration.engines.service import make_agent_server
@@ -117,7 +117,9 @@ class HookTrial:
         sampled = bool(self.config.rollout.policy_engines)
         frozen: dict[str, FrozenEngine] = {}
         for group in self.config.rollout.frozen_engines:
-            frozen[group.name] = FrozenEngine(group.name, url, deadline_s=LIMIT_S, retries=0)
+            frozen[group.name] = FrozenEngine(
+                group.name, url, deadline_s=LIMIT_S, retries=0, placeholder=image_placeholder(self.config)
+            )
         proxy = make_agent_server(Proxy(), self.spec.gpt["max_sequence_length"])
         hooks = Hooks(self.hooks.generate, self.hooks.reward, None)
         async with GenerationClient(url, shape, LIMIT_S, retry_s=0, retries=0) as client:
