@@ -17,18 +17,6 @@ from slimx.extras.vision.images.store import ImageStore
 from tests.integration.conftest import Weights
 from tests.integration.family_oracle import Fill, Oracle
 
-QWEN3_TOWER = {
-    "depth": 3,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "in_channels": 3,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 64,
-    "num_position_embeddings": 36,
-}
 TOKENS = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
 PROCESSORS = {
     "qwen3_vl": ("Qwen3VLProcessor", "Qwen2VLImageProcessorFast", "Qwen3VLVideoProcessor"),
