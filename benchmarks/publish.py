@@ -160,7 +160,7 @@ async def measure(methods: Methods, rounds: int) -> PublishFigures:
     figures.rounds = {name: [] for name in names}
     figures.buckets = {f"slimx {encoding}": plan.count for encoding, plan in methods.plans.items()}
     figures.nbytes = sum(bucket.size for bucket in methods.plans["hf"].buckets[0])
-    small = Rehearsal(SMALL)
+    small = Rehearsal.of(SMALL)
     calibrate(small)
     before = cpu_seconds(), time.perf_counter()
     for number in range(rounds + 1):

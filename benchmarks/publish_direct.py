@@ -234,7 +234,7 @@ class Stand:
 def predicted(stand: Stand, rate: float) -> float:
     """Returns the seconds that the link model predicts for the buckets, on links of `rate` bytes per second."""
     with one_thread():
-        small = Rehearsal(SMALL)
+        small = Rehearsal.of(SMALL)
         calibrate(small)  # first touches
         here = calibrate(small)
     began = time.perf_counter()

@@ -125,9 +125,7 @@ def distribute(
 def slowdown(split: Split, costs: Sequence[float], *, lockstep: bool) -> float:
     """Returns the predicted time of a step divided by its time under perfect balance; the quotient is at least 1.
     `lockstep`: True if ranks wait for each other in every micro-batch (see `distribute`)."""
-    table = []
-    for parts in split:
-        table.append([total(costs, part) for part in parts])
+    table = [[total(costs, part) for part in parts] for parts in split]
     totals = [sum(row) for row in table]
     mean = sum(totals) / len(totals)
     if lockstep:
@@ -141,10 +139,7 @@ def lay_out(
     """Packs the rows of each micro-batch of `split`, and returns the micro-batches of each rank. `multiple_of`,
     `sequence_multiple`: multiples to which micro-batches and rows are padded, as in `pack`."""
     multiple_of = lcm(multiple_of, sequence_multiple)
-    shards = []
-    for parts in split:
-        shards.append([_pack_rows(rows, part, multiple_of, sequence_multiple) for part in parts])
-    return shards
+    return [[_pack_rows(rows, part, multiple_of, sequence_multiple) for part in parts] for parts in split]
 
 
 def best_fit(sizes: Sequence[int], limit: int) -> list[list[int]]:
@@ -180,10 +175,7 @@ def _microbatches(
             bounded += [[] for _ in range(count - len(bounded))]
         parts = bounded
     parts.sort(key=lambda part: -total(cost, part))
-    microbatches = []
-    for part in parts:
-        microbatches.append([rows[i] for i in sorted(part)])
-    return microbatches
+    return [[rows[i] for i in sorted(part)] for part in parts]
 
 
 def padded(number: int, multiple: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from slimx.layout.ranks import Sizes
 from tests.integration import bailing_oracle, deepseek_v3_oracle, nested_oracle, prediction_oracle, vision_oracle
 from tests.integration.family_oracle import Fill, Oracle, scatter, scatter_slow_decays, stock_model
+from tests.towers import TOWER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +175,7 @@ HYBRID = {
     "linear_value_head_dim": 10,
 }
 HYBRID_EXPERTS = {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 24}
-DEEP_TOWER = {**vision_oracle.QWEN3_TOWER, "deepstack_visual_indexes": [0, 2]}
+DEEP_TOWER = {**TOWER, "deepstack_visual_indexes": [0, 2]}
 """With features for the first two decoder layers."""
 ROTARY_OF_IMAGES = {
     "rope_type": "default",
@@ -191,10 +192,10 @@ INTERLEAVED = {
         "mrope_interleaved": True,
     }
 }
-WINDOWED_TOWER = {name: value for name, value in vision_oracle.QWEN3_TOWER.items() if name != "num_position_embeddings"}
+WINDOWED_TOWER = {name: value for name, value in TOWER.items() if name != "num_position_embeddings"}
 WINDOWED_TOWER |= {"window_size": 16, "fullatt_block_indexes": [1]}
 """With windows of two embeddings per axis."""
-INTERPOLATING_TOWER = {name: value for name, value in vision_oracle.QWEN3_TOWER.items() if "position" not in name}
+INTERPOLATING_TOWER = {name: value for name, value in TOWER.items() if "position" not in name}
 INTERPOLATING_TOWER |= {"image_size": 24, "rms_norm_eps": 1e-5}
 MOONVIT = {
     "hidden_size": 32,
@@ -286,7 +287,7 @@ CASES: dict[str, Case] = {
     "Qwen3.5-MoE, published": Case(
         make=seeing(
             "Qwen3_5MoeConfig",
-            vision_oracle.QWEN3_TOWER,
+            TOWER,
             scatter_slow_decays,
             vision_oracle.VisionOracle,
             **HYBRID_EXPERTS,
@@ -297,16 +298,14 @@ CASES: dict[str, Case] = {
     ),
     # With images, transformers' own gradients are 1.4e-4 (with experts) and 2.5e-5 off those in float64.
     "Qwen3.5-MoE, images": Case(
-        make=seeing(
-            "Qwen3_5MoeConfig", vision_oracle.QWEN3_TOWER, scatter_slow_decays, **HYBRID_EXPERTS, **INTERLEAVED
-        ),
+        make=seeing("Qwen3_5MoeConfig", TOWER, scatter_slow_decays, **HYBRID_EXPERTS, **INTERLEAVED),
         thorough=True,
         cut=True,
         vision="tower",
         rounding=2e-4,
     ),
     "Qwen3.5, images": Case(
-        make=seeing("Qwen3_5Config", vision_oracle.QWEN3_TOWER, scatter_slow_decays, **HYBRID, **INTERLEAVED),
+        make=seeing("Qwen3_5Config", TOWER, scatter_slow_decays, **HYBRID, **INTERLEAVED),
         dense=True,
         cut=True,
         vision="tower",

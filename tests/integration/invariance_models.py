@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.integration.deepseek_v3_oracle import MODELS, SHAPE
+from tests.towers import SHALLOW
 
 LAYERS, EXPERTS = 4, 8
 
@@ -59,19 +60,7 @@ VISION = {
         "tie_word_embeddings": False,
         "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
     },
-    "vision_config": {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "in_channels": 3,
-        "patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],  # the first stage of uneven layouts has one layer
-    },
+    "vision_config": SHALLOW | {"deepstack_visual_indexes": [0]},  # the first stage of uneven layouts has one layer
     "tie_word_embeddings": False,
     "image_token_id": PLACEHOLDER,
 }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +16,7 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
+from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.records import Trajectory
 from slimx.data.saved.step_files import DIRECTORY, read_step, step_files
 from tests.integration.engine_families import make_model
@@ -63,22 +66,36 @@ def write_table(directory: Path) -> Path:
     return directory / "prompts.parquet"
 
 
+def write_run(directory: Path, name: str = "qwen3_vl", *, prompts: Path | None = None, **sections: Any) -> Path:
+    """Makes the model `name`, and writes a run that trains its tower for two steps on prompts with images, with 4
+    rollouts of 8 tokens for each. Merges `sections` in. `prompts`: file of prompts; None: that of `write_prompts`."""
+    model = directory / "model"
+    make_model(name, model)
+    experts = {"expert": 2, "expert_tensor": 1} if "moe" in name or name == "kimi_k25" else {"expert": 1}
+    defaults: dict[str, dict[str, Any]] = {
+        "trainer": {"tensor": 2, **experts, "vision": {"train": "tower"}},
+        "rollout": {"group_size": 4, "sampling": {"max_new_tokens": 8}},
+        "schedule": {"steps": 2},
+    }
+    merged = {key: defaults.get(key, {}) | sections.get(key, {}) for key in defaults.keys() | sections.keys()}
+    return write_config(directory, model, prompts or write_prompts(directory), **merged)
+
+
+def complete(config: Path, *overrides: str) -> TrainProcess:
+    """Runs `config` to its end."""
+    run = TrainProcess(config, *overrides)
+    assert run.wait() == 0, run.text()
+    return run
+
+
 @pytest.mark.slow("three whole runs")
 def test_images_of_a_table_are_kept_out_of_saved_steps_and_replayed(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    make_model("qwen3_vl", model)
     fields = {"prompt": "problem", "answer": "answer", "images": "images"}
     prompts = write_table(tmp_path)
-    more = {
-        "trainer": {"tensor": 2, "expert": 1, "vision": {}},
-        "checkpoint": {"every": 1},
-    }
-    rollout = {"group_size": 4, "sampling": {"max_new_tokens": 8}, "fields": fields}
-    config = write_config(tmp_path, model, prompts, rollout=rollout, schedule={"steps": 1}, **more)
-    run = TrainProcess(config)
-    assert run.wait() == 0, run.text()
-    resumed = TrainProcess(config, "schedule.steps=2")
-    assert resumed.wait() == 0, resumed.text()
+    sections = {"trainer": {"vision": {}}, "rollout": {"fields": fields}, "checkpoint": {"every": 1}}
+    config = write_run(tmp_path, prompts=prompts, **sections)
+    complete(config, "schedule.steps=1")
+    resumed = complete(config)
     assert "resumed" in resumed.text() and list(steps(tmp_path / "run")) == [1, 2]
     ends = [picture(number, 64, 64)[-300:-50] for number in range(2)]
     files = [file for file in (tmp_path / "run").rglob("*") if file.is_file() and "originals" not in file.parts]
@@ -89,11 +106,8 @@ def test_images_of_a_table_are_kept_out_of_saved_steps_and_replayed(tmp_path: Pa
     originals = [file for file in (tmp_path / "run/images/originals").rglob("*") if file.is_file()]
     assert sorted(file.read_bytes() for file in originals) == sorted(picture(number, 64, 64) for number in range(2))
     prompts.unlink()
-    (tmp_path / "again").mkdir()
-    replay = {"rollout": {**rollout, "replay": str(tmp_path / "run")}, "schedule": {"steps": 2}}
-    replayed = TrainProcess(write_config(tmp_path / "again", model, prompts, **more, **replay))
-    assert replayed.wait() == 0, replayed.text()
-    before, after = steps(tmp_path / "run"), steps(tmp_path / "again/run")
+    complete(config, f"run.dir={tmp_path / 'again'}", f"rollout.replay={tmp_path / 'run'}")
+    before, after = steps(tmp_path / "run"), steps(tmp_path / "again")
     assert list(after) == [1, 2]
     assert after[1]["optim/grad_norm"] == pytest.approx(before[1]["optim/grad_norm"], rel=1e-5)
 
@@ -109,56 +123,52 @@ def test_images_of_a_table_are_kept_out_of_saved_steps_and_replayed(tmp_path: Pa
     ],
 )
 def test_trainers_and_engines_agree_on_prompts_with_images(tmp_path: Path, name: str) -> None:
-    model = tmp_path / "model"
-    make_model(name, model)
-    experts = "moe" in name or name == "kimi_k25"
-    layout = {"tensor": 2, "expert": 2, "expert_tensor": 1} if experts else {"tensor": 2, "expert": 1}
-    config = write_config(
-        tmp_path,
-        model,
-        write_prompts(tmp_path),
-        trainer={**layout, "vision": {"train": "tower"}},
-        rollout={"group_size": 4, "sampling": {"max_new_tokens": 8}},
-        schedule={"steps": 2},
-        checkpoint={"export_hf": True},
-    )
-    run = TrainProcess(config)
-    assert run.wait() == 0, run.text()
+    counting = {"function": "count", "options": {"partial": True}}
+    complete(write_run(tmp_path, name, reward=counting, checkpoint={"export_hf": True}))
     rows = steps(tmp_path / "run")
     assert list(rows) == [1, 2]
     for row in rows.values():
         assert row["gap/tokens"] > 0 and row["optim/grad_norm"] > 0 and row["publish/engines_verified"] == 1
         assert row["gap/max"] <= 1e-4
     shown = set()
+    tokenizer = load_tokenizer(tmp_path / "model")
+    counted = []
     for file in step_files(tmp_path / "run" / DIRECTORY).values():
         for group in read_step(file)[1]:
             counts = {len(trajectory.images) for trajectory in group.trajectories}
             assert counts == {len(group.prompt.metadata.get("images", []))}
             shown |= counts
+            for trajectory in group.trajectories:
+                text = tokenizer.decode(trajectory.token_ids[trajectory.loss_mask > 0], skip_special_tokens=True)
+                number = only_number(text)
+                if number is not None and trajectory.images:
+                    off = abs(number - int(group.prompt.answer)) / int(group.prompt.answer)
+                    counted.append((trajectory.reward, pytest.approx(max(0.0, 1 - off))))
     assert shown >= {1, 2}
-    before, exported = read(model), read(tmp_path / "run" / "hf")
+    print(f"rewards of numbers, and those expected: {counted}")
+    samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").open()]
+    assert {len(sample["images"] or []) for sample in samples} == {0, 1, 2}
+    assert counted and all(reward == expected for reward, expected in counted)
+    before, exported = read(tmp_path / "model"), read(tmp_path / "run" / "hf")
     assert exported.keys() == before.keys()
     moved = {key for key, tensor in exported.items() if not tensor.equal(before[key])}
     block, projector = ("tower.encoder.blocks.0", "mm_projector") if name == "kimi_k25" else ("l.blocks.0", "l.merger")
     assert any(block in key for key in moved) and any(projector in key for key in moved)
 
 
+def only_number(text: str) -> int | None:
+    """Returns the number in a text with a single one, which is not part of a word, negative or marked as an answer;
+    otherwise None."""
+    found = re.findall(r"[0-9]+", text)
+    plain = re.search(r"(^|[^\w.,{}\\<>-])[0-9]+($|[^\w.,{}\\<>-])", text, re.ASCII)
+    return int(found[0]) if len(found) == 1 and plain else None
+
+
 @pytest.mark.slow("a whole run that loses its engine")
 def test_an_engine_that_is_lost_with_images_is_replaced(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    make_model("qwen3_vl", model)
-    config = write_config(
-        tmp_path,
-        model,
-        write_prompts(tmp_path),
-        trainer={"expert": 1, "vision": {"train": "tower"}},
-        rollout={
-            "group_size": 4,
-            "sampling": {"max_new_tokens": 60},
-            "health": {"interval": 0.5, "timeout": 30, "restarts": 1},
-        },
-        schedule={"steps": 6},
-    )
+    health = {"interval": 0.5, "timeout": 30, "restarts": 1}
+    rollout = {"sampling": {"max_new_tokens": 60}, "health": health}
+    config = write_run(tmp_path, trainer={"tensor": 1}, rollout=rollout, schedule={"steps": 6})
     directory, run = tmp_path / "run", TrainProcess(config)
     run.until(lambda: completed_steps(directory) >= 2)
     (scheduler,) = matching("sglang::scheduler")(run)
@@ -173,25 +183,12 @@ def test_an_engine_that_is_lost_with_images_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.slow("three whole runs")
 def test_a_run_with_images_is_resumed_and_replayed(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    make_model("qwen3_vl", model)
-    config = write_config(
-        tmp_path,
-        model,
-        write_prompts(tmp_path),
-        trainer={"expert": 1, "vision": {"train": "tower"}},
-        rollout={"group_size": 4, "sampling": {"max_new_tokens": 8}},
-        schedule={"steps": 3},
-    )
-    for overrides in (("schedule.steps=2",), ("schedule.steps=3",)):
-        run = TrainProcess(config, *overrides)
-        assert run.wait() == 0, run.text()
+    config = write_run(tmp_path, trainer={"tensor": 1}, schedule={"steps": 3})
+    complete(config, "schedule.steps=2")
+    complete(config)
     rows = steps(tmp_path / "run")
     assert list(rows) == [1, 2, 3] and rows[3]["gap/max"] <= 1e-4
-    again = TrainProcess(
-        config, f"run.dir={tmp_path / 'again'}", f"rollout.replay={tmp_path / 'run'}", "rollout.engines=[]"
-    )
-    assert again.wait() == 0, again.text()
+    complete(config, f"run.dir={tmp_path / 'again'}", f"rollout.replay={tmp_path / 'run'}", "rollout.engines=[]")
     replayed = steps(tmp_path / "again")
     assert [row["optim/grad_norm"] for row in replayed.values()] == [row["optim/grad_norm"] for row in rows.values()]
 
@@ -201,25 +198,13 @@ def test_a_run_with_images_is_resumed_and_replayed(tmp_path: Path) -> None:
     ("name", "encoding"), [("qwen3_vl", "auto"), ("qwen3_vl_moe", "hf"), ("qwen3_5_moe_published", "auto")]
 )
 def test_adapters_of_the_language_model_learn_from_images(tmp_path: Path, name: str, encoding: str) -> None:
-    model = tmp_path / "model"
-    make_model(name, model)
     experts = "moe" in name
-    layout = {"tensor": 2, "expert": 2, "expert_tensor": 1} if experts else {"expert": 1}
-    config = write_config(
-        tmp_path,
-        model,
-        write_prompts(tmp_path),
-        trainer={**layout, "vision": {}, "lora": {"rank": 2, "alpha": 4}},
-        rollout={"group_size": 4, "sampling": {"max_new_tokens": 8}},
-        publish={"encoding": encoding},
-        schedule={"steps": 2},
-        checkpoint={"export_hf": True},
-    )
-    run = TrainProcess(config)
-    assert run.wait() == 0, run.text()
+    trainer = {"tensor": 2 if experts else 1, "vision": {}, "lora": {"rank": 2, "alpha": 4}}
+    sections = {"publish": {"encoding": encoding}, "checkpoint": {"export_hf": True}}
+    complete(write_run(tmp_path, name, trainer=trainer, **sections))
     for row in steps(tmp_path / "run").values():
         assert row["gap/tokens"] > 0 and row["gap/max"] <= 1e-4 and row["optim/grad_norm"] > 0
-    before, exported = read(model), read(tmp_path / "run" / "hf")
+    before, exported = read(tmp_path / "model"), read(tmp_path / "run" / "hf")
     moved = {key for key, tensor in exported.items() if not tensor.equal(before[key])}
     for adapted in ("self_attn.q_proj", "mlp.experts.down_proj" if experts else "mlp.down_proj"):
         assert any(adapted in key for key in moved), adapted
@@ -230,23 +215,10 @@ def test_adapters_of_the_language_model_learn_from_images(tmp_path: Path, name: 
 def test_later_turns_and_agents_with_images_are_trained(tmp_path: Path) -> None:
     heldout = tmp_path / "heldout"
     heldout.mkdir()
-    model = tmp_path / "model"
-    make_model("qwen3_vl", model)
-    config = write_config(
-        tmp_path,
-        model,
-        write_prompts(tmp_path),
-        trainer={"tensor": 2, "expert": 1, "vision": {"train": "tower"}},
-        rollout={
-            "generate": "tests.integration.pictures.mixed",
-            "group_size": 4,
-            "sampling": {"max_new_tokens": 8, "stop_token_ids": STOPS},
-        },
-        eval={"prompts": str(write_prompts(heldout, "b.png")), "every": 2},
-        schedule={"steps": 2},
-    )
-    run = TrainProcess(config)
-    assert run.wait() == 0, run.text()
+    sampling = {"max_new_tokens": 8, "stop_token_ids": STOPS}
+    rollout = {"generate": "tests.integration.pictures.mixed", "sampling": sampling}
+    evaluation = {"prompts": str(write_prompts(heldout, "b.png")), "every": 2}
+    complete(write_run(tmp_path, rollout=rollout, eval=evaluation))
     rows = steps(tmp_path / "run")
     assert list(rows) == [0, 1, 2] and "eval/accuracy" in rows[0] and "eval/accuracy" in rows[2]
     for row in (rows[1], rows[2]):

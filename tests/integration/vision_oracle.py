@@ -17,18 +17,6 @@ from slimx.extras.vision.images.store import ImageStore
 from tests.integration.conftest import Weights
 from tests.integration.family_oracle import Fill, Oracle
 
-QWEN3_TOWER = {
-    "depth": 3,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "in_channels": 3,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 64,
-    "num_position_embeddings": 36,
-}
 KIMI_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 KIMI_TOWER = {
     "merge_type": "sd2_tpool",

@@ -14,7 +14,7 @@ import typer
 from slimx import entry_points
 from slimx.config.sections.rollout import RowFields
 from slimx.data.chat.template import check_arguments, check_ends, with_template
-from slimx.data.chat.tokens import encode_prompt, load_tokenizer
+from slimx.data.chat.tokens import encode_prompt, load_tokenizer, rendered_text
 from slimx.data.prompts.mapping import fitting_fields, make_mapping, written
 from slimx.data.prompts.read import KEYS, read_prompts
 from slimx.data.prompts.rows import read_rows
@@ -25,7 +25,7 @@ from slimx.errors import SlimxError
 from slimx.extras.datasets.files.read import DATASETS
 from slimx.extras.vision.images.pictures import opened, size_of
 from slimx.extras.vision.images.sources import check_file, located
-from slimx.extras.vision.prompts.check import ModelImages, described_images, shows_images, with_image_parts
+from slimx.extras.vision.prompts.check import ModelImages, described_images, shows_images
 from slimx.extras.vision.prompts.rows import RowImages
 from slimx.json_types import Json
 from slimx.observability.live.safe_text import visible
@@ -194,7 +194,7 @@ def check(
         if images is not None:
             yield from described_images(images, prompts)
     for prompt in prompts[:SHOWN]:
-        yield from rendered_lines(prompt if images is None else with_image_parts(prompt), tokenizer)
+        yield from rendered_lines(prompt, tokenizer, images, file)
     if model is None:
         yield "add --model DIR to see the prompts rendered by the chat template, and their numbers of tokens"
 
@@ -207,16 +207,18 @@ def _length(tokenizer: PreTrainedTokenizerBase, images: ModelImages | None, prom
     return len(encode_prompt(tokenizer, prompt) if ids is None else ids)
 
 
-def rendered_lines(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[str]:
-    """Yields lines for a prompt with its answer. The prompt is rendered by the chat template, or shown as its messages
-    if there is no tokenizer."""
+def rendered_lines(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, images: ModelImages | None = None, file: str = ""
+) -> Iterator[str]:
+    """Yields lines for a prompt of `file` with its answer. The prompt is rendered by the chat template, or shown as its
+    messages if there is no tokenizer. `images`: images of the prompts, for a vision-language model."""
     title = f"--- {prompt.id}"
     if prompt.answer is not None:
         title += f" (answer: {_cut(prompt.answer)})"
     yield title
     if tokenizer is not None:
-        text = tokenizer.decode(encode_prompt(tokenizer, prompt), skip_special_tokens=False)
-        yield _cut(str(text))
+        text = None if images is None else images.rendered(tokenizer, prompt, file)
+        yield _cut(rendered_text(tokenizer, prompt) if text is None else text)
         return
     for turn in prompt.messages or ():
         yield _cut(f"{turn['role']}: {turn.get('content')}")

@@ -107,7 +107,10 @@ def _check_machine(file: Path | None, overrides: list[str]) -> None:
         first = next(iter(prepared.prompts), None)
         if first is not None:
             from slimx.extras.datasets.command import rendered_lines
+            from slimx.extras.vision.prompts.check import with_image_parts
 
+            if config.trainer.vision is not None:
+                first = with_image_parts(first)
             for line in ["the first prompt, as the model receives it:", *rendered_lines(first, actor.tokenizer)]:
                 console.print(plain(line))
         console.print(plain(f"publish.transport {actor.transport}"))

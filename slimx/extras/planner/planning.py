@@ -21,6 +21,7 @@ from slimx.extras.planner.plan.suggest_engines import suggest_engines
 from slimx.extras.planner.plan.text import describe, describe_predictions, describe_suggestions, describe_together
 from slimx.extras.planner.record import PlannedGroup, PlanReport, Predicted
 from slimx.extras.planner.rules.machine import unused_warnings
+from slimx.extras.vision.prompts.check import RunImages
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.numerics.mode import mode_of
@@ -115,11 +116,16 @@ def _first_prompt(config: Config) -> tuple[list[str], list[str]]:
     if not local and not rollout.template:
         return [], []
     try:
-        prompt = first_prompt(config) if local else None
+        images = None if config.trainer.vision is None else RunImages(config, keep=False)
+        prompt = first_prompt(config, images) if local else None
         tokenizer = run_tokenizer(config)
         if prompt is None:
             return [], []
-        return ["prompt      the first one, as the model receives it", *rendered_lines(prompt, tokenizer)], []
+        model = None if images is None else images.model
+        return [
+            "prompt      the first one, as the model receives it",
+            *rendered_lines(prompt, tokenizer, model, path),
+        ], []
     except SlimxError as error:
         if error.code in ("tokenizer.missing", "tokenizer.broken"):
             return [f"prompt      not shown: {error}"] if local else [], []

@@ -11,12 +11,14 @@ from functools import partial
 import aiohttp
 import numpy as np
 
+from slimx.config.schema import Config
 from slimx.data.integers import as_ids
 from slimx.engines.outage import Outage, RemoteOutage
 from slimx.engines.server.http_calls import message_of, parse_body
 from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
 from slimx.json_types import Json
+from slimx.models.families import configured_model
 from slimx.rollout.client.sending import Answer, Resending, failed, input_logprobs, input_top_logprobs, send
 
 
@@ -38,6 +40,7 @@ class FrozenEngine:
         failure: Callable[[], SlimxError | None] = lambda: None,
         outage: Outage | None = None,
         api_key: str | None = None,
+        placeholder: int | None = None,
     ) -> None:
         """Stores the settings of all requests.
 
@@ -45,7 +48,8 @@ class FrozenEngine:
         `retries`: maximum number of retries of a request that is lost with its server. `look`: function that checks for
         lost servers; it is awaited before each retry. `failure`: function that returns the error if the group is
         permanently lost, otherwise None. `outage`: while it lasts, requests wait and deadlines are suspended.
-        `api_key`: key that the router requires, if any.
+        `api_key`: key that the router requires, if any. `placeholder`: token id that stands for images in the policy's
+        tokens; None in a run without images.
         """
         self.name = name
         self.url = url.rstrip("/")
@@ -54,12 +58,19 @@ class FrozenEngine:
         self._look = look
         self._failure = failure
         self._key = api_key
+        self._placeholder = placeholder
         self._loop = asyncio.get_running_loop() if look is not None else None
         self._absence = None if outage is None else RemoteOutage(outage, lambda: failure() is not None)
 
     def __reduce__(self) -> tuple[Callable[[str, str], FrozenEngine], tuple[str, str]]:
         """Returns, for pickling, the constructor and the arguments of a copy that is not connected to the run."""
-        copy = partial(FrozenEngine, deadline_s=self.deadline_s, retries=self.retries, api_key=self._key)
+        copy = partial(
+            FrozenEngine,
+            deadline_s=self.deadline_s,
+            retries=self.retries,
+            api_key=self._key,
+            placeholder=self._placeholder,
+        )
         return copy, (self.name, self.url)
 
     @property
@@ -116,9 +127,9 @@ class FrozenEngine:
         temperature 1.
 
         The KV entries of tokens before `start` may come from the server's cache, and no logits are computed for these
-        tokens.
+        tokens. Raises SlimxError for tokens of images, which the server would read as text.
         """
-        ids = as_ids(token_ids)
+        ids = self._text_only(token_ids)
         response = await self.post("/generate", _scoring(ids, start))
         return input_logprobs(response.get("meta_info", {}), ids[start - 1 :], f"frozen engines {self.name}")
 
@@ -129,17 +140,37 @@ class FrozenEngine:
 
         The tokens are returned as their ids, int32 [L - start, top], and their log-probs, float32 [L - start, top].
         """
-        ids = as_ids(token_ids)
+        ids = self._text_only(token_ids)
         body = {**_scoring(ids, start), "top_logprobs_num": top}
         response = await self.post("/generate", body)
         meta = response.get("meta_info", {})
         who = f"frozen engines {self.name}"
         return input_logprobs(meta, ids[start - 1 :], who), *input_top_logprobs(meta, len(ids) - start, top, who)
 
+    def _text_only(self, token_ids: Sequence[int]) -> list[int]:
+        ids = as_ids(token_ids)
+        if self._placeholder in ids:
+            raise SlimxError(
+                f"frozen engines {self.name}: token {ids.index(self._placeholder)} (id {self._placeholder}) is the "
+                "placeholder of an image, which log-probs of frozen models do not take into account; pass only tokens "
+                "of text, or show the image to the model with chat",
+                code="frozen.image",
+                about=self.name,
+            )
+        return ids
+
     async def _lost(self) -> None:
         """Makes the run check for lost servers, in the run's event loop."""
         if self._look is not None and self._loop is not None:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(self._look), self._loop))
+
+
+def image_placeholder(config: Config) -> int | None:
+    """Returns the token id that stands for images in the policy's tokens; None without `trainer.vision`."""
+    if config.trainer.vision is None:
+        return None
+    token: int = configured_model(config).hf["image_token_id"]
+    return token
 
 
 def _scoring(ids: list[int], start: int) -> Json:

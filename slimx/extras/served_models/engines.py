@@ -17,7 +17,7 @@ from slimx.config.schema import Config
 from slimx.engines.fleet.group import EngineGroup, keys_of
 from slimx.engines.fleet.membership import Membership
 from slimx.engines.server.keys import Keys
-from slimx.extras.served_models.client import FrozenEngine
+from slimx.extras.served_models.client import FrozenEngine, image_placeholder
 from slimx.extras.served_models.teacher import check_vocabulary, make_scorer
 from slimx.orchestration.engines.service import FrozenEngines
 from slimx.orchestration.engines.serving import admit_joining, check_stored, keep_admitting
@@ -94,6 +94,7 @@ class ServedModels(FrozenEngines):
             api_key=keys.api_key,
             deadline_s=rollout.request_deadline,
             retries=rollout.request_retries,
+            placeholder=image_placeholder(self.config),
         )
         if members is None:
             return client()

@@ -23,6 +23,8 @@ class RecordedSample:
     """Version of the weights that the step or evaluation used."""
     evaluation: bool
     """True if the rollout belongs to an evaluation."""
+    images: object = None
+    """Images of the prompt, its `metadata.images`; None in a run without `trainer.vision`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,10 +78,7 @@ def compare(samples: Sequence[RecordedSample], columns: int = 2) -> Comparison |
         by_step[sample.step].setdefault(sample.prompt, sample)
     steps = spread(sorted(by_step), columns)
     prompts = {**by_step[steps[0]], **by_step[steps[-1]]}
-    rows = []
-    for prompt in prompts:
-        row = [by_step[step].get(prompt) for step in steps]
-        rows.append(SampleRow(prompt=prompt, samples=row))
+    rows = [SampleRow(prompt=prompt, samples=[by_step[step].get(prompt) for step in steps]) for prompt in prompts]
     # The sort is stable, so both parts stay in the order of the file.
     rows.sort(key=lambda row: row.samples[0] is None or row.samples[-1] is None)
     return Comparison(steps=steps, evaluation=chosen[0].evaluation, rows=rows)

@@ -181,11 +181,10 @@ def check_parts(config: Config) -> None:
                 _check_directory(LOADED[name], directory)
     if config.rollout.replay:
         return
-    first_prompt(config)
+    images = row_images(config, False)
+    first_prompt(config, images)
     for name, path in config.eval.files.items():
-        mapping = make_mapping(
-            config.eval.fields, config.eval.map, config.rollout.system, row_images(config, False), section="eval"
-        )
+        mapping = make_mapping(config.eval.fields, config.eval.map, config.rollout.system, images, section="eval")
         next(iter_prompts(path, mapping, dataset=name or None))
     load_hooks(config)
     load_credit(config.algorithm.credit)

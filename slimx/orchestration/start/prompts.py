@@ -72,10 +72,9 @@ def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, spec: M
     return prompts
 
 
-def first_prompt(config: Config) -> Prompt:
+def first_prompt(config: Config, images: RowImages | None) -> Prompt:
     """Reads only the first prompt of the first prompt file. Raises SlimxError if this prompt is missing or invalid."""
     rollout = config.rollout
-    images = row_images(config, False)
     if rollout.prompts is not None:
         mapping = make_mapping(rollout.fields, rollout.map, rollout.system, images)
         return next(iter_prompts(rollout.prompts, mapping))
@@ -104,10 +103,7 @@ def make_source(config: Config, prompts: Mapping[str, list[Prompt]]) -> DataSour
             code="sources.raised",
             about="rollout.source",
         ) from error
-    missing = []
-    for name in ("next", "state", "restore"):
-        if not callable(getattr(source, name, None)):
-            missing.append(name)
+    missing = [name for name in ("next", "state", "restore") if not callable(getattr(source, name, None))]
     if missing:
         raise SlimxError(
             f"rollout.source: {rollout.source} returned an object of type {type(source).__name__}, which does not "

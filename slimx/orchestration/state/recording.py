@@ -219,6 +219,7 @@ class Records:
                 reward=float("nan") if trajectory.reward is None else trajectory.reward,
                 version=version,
                 evaluation=evaluation,
+                images=group.prompt.metadata.get("images") if self.config.trainer.vision else None,
             )
             self.samples.write(asdict(sample))
             written.append(sample)

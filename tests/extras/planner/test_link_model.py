@@ -217,7 +217,7 @@ def test_a_rehearsal_publishes_for_real_and_predicts_in_the_same_unit():
 
 
 def test_the_staged_tensors_of_a_rehearsal_are_verified():
-    rehearsal = Rehearsal(1)
+    rehearsal = Rehearsal.of(1)
     for bucket in range(rehearsal.plan.count):
         packed = rehearsal.pack(bucket)
         tensor = packed.tensors[-1]

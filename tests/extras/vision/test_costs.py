@@ -27,22 +27,11 @@ from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec, configured_model, read_model
 from slimx.preflight.hardware import machine_of
 from tests.published import published
+from tests.towers import TOWER
 
 ROOT = Path(__file__).parents[3]
 FILE = ROOT / "configs/moe/qwen3-vl-30b-a3b.yaml"
-VISION = {
-    "depth": 3,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "in_channels": 3,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 64,
-    "num_position_embeddings": 36,
-    "deepstack_visual_indexes": [0, 2],
-}
+VISION = TOWER | {"deepstack_visual_indexes": [0, 2]}
 MOONVIT = {
     "depth": 3,
     "hidden_size": 32,

@@ -1,153 +1,30 @@
-"""The live page: data of the run's directory alone, read once, for requests with the token; a browser draws and follows
-it."""
+"""The live page: data of the run's directory alone, read once, for requests with the token."""
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import http.client
 import io
-import json
 import os
-import re
 import socket
-import subprocess
 import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
-import requests
 from PIL import Image
 
 from slimx.config.schema import Config
-from slimx.data.records import Group, Prompt, Span, Trajectory
-from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
-from slimx.data.saved.trained_tokens import SUFFIX, TrainedTokens
-from slimx.extras.vision.images.store import ImageStore
+from slimx.data.saved.step_files import DIRECTORY
+from slimx.data.saved.trained_tokens import SUFFIX
 from slimx.extras.watch.page import server
 from slimx.extras.watch.page.content import CHARACTERS, Content, Growing, cut
-from slimx.extras.watch.page.server import listen, serve
+from slimx.extras.watch.page.server import serve
 from slimx.extras.watch.rollouts import Choice, show_rollouts
 from slimx.observability.live.run_lock import locked
 from slimx.observability.tracking.run_files import read_config
 from slimx.orchestration.state.directory import write_config
-from tests.extras.vision.picture_stand import picture
+from tests.extras.watch.page_stand import Page, served
 from tests.refusals import numbers, refused
-from tests.unit.rollout.rollout_stand import config_of, the_tokenizer
-
-MARKUP = "<img src=x onerror=alert(1)>"
-
-
-def group(number: int, rewards: list[float], *, text: str, dataset: str) -> Group:
-    """Makes two rollouts of two turns each with a tool's words between them, sampled by versions 1 and 2."""
-    prompt = Prompt(
-        id=f"p{number}",
-        messages=[{"role": "user", "content": text}],
-        answer="4",
-        metadata={"dataset": dataset},
-    )
-    spans = [
-        Span(start=0, stop=2, source="prompt"),
-        Span(start=2, stop=4, source="sampled", version=1),
-        Span(start=4, stop=5, source="inserted", turn=1),
-        Span(start=5, stop=6, source="sampled", turn=1, version=2),
-    ]
-    trajectories = [
-        Trajectory(
-            id=f"g{number}/{index}",
-            rollout_id=f"g{number}/{index}",
-            group_id=f"g{number}",
-            index=index,
-            token_ids=np.arange(10, 16, dtype=np.int32),
-            loss_mask=np.array([0, 0, 1, 1, 0, 1], np.uint8),
-            logprobs=np.array([np.nan, np.nan, -0.1, -3.0, np.nan, -0.5], np.float32),
-            spans=spans,
-            reward=reward,
-            finish_reason="stop",
-        )
-        for index, reward in enumerate(rewards)
-    ]
-    return Group(id=f"g{number}", prompt=prompt, trajectories=trajectories)
-
-
-def row(step: int, reward: float) -> str:
-    return json.dumps({"step": step, "version": step, "time": 1e9 + step, "metrics": {"reward/mean": reward}}) + "\n"
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    directory, model = tmp_path / "run", tmp_path / "model"
-    the_tokenizer().save_pretrained(model)
-    (model / "config.json").write_text(json.dumps({"hidden_size": 8, "vocab_size": 100, "dtype": "float32"}))
-    config: Config = config_of()
-    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
-    files = StepFiles(directory / DIRECTORY, origin_of(config, the_tokenizer()), every=1, keep=0, resume_step=0)
-    files.write(1, 1, [group(0, [0.0, 1.0], text=MARKUP, dataset="sums")], {})
-    files.write(
-        2, 2, [group(1, [1.0, 0.0], text="2+2=", dataset="sums"), group(2, [1.0], text="3+1=", dataset="math")], {}
-    )
-    logprobs = np.array([np.nan, -2.0, -0.1, -2.5, -4.0, -0.5], np.float32)
-    experts = np.array([False, False, False, True, False, False])
-    files.write_trained(
-        2,
-        [
-            TrainedTokens(logprobs=logprobs, advantages=np.full(6, advantage, np.float32), other_experts=experts)
-            for advantage in (1.0, -1.0, 0.5)
-        ],
-    )
-    (directory / "config.yaml").write_text(config.to_text())
-    (directory / "metrics.jsonl").write_text(row(1, 0.25) + row(2, 0.5) + '{"step": 3, "met')
-    phases = [{"name": "train", "step": 1, "track": "main", "start": 1e9, "seconds": 2.0}] * 2
-    (directory / "timeline.jsonl").write_text("".join(json.dumps(item) + "\n" for item in phases))
-    (directory / "lock").touch()
-    return directory
-
-
-class Page:
-    """Asks the server of a page."""
-
-    def __init__(self, address: str) -> None:
-        self.address, self.session = address, requests.Session()
-
-    def get(self, path: str) -> requests.Response:
-        return self.session.get(self.address + path, timeout=300, allow_redirects=False)
-
-    def status_for(self, host: str) -> int:
-        """Returns the status of a request with the cookies and another Host."""
-        cookies = "; ".join(f"{name}={value}" for name, value in self.session.cookies.items())
-        connection = http.client.HTTPConnection(self.address.removeprefix("http://"), timeout=300)
-        connection.request("GET", "/api/status", headers={"Host": host, "Cookie": cookies})
-        status = connection.getresponse().status
-        connection.close()
-        return status
-
-
-@contextmanager
-def served(content: Content) -> Iterator[Page]:
-    loop = asyncio.new_event_loop()
-    listening = loop.run_until_complete(listen(content, "secret", "127.0.0.1", 0))
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    page = Page(f"http://127.0.0.1:{listening.port}")
-    try:
-        yield page
-    finally:
-        page.session.close()
-        asyncio.run_coroutine_threadsafe(listening.close(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
-@pytest.fixture
-def page(run: Path) -> Iterator[Page]:
-    with served(Content(run)) as page:
-        page.get("/?token=secret")
-        yield page
 
 
 def test_connections_that_ask_nothing_are_ended_and_bounded(run, monkeypatch):
@@ -196,20 +73,6 @@ def test_status_charts_and_rollouts_are_what_the_directory_holds(run, page):
         assert page.get(path).status_code == 404 and page.get(path).json()["code"].startswith("rollouts.")
 
 
-@pytest.fixture
-def shown(run, tmp_path):
-    """Adds a step whose prompt has images as a file, in the run's store, missing, and in the prompt file."""
-    (tmp_path / "a.png").write_bytes(picture(900, 300))
-    stored = ImageStore(run / "images").keep(picture(20, 40))
-    names = [str(tmp_path / "a.png"), f"stored:{stored}", str(tmp_path / "absent.png"), "data:image/png;base64,"]
-    added = group(3, [1.0], text="<image>2+2=", dataset="pictures")
-    added.prompt.metadata["images"] = names
-    config = Config.model_validate(read_config(run))
-    files = StepFiles(run / DIRECTORY, origin_of(config, the_tokenizer()), every=1, keep=0, resume_step=2)
-    files.write(3, 3, [added], {})
-    return names[:3]
-
-
 def test_images_of_prompts_are_listed_and_previewed(run, shown, page):
     (listed,) = page.get("/api/steps/3").json()["groups"]
     assert listed["prompt"]["images"] == [*shown, None]
@@ -228,12 +91,6 @@ def test_images_of_prompts_are_listed_and_previewed(run, shown, page):
     assert page.get("/api/steps/9/image?group=g3&index=0").json()["code"] == "rollouts.step"
     lines = list(show_rollouts(run, 3, Choice(), buffer=False, dropped=False, as_json=False))
     assert all(any(name in line for line in lines) for name in shown)
-
-
-@pytest.mark.needs("chromium")
-def test_a_browser_shows_images(shown, page, tmp_path):
-    found = drawn(f"{page.address}/?token=secret&dataset=pictures#rollouts", tmp_path)
-    assert found.count('class="image"') == 4 and found.count("/api/steps/3/image?group=g3") == 3
 
 
 def test_a_step_that_a_resumed_run_writes_anew_is_read_anew(run):
@@ -350,69 +207,3 @@ def test_text_is_shown_on_a_machine_that_sees_the_run_directory_alone(run, tmp_p
     assert len(found["problems"]) == len(notes) == (not kept)
     assert text.replace(" ", "").isdigit() is not kept
     assert notes == found["problems"]
-
-
-def drawn(address: str, tmp_path: Path) -> str:
-    """Returns the page as a browser shows it after ten seconds of virtual time."""
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
-    done = subprocess.run(
-        ["chromium", *options, "--virtual-time-budget=10000", "--dump-dom", address],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    return done.stdout
-
-
-class Live(Content):
-    """A run that does a step while its page is open."""
-
-    requests = 0
-
-    def status(self):
-        self.requests += 1
-        if self.requests == 2:
-            with (self.directory / "metrics.jsonl").open("a") as more:
-                more.write('rics": {}}\n' + row(77, 1.0))
-        return super().status()
-
-
-@pytest.mark.needs("chromium")
-def test_a_browser_follows_a_run(run, tmp_path):
-    content = Live(run)
-    with served(content) as page, locked(run):
-        found = drawn(f"{page.address}/?token=secret#curves", tmp_path)
-    assert content.requests >= 2 and "step 77 of" in found and 'class="state running"' in found
-    charts = re.split(r'class="chart js-plotly-plot"', found)[1:]
-    assert charts and all('class="main-svg"' in chart for chart in charts)
-
-
-EVERY_COLOR = pytest.mark.slow("every color of tokens: a start of the browser for each")
-
-
-@pytest.mark.needs("chromium")
-@pytest.mark.parametrize(
-    ("by", "expected"),
-    [
-        ("gap", [True, False, True]),
-        pytest.param("advantage", [True, True, True], marks=EVERY_COLOR),
-        pytest.param("experts", [True, False, True], marks=EVERY_COLOR),
-    ],
-)
-def test_a_browser_colors_tokens(page, tmp_path, by, expected):
-    found = drawn(f"{page.address}/?token=secret&dataset=math&color={by}#rollouts", tmp_path)
-    colors = re.findall(r'<span class="sampled"[^>]* style="background: (rgba?\([^)]*\))', found)
-    assert [item == colors[0] for item in colors] == expected
-
-
-@pytest.mark.needs("chromium")
-def test_a_browser_filters_and_compares_and_text_of_a_run_is_no_markup(page, tmp_path):
-    chosen = drawn(f"{page.address}/?token=secret&dataset=math#rollouts", tmp_path)
-    both = drawn(f"{page.address}/?token=secret&compare=1&highest=0#rollouts", tmp_path)
-    assert "g2/0" in chosen and "g1/0" not in chosen
-    # The only one that is left is open: a color per version, what a tool said marked.
-    assert "version 1" in chosen and "version 2" in chosen and chosen.count('class="inserted"') == 1
-    assert len(set(re.findall(r"background: (rgba?\([^)]*\))", chosen))) >= 3
-    assert "g0/0" in both and "g1/1" in both and "g0/1" not in both and "g2/0" not in both
-    assert "&lt;img src=x" in both and "<img" not in both

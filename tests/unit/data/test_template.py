@@ -75,7 +75,7 @@ def test_the_first_prompt_is_shown_as_the_model_receives_it(tmp_path):
     rollout = {"prompts": str(tmp_path / "p.jsonl"), "fields": {"prompt": "question", "answer": "answer"}}
     keys = {"run": {"dir": "d"}, "model": {"path": str(tmp_path / "m")}}
     config = Config.model_validate(keys | {"rollout": rollout | {"template": {"enable_thinking": False}}})
-    first = first_prompt(config)
+    first = first_prompt(config, None)
     assert (first.id, first.answer) == ("p:1", "4")
     assert list(rendered_lines(first, run_tokenizer(config)))[1] == rendered_text(
         thinking(enable_thinking=False), first

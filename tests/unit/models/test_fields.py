@@ -22,6 +22,7 @@ from tests.extras.vision.test_gated_towers import QWEN as QWEN_VISION
 from tests.published import DEEPSEEK_V3 as V3
 from tests.published import published
 from tests.refusals import refused
+from tests.towers import SHALLOW
 from tests.unit.models.test_families import LLAMA_32_1B, QWEN3_32B, QWEN25_7B
 
 ROOT = Path(__file__).parents[3]
@@ -53,18 +54,6 @@ KNOWN["KimiK25ForConditionalGeneration"] = {
     "vision_config": published("Kimi-K2.5")["vision_config"],
     "media_placeholder_token_id": 7,
 }
-TOWER = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "in_channels": 3,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 64,
-    "num_position_embeddings": 16,
-}
 NESTED = {
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3MoeForCausalLM",
@@ -73,7 +62,7 @@ NESTED = {
 }
 """Vision-language models, and the models whose layers their language models have."""
 KNOWN |= {
-    name: {"architectures": [name], "text_config": KNOWN[text], "vision_config": TOWER, "image_token_id": 7}
+    name: {"architectures": [name], "text_config": KNOWN[text], "vision_config": SHALLOW, "image_token_id": 7}
     for name, text in NESTED.items()
 }
 for _name in ("DeepSeek-V3.2", "GLM-5", "Ling-flash-2.0"):

@@ -1,23 +1,27 @@
 """Tries the hooks of a run before it starts: `slimx doctor FILE --hooks`.
 
-Every hook is loaded and its signature is checked. Then the generate and reward hooks run on the first prompt, with the
-run's tokenizer and the code that surrounds them in a run. A scripted server replaces the engines
-(`slimx.extras.doctor.hooks.scripted_server`). In three rollouts it returns the prompt's answer, a different
-response, and one that is cut off."""
+Every hook is loaded and its signature is checked. Then the generate and reward hooks run on the first prompt (with
+`trainer.vision`, the first that has images), with the run's tokenizer and the code that surrounds them in a run. A
+scripted server replaces the engines (`slimx.extras.doctor.hooks.scripted_server`). In three rollouts it returns the
+prompt's answer, a different response, and one that is cut off."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slimx import entry_points
 from slimx.algorithms.credit import load_credit
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import CREDITS
+from slimx.data.chat.tokens import PromptIds
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.errors import SlimxError, raised
 from slimx.extras.doctor.effects.probe import try_hooks
@@ -30,6 +34,9 @@ from slimx.rewards.mixture import Mixture
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.hook_loading import Hooks, check_generated, load_generate, load_keep, load_rewards
 from slimx.rules.layout import check_layout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BLOCKED_S = 0.5
 """Maximum time in seconds for which a hook may block the event loop before a note is added to the findings."""
@@ -65,25 +72,52 @@ def examine_hooks(config: Config, texts: Sequence[str] = ()) -> HookFindings:
         )
         return findings
     try:
-        spec, tokenizer = configured_model(config), run_tokenizer(config)
-        with TemporaryDirectory() as directory:  # to which the images of the prompts are copied
-            run = config.run.model_copy(update={"dir": directory})
-            by_source = training_prompts(config.model_copy(update={"run": run}), tokenizer, spec)
-        prompts = list(chain.from_iterable(by_source.values()))
-        check_generated(hooks.generate, prompts, tokenizer)
-        if isinstance(hooks.reward, Mixture):
-            hooks.reward.check(prompts)
+        with TemporaryDirectory() as directory:  # for the images of prompts and hooks
+            _try(config, _images_in(config, directory), hooks, texts, findings)
     except SlimxError as error:
         findings.problems.append(error)
-        return findings
-    with ScriptedServer(ModelShape.of(spec)) as server:
-        try:
-            rollouts = HookTrial(config, hooks, spec, tokenizer, prompts[0], server, texts).watch()
-        except SlimxError as error:
-            findings.problems.append(error)
-            return findings
-    _judge(config, hooks, spec, prompts[0], rollouts, findings)
     return findings
+
+
+def _images_in(config: Config, directory: str) -> Config:
+    """Returns a configuration whose image store is in `directory`."""
+    run = config.run.model_copy(update={"dir": directory})
+    rollout = config.rollout.model_copy(update={"replay": None})
+    return config.model_copy(update={"run": run, "rollout": rollout})
+
+
+def _try(config: Config, stored: Config, hooks: Hooks, texts: Sequence[str], findings: HookFindings) -> None:
+    """Tries `hooks`, and adds the results to `findings`. `stored`: the run's configuration with another image store;
+    `texts`: as for `examine_hooks`. Raises SlimxError for invalid prompts and images."""
+    spec, tokenizer = configured_model(config), run_tokenizer(config)
+    prompts = list(chain.from_iterable(training_prompts(stored, tokenizer, spec).values()))
+    check_generated(hooks.generate, prompts, tokenizer)
+    if isinstance(hooks.reward, Mixture):
+        hooks.reward.check(prompts)
+    with _encoder(stored, spec) as encode:
+        prompt = prompts[0]
+        if config.trainer.vision is not None:
+            prompt = next((prompt for prompt in prompts if prompt.metadata.get("images")), prompt)
+            try:  # here rather than in a rollout, whose deadline does not include starting processes
+                asyncio.run(encode(tokenizer).prepare(prompt))
+            except SlimxError as error:
+                raise SlimxError(f"prompt {prompt.id!r}: {error}", code=error.code, about=prompt.id) from error
+        with ScriptedServer(ModelShape.of(spec)) as server:
+            rollouts = HookTrial(config, hooks, spec, tokenizer, prompt, server, texts, encode).watch()
+    _judge(config, hooks, spec, prompt, rollouts, findings)
+
+
+@contextmanager
+def _encoder(config: Config, spec: ModelSpec) -> Iterator[Callable[[PreTrainedTokenizerBase], PromptIds]]:
+    """Yields the function with which a run creates encoders of prompts."""
+    if config.trainer.vision is None:
+        yield PromptIds
+        return
+    images = entry_points.load("slimx.images", "vision")(config, spec)
+    try:
+        yield images.prompt_ids
+    finally:
+        images.close()
 
 
 def _load(config: Config, findings: HookFindings) -> Hooks:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slimx.config.schema import Config
 from slimx.config.sections.rollout import Proxy
+from slimx.data.chat.tokens import PromptIds
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
 from slimx.extras.doctor.hooks.scripted_server import VERSION, ScriptedServer
-from slimx.extras.served_models.client import FrozenEngine
+from slimx.extras.served_models.client import FrozenEngine, image_placeholder
 from slimx.extras.served_models.teacher import make_scorer
 from slimx.models.families import ModelSpec
 from slimx.orchestration.engines.service import make_agent_server
@@ -23,6 +24,9 @@ from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.generation import GenerationClient
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome, PolicyClient
 from slimx.rollout.hook_loading import Hooks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LIMIT_S = 60.0
 """Maximum time in seconds for one rollout, and for one reward, if the run's deadlines are longer."""
@@ -60,9 +64,11 @@ class HookTrial:
         prompt: Prompt,
         server: ScriptedServer,
         texts: Sequence[str] = (),
+        encode: Callable[[PreTrainedTokenizerBase], PromptIds] = PromptIds,
     ) -> None:
         """Stores the arguments and prepares the rollouts. `texts`: responses of the scripted server in an additional
-        first rollout, one per request. After the last one, the server returns the prompt's answer."""
+        first rollout, one per request. After the last one, the server returns the prompt's answer. `encode`: function
+        that returns the encoder of one group's prompt."""
         rollout = {"group_size": 1, "rollout_deadline": min(config.rollout.rollout_deadline, LIMIT_S)}
         reward = {"deadline": min(config.reward.deadline, LIMIT_S), "workers": 1}
         self.config = config.model_copy(
@@ -77,6 +83,7 @@ class HookTrial:
         self.prompt = prompt
         self.server = server
         self.texts = texts
+        self.encode = encode
         self.beat = time.monotonic()
         self.blocked = 0.0
         """Longest time for which a hook has blocked the event loop in the current rollout, in seconds."""
@@ -110,7 +117,9 @@ class HookTrial:
         sampled = bool(self.config.rollout.policy_engines)
         frozen: dict[str, FrozenEngine] = {}
         for group in self.config.rollout.frozen_engines:
-            frozen[group.name] = FrozenEngine(group.name, url, deadline_s=LIMIT_S, retries=0)
+            frozen[group.name] = FrozenEngine(
+                group.name, url, deadline_s=LIMIT_S, retries=0, placeholder=image_placeholder(self.config)
+            )
         proxy = make_agent_server(Proxy(), self.spec.gpt["max_sequence_length"])
         hooks = Hooks(self.hooks.generate, self.hooks.reward, None)
         async with GenerationClient(url, shape, LIMIT_S, retry_s=0, retries=0) as client:
@@ -120,7 +129,7 @@ class HookTrial:
                 scripts = scripts[:1]
                 generation = None
             # The scripted server serves every policy, with the tokenizer of `actor`.
-            policy = PolicyClient(generation, self.tokenizer, self.spec.vocab_size)
+            policy = PolicyClient(generation, self.tokenizer, self.spec.vocab_size, self.encode)
             policies = dict.fromkeys(self.config.trained, policy)
             maker = GroupMaker(self.config, hooks, policies, frozen, proxy, score=make_scorer(self.config, frozen))
             maker.version = VERSION

@@ -24,6 +24,7 @@ from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import Precision
 from slimx.layout.ranks import EngineSizes, Sizes
+from slimx.layout.table import Table
 from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.manifest import Encoding, Manifest
@@ -119,11 +120,11 @@ class Rehearsal:
     """One trainer rank and one engine rank, each on its own thread, so that each has a core to itself on a machine with
     two cores."""
 
-    def __init__(self, layers: int):
-        hf = {**MODEL, "num_hidden_layers": layers}
+    def __init__(self, trained: Table, served: Table):
+        """Plans the publication of a model. `trained`, `served`: its weight tables in trainers and in engines."""
         self.plan: Plan = compile_plan(
-            MegatronLayout(weight_table(hf), Sizes()).parts(),
-            EngineLayout(engine_table(hf), EngineSizes()).parts(),
+            MegatronLayout(trained, Sizes()).parts(),
+            EngineLayout(served, EngineSizes()).parts(),
             precision=Precision("bfloat16", "bfloat16"),
             bucket_bytes=32 * MIB,
         )
@@ -138,6 +139,12 @@ class Rehearsal:
             for tensor in bucket.tensors:
                 parameters[tensor.name] = torch.zeros(tensor.shape, dtype=torch.bfloat16)
         self.engine = EngineRank(parameters)
+
+    @staticmethod
+    def of(layers: int) -> Rehearsal:
+        """Returns the rehearsal of `MODEL` with this number of layers."""
+        hf = {**MODEL, "num_hidden_layers": layers}
+        return Rehearsal(weight_table(hf), engine_table(hf))
 
     @property
     def traffic(self) -> Traffic:
@@ -180,8 +187,8 @@ def rehearse() -> LinkTrial:
     predicted: list[float] = []
     measured: list[float] = []
     with one_thread():
-        small = Rehearsal(SMALL)
-        large = Rehearsal(LARGE)
+        small = Rehearsal.of(SMALL)
+        large = Rehearsal.of(LARGE)
         traffic = large.traffic
         calibrate(small)  # first access to all memory, which is slower
         asyncio.run(large.publish())

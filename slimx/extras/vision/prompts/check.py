@@ -4,6 +4,7 @@ among them those of its images, are within the limit."""
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -110,6 +111,18 @@ class ModelImages:
             out += [token] * count
         return out
 
+    def rendered(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, path: str) -> str | None:
+        """Returns the text of `token_ids`, in which the number of an image's placeholders follows the first; None for a
+        prompt of text. Reads the sizes of the prompt's images."""
+        self.read_sizes([prompt], path)
+        ids = self.token_ids(tokenizer, prompt, path)
+        if ids is None:
+            return None
+        placeholder = str(tokenizer.convert_ids_to_tokens(self._token))
+        text = str(tokenizer.decode(ids, skip_special_tokens=False))
+        runs = re.compile(f"({re.escape(placeholder)})+")
+        return runs.sub(lambda run: f"{placeholder} x {run[0].count(placeholder)}", text)
+
     def size_of(self, image: str) -> tuple[int, int]:
         """Returns width and height in pixels of an image, an entry of `metadata.images`."""
         return self._rows.sizes[image]
@@ -154,7 +167,8 @@ class RunImages(RowImages):
         super().__init__(ImageStore(config.images) if keep else None)
         vision = config.trainer.vision
         assert vision is not None
-        self.check = ModelImages(config.model.path, self, limits(vision)).check
+        self.model = ModelImages(config.model.path, self, limits(vision))
+        self.check = self.model.check
 
 
 def shows_images(model: str) -> bool:

@@ -17,7 +17,7 @@ from slimx.data.saved.trained_tokens import SUFFIX
 from slimx.errors import SlimxError
 from slimx.extras.vision.images.pictures import preview
 from slimx.extras.vision.images.sources import read_image
-from slimx.extras.vision.images.store import ImageStore
+from slimx.extras.watch.previews import image_store
 from slimx.extras.watch.report.charts import Chart, PhaseColors
 from slimx.extras.watch.report.curves import curves
 from slimx.extras.watch.report.phase_charts import phase_charts
@@ -25,7 +25,7 @@ from slimx.extras.watch.rollouts import Choice, step_of
 from slimx.extras.watch.status import describe_status, run_status
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.phases import Phase
-from slimx.observability.tracking.run_files import check_run, read_config
+from slimx.observability.tracking.run_files import check_run
 
 POINTS = 600
 """Maximum number of points of a curve; longer curves are averaged."""
@@ -155,9 +155,7 @@ class Content:
                 code="rollouts.image",
                 about=group,
             )
-        replayed = read_config(self.directory)["rollout"].get("replay")
-        store = ImageStore(Path(replayed or self.directory) / "images")
-        return preview(read_image(found, f"image {index} of group {group}", store), PREVIEW)
+        return preview(read_image(found, f"image {index} of group {group}", image_store(self.directory)), PREVIEW)
 
     def tokens(self, step: int, group: str) -> Json:
         """Returns one group with all its tokens. Raises SlimxError for a missing step or group."""

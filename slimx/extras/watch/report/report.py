@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from slimx.errors import SlimxError
+from slimx.extras.watch.previews import Previews, Shown
 from slimx.extras.watch.report.charts import Chart, PhaseColors
 from slimx.extras.watch.report.curves import curves
 from slimx.extras.watch.report.phase_charts import phase_charts
@@ -73,6 +75,7 @@ class _Writer:
     """Converter of charts to values for the page's template, with the state that all sections of the page share."""
 
     written: int = 0
+    previews: Previews = field(default_factory=Previews)
     colors: PhaseColors = field(default_factory=PhaseColors)
 
     def card(self, chart: Chart) -> dict[str, Any]:
@@ -115,9 +118,10 @@ def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
     samples = None
     training = []
     if comparison is not None:
-        samples = _samples(comparison, rows=max(4, SAMPLE_ROWS // run_count))
+        show = partial(figures.previews.of, run.directory)
+        samples = _samples(comparison, show, rows=max(4, SAMPLE_ROWS // run_count))
         if comparison.evaluation:
-            training = _training(run.samples)
+            training = _training(run.samples, show)
     return {
         "name": run.directory.resolve().name,
         "extent": _extent(run),
@@ -186,7 +190,7 @@ def _digits(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _samples(comparison: Comparison, rows: int) -> dict[str, Any]:
+def _samples(comparison: Comparison, show: Callable[[object], Shown], rows: int) -> dict[str, Any]:
     kind = "Held-out" if comparison.evaluation else "Training"
     total = len(comparison.rows)
     shown = comparison.rows[:rows]
@@ -202,11 +206,12 @@ def _samples(comparison: Comparison, rows: int) -> dict[str, Any]:
     table = []
     for row in shown:
         cells = [_cell(sample, row.samples[0]) for sample in row.samples]
-        table.append({"prompt": _cut(row.prompt), "answer": _cut(row.answer), "cells": cells})
+        images = next((show(sample.images) for sample in row.samples if sample is not None), Shown())
+        table.append({"prompt": _cut(row.prompt), "images": images, "answer": _cut(row.answer), "cells": cells})
     return {"note": note, "headings": [f"Step {step}" for step in steps], "rows": table}
 
 
-def _training(samples: Sequence[RecordedSample]) -> list[dict[str, Any]]:
+def _training(samples: Sequence[RecordedSample], show: Callable[[object], Shown]) -> list[dict[str, Any]]:
     """Returns a row for each of at most TRAINING_ROWS recorded steps spread over the run, with the step's first
     training rollout."""
     first: dict[int, RecordedSample] = {}
@@ -220,6 +225,7 @@ def _training(samples: Sequence[RecordedSample]) -> list[dict[str, Any]]:
             {
                 "step": step,
                 "prompt": _cut(sample.prompt),
+                "images": show(sample.images),
                 "answer": _cut(sample.answer or ""),
                 "cell": _cell(sample, None),
             }
