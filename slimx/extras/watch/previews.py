@@ -5,12 +5,13 @@ from __future__ import annotations
 from base64 import b64encode
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slimx.errors import SlimxError
-from slimx.extras.vision.images.pictures import preview
-from slimx.extras.vision.images.sources import read_image
-from slimx.extras.vision.images.store import ImageStore
 from slimx.observability.tracking.run_files import read_config
+
+if TYPE_CHECKING:  # imported by the functions that need it, because most reports have no images
+    from slimx.extras.vision.images.store import ImageStore
 
 SIDE = 112
 """Maximum width and height of an image in a report, in pixels."""
@@ -23,6 +24,8 @@ BYTES = 2**19
 def image_store(directory: Path) -> ImageStore:
     """Returns the image store of the run in `directory`: its own, or the replayed run's. Raises SlimxError if
     config.yaml is missing or damaged."""
+    from slimx.extras.vision.images.store import ImageStore
+
     return ImageStore(Path(read_config(directory)["rollout"].get("replay") or directory) / "images")
 
 
@@ -61,6 +64,9 @@ class Previews:
 
 def _preview(directory: Path, image: object) -> str | None:
     """Returns a preview as a data URI; None for an image that cannot be read."""
+    from slimx.extras.vision.images.pictures import preview
+    from slimx.extras.vision.images.sources import read_image
+
     try:
         file = preview(read_image(image, "the image", image_store(directory)), SIDE)
     except SlimxError:

@@ -129,6 +129,13 @@ def placeholder_token(hf: HfConfig) -> int | None:
     return token
 
 
+def merged_patches(hf: HfConfig) -> int:
+    """Returns the number of patches of which the vision tower makes one embedding, from config.json `hf`."""
+    vision = hf["vision_config"]
+    height, width = vision.get("merge_kernel_size") or [vision["spatial_merge_size"]] * 2
+    return int(height) * int(width)
+
+
 def check_placeholders(found: int, images: int) -> None:
     """Raises SlimxError unless a rendered conversation has one placeholder for each image. `found`: number of
     placeholders; `images`: number of images."""

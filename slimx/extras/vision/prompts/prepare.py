@@ -24,8 +24,7 @@ from slimx.extras.vision.images import processing
 from slimx.extras.vision.images.pictures import undecodable
 from slimx.extras.vision.images.sources import read_image
 from slimx.extras.vision.images.store import Grid, ImageStore
-from slimx.extras.vision.layer_kinds import WithTower
-from slimx.extras.vision.prompts.marks import check_placeholders, placeholder_token, with_parts
+from slimx.extras.vision.prompts.marks import check_placeholders, merged_patches, placeholder_token, with_parts
 from slimx.json_types import Json
 from slimx.models.families import ModelSpec
 
@@ -51,10 +50,10 @@ class Preparation:
         and two processes must not write the same file."""
         self._settings = json.dumps(self._size) + (Path(config.model.path) / "preprocessor_config.json").read_text()
         token = placeholder_token(spec.hf)
-        assert token is not None and isinstance(spec.layer_kind, WithTower) and spec.layer_kind.inputs is not None
+        assert token is not None
         self.token = token
         """Id of the placeholder token of an image."""
-        self._merged = spec.layer_kind.inputs.tower.merge**2
+        self._merged = merged_patches(spec.hf)
 
     def prompt_ids(self, tokenizer: PreTrainedTokenizerBase) -> ImagePromptIds:
         """Returns the encoder of one group's prompt."""
