@@ -275,6 +275,7 @@ CASES: dict[str, Case] = {
             rms_norm_eps=1e-6,
         ),
         thorough=True,
+        cut=True,
         vision="tower",
         rounding=1e-5,
     ),
