@@ -131,7 +131,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2xDP2": {"layout": {"world_size": 4, "tensor": 2}, "cases": [case("projector"), case("tower", **FULL)]},
     "PP2xCP2": {"layout": {"world_size": 4, "pipeline": 2, "context": 2}, "cases": [case("none"), case("tower")]},
 }
-QUICK = ("single",)
 
 
 def write_model(directory: Path, hf: dict[str, Any]) -> None:
@@ -205,10 +204,8 @@ def measure_all(job: dict[str, Any], rank: int) -> list[dict[str, int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow("full grid of layouts")]) for n in LAYOUTS],
-)
+@pytest.mark.slow("full grid of layouts")
+@pytest.mark.parametrize("name", list(LAYOUTS))
 def test_a_plan_says_what_trainers_with_images_hold(name: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_model(model, LAYOUTS[name].get("model", MODEL))

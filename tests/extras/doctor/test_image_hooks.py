@@ -81,6 +81,7 @@ def test_hooks_that_show_images_are_tried_on_a_prompt_with_images(run_file):
     assert not (run_file.parent / "run").exists()
 
 
+@pytest.mark.slow("a rehearsal like that of hooks")
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -103,6 +104,7 @@ def test_a_prompts_image_that_cannot_be_decoded_is_named(run_file):
     assert "image 0" in str(problem)
 
 
+@pytest.mark.slow("a rehearsal like that of a prompt's image")
 def test_a_hooks_image_that_cannot_be_decoded_is_named(run_file):
     (problem,) = examine(run_file, f"{__name__}.shows_torn").problems
     assert (problem.code, problem.about) == ("hooks.failed", "generate failed")
