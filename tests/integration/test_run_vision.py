@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.records import Trajectory
 from slimx.data.saved.step_files import DIRECTORY, read_step, step_files
 from tests.integration.engine_families import make_model
@@ -123,45 +121,26 @@ def test_images_of_a_table_are_kept_out_of_saved_steps_and_replayed(tmp_path: Pa
     ],
 )
 def test_trainers_and_engines_agree_on_prompts_with_images(tmp_path: Path, name: str) -> None:
-    counting = {"function": "count", "options": {"partial": True}}
-    complete(write_run(tmp_path, name, reward=counting, checkpoint={"export_hf": True}))
+    complete(write_run(tmp_path, name, checkpoint={"export_hf": True}))
     rows = steps(tmp_path / "run")
     assert list(rows) == [1, 2]
     for row in rows.values():
         assert row["gap/tokens"] > 0 and row["optim/grad_norm"] > 0 and row["publish/engines_verified"] == 1
         assert row["gap/max"] <= 1e-4
     shown = set()
-    tokenizer = load_tokenizer(tmp_path / "model")
-    counted = []
     for file in step_files(tmp_path / "run" / DIRECTORY).values():
         for group in read_step(file)[1]:
             counts = {len(trajectory.images) for trajectory in group.trajectories}
             assert counts == {len(group.prompt.metadata.get("images", []))}
             shown |= counts
-            for trajectory in group.trajectories:
-                text = tokenizer.decode(trajectory.token_ids[trajectory.loss_mask > 0], skip_special_tokens=True)
-                number = only_number(text)
-                if number is not None and trajectory.images:
-                    off = abs(number - int(group.prompt.answer)) / int(group.prompt.answer)
-                    counted.append((trajectory.reward, pytest.approx(max(0.0, 1 - off))))
     assert shown >= {1, 2}
-    print(f"rewards of numbers, and those expected: {counted}")
     samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").open()]
     assert {len(sample["images"] or []) for sample in samples} == {0, 1, 2}
-    assert counted and all(reward == expected for reward, expected in counted)
     before, exported = read(tmp_path / "model"), read(tmp_path / "run" / "hf")
     assert exported.keys() == before.keys()
     moved = {key for key, tensor in exported.items() if not tensor.equal(before[key])}
     block, projector = ("tower.encoder.blocks.0", "mm_projector") if name == "kimi_k25" else ("l.blocks.0", "l.merger")
     assert any(block in key for key in moved) and any(projector in key for key in moved)
-
-
-def only_number(text: str) -> int | None:
-    """Returns the number in a text with a single one, which is not part of a word, negative or marked as an answer;
-    otherwise None."""
-    found = re.findall(r"[0-9]+", text)
-    plain = re.search(r"(^|[^\w.,{}\\<>-])[0-9]+($|[^\w.,{}\\<>-])", text, re.ASCII)
-    return int(found[0]) if len(found) == 1 and plain else None
 
 
 @pytest.mark.slow("a whole run that loses its engine")
