@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import signal
 import sys
@@ -65,6 +66,10 @@ def train(
     if report:
         summary += f", report {report}"
     console.print(plain(summary))
+    following = f"slimx watch {directory}"
+    if (directory / "rollouts").is_dir():
+        following += f", slimx rollouts {directory}"
+    console.print(plain(f"next: {following}"))
 
 
 @app.command(cls=RayCommand)
@@ -156,6 +161,7 @@ def entry() -> None:
         if release is not None:
             release()
         Watchdog().arm(EXIT_S, status if isinstance(status, int) else int(bool(status)), None)
+        gc.freeze()  # the interpreter's last collections would take seconds with torch's modules, and free nothing
 
 
 if __name__ == "__main__":

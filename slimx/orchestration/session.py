@@ -168,6 +168,7 @@ async def _session(
         records = _open_records(config, table, events, done + 1 if done else 0, actor.tokenizer)
         stack.callback(records.close)
         table.start(starting.line, starting.since)
+        table.milestone("Ray ready")
         if config.publish.transport == "auto" and config.rollout.policy_engines:
             table.note(f"publish.transport {actor.transport}")
         config = actor.config
@@ -217,6 +218,7 @@ async def _session(
         await recovery.open(run.checkpoints, done, resume_from, same_layout=same)
         stack.enter_context(frozen_heap())
         table.note(starting.ready)
+        stack.callback(table.milestone, f"stopping {starting.parts}")
         await work(run)
         events.tell("finished", f"the run is finished after {run.step} steps")
 

@@ -122,12 +122,13 @@ class Records:
 
     async def starting(self, part: str, work: Callable[[], Awaitable[object]]) -> None:
         """Awaits `work`, which starts `part`, and records the duration of the start in the timeline, on a separate
-        track for the part."""
+        track for the part, and its end in the log."""
         since = time.time()
         clock = time.perf_counter()
         await work()
         seconds = time.perf_counter() - clock
         self.timeline.add(Phase(name="start", step=None, track=part, start=since, seconds=seconds))
+        self.table.milestone(f"{part} ready")
 
     def activity(self) -> Json:
         """Returns, for `slimx status`, the name of the current phase, the number of phases so far in this process, and
