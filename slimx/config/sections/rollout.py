@@ -346,6 +346,8 @@ class Eval(Section):
     """Softmax temperature of the answers; 0: greedy sampling."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Probability mass for nucleus sampling, if `temperature` is above 0; 1: the whole distribution."""
+    max_new_tokens: Amount | None = None
+    """Maximum number of tokens sampled per turn; null: `rollout.sampling.max_new_tokens`."""
     passing: Real = 1.0
     """Minimum reward at which an answer counts as correct in pass@k and in the lengths of correct and wrong answers."""
 
@@ -361,6 +363,14 @@ class Eval(Section):
         if self.prompts is None or self.every == 0:
             return {}
         return {"": self.prompts} if isinstance(self.prompts, str) else self.prompts
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Maximum numbers of tokens per turn, by key, that this section sets; empty if answers may be as long as in
+        training, or if the run does not evaluate."""
+        if self.max_new_tokens is None or not self.files:
+            return {}
+        return {"eval.max_new_tokens": self.max_new_tokens}
 
     def _faults(self) -> Faults:
         if self.map is not None and self.fields is not None:

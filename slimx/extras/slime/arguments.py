@@ -112,7 +112,7 @@ def _values(config: Config) -> Json:
         "rollout_max_response_len": rollout.sampling.max_new_tokens,
         "rollout_max_prompt_len": rollout.max_prompt_tokens,
         "rollout_max_context_len": None,
-        "eval_max_response_len": rollout.sampling.max_new_tokens,
+        "eval_max_response_len": config.eval.max_new_tokens or rollout.sampling.max_new_tokens,
         "eval_max_context_len": None,
         "max_tokens_per_gpu": config.trainer.max_tokens_per_microbatch // config.trainer.context,
         "context_parallel_size": config.trainer.context,

@@ -358,7 +358,8 @@ class GroupMaker:
     def _sampling(self, *, evaluation: bool, greedy: bool) -> Json:
         options = self.config.rollout.sampling
         held_out = self.config.eval
-        sampling: Json = {"max_new_tokens": options.max_new_tokens}
+        limit = evaluation and held_out.max_new_tokens
+        sampling: Json = {"max_new_tokens": limit or options.max_new_tokens}
         if greedy or (evaluation and held_out.temperature == 0):
             sampling["temperature"] = 0.0
         elif evaluation:
