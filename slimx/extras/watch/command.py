@@ -1,4 +1,4 @@
-"""Commands that show a run: status, stacks, rollouts, watch and report."""
+"""Commands that show a run: status, stacks, rollouts and watch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from slimx.commands.options import AsJson, Debug
 from slimx.config.load import load_config
-from slimx.observability.live.safe_text import plain, visible
+from slimx.observability.live.safe_text import visible
 
 app = typer.Typer(add_completion=False)
-report_app = typer.Typer(add_completion=False)
 rollouts_app = typer.Typer(add_completion=False)
 stacks_app = typer.Typer(add_completion=False)
 status_app = typer.Typer(add_completion=False)
@@ -31,20 +29,6 @@ def watch(
     from slimx.extras.watch.page.server import serve
 
     serve(run, host, port, lambda text: print(text, flush=True))
-
-
-@report_app.command()
-def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories; runs with rollouts come first in the report.")],
-    out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="Title of the page.")] = "slimx run",
-    debug: Debug = False,
-) -> None:
-    """Writes one self-contained HTML report about one or more runs."""
-    from slimx.extras.watch.report.report import write_report
-
-    write_report(runs, out, title)
-    Console(soft_wrap=True).print(plain(f"report {out}"))
 
 
 @status_app.command()

@@ -15,12 +15,12 @@ import msgspec
 from slimx.data.saved.step_files import DIRECTORY, step_files
 from slimx.data.saved.trained_tokens import SUFFIX
 from slimx.errors import SlimxError
+from slimx.extras.report.charts import Chart, PhaseColors
+from slimx.extras.report.curves import curves
+from slimx.extras.report.phase_charts import phase_charts
+from slimx.extras.report.previews import image_store
 from slimx.extras.vision.images.pictures import preview
 from slimx.extras.vision.images.sources import read_image
-from slimx.extras.watch.previews import image_store
-from slimx.extras.watch.report.charts import Chart, PhaseColors
-from slimx.extras.watch.report.curves import curves
-from slimx.extras.watch.report.phase_charts import phase_charts
 from slimx.extras.watch.rollouts import Choice, step_of
 from slimx.extras.watch.status import describe_status, run_status
 from slimx.observability.tracking.metrics import StepRecord

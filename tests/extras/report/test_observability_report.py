@@ -15,10 +15,10 @@ import msgspec
 import plotly
 import pytest
 
-from slimx.extras.watch.report.charts import OTHERS, PHASES, PhaseColors
-from slimx.extras.watch.report.curves import curves
-from slimx.extras.watch.report.phase_charts import phase_charts
-from slimx.extras.watch.report.report import PLOTLY, _joined, write_report
+from slimx.extras.report.charts import OTHERS, PHASES, PhaseColors
+from slimx.extras.report.curves import curves
+from slimx.extras.report.phase_charts import phase_charts
+from slimx.extras.report.report import PLOTLY, _joined, write_report
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.phases import Phase
 from slimx.observability.tracking.samples import RecordedSample, compare, spread

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from slimx.extras.report import previews
+from slimx.extras.report.previews import BYTES, PER_PROMPT, SIDE
+from slimx.extras.report.report import write_report
 from slimx.extras.vision.images.store import ImageStore
-from slimx.extras.watch import previews
-from slimx.extras.watch.previews import BYTES, PER_PROMPT, SIDE
-from slimx.extras.watch.report.report import write_report
+from tests.extras.report.test_observability_report import sample, write_lines
 from tests.extras.vision.picture_stand import picture
-from tests.extras.watch.test_observability_report import sample, write_lines
 
 
 @pytest.fixture

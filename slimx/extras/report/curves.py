@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import plotly.graph_objects as go
 
-from slimx.extras.watch.report.charts import PALETTE, Chart, new_figure, run_length, thin
+from slimx.extras.report.charts import PALETTE, Chart, new_figure, run_length, thin
 from slimx.observability.tracking.metrics import StepRecord
 
 RUNNING_MEAN_STEPS = 10

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slimx.extras.watch.report.charts import GRID, Chart, PhaseColors, new_figure, run_length, thin
+from slimx.extras.report.charts import GRID, Chart, PhaseColors, new_figure, run_length, thin
 from slimx.observability.tracking.phases import Phase, Placed, place
 
 GANTT_STEPS = 6

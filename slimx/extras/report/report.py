@@ -15,10 +15,10 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from slimx.errors import SlimxError
-from slimx.extras.watch.previews import Previews, Shown
-from slimx.extras.watch.report.charts import Chart, PhaseColors
-from slimx.extras.watch.report.curves import curves
-from slimx.extras.watch.report.phase_charts import phase_charts
+from slimx.extras.report.charts import Chart, PhaseColors
+from slimx.extras.report.curves import curves
+from slimx.extras.report.phase_charts import phase_charts
+from slimx.extras.report.previews import Previews, Shown
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.run_files import RunFiles, read_run
 from slimx.observability.tracking.samples import Comparison, RecordedSample, compare, spread

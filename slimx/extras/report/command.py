@@ -1,0 +1,28 @@
+"""Command `slimx report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from slimx.commands.options import Debug
+from slimx.observability.live.safe_text import plain
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories; runs with rollouts come first in the report.")],
+    out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "slimx run",
+    debug: Debug = False,
+) -> None:
+    """Writes one self-contained HTML report about one or more runs."""
+    from slimx.extras.report.report import write_report
+
+    write_report(runs, out, title)
+    Console(soft_wrap=True).print(plain(f"report {out}"))
