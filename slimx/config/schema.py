@@ -22,8 +22,8 @@ from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.policies import ACTOR, Policy, derived, engine_faults, name_faults
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.reward import Reward
-from slimx.config.sections.rollout import ROUTED_PER_STEP, Eval, Rollout
+from slimx.config.sections.reward import Eval, Reward
+from slimx.config.sections.rollout import ROUTED_PER_STEP, Rollout
 from slimx.config.sections.run import Checkpoint, Cluster, Model, Numerics, RunSection, Track
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer

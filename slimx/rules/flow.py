@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.rollout import Eval, Rollout
+from slimx.config.sections.reward import Eval
+from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import RunSection
 from slimx.config.sections.schedule import Schedule, batches_in_flight
 from slimx.config.sections.trainer import Trainer
@@ -122,7 +123,7 @@ def routes_of_engines(trainer: Trainer, rollout: Rollout) -> Problems:
 
 @rule("eval.engines", "eval.prompts")
 def evaluated(eval: Eval, rollout: Rollout, algorithm: Algorithm) -> Problems:
-    if eval.files and not rollout.sampled and not algorithm.scores:
+    if eval.sets and not rollout.sampled and not algorithm.scores:
         yield "eval.prompts needs engines that serve the policy; add a group to rollout.engines, or remove eval.prompts"
 
 

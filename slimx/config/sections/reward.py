@@ -1,12 +1,27 @@
-"""Section `reward`: reward hooks, which score rollouts, and the threads or processes that run them."""
+"""Sections `reward` and `eval`: reward hooks, which score rollouts, the threads or processes that run them, and
+evaluation on held-out prompts."""
 
 from __future__ import annotations
 
-from typing import Literal
+from itertools import count, takewhile
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slimx.config.section import Faults, Label, Options, Real, Seconds, Section, Size
+from slimx.config.section import (
+    Amount,
+    Count,
+    Faults,
+    Label,
+    Options,
+    PathText,
+    Real,
+    Seconds,
+    Section,
+    Size,
+    Weight,
+)
+from slimx.config.sections.rollout import RowFields
 
 
 class RewardPart(Section):
@@ -74,4 +89,137 @@ class Reward(Section):
                 "reward.options",
                 "reward.options",
                 "reward.options is set but reward.function is null; set reward.function, or remove the options",
+            )
+
+
+class EvalSet(Section):
+    """A set of held-out prompts with settings of its own. null: the value of section `eval`; `fields` and `map` replace
+    both of its keys."""
+
+    path: PathText
+    """File of held-out prompts in a format of `rollout.prompts`."""
+    fields: RowFields | None = None
+    """Columns of this set's rows; null: `eval.fields`."""
+    map: str | None = None
+    """Hook for this set's rows, as `eval.map`; null: `eval.map`."""
+    samples: Amount | None = None
+    """Number of answers per prompt; null: `eval.samples`."""
+    pass_at: tuple[Amount, ...] | None = None
+    """Values of k for which eval/NAME/pass@k is reported; null: `eval.pass_at`."""
+    temperature: Weight | None = None
+    """Softmax temperature of the answers; null: `eval.temperature`."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Probability mass for nucleus sampling; null: `eval.top_p`."""
+    max_new_tokens: Amount | None = None
+    """Maximum number of tokens sampled per turn; null: `eval.max_new_tokens`."""
+
+
+class Eval(Section):
+    prompts: PathText | dict[str, PathText | EvalSet] | None = None
+    """File of held-out prompts in a format of `rollout.prompts`, or a mapping from names of sets to files, or to
+    mappings with the following keys; null: no evaluation. The name becomes metadata.dataset of prompts without one, so
+    that `reward.parts` can select a reward by set."""
+    fields: RowFields | None = None
+    """Columns of rows that are not in slimx's format; null: all rows are in that format. `rollout.fields` and
+    `rollout.map` apply only to training prompts; `rollout.system` and `rollout.template` apply to all prompts."""
+    map: str | None = None
+    """Dotted path of a hook to use instead of `fields`, as for `rollout.map`; it may be the same hook. null: none."""
+    every: Count | None = None
+    """Number of steps between evaluations; null: evaluate only before and after the run; 0: never."""
+    samples: Amount = 1
+    """Number of answers per prompt. eval/accuracy is their mean reward; eval/pass@k is reported for k <= `samples`."""
+    pass_at: tuple[Amount, ...] = ()
+    """Values of k for which eval/pass@k is reported, at most `samples` each; empty: 2, 4, 8, ... up to `samples`."""
+    temperature: Weight = 0.0
+    """Softmax temperature of the answers; 0: greedy sampling."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Probability mass for nucleus sampling, if `temperature` is above 0; 1: the whole distribution."""
+    max_new_tokens: Amount | None = None
+    """Maximum number of tokens sampled per turn; null: `rollout.sampling.max_new_tokens`."""
+    passing: Real = 1.0
+    """Minimum reward at which an answer counts as correct in pass@k and in the lengths of correct and wrong answers."""
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """Values of k for which pass@k is reported, in ascending order."""
+        doubled = takewhile(lambda k: k <= self.samples, (2**n for n in count(1)))
+        return tuple(sorted(set(self.pass_at or doubled)))
+
+    @property
+    def sets(self) -> dict[str, Eval]:
+        """Settings of each set of held-out prompts, with its file as `prompts`, by the set's name, which is "" for a
+        single file; empty if the run does not evaluate."""
+        if self.prompts is None or self.every == 0:
+            return {}
+        sets = {}
+        entries = self.prompts if isinstance(self.prompts, dict) else {"": self.prompts}
+        for name, entry in entries.items():
+            own: dict[str, object] = {"prompts": entry}
+            if isinstance(entry, EvalSet):
+                own = {key: value for key, value in entry if value is not None}
+                own["prompts"] = own.pop("path")
+                if entry.fields or entry.map:
+                    own |= {"fields": entry.fields, "map": entry.map}
+            sets[name] = self.model_copy(update=own)
+        return sets
+
+    @property
+    def by_key(self) -> dict[str, Eval]:
+        """Settings that evaluations use, by the key that contains them: "eval", or that of a set with its own."""
+        settings = {}
+        for name, options in self.sets.items():
+            own = isinstance(self.prompts, dict) and isinstance(self.prompts[name], EvalSet)
+            settings[f"eval.prompts.{name}" if own else "eval"] = options
+        return settings or {"eval": self}
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Maximum numbers of tokens per turn, by key, that this section sets; empty if answers may be as long as in
+        training, or if the run does not evaluate."""
+        lengths = {}
+        if self.sets:
+            for key, options in self.by_key.items():
+                if options.max_new_tokens is not None:
+                    lengths[f"{key}.max_new_tokens"] = options.max_new_tokens
+        return lengths
+
+    def _faults(self) -> Faults:
+        for key, options in self.by_key.items():
+            yield from options._faults_at(key)
+        for name in self.sets:
+            if "/" in name or (not name and len(self.sets) > 1):
+                yield (
+                    "eval.name",
+                    name,
+                    f"eval.prompts has the name {name!r}, but names are parts of metric names; remove the slash",
+                )
+
+    def _faults_at(self, key: str) -> Faults:
+        """Yields the faults in these settings, which `key` contains."""
+        if self.map is not None and self.fields is not None:
+            yield (
+                "prompts.map",
+                f"{key}.map",
+                f"{key} sets both map and fields, but the hook of map returns the whole prompt; remove one of them",
+            )
+        if self.samples > 1 and self.temperature == 0:
+            yield (
+                "eval.samples",
+                f"{key}.samples",
+                f"{key}.samples is {self.samples} but temperature is 0, so all answers to a prompt would be equal; "
+                "set a temperature, or samples=1",
+            )
+        beyond = [k for k in self.pass_at if k > self.samples]
+        if beyond:
+            yield (
+                "eval.pass_at",
+                f"{key}.pass_at",
+                f"{key}.pass_at contains {beyond[0]}, but samples is {self.samples}, and pass@k needs at least k "
+                "answers; raise samples or lower k",
+            )
+        if self.temperature == 0 and self.top_p < 1:
+            yield (
+                "eval.top_p",
+                f"{key}.top_p",
+                f"{key}.top_p is {self.top_p}, but answers are greedy; set temperature, or remove top_p",
             )

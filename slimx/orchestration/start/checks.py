@@ -151,7 +151,7 @@ def evaluation_config(config: Config, checkpoint: Path | None) -> Config:
     cannot start."""
     options = config.eval.model_copy(update={"every": None})  # a run may have eval.prompts without eval.every
     config = without_trainers(config.model_copy(update={"eval": options}), checkpoint)
-    if not config.eval.files:
+    if not config.eval.sets:
         raise SlimxError(
             "eval.prompts is null, so there is nothing to evaluate; set eval.prompts to a file of prompts",
             code="eval.prompts",
@@ -183,9 +183,9 @@ def check_parts(config: Config) -> None:
         return
     images = row_images(config, False)
     first_prompt(config, images)
-    for name, path in config.eval.files.items():
-        mapping = make_mapping(config.eval.fields, config.eval.map, config.rollout.system, images, section="eval")
-        next(iter_prompts(path, mapping, dataset=name or None))
+    for name, options in config.eval.sets.items():
+        mapping = make_mapping(options.fields, options.map, config.rollout.system, images, section="eval")
+        next(iter_prompts(str(options.prompts), mapping, dataset=name or None))
     load_hooks(config)
     load_credit(config.algorithm.credit)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slimx.commands.evaluate import table
-from slimx.config.sections.rollout import Eval
+from slimx.config.sections.reward import Eval
 from slimx.data.records import Group
 from slimx.observability.tracking.names import find
 from slimx.orchestration.start.prompts import heldout_prompts
