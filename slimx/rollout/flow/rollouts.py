@@ -159,7 +159,8 @@ class GroupMaker:
         progress: GroupProgress | None = None,
     ) -> GroupOutcome:
         """Generates the rollouts for one prompt and computes their rewards. `number`: ticket number, which determines
-        the seeds. `evaluation`: settings of the prompt's set; None in training. `progress`: earlier progress of the group, updated in place."""
+        the seeds. `evaluation`: settings of the prompt's set; None in training. `progress`: earlier progress of the
+        group, updated in place."""
         progress = GroupProgress() if progress is None else progress
         size = self.config.rollout.group_size
         if evaluation and not self.config.algorithm.scores:  # preference pairs need group_size

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slimx.commands.evaluate import table
 from slimx.config.sections.reward import Eval
 from slimx.data.records import Group
 from slimx.observability.tracking.names import find
@@ -114,15 +113,3 @@ def test_k_defaults_to_powers_of_two_up_to_the_samples():
 def test_files_have_names():
     assert Eval().files == {} and Eval(prompts="a").files == {"": "a"}
     assert Eval(prompts={"x": "a", "y": "b"}).files == {"x": "a", "y": "b"}
-
-
-def test_the_table_tells_what_hooks_logged():
-    found = {"checkpoint": "m", "samples": 1, "temperature": 0.0, "prompts": {"": 4}}
-    metrics = {
-        "eval/accuracy": 0.5,
-        "eval/failed": 0.0,
-        "eval_hook/ifeval/kept/mean": 1.25,
-        "eval_hook/ifeval/kept/max": 2,
-    }
-    rows = [line for line in table(found | {"metrics": metrics}) if "ifeval/kept" in line]
-    assert len(rows) == 1 and rows[0].split()[1].startswith("1.250")

@@ -10,14 +10,14 @@ from pathlib import Path
 from slimx.cluster.connection import device_of
 from slimx.cluster.starting import Starting
 from slimx.config.schema import Config
+from slimx.extras.evaluation.checks import EVALUATIONS
+from slimx.extras.generation.serving import serving
 from slimx.json_types import Json
 from slimx.models.families import configured_model
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.orchestration.engines.service import EngineService
-from slimx.orchestration.engines.serving import serving
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
 from slimx.orchestration.start.prepare import Sources, check_sources
-from slimx.orchestration.state.directory import EVALUATIONS
 from slimx.orchestration.step.evaluation import answer_all, eval_metrics
 
 LOGGED = "eval_hook/"
@@ -30,7 +30,7 @@ def run_evaluation(config: Config, note: Callable[[str], None]) -> Json:
     """Evaluates the checkpoint of `config` once, appends the result to RUN/eval/results.jsonl, and returns it:
     {checkpoint, prompts: number of prompts by prompt set, metrics, ...}.
 
-    `config`: a configuration with engines and without trainers (slimx.orchestration.start.checks). `note`: receives
+    `config`: a configuration with engines and without trainers (slimx.extras.generation.checks). `note`: receives
     lines of text about the progress. Raises SlimxError if the evaluation fails, and Interrupted after a signal."""
     device = device_of(config)
     sources = check_sources(config, configured_model(config), device)
