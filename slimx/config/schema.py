@@ -7,10 +7,10 @@ need the model, a machine or files, are entry points (`slimx.config.rule`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
-from pydantic import PrivateAttr, ValidationError, ValidationInfo, create_model, model_validator
+from pydantic import BeforeValidator, PrivateAttr, ValidationError, ValidationInfo, create_model, model_validator
 from pydantic_core import ErrorDetails
 
 from slimx import entry_points
@@ -55,7 +55,7 @@ class CoreConfig(Section):
     schedule: Schedule = Schedule()
     publish: Publish = Publish()
     checkpoint: Checkpoint = Checkpoint()
-    eval: Eval = Eval()
+    eval: Annotated[Eval, BeforeValidator(lambda value: {} if value is None else value)] = Eval()
     track: Track = Track()
 
     _interpolated: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)

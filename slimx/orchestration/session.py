@@ -233,7 +233,7 @@ def _note_backends(prepared: Prepared, service: EngineService, note: Callable[[s
     rollout = prepared.policies[ACTOR].config.rollout
     if rollout.replay:
         message = f"rollouts are replayed from {rollout.replay}, so no engine is started"
-        if prepared.policies[ACTOR].config.eval.sets:
+        if prepared.policies[ACTOR].config.eval.files:
             message += " and eval.prompts is not used"
         note(message)
 

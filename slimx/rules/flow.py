@@ -123,7 +123,7 @@ def routes_of_engines(trainer: Trainer, rollout: Rollout) -> Problems:
 
 @rule("eval.engines", "eval.prompts")
 def evaluated(eval: Eval, rollout: Rollout, algorithm: Algorithm) -> Problems:
-    if eval.sets and not rollout.sampled and not algorithm.scores:
+    if eval.files and not rollout.sampled and not algorithm.scores:
         yield "eval.prompts needs engines that serve the policy; add a group to rollout.engines, or remove eval.prompts"
 
 

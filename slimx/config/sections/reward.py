@@ -6,7 +6,7 @@ from __future__ import annotations
 from itertools import count, takewhile
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from slimx.config.section import (
     Amount,
@@ -114,11 +114,20 @@ class EvalSet(Section):
     """Maximum number of tokens sampled per turn; null: `eval.max_new_tokens`."""
 
 
+def _entries(prompts: object) -> object:
+    """Returns the value of `eval.prompts` as a mapping from names to mappings; a single file has the name ""."""
+    if isinstance(prompts, str):
+        prompts = {"": prompts}
+    if not isinstance(prompts, dict):
+        return prompts
+    return {name: {"path": entry} if isinstance(entry, str) else entry for name, entry in prompts.items()}
+
+
 class Eval(Section):
-    prompts: PathText | dict[str, PathText | EvalSet] | None = None
-    """File of held-out prompts in a format of `rollout.prompts`, or a mapping from names of sets to files, or to
-    mappings with the following keys; null: no evaluation. The name becomes metadata.dataset of prompts without one, so
-    that `reward.parts` can select a reward by set."""
+    prompts: Annotated[dict[str, EvalSet], BeforeValidator(_entries)] | None = None
+    """File of held-out prompts in a format of `rollout.prompts`, or a mapping from names of sets to files or to mappings
+    with the following keys; null: no evaluation. A set's name becomes metadata.dataset of prompts without one, so that
+    `reward.parts` can select a reward by set. A key that is null has the value of section `eval`."""
     fields: RowFields | None = None
     """Columns of rows that are not in slimx's format; null: all rows are in that format. `rollout.fields` and
     `rollout.map` apply only to training prompts; `rollout.system` and `rollout.template` apply to all prompts."""
@@ -146,38 +155,37 @@ class Eval(Section):
         return tuple(sorted(set(self.pass_at or doubled)))
 
     @property
-    def sets(self) -> dict[str, Eval]:
-        """Settings of each set of held-out prompts, with its file as `prompts`, by the set's name, which is "" for a
-        single file; empty if the run does not evaluate."""
+    def files(self) -> dict[str, str]:
+        """Files of held-out prompts by name, which is "" for a single file; empty if the run does not evaluate."""
         if self.prompts is None or self.every == 0:
             return {}
-        sets = {}
-        entries = self.prompts if isinstance(self.prompts, dict) else {"": self.prompts}
-        for name, entry in entries.items():
-            own: dict[str, object] = {"prompts": entry}
-            if isinstance(entry, EvalSet):
-                own = {key: value for key, value in entry if value is not None}
-                own["prompts"] = own.pop("path")
-                if entry.fields or entry.map:
-                    own |= {"fields": entry.fields, "map": entry.map}
-            sets[name] = self.model_copy(update=own)
-        return sets
+        return {name: entry.path for name, entry in self.prompts.items()}
+
+    @property
+    def sets(self) -> dict[str, Eval]:
+        """Settings of each set of held-out prompts by its name in `files`: this section with the set's own values."""
+        return {name: self.model_copy(update=self._own(name)) for name in self.files}
+
+    def _own(self, name: str) -> dict[str, object]:
+        """Returns the values of a set that replace those of this section."""
+        entry = self.prompts[name] if self.prompts else EvalSet(path="")
+        own = {key: value for key, value in entry if key != "path" and value is not None}
+        if entry.fields or entry.map:
+            own |= {"fields": entry.fields, "map": entry.map}
+        return own
 
     @property
     def by_key(self) -> dict[str, Eval]:
         """Settings that evaluations use, by the key that contains them: "eval", or that of a set with its own."""
-        settings = {}
-        for name, options in self.sets.items():
-            own = isinstance(self.prompts, dict) and isinstance(self.prompts[name], EvalSet)
-            settings[f"eval.prompts.{name}" if own else "eval"] = options
-        return settings or {"eval": self}
+        keys = {f"eval.prompts.{name}" if self._own(name) else "eval": options for name, options in self.sets.items()}
+        return keys or {"eval": self}
 
     @property
     def lengths(self) -> dict[str, int]:
         """Maximum numbers of tokens per turn, by key, that this section sets; empty if answers may be as long as in
         training, or if the run does not evaluate."""
         lengths = {}
-        if self.sets:
+        if self.files:
             for key, options in self.by_key.items():
                 if options.max_new_tokens is not None:
                     lengths[f"{key}.max_new_tokens"] = options.max_new_tokens

@@ -20,7 +20,7 @@ def evaluation_config(config: Config, checkpoint: Path | None) -> Config:
     cannot start."""
     options = config.eval.model_copy(update={"every": None})  # a run may have eval.prompts without eval.every
     config = without_trainers(config.model_copy(update={"eval": options}), checkpoint)
-    if not config.eval.sets:
+    if not config.eval.files:
         raise SlimxError(
             "eval.prompts is null, so there is nothing to evaluate; set eval.prompts to a file of prompts",
             code="eval.prompts",

@@ -86,7 +86,7 @@ def check_parts(config: Config) -> None:
     first_prompt(config, images)
     for name, options in config.eval.sets.items():
         mapping = make_mapping(options.fields, options.map, config.rollout.system, images, section="eval")
-        next(iter_prompts(str(options.prompts), mapping, dataset=name or None))
+        next(iter_prompts(config.eval.files[name], mapping, dataset=name or None))
     load_hooks(config)
     load_credit(config.algorithm.credit)
 

@@ -75,7 +75,7 @@ class Sources[P: ServedPolicy]:
     """Prompts of each source in `rollout.sources` by the source's name, or those of `rollout.prompts` under the name
     "". If rollouts are replayed, this and `eval_prompts` are empty."""
     eval_prompts: dict[str, list[Prompt]]
-    """Prompts of each set in `eval.sets` by the set's name."""
+    """Prompts of each evaluation file by the file's name in `eval.files`."""
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -217,8 +217,8 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: Json) -> Sourc
         prompts = list(chain.from_iterable(by_source.values()))
         refuse(broken(all_rules(), known | {"prompts": prompts}, before=known))
         make_source(config, by_source)  # raises SlimxError if a user's source cannot be created
-        for name, options in config.eval.sets.items():
-            eval_prompts[name] = heldout_prompts(config, name, options, tokenizer, spec)
+        for name, path in config.eval.files.items():
+            eval_prompts[name] = heldout_prompts(config, name, path, tokenizer, spec)
     for by_name in (by_source, eval_prompts):
         prompts = list(chain.from_iterable(by_name.values()))
         check_generated(hooks.generate, prompts, tokenizer)

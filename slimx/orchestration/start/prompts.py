@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from slimx import entry_points
 from slimx.config.schema import Config
-from slimx.config.sections.reward import Eval
 from slimx.config.sections.rollout import Rollout
 from slimx.data.chat.template import check_arguments, check_ends, with_template
 from slimx.data.chat.tokens import check_prompts, load_tokenizer
@@ -149,12 +148,12 @@ def source_prompts(rollout: Rollout, images: RowRewriter | None = None) -> dict[
 
 
 def heldout_prompts(
-    config: Config, name: str, options: Eval, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec
+    config: Config, name: str, path: str, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec
 ) -> list[Prompt]:
-    """Reads and checks the prompts of an evaluation set. `name`: name of the set in `eval.prompts`; "" if it has no
-    name there. `options`: settings of the set."""
+    """Reads and checks the prompts of the evaluation file `path`. `name`: name of the file in `eval.prompts`; "" if it
+    has no name there."""
     images = row_images(config, True)
-    path = str(options.prompts)
+    options = config.eval.sets.get(name, config.eval)
     mapping = make_mapping(options.fields, options.map, config.rollout.system, images, section="eval")
     prompts = read_prompts(path, mapping, dataset=name or None)
     check = check_prompts if images is None else images.check

@@ -49,11 +49,12 @@ async def evaluate(run: Run) -> dict[str, float]:
 async def answer_all(maker: GroupMaker, prompts: Mapping[str, Sequence[Prompt]]) -> list[GroupOutcome]:
     """Generates as many answers to each prompt as the settings of its set require; returns one outcome per prompt, in
     the order of the prompt sets."""
-    sets = maker.config.eval.sets
+    options = maker.config.eval
+    sets = options.sets
     work = []
     for name, rows in prompts.items():
         for prompt in rows:
-            work.append(_answer(maker, len(work), prompt, sets[name]))
+            work.append(_answer(maker, len(work), prompt, sets.get(name, options)))
     return await asyncio.gather(*work)
 
 
@@ -69,7 +70,7 @@ def eval_metrics(
             f"all {len(failed)} evaluation prompts failed (last error: {failed[-1].detail}); fix this error, and run "
             "the same command again",
         )
-    sets = options.sets
+    sets = {name: options.sets.get(name, options) for name in prompts}
     rewards: dict[str, list[list[float]]] = {name: [] for name in prompts}
     names = chain.from_iterable([name] * len(rows) for name, rows in prompts.items())
     for name, outcome in zip(names, outcomes, strict=True):
@@ -78,7 +79,7 @@ def eval_metrics(
         else:
             rewards[name].append(answers(outcome.group))
     answered = trajectories_of(answered_groups(outcomes))
-    ks = {name: sets[name].ks for name in prompts}
+    ks = {name: own.ks for name, own in sets.items()}
     metrics = score(rewards, options.passing, ks) | {"eval/failed": float(len(failed))}
     return metrics | part_metrics(answered, "eval_reward") | hook_metrics(answered, "eval_hook")
 

@@ -14,7 +14,7 @@ from slimx.algorithms.advantages.group import reward_of
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.config.sections.reward import Eval
-from slimx.data.chat.responses import Response, read_response
+from slimx.data.chat.responses import read_response
 from slimx.data.chat.template import with_template
 from slimx.data.chat.tokens import PromptIds
 from slimx.data.records import Group, Prompt, Trajectory
@@ -360,13 +360,12 @@ class GroupMaker:
 
     def _sampling(self, *, evaluation: Eval | None, greedy: bool) -> Json:
         options = self.config.rollout.sampling
-        held_out = self.config.eval
-        limit = evaluation and held_out.max_new_tokens
+        limit = evaluation and evaluation.max_new_tokens
         sampling: Json = {"max_new_tokens": limit or options.max_new_tokens}
-        if greedy or (evaluation and held_out.temperature == 0):
+        if greedy or (evaluation and evaluation.temperature == 0):
             sampling["temperature"] = 0.0
         elif evaluation:
-            sampling |= {"temperature": held_out.temperature, "top_p": held_out.top_p}
+            sampling |= {"temperature": evaluation.temperature, "top_p": evaluation.top_p}
         else:
             sampling |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
         if options.stop_token_ids:
@@ -385,17 +384,13 @@ class GroupMaker:
         )
 
     async def _judge(self, prompt: Prompt, judged: Trajectory | Group, evaluation: Eval | None) -> None:
-        """Sets the reward of a trajectory, or of every trajectory in a group; if the hook fails, marks the first of
-        these trajectories as failed."""
+        """Sets the reward of a trajectory, or of all in a group; if the hook fails, marks the first as failed."""
         if self._rewards is None:
             return
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]
-        responses: list[Response] = []
-        for trajectory in trajectories:
-            responses.append(read_response(trajectory, self.policies[trajectory.policy].tokenizer))
-        ctx = RewardContext(
-            prompt, self.policies[ACTOR].tokenizer, responses[0].text, evaluation is not None, self.engines, responses
-        )
+        responses = [read_response(one, self.policies[one.policy].tokenizer) for one in trajectories]
+        tokenizer = self.policies[ACTOR].tokenizer
+        ctx = RewardContext(prompt, tokenizer, responses[0].text, evaluation is not None, self.engines, responses)
         with marking(trajectories[0], "reward"):
             result = await self._rewards.judge(ctx, judged)
             verdicts = result if isinstance(result, list) else [result]
