@@ -192,7 +192,7 @@ SLIME: Table = {
     # Evaluation.
     "eval_interval": "eval.every",
     "eval_prompt_data": computed("eval.prompts", "a file, or {NAME: FILE}"),
-    "eval_config": computed("eval.prompts", "{NAME: FILE, ...}; sampling is the same for all sets"),
+    "eval_config": computed("eval.prompts", "{NAME: {path: FILE, samples: N, ...}, ...}"),
     "eval_input_key": "eval.fields.prompt",
     "eval_label_key": "eval.fields.answer",
     "eval_tool_key": "eval.fields.tools",

@@ -84,9 +84,9 @@ def check_parts(config: Config) -> None:
         return
     images = row_images(config, False)
     first_prompt(config, images)
-    for name, path in config.eval.files.items():
-        mapping = make_mapping(config.eval.fields, config.eval.map, config.rollout.system, images, section="eval")
-        next(iter_prompts(path, mapping, dataset=name or None))
+    for name, options in config.eval.sets.items():
+        mapping = make_mapping(options.fields, options.map, config.rollout.system, images, section="eval")
+        next(iter_prompts(config.eval.files[name], mapping, dataset=name or None))
     load_hooks(config)
     load_credit(config.algorithm.credit)
 
