@@ -12,11 +12,11 @@ import typer
 from rich.console import Console
 
 from slimx import __version__
-from slimx.commands.options import AsJson, Checkpoint, Debug, Overrides, RunFile
+from slimx.commands.options import Debug, Overrides, RunFile
 from slimx.commands.usage import RayCommand, RootGroup, refusal, starts_ray
 from slimx.config.load import load_config
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
-from slimx.observability.live.safe_text import one_line, plain, visible, with_log
+from slimx.observability.live.safe_text import plain, with_log
 from slimx.runtime.children import search_working_directory
 
 app = typer.Typer(
@@ -65,49 +65,6 @@ def train(
     if report:
         summary += f", report {report}"
     console.print(plain(summary))
-
-
-@app.command(cls=RayCommand)
-def generate(
-    file: RunFile,
-    overrides: Overrides = None,
-    checkpoint: Checkpoint = None,
-    debug: Debug = False,
-) -> None:
-    """Generate the rollouts of the run in FILE without training: only engines are started, and each step is saved."""
-    console = Console(soft_wrap=True)
-    console.print(plain(f"checking {file}"))
-    config = load_config(file, overrides or [])
-    from slimx.commands import start
-
-    directory = start.generate(config, checkpoint, console)
-    console.print(plain(f"rollouts {directory}"))
-
-
-@app.command("eval", cls=RayCommand)
-def evaluate(
-    file: RunFile,
-    overrides: Overrides = None,
-    checkpoint: Checkpoint = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Evaluate a checkpoint on the held-out prompts of FILE and report mean reward and pass@k of each set. Only engines
-    are started."""
-    print(f"checking {one_line(file)}", file=sys.stderr, flush=True)
-    config = load_config(file, overrides or [])
-    import json
-
-    from slimx.commands import start
-
-    result = start.evaluate(config, checkpoint, lambda text: print(text, file=sys.stderr))
-    from slimx.commands.evaluate import table
-
-    if as_json:
-        print(visible(json.dumps(result, indent=1)))
-        return
-    for line in table(result):
-        print(visible(line))
 
 
 def main() -> None:

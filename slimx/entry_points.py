@@ -11,6 +11,7 @@
     slimx.engine_processors   package of SGLang's image processors
     slimx.environments        environments by name: `rollout.options.environment`
     slimx.event_receivers     receivers of a run's events: `Events`
+    slimx.exports             public names of the package slimx, imported on first use
     slimx.families            modules that build models, by architecture
     slimx.foreign_names       names of keys and values in other frameworks
     slimx.frozen_engines      engines of frozen models: `FrozenEngines`, named `routers`

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from rich.console import Console
 from slimx.commands import start
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
-from slimx.json_types import Json
 from slimx.rollout.hook_loading import in_process
 from slimx.rollout.hooks import Generate, Keep, Reward
 
@@ -38,26 +37,9 @@ def train(
     standard output. Raises SlimxError if the run fails; after a signal, raises Preempted if the run has saved a
     checkpoint (SIGUSR1), and Interrupted otherwise."""
     config = with_hooks(config, generate=generate, reward=reward, keep=keep)
-    with _alone():
+    with alone():
         directory, _ = start.train(config, console or Console(soft_wrap=True))
     return directory
-
-
-def evaluate(
-    config: Config,
-    checkpoint: str | Path | None = None,
-    *,
-    generate: Generate | None = None,
-    reward: Reward | None = None,
-    note: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
-) -> Json:
-    """Evaluates on the held-out prompts as `slimx eval` does and returns {checkpoint, prompts, metrics, ...}.
-
-    `checkpoint`: a Hugging Face directory; None: the run's initial weights. `generate`, `reward`: hooks, as in `train`.
-    `note`: receives lines of text about the progress. Raises the same errors as `train`."""
-    config = with_hooks(config, generate=generate, reward=reward)
-    with _alone():
-        return start.evaluate(config, None if checkpoint is None else Path(checkpoint).expanduser(), note)
 
 
 def with_hooks(
@@ -114,7 +96,7 @@ def _has_file(module: str) -> bool:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Lets the `with` block run an event loop although one is already running, as in a notebook; the outer loop is
     paused meanwhile. Raises SlimxError in a worker process that imports the script."""
     if multiprocessing.parent_process() is not None:

@@ -7,10 +7,10 @@ need the model, a machine or files, are entry points (`slimx.config.rule`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
-from pydantic import PrivateAttr, ValidationError, ValidationInfo, create_model, model_validator
+from pydantic import BeforeValidator, PrivateAttr, ValidationError, ValidationInfo, create_model, model_validator
 from pydantic_core import ErrorDetails
 
 from slimx import entry_points
@@ -22,8 +22,8 @@ from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.policies import ACTOR, Policy, derived, engine_faults, name_faults
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.reward import Reward
-from slimx.config.sections.rollout import ROUTED_PER_STEP, Eval, Rollout
+from slimx.config.sections.reward import Eval, Reward
+from slimx.config.sections.rollout import ROUTED_PER_STEP, Rollout
 from slimx.config.sections.run import Checkpoint, Cluster, Model, Numerics, RunSection, Track
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
@@ -55,7 +55,7 @@ class CoreConfig(Section):
     schedule: Schedule = Schedule()
     publish: Publish = Publish()
     checkpoint: Checkpoint = Checkpoint()
-    eval: Eval = Eval()
+    eval: Annotated[Eval, BeforeValidator(lambda value: {} if value is None else value)] = Eval()
     track: Track = Track()
 
     _interpolated: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.rollout import Eval, Rollout
+from slimx.config.sections.reward import Eval
+from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import RunSection
 from slimx.config.sections.schedule import Schedule, batches_in_flight
 from slimx.config.sections.trainer import Trainer
@@ -158,14 +159,15 @@ UPDATE = "(rollout.prompts_per_step x rollout.group_size / schedule.updates_per_
 
 
 @rule("batch.positions", "rollout.max_prompt_tokens")
-def has_positions(rollout: Rollout, spec: ModelSpec) -> Problems:
+def has_positions(rollout: Rollout, eval: Eval, spec: ModelSpec) -> Problems:
     positions = spec.gpt["max_sequence_length"]
-    answer = rollout.sampling.max_new_tokens
-    if rollout.longest > positions:
-        yield (
-            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and rollout.sampling.max_new_tokens={answer} "
-            f"together exceed the model's {positions} positions; lower one of these settings"
-        )
+    answers = {"rollout.sampling.max_new_tokens": rollout.sampling.max_new_tokens, **eval.lengths}
+    for key, answer in answers.items():
+        if rollout.max_prompt_tokens + answer > positions:
+            yield (
+                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and {key}={answer} together exceed the "
+                f"model's {positions} positions; lower one of these settings"
+            )
 
 
 @rule("batch.microbatch", "trainer.max_tokens_per_microbatch")

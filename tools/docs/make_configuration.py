@@ -115,8 +115,10 @@ def _description(field: FieldInfo) -> str:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """Returns the section class of a field or of its tuple's items; None for a plain value."""
+    """Returns the section class of a field, or of the items of its tuple or mapping; None for a plain value."""
     for candidate in (annotation, *typing.get_args(annotation)):
+        if typing.get_origin(candidate) is typing.Annotated:
+            return _model_in(typing.get_args(candidate)[0])
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
     return None

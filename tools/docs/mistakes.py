@@ -119,7 +119,9 @@ MISTAKES = (
     Mistake("a brace that is never closed", "train run.yaml", {"run.yaml": RUN + "trainer: {world_size: 2\n"}),
     Mistake("a list that is never closed", "train run.yaml", {"run.yaml": RUN + "trainer: {betas: [0.9, 0.99\n"}),
     Mistake("no space after a colon", "train run.yaml", {"run.yaml": RUN + "eval: {every:5}\n"}),
-    Mistake("a section without its keys", "train run.yaml", {"run.yaml": RUN.replace("schedule: {steps: 2}", "eval:")}),
+    Mistake(
+        "a section without its keys", "train run.yaml", {"run.yaml": RUN.replace("schedule: {steps: 2}", "track:")}
+    ),
     Mistake("an empty file", "train run.yaml", {"run.yaml": ""}),
     Mistake("JSON lines instead of YAML", "train prompts.jsonl"),
     Mistake("no model", "train run.yaml", {"run.yaml": RUN.replace("model: {path: model}\n", "")}),
@@ -187,6 +189,22 @@ MISTAKES = (
     Mistake("data check of nothing", "data check nowhere.jsonl"),
     Mistake("held-out prompts that are not there", "train run.yaml eval.prompts=heldout.jsonl eval.every=1"),
     Mistake("an evaluation without prompts", "train run.yaml eval.every=1"),
+    Mistake("a held-out set without its file", "train run.yaml 'eval.prompts={sums: {samples: 4}}'"),
+    Mistake(
+        "an unknown key of a held-out set", "train run.yaml 'eval.prompts={sums: {path: prompts.jsonl, sample: 4}}'"
+    ),
+    Mistake(
+        "several greedy answers for a held-out set",
+        "train run.yaml 'eval.prompts={sums: {path: prompts.jsonl, samples: 4}}'",
+    ),
+    Mistake(
+        "a held-out set that is not there",
+        "train run.yaml 'eval.prompts={sums: {path: heldout.jsonl, max_new_tokens: 8}}'",
+    ),
+    Mistake(
+        "held-out answers that are too long", "train run.yaml eval.prompts=prompts.jsonl eval.max_new_tokens=100000"
+    ),
+    Mistake("a list of held-out files", "train run.yaml 'eval.prompts=[prompts.jsonl]'"),
     # Hooks.
     Mistake("a misspelt function", "train run.yaml reward.function=hooks.rasies", _hooks(REWARD)),
     Mistake("a misspelt module", "train run.yaml reward.function=hoooks.rises", _hooks(REWARD)),

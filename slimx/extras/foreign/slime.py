@@ -202,16 +202,14 @@ SLIME: Table = {
     # Evaluation.
     "eval_interval": "eval.every",
     "eval_prompt_data": computed("eval.prompts", "a file, or {NAME: FILE}"),
-    "eval_config": computed("eval.prompts", "{NAME: FILE, ...}; sampling is the same for all sets"),
+    "eval_config": computed("eval.prompts", "{NAME: {path: FILE, samples: N, ...}, ...}"),
     "eval_input_key": "eval.fields.prompt",
     "eval_label_key": "eval.fields.answer",
     "eval_tool_key": "eval.fields.tools",
     "eval_temperature": "eval.temperature",
     "eval_top_p": "eval.top_p",
     "eval_top_k": unsupported("evaluation supports only eval.top_p"),
-    "eval_max_response_len": computed(
-        "rollout.sampling.max_new_tokens", "the limit is the same for training and evaluation"
-    ),
+    "eval_max_response_len": "eval.max_new_tokens",
     "eval_max_prompt_len": "rollout.max_prompt_tokens",
     "n_samples_per_eval_prompt": "eval.samples",
     "skip_eval_before_train": unsupported("a run with eval.prompts always evaluates before the first step"),

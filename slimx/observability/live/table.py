@@ -66,16 +66,6 @@ RL_COLUMNS = (
     TableColumn("publish", "time/publish", ".1f"),
 )
 
-GENERATE_COLUMNS = (
-    STEP,
-    REWARD,
-    TableColumn("tokens", "response/mean_tokens", ".1f"),
-    TableColumn("truncated", "response/truncated", ".2f"),
-    TableColumn("dropped", "dropped/total", ".0f"),
-    TOKENS_PER_SECOND,
-    SECONDS,
-)
-
 PPO_COLUMNS = (
     *RL_COLUMNS[:3],
     TableColumn("expl. var", "value/explained_variance", ".3f"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 import slimx
 from examples import quickstart
-from slimx import cli
+from slimx import cli, entry_points
 from slimx.commands import script
 from slimx.rollout.hook_loading import load_rewards
 from tests.refusals import refused
@@ -35,14 +36,23 @@ def config() -> slimx.Config:
 
 def test_exported_names_match_their_types_and_import_nothing_heavy():
     stub = (ROOT / "slimx" / "__init__.pyi").read_text()
-    assert {line.split()[-1] for line in stub.splitlines() if " as " in line} == {*slimx._EXPORTS}
-    for name, module in slimx._EXPORTS.items():
+    of_extras = {name: point.module for name, point in entry_points.find("slimx.exports").items()}
+    exports = slimx._EXPORTS | of_extras
+    assert {line.split()[-1] for line in stub.splitlines() if " as " in line} == exports.keys() > of_extras.keys()
+    for name, module in exports.items():
         assert f"from {module} import {name} as {name}" in stub and getattr(slimx, name) is not None
+    assert set(slimx.__all__) == {"__version__", *exports} and exports.keys() < {*dir(slimx)}
     code = "import sys, slimx; print(*sorted({'torch', 'pydantic', 'slimx.errors', 'slimx'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.split() == ["slimx"]
     with pytest.raises(AttributeError):
         _ = slimx.no_such_name
+
+
+def test_a_public_name_of_an_extra_is_no_module_of_the_package():
+    """Otherwise it would depend on what has been imported which of the two a script gets."""
+    for name in entry_points.find("slimx.exports"):
+        assert importlib.util.find_spec(f"slimx.{name}") is None and callable(getattr(slimx, name))
 
 
 def test_functions_become_the_paths_that_the_run_imports_and_records(config):
@@ -81,7 +91,7 @@ def test_a_reward_next_to_reward_parts_is_refused(config):
 
 async def test_a_notebooks_event_loop_stands_aside_and_comes_back():
     outer = asyncio.get_running_loop()
-    with script._alone():
+    with script.alone():
         assert asyncio.run(asyncio.sleep(0, result=7)) == 7
     assert asyncio.get_running_loop() is outer
 

@@ -11,41 +11,23 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from slimx.commands.evaluate import evaluate_once, table
-from slimx.commands.generate import generate
 from slimx.config.schema import Config
 from slimx.data.saved.step_files import read_step, step_files
 from slimx.errors import Preempted
+from slimx.extras.evaluation.checks import evaluation_config
+from slimx.extras.generation.checks import generation_config, without_trainers
+from slimx.extras.generation.run import generate
 from slimx.observability.live.table import LiveTable
-from slimx.orchestration.engines.service import EngineService
 from slimx.orchestration.session import run_training
-from slimx.orchestration.start import checks
-from slimx.orchestration.start.checks import without_trainers
 from slimx.orchestration.state.saves import Saves, read_state
 from slimx.rollout.hooks import Keep
-from tests.refusals import numbers, refused
-from tests.unit.orchestration.run_stand import Parts, service_of, sources_of
-from tests.unit.rollout.rollout_stand import FakeEngine, config_of, prompts, the_tokenizer
+from tests.extras.generation.serving_stand import config_in, service_in, write_model
+from tests.refusals import refused
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    path = tmp_path / "model"
-    the_tokenizer().save_pretrained(path)
-    (path / "config.json").write_text(json.dumps({"vocab_size": 100}))
-    return path
-
-
-def service_in(config: Config, delay: float = 0.0, keep: Keep | None = None) -> EngineService:
-    """Returns engines that answer within `delay` seconds; one held-out set, `few`."""
-    sources = sources_of(config, keep=keep, few=prompts()[:3])
-    return service_of(config, sources, {"actor": Parts(client=FakeEngine(delay))})
-
-
-def config_in(directory: Path, model: Path, **keys: Any) -> Config:
-    config = config_of(track__tensorboard=False, **keys)
-    run = config.run.model_copy(update={"dir": str(directory)})
-    return config.model_copy(update={"run": run, "model": config.model.model_copy(update={"path": str(model)})})
+    return write_model(tmp_path / "model")
 
 
 def generated(config: Config, *, stop_after: int | None = None, keep: Keep | None = None) -> dict[int, list[list[int]]]:
@@ -114,21 +96,6 @@ def test_the_last_engines_failure_ends_the_wait(model, tmp_path):
         asyncio.run(work())
 
 
-def test_an_evaluation_scores_every_set(model, tmp_path):
-    config = config_in(tmp_path, model, eval__samples=2, eval__temperature=1.0)
-
-    async def work() -> dict[str, Any]:
-        return await evaluate_once(service_in(config))
-
-    found = asyncio.run(work())
-    assert found["prompts"] == {"few": 3} and found["checkpoint"] == str(model)
-    assert found["metrics"]["eval/few/pass@2"] == 1.0 and found["metrics"]["eval/failed"] == 0
-    head, columns, few, everything = table(found)
-    assert head.startswith(f"{model}: ") and numbers(head)[-2:] == [2, 1], "answers of a prompt, and the temperature"
-    assert columns.split() == ["set", "prompts", "accuracy", "pass@2"]
-    assert few.split() == ["few", "3", "1.000", "1.000"] and everything.split() == ["all", "3", "1.000", "1.000"]
-
-
 def test_engines_start_from_the_training_or_the_named_checkpoint(model, tmp_path):
     config = config_in(tmp_path, model, schedule__colocate=True)
     assert without_trainers(config, None).rollout.policy_engines[0].model is None
@@ -147,7 +114,7 @@ def test_a_checkpoint_that_engines_cannot_load_is_refused(model, tmp_path):
     with refused("engines.urls", about="far"):
         without_trainers(external, model)
     with refused("eval.prompts", about="eval.prompts"):
-        checks.evaluation_config(config, model)
+        evaluation_config(config, model)
     replaying = config_in(tmp_path, model, replay="elsewhere")
     with refused("engines.none", about="rollout.replay"):
         without_trainers(replaying, None)
@@ -167,4 +134,4 @@ def test_training_and_generation_do_not_share_a_directory(model, tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir()
     with refused("run.fork", about="run.fork"):
         forked = config.model_copy(update={"run": config.run.model_copy(update={"fork": "there"})})
-        checks.generation_config(forked, None)
+        generation_config(forked, None)

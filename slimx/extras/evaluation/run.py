@@ -10,14 +10,15 @@ from pathlib import Path
 from slimx.cluster.connection import device_of
 from slimx.cluster.starting import Starting
 from slimx.config.schema import Config
+from slimx.config.sections.reward import Eval
+from slimx.extras.evaluation.checks import EVALUATIONS
+from slimx.extras.generation.serving import serving
 from slimx.json_types import Json
 from slimx.models.families import configured_model
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.orchestration.engines.service import EngineService
-from slimx.orchestration.engines.serving import serving
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
 from slimx.orchestration.start.prepare import Sources, check_sources
-from slimx.orchestration.state.directory import EVALUATIONS
 from slimx.orchestration.step.evaluation import answer_all, eval_metrics
 
 LOGGED = "eval_hook/"
@@ -30,7 +31,7 @@ def run_evaluation(config: Config, note: Callable[[str], None]) -> Json:
     """Evaluates the checkpoint of `config` once, appends the result to RUN/eval/results.jsonl, and returns it:
     {checkpoint, prompts: number of prompts by prompt set, metrics, ...}.
 
-    `config`: a configuration with engines and without trainers (slimx.orchestration.start.checks). `note`: receives
+    `config`: a configuration with engines and without trainers (slimx.extras.generation.checks). `note`: receives
     lines of text about the progress. Raises SlimxError if the evaluation fails, and Interrupted after a signal."""
     device = device_of(config)
     sources = check_sources(config, configured_model(config), device)
@@ -63,7 +64,7 @@ async def _session(
 
 async def evaluate_once(service: EngineService) -> Json:
     """Evaluates on the held-out prompts with the running engines of `service`, and returns the result: {checkpoint,
-    time, samples, temperature, prompts, metrics}."""
+    time, samples, temperature, sets: settings by prompt set, prompts, metrics}."""
     config = service.config
     prompts = service.sources.eval_prompts
     maker = service.make_maker()
@@ -77,8 +78,19 @@ async def evaluate_once(service: EngineService) -> Json:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "samples": config.eval.samples,
         "temperature": config.eval.temperature,
+        "sets": {name: _settings(config, options) for name, options in config.eval.sets.items()},
         "prompts": {name: len(rows) for name, rows in prompts.items()},
         "metrics": eval_metrics(config.eval, prompts, outcomes),
+    }
+
+
+def _settings(config: Config, options: Eval) -> Json:
+    """Returns the settings with which the answers of a prompt set were sampled."""
+    return {
+        "samples": options.samples,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "max_new_tokens": options.max_new_tokens or config.rollout.sampling.max_new_tokens,
     }
 
 
@@ -90,11 +102,21 @@ def table(result: Json) -> Iterator[str]:
     for key in metrics:
         if key.count("/") == 1 and key != "eval/failed":
             columns.append(key.removeprefix("eval/"))
-    samples = result["samples"]
-    yield (
-        f"{result['checkpoint']}: {samples} answers per prompt (accuracy is avg@{samples}), temperature "
-        f"{result['temperature']:g}"
-    )
+    settings = result.get("sets") or {"": result}
+    sampled = {(own["samples"], own["temperature"]) for own in settings.values()}
+    if len(sampled) == 1:
+        ((samples, temperature),) = sampled
+        yield (
+            f"{result['checkpoint']}: {samples} answers per prompt (accuracy is avg@{samples}), temperature "
+            f"{temperature:g}"
+        )
+    else:
+        yield f"{result['checkpoint']}:"
+        for name, own in settings.items():
+            yield (
+                f"{name}: {own['samples']} answers per prompt (accuracy is avg@{own['samples']}), temperature "
+                f"{own['temperature']:g}"
+            )
     yield f"{'set':<20}{'prompts':>8}" + "".join(f"{name:>10}" for name in columns)
     rows = {}
     for name, count in result["prompts"].items():

@@ -21,17 +21,18 @@ from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.errors import Preempted
+from slimx.extras.generation.checks import check_generation
+from slimx.extras.generation.serving import serving
 from slimx.models.families import configured_model
 from slimx.observability.live.safe_text import plain
-from slimx.observability.live.table import GENERATE_COLUMNS, LiveTable
+from slimx.observability.live.table import REWARD, SECONDS, STEP, TOKENS_PER_SECOND, LiveTable, TableColumn
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.orchestration.batches import trajectories_of
 from slimx.orchestration.engines.service import EngineService
-from slimx.orchestration.engines.serving import serving
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
 from slimx.orchestration.start.prepare import Sources, check_sources
 from slimx.orchestration.start.prompts import make_source
-from slimx.orchestration.state.directory import begun, check_generation, unused, write_config
+from slimx.orchestration.state.directory import begun, unused, write_config
 from slimx.orchestration.state.recording import open_tracker
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
 from slimx.orchestration.step.measure import group_metrics
@@ -39,12 +40,22 @@ from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.runtime.tasks import in_thread
 
+COLUMNS = (
+    STEP,
+    REWARD,
+    TableColumn("tokens", "response/mean_tokens", ".1f"),
+    TableColumn("truncated", "response/truncated", ".2f"),
+    TableColumn("dropped", "dropped/total", ".0f"),
+    TOKENS_PER_SECOND,
+    SECONDS,
+)
+
 
 def run_generation(config: Config, console: Console) -> Path:
     """Generates rollouts for the remaining steps and returns the run's directory.
 
     Checks the configuration, starts engines, and resumes from the position that an earlier call has saved in the
-    directory. `config`: a configuration with engines and without trainers (slimx.orchestration.start.checks). Raises
+    directory. `config`: a configuration with engines and without trainers (slimx.extras.generation.checks). Raises
     SlimxError if the generation fails; after a signal, raises Preempted if the run has saved its position (SIGUSR1),
     and Interrupted otherwise."""
     device = device_of(config)
@@ -82,7 +93,7 @@ async def _session(
     done = 0
     if state is not None:
         done = state.step
-    with LiveTable(config.schedule.steps, done, console, GENERATE_COLUMNS) as table:
+    with LiveTable(config.schedule.steps, done, console, COLUMNS) as table:
         table.start(starting.line, starting.since)
         async with EndingStack(alarm) as stack:
             service = await stack.enter_async_context(serving(config, sources, directory, table.note))
