@@ -6,8 +6,6 @@ from pathlib import Path
 
 import yaml
 
-from slimx.config.schema import Config
-from slimx.config.suggestions import known_keys
 from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.given import Given, whole
 from slimx.extras.foreign.scripts.shared import put_kl
@@ -155,12 +153,8 @@ def put_evaluation(flags: Given, draft: Draft) -> None:
         if trained is not None:
             draft.put(f"rollout.sampling.{key}", whole(trained), flags.shown(f"rollout_{name}"))
     longest = flags.number("eval_max_response_len")
-    if longest is None:
-        return
-    if "eval.max_new_tokens" in known_keys(Config):
+    if longest is not None:
         draft.put("eval.max_new_tokens", int(longest), "--eval-max-response-len")
-    elif longest != draft.get("rollout.sampling.max_new_tokens"):
-        draft.left[f"--eval-max-response-len {longest:g}"] = "the limit is the same for training and evaluation"
 
 
 def _sets(flags: Given, draft: Draft) -> dict[str, object]:
@@ -189,16 +183,13 @@ def _configured(config: str, draft: Draft) -> dict[str, object]:
     defaults = section.get("defaults") or {}
     names = {"n_samples_per_eval_prompt": "samples", "temperature": "temperature", "top_p": "top_p"}
     names["max_response_len"] = "max_new_tokens"
-    several = "eval.max_new_tokens" in known_keys(Config)
     sets: dict[str, object] = {}
     for entry in section.get("datasets") or []:
         own = {ours: (defaults | entry)[theirs] for theirs, ours in names.items() if theirs in defaults | entry}
-        sets[entry["name"]] = {"path": entry["path"], **own} if several and own else entry["path"]
+        sets[entry["name"]] = {"path": entry["path"], **own} if own else entry["path"]
         kind = (defaults | entry).get("rm_type")
         if kind:
             draft.left[f"{file.name}: rm_type {kind} of {entry['name']}"] = (
                 "give it a part of reward.parts with `where: {dataset: NAME}`"
             )
-        if own and not several:
-            draft.left[f"{file.name}: settings of {entry['name']}"] = "sampling is the same for all sets"
     return sets
