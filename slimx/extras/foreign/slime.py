@@ -125,6 +125,8 @@ SLIME: Table = {
     "group_rm": flag("reward.scope", "group"),
     "custom_rm_path": Meaning("reward.function", prefix="slime:"),
     "custom_reward_post_process_path": computed("algorithm.advantages", f"advantages(groups); {_HOOK}"),
+    "loss_mask_type": not_needed("demonstrations train on the tokens of the answer"),
+    "custom_config_path": unsupported("arguments of hooks are set in rollout.options and reward.options"),
     # Algorithm.
     "advantage_estimator": Meaning("algorithm.name", ALGORITHMS),
     "loss_type": choice(
@@ -139,6 +141,7 @@ SLIME: Table = {
     "custom_advantage_function_path": computed("algorithm.advantages", f"advantages(groups); {_HOOK}"),
     "custom_pg_loss_reducer_function_path": computed("algorithm.aggregation", f"one of its values; {_HOOK}"),
     "custom_tis_function_path": computed("algorithm.correction", f"one of its kinds; {_HOOK}"),
+    "entropy_coef": "algorithm.entropy_coef",
     "disable_compute_advantages_and_returns": not_needed("algorithm.name: sft uses no advantages"),
     "calculate_per_token_loss": flag("algorithm.aggregation", "token"),
     "eps_clip": "algorithm.loss.low",
@@ -177,6 +180,11 @@ SLIME: Table = {
     "offload": OFFLOADED,
     "offload_train": OFFLOADED,
     "offload_rollout": OFFLOADED,
+    "no_offload_train": flag("trainer.offload", "false"),
+    "no_offload_rollout": unsupported("with schedule.colocate engines always release their memory"),
+    "prefill_num_servers": computed("rollout.engines", "a group with role: prefill and a group with role: decode"),
+    "allgather_cp": not_needed("trainer.context divides sequences as each kind of attention needs"),
+    "data_pad_size_multiplier": PACKED,
     "max_tokens_per_gpu": "trainer.max_tokens_per_microbatch",
     "log_probs_max_tokens_per_gpu": PACKED,
     "log_probs_chunk_size": "trainer.logprob_chunk_tokens",
@@ -188,6 +196,8 @@ SLIME: Table = {
     "update_weight_mode": unsupported("publish.delta sends only changed elements"),
     "update_weight_transport": choice("publish.transport", {"nccl": "nixl", "disk": "disk"}),
     "update_weight_disk_dir": "publish.directory",
+    "update_weight_local_checkpoint_dir": not_needed("engines read the files of publish.directory"),
+    "update_weight_delta_*": not_needed("publish.delta sends a mask and the changed elements, and compares digests"),
     "check_weight_update_equal": not_needed("every publication is compared tensor by tensor"),
     # Evaluation.
     "eval_interval": "eval.every",
