@@ -165,7 +165,8 @@ async def _session(
     async with EndingStack(alarm, partial(keep_stacks, directory, partial(_say, console))) as stack:
         columns = with_policies(_columns(config), [name for name in prepared.policies if name != ACTOR])
         table = stack.enter_context(LiveTable(config.schedule.steps, done, console, columns))
-        records = _open_records(config, table, events, done + 1 if done else 0, actor.tokenizer)
+        tokenizers = {name: policy.tokenizer for name, policy in prepared.policies.items()}
+        records = _open_records(config, table, events, done + 1 if done else 0, tokenizers)
         stack.callback(records.close)
         table.start(starting.line, starting.since)
         table.milestone("Ray ready")
@@ -347,12 +348,16 @@ def finish(config: Config, directory: Path) -> Path | None:
 
 
 def _open_records(
-    config: Config, table: LiveTable, events: Events, resume_step: int, tokenizer: PreTrainedTokenizerBase
+    config: Config,
+    table: LiveTable,
+    events: Events,
+    resume_step: int,
+    tokenizers: Mapping[str, PreTrainedTokenizerBase],
 ) -> Records:
-    records = Records(config, table, tokenizer, events, resume_step=resume_step)
+    records = Records(config, table, tokenizers, events, resume_step=resume_step)
     if config.rollout.policy_engines:  # last, because it removes files of later steps
         options = config.track.rollouts
         directory = Path(config.run.dir) / DIRECTORY
-        origin = origin_of(config, tokenizer)
+        origin = origin_of(config, tokenizers[ACTOR])
         records.rollouts = StepFiles(directory, origin, every=options.every, keep=options.keep, resume_step=resume_step)
     return records

@@ -15,6 +15,7 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from slimx.errors import SlimxError
+from slimx.extras.alerts.log import alert_lines, alerts_of
 from slimx.extras.report.charts import Chart, PhaseColors
 from slimx.extras.report.curves import curves
 from slimx.extras.report.phase_charts import phase_charts
@@ -127,6 +128,7 @@ def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
         "extent": _extent(run),
         "missing": run.missing,
         "problems": run.problems,
+        "alerts": _alerts(run.directory),
         "numbers": [_number(label, value) for label, value in _joined(run.summary or {}).items()],
         "blocks": blocks,
         "samples": samples,
@@ -134,6 +136,14 @@ def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
         "metrics": _metric_rows(run.steps),
         "config": run.config,
     }
+
+
+def _alerts(directory: Path) -> list[str]:
+    """Returns a line for each alert of the run in `directory`; [] if its configuration cannot be read."""
+    try:
+        return list(alert_lines(alerts_of(directory)))
+    except SlimxError:
+        return []
 
 
 def _extent(run: RunFiles) -> str:

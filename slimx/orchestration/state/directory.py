@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slimx.config.schema import Config
+from slimx.config.sections.policies import prefix_of
 from slimx.data.chat.tokens import copy_tokenizer
 from slimx.data.saved.step_files import TOKENIZER
 from slimx.durable import replace_synced
@@ -104,11 +105,12 @@ def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
 
 
 def write_config(config: Config, directory: Path) -> None:
-    """Writes the configuration into the run's directory, and copies the tokenizer, so that rollouts can be decoded even
-    if the model's directory is removed. Raises SlimxError if that fails."""
+    """Writes the configuration into the run's directory, and copies the tokenizer of each policy, so that rollouts can
+    be decoded even if the model's directory is removed. Raises SlimxError if that fails."""
     replace_synced(directory / "config.yaml", config.to_text().encode())
-    if config.rollout.policy_engines:
-        copy_tokenizer(config.model.path, directory / TOKENIZER)
+    for name, policy in config.by_policy.items():
+        if policy.rollout.policy_engines:
+            copy_tokenizer(policy.model.path, directory / prefix_of(name) / TOKENIZER)
 
 
 @contextmanager

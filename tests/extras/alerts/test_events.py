@@ -14,11 +14,10 @@ import pytest
 
 from slimx.config.load import load_config
 from slimx.errors import Interrupted, PartLost, Preempted, SlimxError
-from slimx.extras.watch.events import webhook
-from slimx.extras.watch.events.alerts import Alerts, alerting, without_signal
-from slimx.extras.watch.events.webhook import Webhook
-from slimx.observability.tracking.metrics import Signal
-from tests.refusals import numbers, refused
+from slimx.extras.alerts import webhook
+from slimx.extras.alerts.receiver import Alerts, alerting
+from slimx.extras.alerts.webhook import Webhook
+from tests.refusals import refused
 from tests.webhook_server import Received, webhook_server
 
 
@@ -86,7 +85,16 @@ def test_a_failing_server_gets_retries_and_lost_events_are_counted(server, alert
     assert [event["event"] for event in server.events] == ["restarted"]
     assert server.posts == 2 * 3
     (note,) = notes
-    assert "engine_lost" in note and "KEY" not in note
+    assert "engine_lost" in note and "503" in note and "KEY" not in note
+
+
+def test_undelivered_events_are_counted_by_kind_and_reason(server, alerts, notes):
+    server.statuses = [404, 404, 403]
+    with alerting(alerts, server.url):
+        for kind in ("restarted", "restarted", "engine_lost"):
+            alerts.tell(kind, "it is back")
+    (note,) = notes
+    assert "2 times restarted" in note and "404" in note and "engine_lost" in note and "403" in note
 
 
 def test_retries_wait_as_long_as_the_server_asks_up_to_a_limit(server, alerts, monkeypatch):
@@ -148,38 +156,6 @@ def test_a_stall_is_reported_when_it_begins_and_when_it_ends(server, alerts, not
         ("went_on", "train", 5),
     ]
     assert len(notes) == 1 and "trainer rank 3" in notes[0]
-
-
-def row(reward: float, silent: float, norm: float, prefix: str = "") -> dict[str, float]:
-    values = {"reward/mean": reward, "reward/groups_without_signal": silent, "optim/grad_norm": norm}
-    return {prefix + name: value for name, value in values.items()}
-
-
-def test_steps_without_signal_are_reported_after_5_10_and_20(server, alerts, notes):
-    signal = Signal({"": True, "policy/b/": True, "policy/c/": False})
-    counts = []
-    with alerting(alerts, server.url):
-        for step in range(1, 25):
-            alerts.step = step
-            actor = row(0.5, 0.75 if step == 3 else 1.0, 0.3)  # a KL term keeps its gradient
-            other = row(1.0, 1.0, 0.0 if step > 20 else 0.3, "policy/c/")
-            metrics = actor | row(0.5, 0.5, 0.3, "policy/b/") | other
-            found = signal.counted(metrics)
-            counts.append([found[f"{prefix}optim/steps_without_signal"] for prefix in ("", "policy/b/", "policy/c/")])
-            alerts.recorded(metrics | found)
-    assert [count for count, _, _ in counts] == [1, 2, 0, *range(1, 22)]
-    assert {count for _, count, _ in counts} == {0}
-    assert [count for _, _, count in counts] == [0] * 20 + [1, 2, 3, 4]
-    assert [(e["event"], e["step"], e["about"]) for e in server.events] == [
-        ("no_signal", n + 3, "") for n in (5, 10, 20)
-    ]
-    assert len(notes) == 3 and [numbers(note)[0] for note in notes] == [5, 10, 20]
-
-
-def test_a_policy_whose_gradient_is_0_is_named():
-    metrics = row(1.0, 0.0, 0.0, "policy/c/") | {"policy/c/optim/steps_without_signal": 6.0}
-    assert list(without_signal(metrics)) == ["policy/c/"]
-    assert without_signal(metrics | {"policy/c/optim/steps_without_signal": 4.0}) == {}
 
 
 @pytest.mark.parametrize("value", ["hooks.example.com/SECRET", "ftp://h/SECRET", "http://", "http://[SECRET"])
