@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import plotly.graph_objects as go
 
-from slimx.extras.report.charts import PALETTE, Chart, new_figure, run_length, thin
+from slimx.extras.report.charts import PALETTE, Chart, new_figure, run_length, step_axis, thin
+from slimx.extras.report.meanings import about
 from slimx.observability.tracking.metrics import StepRecord
 
 RUNNING_MEAN_STEPS = 10
@@ -66,14 +67,14 @@ PANELS = (
     ),
     Panel("KL divergence from the reference", Series("kl/reference", "KL")),
     Panel("Gradient norm", Series("optim/grad_norm", "norm"), Series("critic/grad_norm", "critic")),
-    Panel("Log-prob gap of trainer and engine", Series("gap/mean", "mean"), Series("gap/max", "max"), log=True),
+    Panel("Log-prob gap (train-inference mismatch)", Series("gap/mean", "mean"), Series("gap/max", "max"), log=True),
     Panel(
         "Tokens with a gap above 1e-5",
         Series("gap/tokens_above_1e-5", "all"),
         Series("gap/tokens_other_routes", "routed to other experts"),
     ),
     Panel("Learning rate", Series("optim/lr", "rate"), Series("critic/lr", "critic")),
-    Panel("Staleness, versions", Series("staleness/mean", "mean"), Series("staleness/max", "max")),
+    Panel("Staleness (off-policy lag), versions", Series("staleness/mean", "mean"), Series("staleness/max", "max")),
     Panel("Turns per rollout", Series("rollout/turns_mean", "mean"), Series("rollout/turns_max", "max")),
     Panel("Tokens per second", Series("perf/tokens_per_second", "tokens/s"), thousands=True),
 )
@@ -147,11 +148,13 @@ def _families(names: Sequence[str], records: Sequence[StepRecord], points: int) 
 
 def _panel(panel: Panel, present: Sequence[Series], records: Sequence[StepRecord], points: int) -> Chart:
     chart = Chart(title=panel.title, figure=new_figure(height=250))
-    chart.figure.update_layout(showlegend=panel.legend, hovermode="x unified", xaxis_title_text="step")
+    chart.figure.update_layout(showlegend=panel.legend, hovermode="x unified")
     if panel.thousands:
         chart.figure.update_yaxes(exponentformat="SI")
     lines = []
     for series in present:
+        label = series.label if len(present) > 1 else ""
+        chart.about.append(about(series.key, label))
         steps, values = _measured(series, records, chart.notes)
         running = None
         if series.running_mean and values.size > 2 * RUNNING_MEAN_STEPS:
@@ -170,6 +173,10 @@ def _panel(panel: Panel, present: Sequence[Series], records: Sequence[StepRecord
             line.faint = True
             x, y = thin(steps, running, points, peak)
             lines.append(_Line(f"mean of {RUNNING_MEAN_STEPS} steps", line.color, x, y, series.sparse))
+    # The same range in all charts of a run, so that a reader can compare them from top to bottom.
+    first = records[0].step
+    last = records[-1].step
+    step_axis(chart.figure, first, last, pad=0.02 * (last - first) or 0.5)
     constant = _constant(lines)
     if panel.log:
         _logarithmic(chart, lines)
@@ -230,9 +237,11 @@ def _logarithmic(chart: Chart, lines: Sequence[_Line]) -> None:
         high = int(np.ceil(np.log10(positive.max())))
     ticks = {10.0**decade: f"1e{decade}" for decade in range(low, high + 1, 1 + (high - low) // 8)}
     foot = 10.0 ** (low - 1)
+    bottom = low
     for line in lines:
         zeros = line.y == 0
         if zeros.any():
+            bottom = low - 1
             ticks[foot] = "0"
             chart.notes.append(f"{line.label}: exactly 0 at {zeros.sum()} of {line.y.size} points (open circles).")
             chart.figure.add_scatter(
@@ -245,7 +254,9 @@ def _logarithmic(chart: Chart, lines: Sequence[_Line]) -> None:
                 showlegend=False,
             )
             line.y = np.where(zeros, np.nan, line.y)
-    chart.figure.update_yaxes(type="log", tickvals=list(ticks), ticktext=list(ticks.values()))
+    # From a tick to a tick: plotly.js would end the axis at the data, between two ticks that are then not visible.
+    limits = [bottom - 0.1, high + 0.1]
+    chart.figure.update_yaxes(type="log", tickvals=list(ticks), ticktext=list(ticks.values()), range=limits)
 
 
 def _constant(lines: Sequence[_Line]) -> float | None:
