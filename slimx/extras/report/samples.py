@@ -82,9 +82,17 @@ def _cell(sample: RecordedSample | None, before: RecordedSample | None, passing:
         "passed": sample.reward >= passing,
         "reward": digits(sample.reward),
         "trend": trend,
+        "parts": _parts(sample.reward_parts),
         "answer": answer if len(answer) <= ANSWER_CHARACTERS else f"{answer[:ANSWER_CHARACTERS]} ...",
         "response": marked(_cut(sample.response), answer),
     }
+
+
+def _parts(values: object) -> str:
+    """Lists the parts of a reward; "" for a reward without parts, and for a run that did not record them."""
+    if not isinstance(values, dict):
+        return ""
+    return ", ".join(f"{name} {'nan' if value is None else digits(value)}" for name, value in values.items())
 
 
 def marked(text: str, answer: str | None) -> list[tuple[str, bool]]:

@@ -98,14 +98,12 @@ def _state(running: bool, finished: bool, pace: PhasePace | None, silent: float 
 
 
 STATES: Mapping[str, str] = {
-    "STARTING": "does not answer yet",
-    "READY": "serves verified weights",
-    "PAUSED": "does not serve during a weight sync",
-    "DIRTY": "does not serve, because its weights are not verified",
-    "ASLEEP": "its memory is released to the trainers",
-    "DEAD": "its process has ended",
+    "out": "not serving: starts or restarts",
+    "joining": "not serving: waits for the next weight sync",
+    "member": "serving",
+    "gone": "lost: no restarts left",
 }
-"""Descriptions of the states of an engine (docs/concepts.md)."""
+"""Descriptions of the states of engines as members of a run."""
 
 WORDS: Mapping[str, str] = {
     "gap/mean": "gap: train-inference mismatch of log-probs",

@@ -9,8 +9,9 @@ import pytest
 
 from slimx.extras.report.cards import FIGURES, cards, other_cards
 from slimx.extras.report.charts import PhaseColors, step_ticks
-from slimx.extras.report.curves import PANELS, curves
+from slimx.extras.report.curves import curves
 from slimx.extras.report.meanings import GOOD, about
+from slimx.extras.report.panels import PANELS
 from slimx.extras.report.phase_charts import phase_charts
 from slimx.extras.report.samples import marked
 from slimx.observability.tracking.metrics import StepRecord

@@ -105,7 +105,7 @@ class Content:
         return {**values, "lines": describe_status(values), "states": STATES, "terms": TERMS, "now": time.time()}
 
     def charts(self, since: str) -> Json:
-        """Returns {version, charts, cards} with all charts, and the cards of the report. Both are None if the files have
+        """Returns {version, charts, cards} with all charts and the cards of the report; both are None if the files have
         not changed since version `since`."""
         with self._lock:
             self._steps.refresh()

@@ -41,8 +41,8 @@ function drawStatus(status) {
   byId("engines").previousElementSibling.hidden = status.engines.length === 0;
   byId("engines").tBodies[0].replaceChildren(...status.engines.map((engine) => {
     const row = element("tr");
-    const state = engine.standing + (engine.standing in status.states ? ` (${status.states[engine.standing]})` : "");
-    const standing = status.running ? state : `ended; last ${state}`;
+    const state = engine.standing in status.states ? `${status.states[engine.standing]} (${engine.standing})` : engine.standing;
+    const standing = status.running ? state : `ended; before: ${state}`;
     for (const cell of [engine.name, engine.frozen ? "frozen" : engine.role, standing, engine.restarts, engine.url || ""])
       row.append(element("td", "", cell));
     return row;
@@ -231,11 +231,11 @@ function drawGroup(side, group) {
   for (const each of group.kept) {
     const row = element("div", "trajectory");
     const versions = [...new Set(each.versions.map((version) => version[2]))].join("+") || "none";
-    const parts = Object.entries(each.reward_parts).map(([name, reward]) => `${name} ${shown(reward)}`).join(" + ");
+    const parts = Object.entries(each.reward_parts).map(([name, reward]) => `${name} ${shown(reward)}`).join(", ");
     const turns = new Set(each.parts.filter((part) => part.source === "sampled").map((part) => part.turn)).size;
     const verdict = element("div"), right = passed(side, each);
     verdict.append(element("b", right ? "up" : "down", `${right ? "✓ passed" : "✗ failed"}, reward ${shown(each.reward)}`));
-    if (parts) verdict.append(` = ${parts}`);
+    if (parts) verdict.append(` (parts: ${parts})`);
     if (known(group.prompt.answer)) verdict.append(", expected ", element("mark", "", shortened(group.prompt.answer)));
     const head = element("div", "soft", `${each.id}${each.policy === "actor" ? "" : " of " + each.policy}: ${each.status} (${each.finish_reason}), version ${versions}, ` +
       `${sampled(each)} tokens, ${turns} ${turns === 1 ? "turn" : "turns"}`);
@@ -245,6 +245,8 @@ function drawGroup(side, group) {
     const text = element("div", "text");
     for (const [part, found] of each.parts.flatMap((part) => part.marked)) text.append(found ? element("mark", "", part) : part);
     row.append(verdict, head, text);
+    row.tabIndex = 0;
+    row.addEventListener("keydown", (event) => { if (event.key === "Enter") row.click(); });
     row.addEventListener("click", () => openTokens(side, group.id, each.id, row, text), {once: true});
     card.append(row);
   }
