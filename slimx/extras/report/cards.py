@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from slimx.extras.report.curves import measured, metrics_of
 from slimx.extras.report.meanings import About, about
 from slimx.observability.tracking.metrics import StepRecord
 
@@ -83,17 +84,16 @@ class Card:
 
 def cards(records: Sequence[StepRecord]) -> list[Card]:
     """Returns the cards of the figures that `records`, the steps of a run, contain."""
-    names: dict[str, None] = {}
-    for record in records:
-        names.update(dict.fromkeys(record.metrics))
+    names = metrics_of(records)
     out = []
     for figure in FIGURES:
-        found = list(filter(re.compile(figure.metric).fullmatch, names))
-        measured = [record for record in records if not record.metrics.keys().isdisjoint(found)]
-        values = [max(record.metrics.get(name, -math.inf) for name in found) for record in measured]
-        if figure.if_zero and values or any(values):
-            highest = max(found, key=lambda name: max(record.metrics.get(name, -math.inf) for record in measured))
-            out.append(_card(figure, highest, [record.step for record in measured], values))
+        found = []
+        for name in filter(re.compile(figure.metric).fullmatch, sorted(names)):
+            found.append((name, *measured(records, name)))
+        if found:
+            name, steps, values = max(found, key=lambda item: np.max(item[2], initial=-math.inf))
+            if figure.if_zero or values.any():
+                out.append(_card(figure, name, steps.tolist(), values.tolist()))
     return out
 
 
@@ -132,10 +132,10 @@ def _card(figure: Figure, metric: str, steps: Sequence[int], values: Sequence[fl
     return Card(title=figure.title, value=digits(value), scope=scope, more=more, about=about(metric))
 
 
-def mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float] | np.ndarray) -> float:
     """Returns the mean of the finite values; NaN if there are none."""
-    finite = [value for value in values if math.isfinite(value)]
-    return float(np.mean(finite)) if finite else math.nan
+    finite = np.array(values)[np.isfinite(values)]
+    return float(finite.mean()) if finite.size else math.nan
 
 
 def digits(value: float) -> str:

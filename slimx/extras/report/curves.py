@@ -22,9 +22,7 @@ def curves(records: Sequence[StepRecord], *, points: int) -> tuple[list[Chart], 
     """Returns charts of the panels for which `records` have values, and the titles of the other panels.
 
     Curves of more than `points` steps are averaged over nearly equally sized groups of consecutive steps."""
-    names: set[str] = set()
-    for record in records:
-        names.update(record.metrics)
+    names = metrics_of(records)
     charts: list[Chart] = []
     absent: list[str] = []
     for panel in PANELS:
@@ -90,7 +88,7 @@ def draw_panel(panel: Panel, sources: Sequence[Source], points: int) -> Chart:
     lines = []
     for source in sources:
         series = source.series
-        steps, values = _measured(source, chart.notes)
+        steps, values = _finite(source, chart.notes)
         running = None
         if series.running_mean and values.size > 2 * RUNNING_MEAN_STEPS:
             running = _running_mean(values)
@@ -133,18 +131,30 @@ class _Line:
     faint: bool = False
 
 
-def _measured(source: Source, notes: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the steps and values of one metric. Non-finite values become NaN, which leaves a gap in the curve, and
-    are mentioned in `notes`."""
-    measured_steps: list[int] = []
-    measured_values: list[float] = []
+def metrics_of(records: Sequence[StepRecord]) -> set[str]:
+    """Returns the names of all metrics that `records` contain."""
+    names: set[str] = set()
+    for record in records:
+        names.update(record.metrics)
+    return names
+
+
+def measured(records: Sequence[StepRecord], metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the steps that have `metric`, and its values as float64."""
+    steps: list[int] = []
+    values: list[float] = []
+    for record in records:
+        if metric in record.metrics:
+            steps.append(record.step)
+            values.append(record.metrics[metric])
+    return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
+
+
+def _finite(source: Source, notes: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the steps and values of one curve. Non-finite values become NaN, which leaves a gap in the curve, and are
+    mentioned in `notes`."""
     key = source.series.key
-    for record in source.records:
-        if key in record.metrics:
-            measured_steps.append(record.step)
-            measured_values.append(record.metrics[key])
-    steps = np.array(measured_steps, dtype=np.int64)
-    values = np.array(measured_values)
+    steps, values = measured(source.records, key)
     bad = steps[~np.isfinite(values)]
     if bad.size:
         values = np.where(np.isfinite(values), values, np.nan)

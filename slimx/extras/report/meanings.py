@@ -50,10 +50,10 @@ GOOD: Mapping[str, Good] = {
     "loss/policy": Good("Near 0, with either sign: it need not fall, so judge the reward instead."),
     "loss/sft": Good("Low: it falls, first fast and then slowly.", Best.LOWEST),
     "loss/clip_fraction": Good(
-        "Low: 0 if a step has a single update; a rise means that the policy moves far within a step.", Best.LOWEST
+        "Low: 0 if a step has a single update; a rise means that the policy moves far within a step."
     ),
     "policy/entropy": Good("Falls slowly: near 0, answers of a group become identical; a steady rise is a warning."),
-    "kl/reference": Good("Low: it starts at 0 and grows slowly.", Best.LOWEST),
+    "kl/reference": Good("Low: it starts at 0 and grows slowly."),
     "preference/loss": Good("Low: it falls; 0.69 is chance.", Best.LOWEST),
     "preference/accuracy": Good("High: 0.5 is chance.", Best.HIGHEST),
     "value/loss": Good("Low: it falls, in the units of squared returns.", Best.LOWEST),

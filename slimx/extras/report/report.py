@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from slimx.errors import SlimxError
 from slimx.extras.report.cards import cards, digits, other_cards
-from slimx.extras.report.charts import Chart, PhaseColors
+from slimx.extras.report.charts import PALETTE, Chart, PhaseColors
+from slimx.extras.report.comparison import config_rows, overlaid, read_runs, run_names, value_rows, x_axes
 from slimx.extras.report.curves import curves
 from slimx.extras.report.meanings import TERMS
 from slimx.extras.report.phase_charts import phase_charts
@@ -51,12 +54,38 @@ def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
     runs.sort(key=lambda run: not _sampled(run))  # stable
     writer = _Writer()
     sections = [_section(run, writer, run_count=len(runs)) for run in runs]
+    _write_page(out, title=title, runs=sections, comparison=None)
+
+
+def write_comparison(run_dirs: Sequence[Path], out: Path, title: str | None) -> None:
+    """Writes the page `out` that compares runs: one file that needs no network, with a curve per run in each chart, the
+    final and best values, and the keys in which the configurations differ. `title`: title of the page; None: the names
+    of the runs.
+
+    Raises SlimxError as `write_report` does, for fewer than two directories, and for a directory given twice."""
+    runs = read_runs(run_dirs)
+    names = run_names(run_dirs)
+    writer = _Writer()
+    heads = []
+    for name, run, color in zip(names, runs, cycle(PALETTE), strict=False):
+        head = {"name": name, "color": color, "extent": _extent(run)}
+        heads.append({**head, "missing": run.missing, "problems": run.problems})
+    comparison = {
+        "runs": heads,
+        "charts": [writer.card(chart) for chart in overlaid([run.steps for run in runs], names)],
+        "axes": json.dumps([x_axes(run) for run in runs]),
+        "metrics": value_rows(runs),
+        "config": config_rows(runs),
+    }
+    _write_page(out, title=title or f"Comparison of {' and '.join(names)}", runs=[], comparison=comparison)
+
+
+def _write_page(out: Path, **values: object) -> None:
     pages = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    html = pages.get_template("page.html").render(
-        title=title, runs=sections, terms=TERMS, plotly=b64encode(PLOTLY.read_bytes()).decode()
-    )
+    plotly = b64encode(PLOTLY.read_bytes()).decode()
+    html = pages.get_template("page.html").render(terms=TERMS, plotly=plotly, **values)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(html, encoding="utf-8")
