@@ -77,7 +77,7 @@ def write_comparison(run_dirs: Sequence[Path], out: Path, title: str | None) -> 
         "metrics": value_rows(runs),
         "config": config_rows(runs),
     }
-    _write_page(out, title=title or f"Comparison of {' and '.join(names)}", runs=[], comparison=comparison)
+    _write_page(out, title=title or f"Comparison of {', '.join(names[:-1])} and {names[-1]}", runs=[], comparison=comparison)
 
 
 def _write_page(out: Path, **values: object) -> None:
@@ -172,7 +172,7 @@ def _extent(run: RunFiles) -> str:
     if run.steps:
         first = run.steps[0]
         last = run.steps[-1]
-        parts.append(f"steps {first.step} to {last.step}")
+        parts.append(f"step {last.step}" if first.step == last.step else f"steps {first.step} to {last.step}")
         versions = [record.version for record in run.steps if record.version is not None]
         if versions:
             parts.append(f"weight versions {min(versions)} to {max(versions)}")

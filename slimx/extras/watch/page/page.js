@@ -67,7 +67,7 @@ function explained(title, about) {
     if (item.label) line.append(element("b", "", `${item.label}: `));
     line.append(...coded(item.meaning));
     if (item.good) line.append(" ", element("b", "", "Good: "), ...coded(item.good));
-    line.append(" ", element("code", "", item.metric));
+    line.append(" ", element("code", "", `${item.metric} (docs/metrics.md#${item.section})`));
     body.append(line);
   }
   made.append(summary, body);
