@@ -109,6 +109,9 @@ MISTAKES = (
     Mistake("--config before the file", "train --config run.yaml"),
     Mistake("an unwritable report", "report runs/sums --out /proc/report.html", {"runs/sums/metrics.jsonl": ""}),
     Mistake("a report of the YAML file", "report run.yaml"),
+    Mistake("a comparison of one run", "report --compare runs/sums", {"runs/sums/metrics.jsonl": ""}),
+    Mistake("a comparison of a run with itself", "report a a --compare", {"a/metrics.jsonl": ""}),
+    Mistake("a comparison with no run", "report a b --compare", {"a/metrics.jsonl": ""}),
     Mistake("status of a run that never began", "status run.yaml"),
     Mistake("rollouts of the YAML file", "rollouts run.yaml"),
     # The YAML file.

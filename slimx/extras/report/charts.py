@@ -3,10 +3,13 @@ curves."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
 import plotly.graph_objects as go
+
+from slimx.extras.report.meanings import About
 
 # Distinguishable on white and on near-black backgrounds.
 PALETTE = ("#4a86cf", "#dd8a33", "#3f9f7f", "#b05c9f", "#c8574f", "#8f8340", "#3aa3b4", "#8a78c9", "#9a6b4f", "#7c8793")
@@ -58,6 +61,8 @@ class Chart:
     figure: go.Figure
     notes: list[str] = field(default_factory=list)
     """Remarks about what the figure does not show: averaging, non-finite values, omissions."""
+    about: list[About] = field(default_factory=list)
+    """Explanations of the metrics in the figure, in the order of the legend."""
     wide: bool = False
 
 
@@ -69,7 +74,7 @@ def new_figure(*, height: int) -> go.Figure:
         layout={
             "template": go.layout.Template(),  # plotly's default template is large and suits light mode only
             "height": height,
-            "margin": {"l": 56, "r": 10, "t": 10, "b": 40},
+            "margin": {"l": 56, "r": 18, "t": 10, "b": 40},
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
             "font": {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 12},
@@ -87,6 +92,33 @@ def new_figure(*, height: int) -> go.Figure:
             "yaxis": {"gridcolor": GRID, "zeroline": False, "automargin": True, "exponentformat": "e", "title": small},
         }
     )
+
+
+TICKS = 6
+"""Number of intervals between ticks on an axis of steps, at most."""
+
+
+def step_axis(figure: go.Figure, first: int, last: int, pad: float) -> None:
+    """Gives a figure an x axis of steps with a tick at the last step. `pad`: space at both ends, in steps, such as half
+    the width of a bar.
+
+    plotly.js chooses round ticks and omits the last label if it has no space, so that a reader cannot tell where a run
+    ends. The page's script lets plotly.js choose the ticks again when a reader zooms in."""
+    figure.update_xaxes(
+        title_text="step", tickvals=step_ticks(first, last), range=[first - pad, last + pad], separatethousands=True
+    )
+
+
+def step_ticks(first: int, last: int) -> list[int]:
+    """Returns the steps that have a tick: round numbers from `first` on, and `last`."""
+    width = 1
+    for factor in itertools.cycle((2, 2.5, 2)):  # 1, 2, 5, 10, 20, ...
+        if (last - first) / width <= TICKS:
+            break
+        width = round(width * factor)
+    # A round number close to the last step would overlap with it.
+    ticks = [step for step in range(-(-first // width) * width, last, width) if last - step > 0.6 * width]
+    return [*ticks, last]
 
 
 def thin(steps: np.ndarray, values: np.ndarray, points: int, peak: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -17,12 +17,18 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories; runs with rollouts come first in the report.")],
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Compare the runs: the same charts with a curve per run, and differences.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="Title of the page.")] = "slimx run",
+    title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Writes one self-contained HTML report about one or more runs."""
-    from slimx.extras.report.report import write_report
+    """Writes one self-contained HTML report about one or more runs: one after the other, or compared."""
+    from slimx.extras.report.report import write_comparison, write_report
 
-    write_report(runs, out, title)
+    if compare:
+        write_comparison(runs, out, title)
+    else:
+        write_report(runs, out, title or "slimx run")
     Console(soft_wrap=True).print(plain(f"report {out}"))

@@ -8,11 +8,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slimx.extras.report.charts import GRID, Chart, PhaseColors, new_figure, run_length, thin
+from slimx.extras.report.charts import GRID, Chart, PhaseColors, new_figure, run_length, step_axis, thin
+from slimx.extras.report.meanings import About, about
 from slimx.observability.tracking.phases import Phase, Placed, place
 
 GANTT_STEPS = 6
 GANTT_ROWS = 24
+TRACKS = About(
+    label="",
+    metric="time/{phase}",
+    meaning="Start and end of each phase; tracks are processes and activities that run at the same time.",
+    good="No long empty stretch: trainers or engines are idle there.",
+)
+"""Explanation of the Gantt chart."""
 
 
 def phase_charts(phases: Sequence[Phase], *, points: int, colors: PhaseColors) -> list[Chart]:
@@ -55,7 +63,10 @@ def _seconds_by_phase(placed: Sequence[Placed], colors: dict[str, str], points: 
             seconds[name][position[step]] += item.self_seconds
             tracks.add(item.phase.track)
     chart = Chart(title="Seconds by phase", figure=new_figure(height=300), wide=True)
-    chart.figure.update_layout(barmode="stack", bargap=0.12, xaxis_title_text="step", yaxis_title_text="seconds")
+    chart.about.append(about("time/{phase}"))
+    chart.figure.update_layout(barmode="stack", bargap=0.12, yaxis_title_text="seconds")
+    # Half a bar and its gap at both ends; each bar spans several steps if there are many.
+    step_axis(chart.figure, steps[0], steps[-1], pad=max(0.7, 0.7 * (steps[-1] - steps[0]) / points))
     for name, values in seconds.items():
         if not values.any():
             continue
@@ -71,6 +82,8 @@ def _seconds_by_phase(placed: Sequence[Placed], colors: dict[str, str], points: 
             hovertemplate="%{y:.2f} s",
         )
     chart.figure.update_layout(hovermode="x unified")
+    if "publish" in seconds:
+        chart.notes.append("publish: weight sync, from trainers to engines.")
     if len(steps) > points:
         chart.notes.append(f"Each bar is the mean of {run_length(len(steps), points)} steps.")
     if parents:
@@ -100,6 +113,7 @@ def _gantt(placed: Sequence[Placed], colors: dict[str, str]) -> list[Chart]:
     if len(steps) > 1:
         title = f"Last {len(steps)} steps by track"
     chart = Chart(title=title, figure=new_figure(height=96 + 30 * len(rows)), wide=True)
+    chart.about.append(TRACKS)
     if len(keys) > GANTT_ROWS:
         chart.notes.append(f"{len(keys) - GANTT_ROWS} more rows of overlapping phases are not drawn.")
     bars: dict[str, _Bars] = {name: _Bars() for name in colors}

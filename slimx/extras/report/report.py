@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import math
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from slimx.errors import SlimxError
 from slimx.extras.alerts.log import alert_lines, alerts_of
-from slimx.extras.report.charts import Chart, PhaseColors
+from slimx.extras.report.cards import cards, digits, other_cards
+from slimx.extras.report.charts import PALETTE, Chart, PhaseColors
+from slimx.extras.report.comparison import config_rows, overlaid, read_runs, run_names, value_rows, x_axes
 from slimx.extras.report.curves import curves
+from slimx.extras.report.meanings import TERMS
 from slimx.extras.report.phase_charts import phase_charts
-from slimx.extras.report.previews import Previews, Shown
+from slimx.extras.report.previews import Previews
+from slimx.extras.report.samples import least_passing, sample_table, training_table
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.run_files import RunFiles, read_run
-from slimx.observability.tracking.samples import Comparison, RecordedSample, compare, spread
+from slimx.observability.tracking.samples import compare
 
 # Limits for all runs of a page together. They keep the content of the runs smaller than plotly.js, which has 0.5 MB.
 CURVE_POINTS = 1200
 SAMPLE_ROWS = 24
 SAMPLE_STEPS = 4
-TRAINING_ROWS = 20
-SAMPLE_CHARACTERS = 3000
-PEAK = "trainer memory at its peak, MiB"
-"""Prefix of the labels under which a run's summary lists peak memory, one label per phase."""
 PLOTLY = Path(__file__).with_name("plotly-basic.min.js.gz")
 """plotly.js with only scatter and bar charts (npm's plotly.js-basic-dist-min, compressed with `gzip -9n`), of the
 release that belongs to the pinned version of plotly. The browser decompresses it."""
@@ -54,12 +55,38 @@ def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
     runs.sort(key=lambda run: not _sampled(run))  # stable
     writer = _Writer()
     sections = [_section(run, writer, run_count=len(runs)) for run in runs]
+    _write_page(out, title=title, runs=sections, comparison=None)
+
+
+def write_comparison(run_dirs: Sequence[Path], out: Path, title: str | None) -> None:
+    """Writes the page `out` that compares runs: one file that needs no network, with a curve per run in each chart, the
+    final and best values, and the keys in which the configurations differ. `title`: title of the page; None: the names
+    of the runs.
+
+    Raises SlimxError as `write_report` does, for fewer than two directories, and for a directory given twice."""
+    runs = read_runs(run_dirs)
+    names = run_names(run_dirs)
+    writer = _Writer()
+    heads = []
+    for name, run, color in zip(names, runs, cycle(PALETTE), strict=False):
+        head = {"name": name, "color": color, "extent": _extent(run)}
+        heads.append({**head, "missing": run.missing, "problems": run.problems})
+    comparison = {
+        "runs": heads,
+        "charts": [writer.card(chart) for chart in overlaid([run.steps for run in runs], names)],
+        "axes": json.dumps([x_axes(run) for run in runs]),
+        "metrics": value_rows(runs),
+        "config": config_rows(runs),
+    }
+    _write_page(out, title=title or f"Comparison of {', '.join(names[:-1])} and {names[-1]}", runs=[], comparison=comparison)
+
+
+def _write_page(out: Path, **values: object) -> None:
     pages = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    html = pages.get_template("page.html").render(
-        title=title, runs=sections, plotly=b64encode(PLOTLY.read_bytes()).decode()
-    )
+    plotly = b64encode(PLOTLY.read_bytes()).decode()
+    html = pages.get_template("page.html").render(terms=TERMS, plotly=plotly, **values)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(html, encoding="utf-8")
@@ -88,6 +115,7 @@ class _Writer:
             # Inside a script element only "<" could end the element or start a comment.
             "figure": chart.figure.to_json(validate=False).replace("<", r"\u003c"),
             "notes": chart.notes,
+            "about": chart.about,
             "wide": chart.wide,
         }
 
@@ -120,16 +148,18 @@ def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
     training = []
     if comparison is not None:
         show = partial(figures.previews.of, run.directory)
-        samples = _samples(comparison, show, rows=max(4, SAMPLE_ROWS // run_count))
+        passing = least_passing(run.directory)
+        samples = sample_table(comparison, show, passing, rows=max(4, SAMPLE_ROWS // run_count))
+        samples["passing"] = digits(passing)
         if comparison.evaluation:
-            training = _training(run.samples, show)
+            training = training_table(run.samples, show, passing)
     return {
         "name": run.directory.resolve().name,
         "extent": _extent(run),
         "missing": run.missing,
         "problems": run.problems,
         "alerts": _alerts(run.directory),
-        "numbers": [_number(label, value) for label, value in _joined(run.summary or {}).items()],
+        "cards": [*cards(run.steps), *other_cards(run.summary or {}, all_of_them=not run.steps)],
         "blocks": blocks,
         "samples": samples,
         "training": training,
@@ -152,7 +182,7 @@ def _extent(run: RunFiles) -> str:
     if run.steps:
         first = run.steps[0]
         last = run.steps[-1]
-        parts.append(f"steps {first.step} to {last.step}")
+        parts.append(f"step {last.step}" if first.step == last.step else f"steps {first.step} to {last.step}")
         versions = [record.version for record in run.steps if record.version is not None]
         if versions:
             parts.append(f"weight versions {min(versions)} to {max(versions)}")
@@ -166,106 +196,6 @@ def _extent(run: RunFiles) -> str:
     return " · ".join(parts)
 
 
-def _joined(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the summary with a single value for peak memory: the highest among all phases, under the label that names
-    its phase."""
-    peaks = {label: value for label, value in summary.items() if label.startswith(PEAK)}
-    if len(peaks) < 2:
-        return dict(summary)
-    highest = max(peaks, key=lambda label: peaks[label])
-    out = dict(summary)
-    for label in peaks:
-        if label != highest:
-            del out[label]
-    return out
-
-
-def _number(label: str, value: Any) -> dict[str, Any]:
-    """Formats a headline value: an integer with thousands separators, another number with four significant digits,
-    anything else as text."""
-    if isinstance(value, bool):
-        return {"label": label, "value": "yes" if value else "no", "text": False}
-    if not isinstance(value, (int, float)):
-        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-        return {"label": label, "value": text, "text": len(text) > 12}
-    digits = f"{value:,}" if isinstance(value, int) else _digits(value)
-    return {"label": label, "value": digits, "text": False}
-
-
-def _digits(value: float) -> str:
-    """Formats a number with four significant digits, or with all integer digits if it is at least 10,000 and below a
-    billion."""
-    if math.isfinite(value) and 1e4 <= abs(value) < 1e9:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
-
-
-def _samples(comparison: Comparison, show: Callable[[object], Shown], rows: int) -> dict[str, Any]:
-    kind = "Held-out" if comparison.evaluation else "Training"
-    total = len(comparison.rows)
-    shown = comparison.rows[:rows]
-    steps = comparison.steps
-    if len(steps) == 1:
-        note = f"{kind} rollouts of step {steps[0]}, the only step that has samples."
-    else:
-        listed = ", ".join(map(str, steps[:-1]))
-        note = f"{kind} rollouts of steps {listed} and {steps[-1]}; {comparison.common} prompts have a rollout at both "
-        note += "the first and the last of these steps."
-    if total > len(shown):
-        note += f" {len(shown)} of {total} prompts are shown, in the order of the file."
-    table = []
-    for row in shown:
-        cells = [_cell(sample, row.samples[0]) for sample in row.samples]
-        images = next((show(sample.images) for sample in row.samples if sample is not None), Shown())
-        table.append({"prompt": _cut(row.prompt), "images": images, "answer": _cut(row.answer), "cells": cells})
-    return {"note": note, "headings": [f"Step {step}" for step in steps], "rows": table}
-
-
-def _training(samples: Sequence[RecordedSample], show: Callable[[object], Shown]) -> list[dict[str, Any]]:
-    """Returns a row for each of at most TRAINING_ROWS recorded steps spread over the run, with the step's first
-    training rollout."""
-    first: dict[int, RecordedSample] = {}
-    for sample in samples:
-        if not sample.evaluation:
-            first.setdefault(sample.step, sample)
-    rows = []
-    for step in spread(sorted(first), TRAINING_ROWS):
-        sample = first[step]
-        rows.append(
-            {
-                "step": step,
-                "prompt": _cut(sample.prompt),
-                "images": show(sample.images),
-                "answer": _cut(sample.answer or ""),
-                "cell": _cell(sample, None),
-            }
-        )
-    return rows
-
-
-def _cell(sample: RecordedSample | None, before: RecordedSample | None) -> dict[str, str] | None:
-    if sample is None:
-        return None
-    change = 0.0
-    if before is not None:
-        change = sample.reward - before.reward
-    trend = ""
-    if change > 0:
-        trend = "up"
-    elif change < 0:
-        trend = "down"
-    return {"reward": _digits(sample.reward), "trend": trend, "response": _cut(sample.response)}
-
-
-def _cut(text: str) -> str:
-    """Returns `text`; if it is longer than SAMPLE_CHARACTERS characters, returns that many, followed by the number of
-    omitted ones."""
-    left = len(text) - SAMPLE_CHARACTERS
-    if left <= 0:
-        return text
-    return f"{text[:SAMPLE_CHARACTERS]}\n[{left:,} more characters]"
-
-
 def _metric_rows(steps: Sequence[StepRecord]) -> list[tuple[str, ...]]:
     """Returns a row for each metric, sorted by name: name, count, first, last, lowest and highest value."""
     by_key: dict[str, list[float]] = {}
@@ -276,5 +206,5 @@ def _metric_rows(steps: Sequence[StepRecord]) -> list[tuple[str, ...]]:
     for key, values in sorted(by_key.items()):
         numbers = [value for value in values if not math.isnan(value)] or [math.nan]
         shown = (values[0], values[-1], min(numbers), max(numbers))
-        rows.append((key, str(len(values)), *(_digits(value) for value in shown)))
+        rows.append((key, str(len(values)), *(digits(value) for value in shown)))
     return rows

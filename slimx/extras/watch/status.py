@@ -99,6 +99,20 @@ def _state(running: bool, finished: bool, pace: PhasePace | None, silent: float 
     return RunCondition.RUNNING
 
 
+STATES: Mapping[str, str] = {
+    "out": "not serving: starts or restarts",
+    "joining": "not serving: waits for the next weight sync",
+    "member": "serving",
+    "gone": "lost: no restarts left",
+}
+"""Descriptions of the states of engines as members of a run."""
+
+WORDS: Mapping[str, str] = {
+    "gap/mean": "gap: train-inference mismatch of log-probs",
+    "staleness/max": "staleness: versions between sampling and training",
+}
+"""Usual words for terms in the names of shown metrics."""
+
 SHOWN = ("reward/mean", "loss/policy", "loss/sft", "gap/mean", "staleness/max", "time/step")
 
 _OF_POLICY = re.compile(r"policy/([^/]+)/[^/]+/")
@@ -119,6 +133,9 @@ def describe_status(status: dict[str, Any]) -> list[str]:
     shown = _shown(metrics)
     if shown:
         lines.append(f"step     {shown}")
+    words = [text for key, text in WORDS.items() if metrics.get(key) is not None]
+    if words:
+        lines.append(f"         of step {status['step']} alone; {'; '.join(words)}")
     lines += [f"policy   {name}: {_shown(metrics, f'policy/{name}/')}" for name in _policies(metrics)]
     lines += [f"alert    {line}" for line in status["alerts"]]
     if not status["running"]:
@@ -127,7 +144,10 @@ def describe_status(status: dict[str, Any]) -> list[str]:
         lines += activity_lines(status["activity"], time.time(), status["usual_seconds"])
     for engine in status["engines"]:
         kind = "frozen" if engine["frozen"] else engine["role"]
-        line = f"engine   {engine['name']} ({kind}): {engine['standing']} at {engine['url']}"
+        state = engine["standing"]
+        if state in STATES:
+            state += f" ({STATES[state]})"
+        line = f"engine   {engine['name']} ({kind}): {state} at {engine['url']}"
         if engine["nodes"] > 1:
             line += f", {engine['nodes']} machines"
         if engine["restarts"]:

@@ -221,6 +221,7 @@ class Records:
                 version=version,
                 evaluation=evaluation,
                 images=group.prompt.metadata.get("images") if self.config.trainer.vision else None,
+                reward_parts=trajectory.reward_parts,
             )
             self.samples.write(asdict(sample))
             written.append(sample)

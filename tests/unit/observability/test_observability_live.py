@@ -6,6 +6,7 @@ from rich.console import Console
 
 from slimx.observability.live.table import (
     HEADER_EVERY,
+    LEGEND,
     RL_COLUMNS,
     SFT_COLUMNS,
     SHOWN_STEPS,
@@ -88,7 +89,8 @@ def test_without_a_terminal_each_step_is_one_line():
             table.phase("train")
             table.row(step, METRICS)
     printed = console.file.getvalue().splitlines()[2:]  # after the phases of the first step
-    assert len(printed) == HEADER_EVERY + 1 + 2
+    legend, *printed = printed
+    assert legend == LEGEND and len(printed) == HEADER_EVERY + 1 + 2
     headers = [number for number, line in enumerate(printed) if "reward" in line]
     assert headers == [0, HEADER_EVERY + 1]
     assert len({len(line) for line in printed}) == 1  # aligned
@@ -130,7 +132,7 @@ def test_notes_are_printed_as_they_are():
     with LiveTable(10, 0, console, RL_COLUMNS) as table:
         table.note("checkpoint [5] written to /a/very/long/path/that/is/wider/than/the/console")
     assert console.file.getvalue().strip().endswith("than/the/console") and "[5]" in console.file.getvalue()
-    assert len(console.file.getvalue().splitlines()) == 1
+    assert len(console.file.getvalue().splitlines()) == 1 + 1  # the legend, and the note
 
 
 def test_the_display_shows_steps_phase_and_progress():
