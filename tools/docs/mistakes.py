@@ -23,10 +23,10 @@ from unittest import mock
 import pyarrow
 import pyarrow.parquet
 
+from slimx.extras.quickstart.make_model import make_model
 from slimx.orchestration import session
 from tools.docs import typed_names
 from tools.docs.typed import typed_in
-from tools.quickstart.make_model import make_model
 
 PAGE = Path(__file__).parents[2] / "tests" / "golden" / "mistakes.txt"
 RUN = """\

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
 
 from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.records import Group
@@ -306,7 +309,11 @@ def _decoder(directory: Path) -> tuple[Decode, list[str]]:
     kept = directory / TOKENIZER
     try:
         source = kept if kept.is_dir() else read_config(directory)["model"]["path"]
-        tokenizer: Any = load_tokenizer(source)
+        file = Path(source, "tokenizer.json")
+        if importlib.util.find_spec("transformers") is None and file.is_file():
+            tokenizer: Any = Tokenizer.from_file(str(file))  # enough to decode
+        else:
+            tokenizer = load_tokenizer(source)
     except SlimxError as error:
         return lambda ids: " ".join(map(str, ids)), [f"tokens are shown as ids: {error}"]
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False), []
