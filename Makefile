@@ -123,6 +123,13 @@ lint: $(LIBRARY) ## style of Python and C++, types, words, and import contracts
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/clang-format --dry-run -Werror csrc/*
 
+# The address of the repository is for links that leave docs/; without one, they lead to copies on the site.
+.PHONY: docs
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: export REPOSITORY ?=
+docs: $(STAMP) ## the site of docs/ with search: build/site/index.html (REPOSITORY=https://...)
+	$(BIN)/python -m mkdocs build --strict --quiet
+
 .PHONY: bench
 bench: $(LIBRARY) ## where the time of a step goes, and the parts driven bare beside it
 	$(BIN)/python benchmarks/loop.py
