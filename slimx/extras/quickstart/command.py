@@ -31,8 +31,8 @@ def quickstart(
     Makes a model and a task, fine-tunes the model on demonstrations, trains it by GRPO, and writes a report. Repeat the
     command to continue a run that was stopped.
     """
-    print(visible(f"making model and task in {directory / 'quickstart-data'}"), flush=True)
     make(directory)
+    print(visible(f"made model and task in {directory / 'quickstart-data'}"), flush=True)
     for arguments in commands(directory, steps):
         print(visible(f"$ slimx {shlex.join(arguments)}"), flush=True)
         status = run(arguments)

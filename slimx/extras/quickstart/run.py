@@ -58,9 +58,12 @@ def commands(directory: Path, steps: int | None) -> Iterator[list[str]]:
 def make(directory: Path) -> None:
     """Writes the model and the task below `directory`. Raises SlimxError if they cannot be written there, and
     ModuleNotFoundError without torch or transformers."""
+    from transformers.utils import logging
+
     from slimx.extras.quickstart.make_model import make_model
     from slimx.extras.quickstart.make_task import make_task
 
+    logging.disable_progress_bar()
     data = directory / "quickstart-data"
     try:
         make_task(data)
