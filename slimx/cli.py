@@ -16,7 +16,7 @@ from slimx import __version__
 from slimx.commands.options import Debug, Overrides, RunFile
 from slimx.commands.usage import RayCommand, RootGroup, refusal, starts_ray
 from slimx.config.load import load_config
-from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
+from slimx.errors import Interrupted, Preempted, SlimxError, ending_of, not_installed
 from slimx.observability.live.safe_text import plain, with_log
 from slimx.runtime.children import search_working_directory
 
@@ -43,6 +43,8 @@ def _options(
     pass
 
 
+HEAVY = ("torch", "megatron", "sglang", "sglang_router", "ray", "transformers")
+"""Packages that `slimx setup` installs, and no other way of installing slimx."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit status that typer returns for a KeyboardInterrupt; typer prints no message for it."""
 EXIT_S = 10.0
@@ -89,6 +91,11 @@ def main() -> None:
             raise Interrupted(signal.SIGINT) from None
         except typer.TyperException as error:
             raise refusal(error) from error
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package not in HEAVY:
+                raise
+            raise not_installed(package) from error
     except (SlimxError, Preempted, Interrupted) as error:
         if isinstance(error, SlimxError) and "--debug" in sys.argv:
             raise

@@ -62,6 +62,13 @@ class DeadlineError(SlimxError):
         return type(self), (self.awaited, self.seconds, self.holder)
 
 
+def not_installed(package: str) -> SlimxError:
+    """Returns the error of a command that needs `package`, which `slimx setup` installs."""
+    return SlimxError(
+        f"this command needs {package}, which is not installed; run `slimx setup`", code="setup.missing", about=package
+    )
+
+
 class Preempted(Exception):
     """Raised after a signal preempted the run, which has saved a checkpoint after `step` of its `steps` steps and shut
     down cleanly."""

@@ -23,10 +23,10 @@ from unittest import mock
 import pyarrow
 import pyarrow.parquet
 
+from slimx.extras.quickstart.make_model import make_model
 from slimx.orchestration import session
 from tools.docs import typed_names
 from tools.docs.typed import typed_in
-from tools.quickstart.make_model import make_model
 
 PAGE = Path(__file__).parents[2] / "tests" / "golden" / "mistakes.txt"
 RUN = """\
@@ -273,6 +273,12 @@ MISTAKES = (
     Mistake("an unwritable run.dir", "train run.yaml run.dir=/proc/sums"),
     Mistake("a file as run.dir", "train run.yaml run.dir=prompts.jsonl"),
     Mistake("a tracker that is not installed", "train run.yaml track.wandb=true"),
+    # Installation.
+    Mistake("a quickstart of no steps", "quickstart --steps 0"),
+    Mistake("a quickstart in a file", "quickstart --dir prompts.jsonl"),
+    Mistake("overrides of the quickstart", "quickstart schedule.steps=5"),
+    Mistake("a lock that does not exist", "setup --lock cuda"),
+    Mistake("an option of setup that is spelt wrong", "setup --lok cpu"),
 )
 
 MISTAKES += tuple(

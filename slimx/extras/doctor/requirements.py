@@ -1,8 +1,23 @@
-"""Parses the version requirements of installed distributions with Python's standard library alone."""
+"""Requirements of slimx and the commands that install them, with Python's standard library alone."""
 
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
+
+import slimx
+
+ROOT = Path(slimx.__file__).parents[1]
+LOCKS = Path(slimx.__file__).with_name("extras") / "install/locks"
+IN_CLONE = (ROOT / "Makefile").is_file()
+INSTALL = "make venv" if IN_CLONE else "slimx setup"
+"""Command that installs the lock for CPUs. In a clone, `make` also creates the environment."""
+INSTALL_CUDA = "make venv LOCK=cu130" if IN_CLONE else "slimx setup --lock cu130"
+BUILD = "make build" if IN_CLONE else "pip install --force-reinstall --no-deps slimx"
+"""Command that installs slimx itself, with its libraries."""
+REPAIR = "make venv build" if IN_CLONE else INSTALL
+"""Command for a library of slimx that cannot be loaded."""
 
 
 def split_requirement(requirement: str) -> tuple[str, str]:
@@ -20,3 +35,18 @@ def fits(version: str, needed: str) -> bool:
     except ImportError:
         return True  # `packaging` is in the lock file, so its absence is reported
     return SpecifierSet(needed).contains(version, prereleases=True)
+
+
+def is_needed(requirement: str) -> bool:
+    """Returns True if a run needs the requirement: one of slimx itself or of its extra `train`."""
+    extra = re.search(r"extra == ['\"]([\w.-]+)", requirement)
+    return extra is None or extra[1] == "train"
+
+
+def lock_of() -> tuple[str, dict[str, str]]:
+    """Returns the name and the package versions of the lock file from which this environment was installed; an
+    empty name and no versions if it was installed in another way."""
+    for file in sorted(LOCKS.glob("*.txt")):
+        if Path(sys.prefix, f".installed-{file.stem}").exists():
+            return file.name, dict(re.findall(r"^([\w.-]+)==(\S+)", file.read_text(), re.MULTILINE))
+    return "", {}

@@ -127,7 +127,7 @@ def _first_prompt(config: Config) -> tuple[list[str], list[str]]:
             *rendered_lines(prompt, tokenizer, model, path),
         ], []
     except SlimxError as error:
-        if error.code in ("tokenizer.missing", "tokenizer.broken"):
+        if error.code in ("tokenizer.missing", "tokenizer.broken", "setup.missing"):
             return [f"prompt      not shown: {error}"] if local else [], []
         return [], [str(error)]
 

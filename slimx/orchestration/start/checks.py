@@ -14,7 +14,7 @@ from slimx.config.rule import all_rules, broken, refuse
 from slimx.config.schema import Config
 from slimx.data.prompts.mapping import make_mapping
 from slimx.data.prompts.read import iter_prompts
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, not_installed
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import configured_model
 from slimx.models.files.index import check_downloaded
@@ -118,13 +118,15 @@ def _check_directory(key: str, directory: Path) -> None:
 
 
 def _check_package(name: str) -> None:
-    """Raises SlimxError if a single-file module shadows the package `name`."""
+    """Raises SlimxError if the package `name` is missing or shadowed by a single-file module."""
     spec = importlib.util.find_spec(name)
-    origin = None if spec is None else spec.origin
-    if origin is None or Path(origin).name == "__init__.py":
-        return  # either missing, which other checks report, or a package
+    if spec is None:
+        raise not_installed(name)
+    if spec.origin is None or Path(spec.origin).name == "__init__.py":
+        return
     raise SlimxError(
-        f"{origin} is imported instead of the package {name}; rename the file, or remove its folder from PYTHONPATH",
+        f"{spec.origin} is imported instead of the package {name}; rename the file, or remove its folder from "
+        "PYTHONPATH",
         code="environment.shadowed",
         about=name,
     )

@@ -15,6 +15,7 @@ from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.extras.evaluation.checks import evaluation_config
 from slimx.extras.generation.checks import generation_config
+from slimx.extras.quickstart.make_model import make_model
 from slimx.layout.ranks import sizes_of
 from slimx.observability.live.run_lock import locked
 from slimx.orchestration.start import checks
@@ -22,7 +23,6 @@ from slimx.orchestration.start.prompts import make_source, source_prompts
 from slimx.orchestration.state.resume import trainer_state
 from slimx.orchestration.state.saves import RunState, Saves
 from tests.refusals import refused
-from tools.quickstart.make_model import make_model
 
 ROOT = Path(__file__).parents[3]
 STARTS = {

@@ -35,6 +35,8 @@ from slimx.config.schema import Config
 from slimx.data.prompts.read import read_prompts
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.dotted import imported
+from slimx.extras.quickstart.make_model import make_model
+from slimx.extras.quickstart.make_task import make_task
 from slimx.observability.tracking.names import METRICS
 from slimx.orchestration.start.prepare import check_run
 from slimx.rollout.draft import Draft
@@ -42,8 +44,6 @@ from slimx.rollout.hooks import RewardContext, RolloutContext
 from tests.documents import COMMANDS, ELSEWHERE, LANGUAGES, PAGES, ROOT, Block, blocks, elsewhere, python_program, spans
 from tools.docs import make_foreign
 from tools.docs.typed import typed as run
-from tools.quickstart.make_model import make_model
-from tools.quickstart.make_task import make_task
 
 KINDS = {
     "ctx": (RolloutContext, RewardContext),
@@ -187,6 +187,8 @@ def _try_slimx(arguments: list[str], parse_only: bool) -> tuple[int, str] | None
 
 
 def _try_pip(arguments: list[str]) -> None:
+    if arguments[0] == "wheel" or arguments[-1].endswith(".whl"):
+        return  # tests/extras/install/test_wheel.py does both
     extras = re.findall(r"slimx\[(\w+)\]", " ".join(arguments))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {*extras} <= project["optional-dependencies"].keys(), arguments

@@ -1,6 +1,6 @@
 """Makes the quickstart's task: sums of two numbers below 50, and imperfect demonstrations of them.
 
-    python tools/quickstart/make_task.py --out DIR --seed 1
+    python -m slimx.extras.quickstart.make_task --out DIR --seed 1
 
 DIR gets five JSONL files of prompts:
 

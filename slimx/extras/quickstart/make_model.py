@@ -1,6 +1,6 @@
 """Makes the quickstart's model: a seeded Qwen3-MoE of half a million parameters with a character tokenizer.
 
-    python tools/quickstart/make_model.py --out DIR --seed 1
+    python -m slimx.extras.quickstart.make_model --out DIR --seed 1
 
 DIR gets what a published Qwen3-MoE checkpoint holds: config.json, generation_config.json, model.safetensors (float32,
 one tensor per expert and projection) and the tokenizer. The same seed gives the same bytes.
@@ -102,7 +102,7 @@ def make_model(out: str | Path, seed: int = 1) -> None:
     out = Path(out)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG)).to(torch.float32)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG)).float()
     model.save_pretrained(out)
     (out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
     make_tokenizer().save_pretrained(out)

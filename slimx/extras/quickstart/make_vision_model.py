@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.quickstart.make_model import make_tokenizer
+from slimx.extras.quickstart.make_model import make_tokenizer
 
 TOKENS = {"image_token_id": 100, "video_token_id": 101, "vision_start_token_id": 102, "vision_end_token_id": 103}
 """Ids of the tokens of images, which follow the quickstart's vocabulary, by their names in config.json."""

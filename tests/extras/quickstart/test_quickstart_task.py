@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -19,13 +18,10 @@ from slimx.data.chat.tokens import check_prompts, encode_prompt, load_tokenizer
 from slimx.data.prompts.read import read_prompts
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
+from slimx.extras.quickstart.make_model import CHARACTERS, SPECIALS, make_model
+from slimx.extras.quickstart.make_task import make_task
 
-QUICKSTART = Path(__file__).resolve().parents[3] / "tools" / "quickstart"
-# By path, as a user runs them: `tools` is not installed, and pytest does not always find it next to the tests.
-MODEL_TOOL = runpy.run_path(str(QUICKSTART / "make_model.py"))
-TASK_TOOL = runpy.run_path(str(QUICKSTART / "make_task.py"))
-make_model, make_task = MODEL_TOOL["make_model"], TASK_TOOL["make_task"]
-SPECIALS, CHARACTERS = MODEL_TOOL["SPECIALS"], MODEL_TOOL["CHARACTERS"]
+QUICKSTART = Path(__file__).resolve().parents[3] / "slimx/extras/quickstart"
 PAIRS = ("pairs.jsonl", "heldout-pairs.jsonl")
 FILES = ("train.jsonl", "heldout.jsonl", "demonstrations.jsonl", *PAIRS)
 
