@@ -21,7 +21,7 @@ from slimx.runtime.children import search_working_directory
 
 app = typer.Typer(
     cls=RootGroup,
-    add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     help="Reinforcement-learning training for large mixture-of-experts language models.",
 )
@@ -54,7 +54,20 @@ def train(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Train the policy as configured in FILE. A run directory with a checkpoint is resumed."""
+    """Train the policy as configured in FILE. A run directory with a checkpoint is resumed.
+
+    Examples:
+
+    slimx train run.yaml
+
+    slimx train run.yaml run.dir=runs/short schedule.steps=3
+
+    slimx train run.yaml 'rollout.engines+={name: teacher, model: models/big}'
+
+    Exit codes: 0 finished, 1 failed, 2 refused, 75 stopped after a checkpoint (SIGUSR1).
+
+    Pages: docs/guides/first-run.md, docs/operations.md. `slimx keys` explains the keys of FILE.
+    """
     console = Console(soft_wrap=True)
     console.print(plain(f"checking {file}"))
     config = load_config(file, overrides or [])
@@ -74,7 +87,16 @@ def generate(
     checkpoint: Checkpoint = None,
     debug: Debug = False,
 ) -> None:
-    """Generate the rollouts of the run in FILE without training: only engines are started, and each step is saved."""
+    """Generate the rollouts of the run in FILE without training: only engines are started, and each step is saved.
+
+    Examples:
+
+    slimx generate run.yaml run.dir=runs/samples schedule.steps=1
+
+    slimx generate run.yaml --checkpoint runs/first/hf/step_100
+
+    Page: docs/rollouts.md
+    """
     console = Console(soft_wrap=True)
     console.print(plain(f"checking {file}"))
     config = load_config(file, overrides or [])
@@ -93,7 +115,16 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Evaluate a checkpoint on the held-out prompts of FILE and report mean reward and pass@k of each set. Only engines
-    are started."""
+    are started.
+
+    Examples:
+
+    slimx eval run.yaml
+
+    slimx eval run.yaml --checkpoint runs/first/hf/step_100 --json
+
+    Page: docs/operations.md
+    """
     print(f"checking {one_line(file)}", file=sys.stderr, flush=True)
     config = load_config(file, overrides or [])
     import json
@@ -120,7 +151,7 @@ def main() -> None:
     try:
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            status = app(standalone_mode=False)
+            status = app(prog_name="slimx", standalone_mode=False)
             if status == INTERRUPTED:
                 raise Interrupted(signal.SIGINT)
         except KeyboardInterrupt:  # raised outside of a command, where typer does not catch it
