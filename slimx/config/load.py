@@ -130,8 +130,12 @@ def _apply(tree: DictConfig, override: str, following: Sequence[str]) -> tuple[D
         raise SlimxError(message, code="config.override", about=override)
     where = f"override {echoed(override)!r}"
     try:
-        key, _, value = override.lstrip("+").partition("=")  # + marks a new key in Hydra
-        values = _plain(_named(OmegaConf.from_dotlist([f"{key}={value}"]), where))
+        name, _, value = override.lstrip("+").partition("=")  # + marks a new key in Hydra
+        key = name.removesuffix("+")
+        added = OmegaConf.from_dotlist([f"{key}={value}"])
+        if key != name:
+            _append(added, key, _plain(tree), where)
+        values = _plain(_named(added, where))
         return _merged(tree, values, where), _dotted(values)
     except YAMLError as error:
         message = f"{where}: {wording.not_yaml(error, override)[1]}"
@@ -139,6 +143,24 @@ def _apply(tree: DictConfig, override: str, following: Sequence[str]) -> tuple[D
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         message = f"{where} cannot be applied ({wording.not_applied(error)})"
         raise SlimxError(message, code="config.override", about=override) from None
+
+
+def _append(added: DictConfig, key: str, base: Json, where: str) -> None:
+    """Replaces the value of `added` at the dotted `key`, in place, by the list that `base` or the schema has there,
+    with this value appended; a list is appended entry by entry. Raises SlimxError, naming `where`, if there is no
+    list."""
+    path = key.split(".")
+    entries = _value_at(base, path)
+    if entries is None:
+        entries = suggestions.default_list(Config, path)
+    if not isinstance(entries, list):
+        raise SlimxError(
+            f"{where}: += appends to a list, which {key} is not; write {key}=VALUE",
+            code="config.override",
+            about=key,
+        )
+    value = _value_at(_plain(added), path)
+    OmegaConf.update(added, key, entries + (value if isinstance(value, list) else [value]), merge=False)
 
 
 def _plain(tree: DictConfig | ListConfig) -> Json:
