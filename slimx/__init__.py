@@ -14,7 +14,6 @@ _EXPORTS = {
     "RewardContext": "slimx.rollout.hooks",
     "RolloutContext": "slimx.rollout.hooks",
     "SlimxError": "slimx.errors",
-    "train": "slimx.commands.script",
 }
 """Public names of the core, mapped to the modules that define them. A name is imported on first use, so `import slimx`
 does not import torch. Extras add names as entry points. The types of all names are in __init__.pyi."""

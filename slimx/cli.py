@@ -22,7 +22,7 @@ from slimx.runtime.children import search_working_directory
 
 app = typer.Typer(
     cls=RootGroup,
-    add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     help="Reinforcement-learning training for large mixture-of-experts language models.",
 )
@@ -57,7 +57,20 @@ def train(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Train the policy as configured in FILE. A run directory with a checkpoint is resumed."""
+    """Train the policy as configured in FILE. A run directory with a checkpoint is resumed.
+
+    Examples:
+
+    slimx train run.yaml
+
+    slimx train run.yaml run.dir=runs/short schedule.steps=3
+
+    slimx train run.yaml 'rollout.engines+={name: teacher, model: models/big}'
+
+    Exit codes: 0 finished, 1 failed, 2 refused, 75 stopped after a checkpoint (SIGUSR1).
+
+    Pages: docs/guides/first-run.md, docs/operations.md. `slimx keys` explains the keys of FILE.
+    """
     console = Console(soft_wrap=True)
     console.print(plain(f"checking {file}"))
     config = load_config(file, overrides or [])
@@ -84,7 +97,7 @@ def main() -> None:
     try:
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            status = app(standalone_mode=False)
+            status = app(prog_name="slimx", standalone_mode=False)
             if status == INTERRUPTED:
                 raise Interrupted(signal.SIGINT)
         except KeyboardInterrupt:  # raised outside of a command, where typer does not catch it

@@ -5,6 +5,7 @@
     slimx.agents              agents by name: `rollout.options.agent`
     slimx.checkpoint_formats  formats of checkpoints from which a run can start: `CheckpointFormat`
     slimx.commands            subcommands of `slimx`: Typer apps
+    slimx.completions         completions of command-line arguments in a shell: `overrides`
     slimx.datasets            published data sets that `slimx data` writes
     slimx.devices             adaptations of megatron-core and SGLang to "cpu" and "cuda": `Device`
     slimx.engine_layers       layouts of SGLang's layers by kind: modules with ROWS, GAPS and REPLACEMENTS

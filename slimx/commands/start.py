@@ -1,5 +1,5 @@
-"""The function behind `slimx train`. It first runs all checks that do not need torch, because importing torch is
-slow."""
+"""The function behind `slimx train` and `slimx.train`. It first runs all checks that do not need torch, because
+importing torch is slow."""
 
 from __future__ import annotations
 

@@ -67,10 +67,10 @@ class CoreConfig(Section):
         stays unresolved, so that secrets are not exposed."""
         return yaml.safe_dump(self.to_plain(), sort_keys=False, allow_unicode=True)
 
-    def to_plain(self) -> Json:
-        """Returns the configuration as plain values. `${...}` stays unresolved, so that a secret read by
-        `${oc.env:KEY}` is neither saved nor sent."""
-        plain = self.model_dump(mode="json")
+    def to_plain(self, *, exclude_unset: bool = False) -> Json:
+        """Returns the configuration as plain values, without defaults if `exclude_unset`. `${...}` stays unresolved, so
+        that a secret read by `${oc.env:KEY}` is neither saved nor sent."""
+        plain = self.model_dump(mode="json", exclude_unset=exclude_unset)
         for (*path, last), text in self._interpolated.items():
             parent: Any = plain  # a mapping or a list
             for key in path:

@@ -24,7 +24,16 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Evaluate a checkpoint on the held-out prompts of FILE and report mean reward and pass@k of each set. Only engines
-    are started."""
+    are started.
+
+    Examples:
+
+    slimx eval run.yaml
+
+    slimx eval run.yaml --checkpoint runs/first/hf/step_100 --json
+
+    Page: docs/rollouts.md
+    """
     print(f"checking {one_line(file)}", file=sys.stderr, flush=True)
     config = load_config(file, overrides or [])
     from slimx.extras.evaluation.checks import evaluation_config

@@ -20,7 +20,16 @@ def generate(
     checkpoint: Checkpoint = None,
     debug: Debug = False,
 ) -> None:
-    """Generate the rollouts of the run in FILE without training: only engines are started, and each step is saved."""
+    """Generate the rollouts of the run in FILE without training: only engines are started, and each step is saved.
+
+    Examples:
+
+    slimx generate run.yaml run.dir=runs/samples schedule.steps=1
+
+    slimx generate run.yaml --checkpoint runs/first/hf/step_100
+
+    Page: docs/rollouts.md
+    """
     console = Console(soft_wrap=True)
     console.print(plain(f"checking {file}"))
     config = load_config(file, overrides or [])

@@ -32,13 +32,13 @@ from slimx.rollout.flow.returned import (
     add_metrics,
     any_failed,
     check_metadata,
-    check_verdict,
     crashed_trajectory,
     failed_trajectory,
     is_cancellation,
     marking,
     reason_of,
     scored,
+    verdict_of,
 )
 from slimx.rollout.flow.reward_pool import RewardPool
 from slimx.rollout.flow.reward_processes import RewardProcesses, reward_runner
@@ -183,9 +183,9 @@ class GroupMaker:
             if trajectory.status == "failed":
                 reason = trajectory.metadata.get("failed", "generate failed")  # hooks may mark failures themselves
                 return GroupOutcome(group, reason, trajectory.finish_reason)
-        return self._finished(group, greedy, evaluation)
+        return await self._finished(group, greedy, evaluation)
 
-    def _finished(self, group: Group, greedy: Sequence[Trajectory], evaluation: Eval | None) -> GroupOutcome:
+    async def _finished(self, group: Group, greedy: Sequence[Trajectory], evaluation: Eval | None) -> GroupOutcome:
         """Checks and filters a group that has rewards. `greedy`: trajectories of ReMax's greedy baseline."""
         prompt = group.prompt
         try:
@@ -201,7 +201,7 @@ class GroupMaker:
             group.baseline = sum(reward_of(trajectory) for trajectory in greedy) / len(greedy)
         if self.hooks.keep is None or evaluation:
             return GroupOutcome(group)
-        return self._filtered(group, self.hooks.keep)
+        return await self._filtered(group, self.hooks.keep)
 
     def check(self, group: Group, hook: str) -> None:
         """Raises SlimxError if `hook` left anything in `group` that cannot be trained on or written."""
@@ -218,18 +218,18 @@ class GroupMaker:
             self._rewards.close()
         self._environments.close()
 
-    def _filtered(self, group: Group, keep: Keep) -> GroupOutcome:
-        before = list(group.trajectories)
-        name = group.id
+    async def _filtered(self, group: Group, keep: Keep) -> GroupOutcome:
+        before = replace(group, trajectories=list(group.trajectories))
         hook = str(self.config.rollout.filter)
         try:
-            verdict = keep(group)
-            check_verdict(verdict, group, before, hook)
-            self.check(replace(group, id=name), hook)
+            verdict = await verdict_of(keep, group, before.trajectories, hook)
+            self.check(replace(group, id=before.id), hook)
         except SlimxError as error:
-            group.trajectories = before
+            group.trajectories = before.trajectories
             return GroupOutcome(group, "keep failed", str(error))
         except BaseException as error:
+            if is_cancellation(error):
+                raise
             return GroupOutcome(group, "keep failed", raised(error))
         if isinstance(verdict, str):
             return GroupOutcome(group, f"filter: {verdict}")

@@ -30,14 +30,14 @@ STARTS = {
     "generate": "generation_config(config, None)",
     "eval": "evaluation_config(config, None)",
     "gap": "doctor._show_gap(config, False)",
-    "script.train": "script.train(config, console=console)",
+    "script.train": "slimx.train(config, console=console)",
     "script.evaluate": "slimx.evaluate(config)",
 }
 PROGRAM = """
 import sys
 from rich.console import Console
 import slimx
-from slimx.commands import script, start
+from slimx.commands import start
 from slimx.extras.doctor import command as doctor
 from slimx.extras.evaluation.checks import evaluation_config
 from slimx.extras.generation.checks import generation_config

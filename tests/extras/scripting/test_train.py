@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import slimx
 from examples import quickstart
-from slimx import cli, entry_points
-from slimx.commands import script
+from slimx.extras.scripting.alone import alone
+from slimx.extras.scripting.functions import with_hooks
 from slimx.rollout.hook_loading import load_rewards
 from tests.refusals import refused
 
@@ -34,33 +30,12 @@ def config() -> slimx.Config:
     return slimx.load_config(ROOT / "configs/moe/quickstart.yaml")
 
 
-def test_exported_names_match_their_types_and_import_nothing_heavy():
-    stub = (ROOT / "slimx" / "__init__.pyi").read_text()
-    of_extras = {name: point.module for name, point in entry_points.find("slimx.exports").items()}
-    exports = slimx._EXPORTS | of_extras
-    assert {line.split()[-1] for line in stub.splitlines() if " as " in line} == exports.keys() > of_extras.keys()
-    for name, module in exports.items():
-        assert f"from {module} import {name} as {name}" in stub and getattr(slimx, name) is not None
-    assert set(slimx.__all__) == {"__version__", *exports} and exports.keys() < {*dir(slimx)}
-    code = "import sys, slimx; print(*sorted({'torch', 'pydantic', 'slimx.errors', 'slimx'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.split() == ["slimx"]
-    with pytest.raises(AttributeError):
-        _ = slimx.no_such_name
-
-
-def test_a_public_name_of_an_extra_is_no_module_of_the_package():
-    """Otherwise it would depend on what has been imported which of the two a script gets."""
-    for name in entry_points.find("slimx.exports"):
-        assert importlib.util.find_spec(f"slimx.{name}") is None and callable(getattr(slimx, name))
-
-
 def test_functions_become_the_paths_that_the_run_imports_and_records(config):
-    changed = script.with_hooks(config, generate=generate, reward=quickstart.reward, keep=keep)
+    changed = with_hooks(config, generate=generate, reward=quickstart.reward, keep=keep)
     assert changed.rollout.generate == f"{__name__}.generate" and changed.rollout.filter == f"{__name__}.keep"
     assert load_rewards(changed) is quickstart.reward
     assert "function: examples.quickstart.reward" in changed.to_text()
-    assert script.with_hooks(config) == config
+    assert with_hooks(config) == config
 
 
 def test_a_function_that_no_path_leads_to_is_refused(config):
@@ -69,15 +44,15 @@ def test_a_function_that_no_path_leads_to_is_refused(config):
 
     for reward in (local, lambda ctx, trajectory: 1.0):
         with refused("script.hook", about="reward"):
-            script.with_hooks(config, reward=reward)
+            with_hooks(config, reward=reward)
 
 
 def test_a_reward_of_a_session_without_a_file_cannot_have_processes(config, monkeypatch):
     monkeypatch.delattr(quickstart, "__file__")
-    assert script.with_hooks(config, reward=quickstart.reward).reward.function == "examples.quickstart.reward"
+    assert with_hooks(config, reward=quickstart.reward).reward.function == "examples.quickstart.reward"
     isolated = config.model_copy(update={"reward": config.reward.model_copy(update={"isolation": "process"})})
     with refused("script.reward_process", about="examples.quickstart.reward"):
-        script.with_hooks(isolated, reward=quickstart.reward)
+        with_hooks(isolated, reward=quickstart.reward)
 
 
 def test_a_reward_next_to_reward_parts_is_refused(config):
@@ -86,12 +61,12 @@ def test_a_reward_next_to_reward_parts_is_refused(config):
         ["reward={parts: [{name: a, function: exact}]}", "reward.function=null"],
     )
     with refused("script.reward_parts", about="reward.parts"):
-        script.with_hooks(parts, reward=quickstart.reward)
+        with_hooks(parts, reward=quickstart.reward)
 
 
 async def test_a_notebooks_event_loop_stands_aside_and_comes_back():
     outer = asyncio.get_running_loop()
-    with script.alone():
+    with alone():
         assert asyncio.run(asyncio.sleep(0, result=7)) == 7
     assert asyncio.get_running_loop() is outer
 
@@ -99,15 +74,10 @@ async def test_a_notebooks_event_loop_stands_aside_and_comes_back():
 def test_a_script_without_a_guard_does_not_start_again_in_a_worker(config, monkeypatch):
     monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
     with refused("script.main"):
-        script.train(config)
+        slimx.train(config)
 
 
 def test_training_is_refused_as_the_command_refuses_it(config, tmp_path):
     nowhere = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "none")})})
     with refused("model.directory", about=str(tmp_path / "none")):
         slimx.train(nowhere, reward=quickstart.reward)
-
-
-def test_the_version_is_printed():
-    done = CliRunner().invoke(cli.app, ["--version"])
-    assert (done.exit_code, done.stdout.strip()) == (0, f"slimx {slimx.__version__}")
