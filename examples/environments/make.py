@@ -26,9 +26,7 @@ LONG_SHARE = 0.1
 CHAT_TEMPLATE = (
     "{%- if tools -%}<user>{%- for tool in tools -%}{{ tool.function.name + ' ' }}{%- endfor -%}{%- endif -%}"
     "{%- for message in messages -%}"
-    "{%- if message['role'] == 'assistant' -%}{{ '<assistant>' + (message['content'] or '') }}"
-    "{%- for call in message.tool_calls or [] -%}{{ '<tool_call>' + call.function.name + '</tool_call>' }}{%- endfor -%}"
-    "{{ '<end>' }}"
+    "{%- if message['role'] == 'assistant' -%}{{ '<assistant>' + (message['content'] or '') + '<end>' }}"
     "{%- else -%}{{ '<user>' + message['content'] }}{%- endif -%}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<assistant>' }}{%- endif -%}"

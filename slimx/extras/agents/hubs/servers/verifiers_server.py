@@ -87,7 +87,7 @@ class Tasks:
 
     def serving(self) -> AbstractAsyncContextManager[object]:
         """Returns the context in which the servers of the environment run."""
-        return self._env.serving()  # type: ignore[no-any-return]  # mypy runs where the package is not installed
+        return self._env.serving()
 
     def task(self, data: Any) -> Any:
         """Returns the task of a prompt. Raises ValueError (which includes pydantic's errors) for invalid data."""
@@ -236,7 +236,8 @@ def load(table: dict[str, Any]) -> Environment:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Plays episodes of a verifiers environment for slimx.")
     parser.add_argument(
-        "env", help="table [env] of a verifiers configuration, or load_environment and args, as JSON or as the path of a JSON file"
+        "env",
+        help="table [env] of a verifiers configuration (or load_environment and args), as JSON or the path of a file",
     )
     parser.add_argument("--prompts", type=Path, help="file to write the tasks to as prompts; the program then exits")
     parser.add_argument("--tasks", type=int, help="maximum number of tasks; required for an infinite taskset")
