@@ -9,7 +9,7 @@ ENV is the table [env] of a verifiers configuration as JSON, or the path of a fi
 verifiers' first interface, whose package has a function `load_environment`, ENV is {"load_environment":
 "reverse-text", "args": {...}}. The client is slimx/extras/agents/hubs/verifiers.py. slimx is not installed in that
 environment: this program imports modules of this checkout that need only aiohttp. Written for verifiers 0.4, and for
-the first interface in verifiers 0.3.
+the first interface in verifiers 0.1.9 to 0.3.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -108,14 +108,22 @@ class FirstInterface:
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         import verifiers as vf
-        from verifiers.clients import resolve_client
-        from verifiers.types import ClientConfig
 
         self._env = vf.load_environment(name, **options)
-        if self._env.requires_group_rollouts:
+        if getattr(self._env, "requires_group_rollouts", False):
             raise SystemExit(f"{name} scores groups of rollouts, but slimx plays episodes one by one")
-        self._client = lambda base_url: resolve_client(ClientConfig(api_base_url=base_url, api_key_var=NO_KEY))
         self.name = name
+        try:
+            from verifiers.clients import resolve_client
+            from verifiers.types import ClientConfig
+        except ImportError:  # verifiers 0.1
+            from openai import AsyncOpenAI
+
+            self._client: Callable[[str], Any] = lambda base_url: AsyncOpenAI(base_url=base_url, api_key="none")
+            self._more: dict[str, Any] = {"gen_sem": nullcontext(), "score_sem": nullcontext(), "score": True}
+        else:
+            self._client = lambda base_url: resolve_client(ClientConfig(api_base_url=base_url, api_key_var=NO_KEY))
+            self._more = {}
 
     def prompts(self) -> Iterator[dict[str, Any]]:
         """Returns the rows of the environment's dataset as lines of a prompt file."""
@@ -139,12 +147,14 @@ class FirstInterface:
         """Plays an episode that samples at `base_url`."""
         client = self._client(base_url)
         try:
-            output = await self._env.run_rollout(task, client, "policy", {})
+            output = await self._env.run_rollout(task, client, "policy", {}, **self._more)
+        except Exception as error:  # any code of the environment
+            return {"error": f"{type(error).__name__}: {error}"}
         finally:
             await client.close()
-        error = output.get("error")
-        if error:
-            return {"error": error.get("error_chain_str") or str(error)}
+        failed = output.get("error")
+        if failed:
+            return {"error": failed["error_chain_str"] if isinstance(failed, dict) else repr(failed)}
         turns = sum(turn["role"] == "assistant" for turn in output["completion"] or [])
         return {
             "rewards": {"reward": output["reward"]},
