@@ -53,6 +53,17 @@ REWARD = """\
 async def rises(ctx, trajectory):
     return float(ctx.text == ctx.prompt.answer)
 """
+WALK = """\
+class Config:
+    action_lookup = {1: "Back", 2: "Ahead"}
+
+class Walk:
+    def __init__(self, config):
+        self.config = config
+
+    def reset(self, seed=None):
+        return "Which way?"
+"""
 LONG = 8
 """Maximum number of lines of a file that the page shows."""
 
@@ -265,6 +276,40 @@ MISTAKES = (
         "a generate hook that returns a text",
         "doctor --hooks run.yaml rollout.generate=hooks.answer",
         _hooks("async def answer(ctx, prompt):", "    return 'seven'"),
+    ),
+    # Environments of other projects.
+    *(
+        Mistake(
+            name,
+            "train run.yaml reward.function=multi_turn rollout.generate=multi_turn "
+            f"'rollout.options={{environment: {environment}, environment_options: {{{options}}}}}'",
+            {"walks.py": WALK} if "walks" in options else {},
+        )
+        for name, environment, options in (
+            ("RAGEN's environment without RAGEN", "gymnasium", "make: ragen.env.sokoban.env.SokobanEnv"),
+            (
+                "a configuration of another name",
+                "gymnasium",
+                "make: walks.Walk, make_options: {config: {make: walks.WalkConfig}}",
+            ),
+            (
+                "a configuration without an option",
+                "gymnasium",
+                "make: walks.Walk, make_options: {config: {make: walks.Config, size: 6}}",
+            ),
+            (
+                "names of actions that are elsewhere",
+                "gymnasium",
+                "make: walks.Walk, make_options: {config: {make: walks.Config}}, text_options: {actions: names}",
+            ),
+            (
+                "nothing between two actions",
+                "gymnasium",
+                'make: walks.Walk, make_options: {config: {make: walks.Config}}, text_options: {separator: ""}',
+            ),
+            ("an address of NeMo Gym without http", "nemo_gym", "url: localhost:8000"),
+            ("an environment of NeMo Gym without its address", "nemo_gym", ""),
+        )
     ),
     # Runs.
     Mistake("a run that must go on, and never began", "train run.yaml run.resume=must"),

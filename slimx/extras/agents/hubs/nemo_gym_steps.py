@@ -35,7 +35,7 @@ class NemoGymSteps(ResourcesServer):
     """
 
     _closes = False
-    """Whether the server has /close."""
+    """True if the server has /close."""
 
     @classmethod
     def check(cls, *, url: str) -> None:
