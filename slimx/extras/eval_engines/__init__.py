@@ -1,1 +1,0 @@
-"""Engines that evaluate beside training (`eval.engines`)."""
