@@ -82,6 +82,7 @@ class CoreConfig(Section):
     def _across(self, info: ValidationInfo) -> Config:
         if info.context is CHECKED:
             return self
+        self.rollout._evaluating = self.eval.engines if self.eval.files else ()
         policies = self.policies if info.context is None else info.context  # the run's, for one of its policies
         refuse(broken(all_rules(), {**self.sections, "policies": policies}))
         refuse_faults(name_faults(self.policies))

@@ -321,7 +321,7 @@ async def start_parts(
         if service.device == "cuda":
             shared = await trainers[ACTOR].places()
         await trainers[ACTOR].offload()
-    for name, engines in service.place(shared).items():
+    for name, engines in [*service.place(shared).items(), *service.evaluation.groups.items()]:
         starting.append(partial(check_reach, trainers[name], engines))
         starting.append(partial(timed, prefix_of(name) + "engines", engines.start))
     for name in config.served_by_actor:

@@ -159,15 +159,14 @@ UPDATE = "(rollout.prompts_per_step x rollout.group_size / schedule.updates_per_
 
 
 @rule("batch.positions", "rollout.max_prompt_tokens")
-def has_positions(rollout: Rollout, eval: Eval, spec: ModelSpec) -> Problems:
+def has_positions(rollout: Rollout, spec: ModelSpec) -> Problems:
     positions = spec.gpt["max_sequence_length"]
-    answers = {"rollout.sampling.max_new_tokens": rollout.sampling.max_new_tokens, **eval.lengths}
-    for key, answer in answers.items():
-        if rollout.max_prompt_tokens + answer > positions:
-            yield (
-                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and {key}={answer} together exceed the "
-                f"model's {positions} positions; lower one of these settings"
-            )
+    answer = rollout.sampling.max_new_tokens
+    if rollout.longest > positions:
+        yield (
+            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and rollout.sampling.max_new_tokens={answer} "
+            f"together exceed the model's {positions} positions; lower one of these settings"
+        )
 
 
 @rule("batch.microbatch", "trainer.max_tokens_per_microbatch")

@@ -218,6 +218,28 @@ MISTAKES = (
     Mistake(
         "held-out answers that are too long", "train run.yaml eval.prompts=prompts.jsonl eval.max_new_tokens=100000"
     ),
+    Mistake("engines for evaluations without prompts", "train run.yaml 'eval.engines=[{max_total_tokens: 4096}]'"),
+    Mistake(
+        "engines for evaluations with the name of others",
+        "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{name: actor, max_total_tokens: 4096}]'",
+    ),
+    Mistake(
+        "running servers for evaluations",
+        "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{urls: [\"http://127.0.0.1:30000\"]}]'",
+    ),
+    Mistake(
+        "engines for evaluations with deltas",
+        "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{count: 1}]' publish.transport=disk "
+        "'publish.delta={every_full: 4}'",
+    ),
+    Mistake(
+        "engines for evaluations that are split wrongly",
+        "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{tensor: 2, expert: 3}]'",
+    ),
+    Mistake(
+        "an unknown key of engines for evaluations",
+        "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{tensr: 2}]'",
+    ),
     Mistake("a list of held-out files", "train run.yaml 'eval.prompts=[prompts.jsonl]'"),
     # Hooks.
     Mistake("a misspelt function", "train run.yaml reward.function=hooks.rasies", _hooks(REWARD)),

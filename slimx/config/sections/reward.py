@@ -21,6 +21,7 @@ from slimx.config.section import (
     Size,
     Weight,
 )
+from slimx.config.sections.engines import EvaluationEngines
 from slimx.config.sections.rollout import RowFields
 
 
@@ -113,6 +114,14 @@ class EvalSet(Section):
     max_new_tokens: Amount | None = None
     """Maximum number of tokens sampled per turn; null: `eval.max_new_tokens`."""
 
+    @property
+    def own(self) -> dict[str, object]:
+        """Values of this set, by key, that replace those of section `eval`."""
+        own = {key: value for key, value in self if key != "path" and value is not None}
+        if self.fields or self.map:
+            own |= {"fields": self.fields, "map": self.map}
+        return own
+
 
 def _entries(prompts: object) -> object:
     """Returns the value of `eval.prompts` as a mapping from names to mappings; a single file has the name ""."""
@@ -125,9 +134,9 @@ def _entries(prompts: object) -> object:
 
 class Eval(Section):
     prompts: Annotated[dict[str, EvalSet], BeforeValidator(_entries)] | None = None
-    """File of held-out prompts in a format of `rollout.prompts`, or a mapping from names of sets to files or to mappings
-    with the following keys; null: no evaluation. A set's name becomes metadata.dataset of prompts without one, so that
-    `reward.parts` can select a reward by set. A key that is null has the value of section `eval`."""
+    """File of held-out prompts in a format of `rollout.prompts`, or a mapping from names of sets to files or to
+    mappings with the following keys; null: no evaluation. A set's name becomes metadata.dataset of prompts without one,
+    so that `reward.parts` can select a reward by set. A key that is null has the value of section `eval`."""
     fields: RowFields | None = None
     """Columns of rows that are not in slimx's format; null: all rows are in that format. `rollout.fields` and
     `rollout.map` apply only to training prompts; `rollout.system` and `rollout.template` apply to all prompts."""
@@ -147,6 +156,12 @@ class Eval(Section):
     """Maximum number of tokens sampled per turn; null: `rollout.sampling.max_new_tokens`."""
     passing: Real = 1.0
     """Minimum reward at which an answer counts as correct in pass@k and in the lengths of correct and wrong answers."""
+    engines: tuple[EvaluationEngines, ...] = ()
+    """Groups of engine servers that evaluate while training goes on, with the keys of `rollout.engines`; empty: the
+    engines of `rollout.engines` evaluate, and training waits for them."""
+    deadline: Seconds = 3600
+    """Seconds for which training waits for the evaluation of an earlier step on `eval.engines`; after that the
+    evaluation is given up and counted (`eval/lost`)."""
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -155,38 +170,15 @@ class Eval(Section):
         return tuple(sorted(set(self.pass_at or doubled)))
 
     @property
+    def _used(self) -> dict[str, EvalSet]:
+        return {} if self.every == 0 else self.prompts or {}
+
+    @property
     def files(self) -> dict[str, str]:
         """Files of held-out prompts by name, which is "" for a single file; empty if the run does not evaluate."""
-        if self.prompts is None or self.every == 0:
-            return {}
-        return {name: entry.path for name, entry in self.prompts.items()}
+        return {name: entry.path for name, entry in self._used.items()}
 
     @property
     def sets(self) -> dict[str, Eval]:
         """Settings of each set of held-out prompts by its name in `files`: this section with the set's own values."""
-        return {name: self.model_copy(update=self._own(name)) for name in self.files}
-
-    def _own(self, name: str) -> dict[str, object]:
-        """Returns the values of a set that replace those of this section."""
-        entry = self.prompts[name] if self.prompts else EvalSet(path="")
-        own = {key: value for key, value in entry if key != "path" and value is not None}
-        if entry.fields or entry.map:
-            own |= {"fields": entry.fields, "map": entry.map}
-        return own
-
-    @property
-    def by_key(self) -> dict[str, Eval]:
-        """Settings that evaluations use, by the key that contains them: "eval", or that of a set with its own."""
-        keys = {f"eval.prompts.{name}" if self._own(name) else "eval": options for name, options in self.sets.items()}
-        return keys or {"eval": self}
-
-    @property
-    def lengths(self) -> dict[str, int]:
-        """Maximum numbers of tokens per turn, by key, that this section sets; empty if answers may be as long as in
-        training, or if the run does not evaluate."""
-        lengths = {}
-        if self.files:
-            for key, options in self.by_key.items():
-                if options.max_new_tokens is not None:
-                    lengths[f"{key}.max_new_tokens"] = options.max_new_tokens
-        return lengths
+        return {name: self.model_copy(update=entry.own) for name, entry in self._used.items()}

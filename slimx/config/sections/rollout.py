@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from slimx.config.section import (
     LARGEST,
@@ -19,7 +19,7 @@ from slimx.config.section import (
     Share,
     Weight,
 )
-from slimx.config.sections.engines import Engines, Health, group_faults
+from slimx.config.sections.engines import Engines, EvaluationEngines, Health, group_faults
 
 MAX_SUPPORT = 4096
 """Maximum number of candidates per token that SGLang reports with top-k or top-p (sampling_mask_max_tokens)."""
@@ -241,6 +241,8 @@ class Rollout(Section):
     step were sampled with older weight versions; rounded up to one per data-parallel rank. 0: none."""
     health: Health = Health()
 
+    _evaluating: tuple[EvaluationEngines, ...] = PrivateAttr(default=())
+
     @property
     def longest(self) -> int:
         """Maximum number of tokens in a single-turn rollout, including the prompt."""
@@ -248,8 +250,14 @@ class Rollout(Section):
 
     @property
     def served(self) -> tuple[Engines, ...]:
-        """Engine groups that this run starts or connects to; none if it replays rollouts."""
-        return () if self.replay else self.engines
+        """Engine groups that this run starts or connects to, those of `eval.engines` last; none if it replays
+        rollouts."""
+        return () if self.replay else (*self.engines, *self._evaluating)
+
+    @property
+    def evaluating(self) -> tuple[EvaluationEngines, ...]:
+        """Engine groups that evaluate beside training; empty if the other engines of the policy evaluate."""
+        return () if self.replay else self._evaluating
 
     @property
     def sampled(self) -> bool:
@@ -258,8 +266,13 @@ class Rollout(Section):
 
     @property
     def policy_engines(self) -> tuple[Engines, ...]:
-        """Engine groups that serve the policy: they receive its weights and sample rollouts."""
+        """Engine groups that serve the policy: they receive its weights and sample rollouts, or evaluate."""
         return tuple(group for group in self.served if not group.frozen)
+
+    @property
+    def sampling_engines(self) -> tuple[Engines, ...]:
+        """Engine groups of the policy that sample rollouts for training."""
+        return tuple(group for group in self.policy_engines if group not in self.evaluating)
 
     @property
     def frozen_engines(self) -> tuple[Engines, ...]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.reward import Eval
+from slimx.config.sections.rollout import Rollout
+from slimx.extras.evaluation.settings import by_key, lengths
+
+if TYPE_CHECKING:
+    from slimx.models.families import ModelSpec
 
 
 @rule("prompts.map", "eval.map")
 def maps_once(eval: Eval) -> Problems:
-    for key, options in eval.by_key.items():
+    for key, options in by_key(eval).items():
         if options.map is not None and options.fields is not None:
             yield (
                 f"{key}.map",
@@ -19,7 +26,7 @@ def maps_once(eval: Eval) -> Problems:
 
 @rule("eval.samples", "eval.samples")
 def answers_differ(eval: Eval) -> Problems:
-    for key, options in eval.by_key.items():
+    for key, options in by_key(eval).items():
         if options.samples > 1 and options.temperature == 0:
             yield (
                 f"{key}.samples",
@@ -30,7 +37,7 @@ def answers_differ(eval: Eval) -> Problems:
 
 @rule("eval.pass_at", "eval.pass_at")
 def samples_enough(eval: Eval) -> Problems:
-    for key, options in eval.by_key.items():
+    for key, options in by_key(eval).items():
         beyond = [k for k in options.pass_at if k > options.samples]
         if beyond:
             yield (
@@ -42,7 +49,7 @@ def samples_enough(eval: Eval) -> Problems:
 
 @rule("eval.top_p", "eval.top_p")
 def samples_from_nucleus(eval: Eval) -> Problems:
-    for key, options in eval.by_key.items():
+    for key, options in by_key(eval).items():
         if options.temperature == 0 and options.top_p < 1:
             yield (
                 f"{key}.top_p",
@@ -57,4 +64,16 @@ def has_plain_names(eval: Eval) -> Problems:
             yield (
                 name,
                 f"eval.prompts has the name {name!r}, but names are parts of metric names; remove the slash",
+            )
+
+
+@rule("eval.positions", "eval.max_new_tokens")
+def has_positions(eval: Eval, rollout: Rollout, spec: ModelSpec) -> Problems:
+    positions = spec.gpt["max_sequence_length"]
+    for key, answer in lengths(eval).items():
+        if rollout.max_prompt_tokens + answer > positions:
+            yield (
+                key,
+                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and {key}={answer} together exceed the "
+                f"model's {positions} positions; lower one of these settings",
             )

@@ -97,9 +97,11 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
             sglang = {"tokenizer_path": config.model.path} | group.sglang
             group = group.model_copy(update={"model": str(weights), "sglang": sglang})
         groups.append(group)
+    rollout = config.rollout.model_copy(update={"engines": tuple(groups)})
+    rollout._evaluating = ()  # there is no training beside which they could evaluate
     return config.model_copy(
         update={
-            "rollout": config.rollout.model_copy(update={"engines": tuple(groups)}),
+            "rollout": rollout,
             "schedule": config.schedule.model_copy(update={"colocate": False}),  # there are no trainers
         }
     )

@@ -10,6 +10,7 @@ from slimx.config.sections.reward import Eval, Reward
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
+from slimx.extras.evaluation.settings import by_key
 from slimx.rules.unproven import sections_in, table_problems
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def pairs_of_files(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Pr
 @rule("reward_model.eval", "eval.samples")
 def scores_evaluation_pairs(algorithm: Algorithm, eval: Eval) -> Problems:
     if algorithm.scores:
-        for where, options in eval.by_key.items():
+        for where, options in by_key(eval).items():
             for key in ("samples", "temperature", "max_new_tokens"):
                 if getattr(options, key) != Eval.model_fields[key].default:
                     yield (

@@ -49,7 +49,11 @@ class RunFacts:
         group_size = config.rollout.group_size
         if config.algorithm.advantages.kind == "remax":
             group_size += 1
-        return cls(_values(config), group_size, max(options.samples for options in config.eval.by_key.values()))
+        return cls(
+            _values(config),
+            group_size,
+            max((own.samples for own in config.eval.sets.values()), default=config.eval.samples),
+        )
 
     def indices(self, group_id: str, index: int) -> tuple[int | None, int]:
         """Returns `group_index` and `index` of the sample for rollout `index` of a group. The returned `index` is

@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def run_status(directory: Path) -> dict[str, Any]:
     Raises SlimxError for a directory without a run."""
     config = read_config(directory)
     metrics = directory / "metrics.jsonl"
-    last = _last_line(metrics)
+    last = _last_step(metrics)
     engines = directory / "engines.json"
     roster = {}
     if engines.exists():
@@ -192,6 +193,18 @@ def _restarts(part: dict[str, Any]) -> list[str]:
             result = f"failed: {restart['error']}"
         lines.append(f"         {when} restart after {restart['reason']}: {result} ({restart['seconds']:.0f} s)")
     return lines
+
+
+def _last_step(file: Path) -> dict[str, Any]:
+    """Returns the line of the newest step in metrics.jsonl; {} if there is none. Results of evaluations beside training
+    are lines of earlier steps. Reads at most 256 KiB."""
+    last: dict[str, Any] = {}
+    for line in last_lines(file, 2**18):
+        with suppress(ValueError):  # the first line may be incomplete
+            record = json.loads(line)
+            if record["step"] > last.get("step", -1):
+                last = record
+    return last
 
 
 def _last_line(file: Path) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def heldout_prompts(
     """Reads and checks the prompts of the evaluation file `path`. `name`: name of the file in `eval.prompts`; "" if it
     has no name there."""
     images = row_images(config, True)
-    options = config.eval.sets.get(name, config.eval)
+    options = config.eval.sets[name]
     mapping = make_mapping(options.fields, options.map, config.rollout.system, images, section="eval")
     prompts = read_prompts(path, mapping, dataset=name or None)
     check = check_prompts if images is None else images.check

@@ -26,36 +26,38 @@ every evaluation, all evaluations use the same seeds, and training never uses th
 
 
 async def evaluate(run: Run) -> dict[str, float]:
-    """Generates `eval.samples` answers to every held-out prompt, and returns metrics of their rewards (see `score`); {}
-    if there are no held-out prompts. If generation fails for a prompt, its answers score 0, and `eval/failed` counts
-    the prompt. Raises SlimxError if all prompts failed."""
+    """Generates answers to every held-out prompt, and returns metrics of their rewards (see `score`); {} if there are
+    no held-out prompts, or if an evaluation goes on beside training. If generation fails for a prompt, its answers
+    score 0, and `eval/failed` counts the prompt. Raises SlimxError if all prompts failed."""
     if not any(run.eval_prompts.values()):
         return {}
     with run.phase("eval"):
-        outcomes = await run.watched(answer_all(run.maker, run.eval_prompts))
-        learner = learner_of(run.config.algorithm)
-        if learner is not None:
-            metrics = await run.watched(learner.evaluate(run, outcomes))
-        else:
-            metrics = {}
-            for policy in run.policies.values():
-                policy_outcomes = [_of(outcome, policy) for outcome in outcomes]
-                metrics |= policy.named(eval_metrics(run.config.eval, run.eval_prompts, policy_outcomes))
-    groups = answered_groups(outcomes)
-    run.records.evaluation(run.step, run.version, metrics, groups)
+        begun = await run.evaluation.begin(run)
+        if begun is not None:
+            return begun
+        return await judged(run, await run.watched(answer_all(run.maker, run.eval_prompts)), run.step)
+
+
+async def judged(run: Run, outcomes: Sequence[GroupOutcome], step: int) -> dict[str, float]:
+    """Returns the metrics of an evaluation of the weights after `step` steps, and saves samples of its answers."""
+    learner = learner_of(run.config.algorithm)
+    if learner is not None:
+        metrics = await run.watched(learner.evaluate(run, outcomes))
+    else:
+        metrics = {}
+        for policy in run.policies.values():
+            policy_outcomes = [_of(outcome, policy) for outcome in outcomes]
+            metrics |= policy.named(eval_metrics(run.config.eval, run.eval_prompts, policy_outcomes))
+    run.records.evaluation(step, metrics, answered_groups(outcomes))
     return metrics
 
 
 async def answer_all(maker: GroupMaker, prompts: Mapping[str, Sequence[Prompt]]) -> list[GroupOutcome]:
     """Generates as many answers to each prompt as the settings of its set require; returns one outcome per prompt, in
     the order of the prompt sets."""
-    options = maker.config.eval
-    sets = options.sets
-    work = []
-    for name, rows in prompts.items():
-        for prompt in rows:
-            work.append(_answer(maker, len(work), prompt, sets.get(name, options)))
-    return await asyncio.gather(*work)
+    sets = maker.config.eval.sets
+    rows = [(prompt, sets[name]) for name, of_set in prompts.items() for prompt in of_set]
+    return await asyncio.gather(*(_answer(maker, index, *row) for index, row in enumerate(rows)))
 
 
 def eval_metrics(
@@ -70,7 +72,7 @@ def eval_metrics(
             f"all {len(failed)} evaluation prompts failed (last error: {failed[-1].detail}); fix this error, and run "
             "the same command again",
         )
-    sets = {name: options.sets.get(name, options) for name in prompts}
+    sets = options.sets
     rewards: dict[str, list[list[float]]] = {name: [] for name in prompts}
     names = chain.from_iterable([name] * len(rows) for name, rows in prompts.items())
     for name, outcome in zip(names, outcomes, strict=True):

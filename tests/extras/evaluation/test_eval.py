@@ -6,7 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from slimx.config.sections.reward import Eval
 from slimx.extras.evaluation.run import evaluate_once, table
+from slimx.extras.evaluation.settings import by_key, lengths
 from tests.extras.generation.serving_stand import config_in, service_in, write_model
 from tests.refusals import numbers
 from tests.unit.rollout.rollout_stand import prompts
@@ -44,6 +46,14 @@ def test_sets_may_have_settings_of_their_own(tmp_path: Path) -> None:
     assert "eval/few/pass@4" in found["metrics"] and "eval/greedy/pass@2" not in found["metrics"]
     _, of_few, of_greedy, *_ = table(found)
     assert numbers(of_few)[-2:] == [4, 1] and numbers(of_greedy)[-2:] == [1, 0]
+
+
+def test_settings_are_known_by_the_key_that_contains_them() -> None:
+    options = Eval(prompts={"aime": {"path": "a", "max_new_tokens": 64}, "math": "m"})
+    assert lengths(options) == {"eval.prompts.aime.max_new_tokens": 64}
+    assert by_key(options).keys() == {"eval.prompts.aime", "eval"} and by_key(Eval()).keys() == {"eval"}
+    off = options.model_copy(update={"every": 0})
+    assert lengths(off) == {} and off.files == off.sets == {}
 
 
 def test_the_table_tells_what_hooks_logged() -> None:

@@ -27,6 +27,6 @@ def service_in(config: Config, delay: float = 0.0, keep: Keep | None = None) -> 
 
 
 def config_in(directory: Path, model: Path, **keys: Any) -> Config:
-    config = config_of(track__tensorboard=False, **keys)
+    config = config_of(track__tensorboard=False, **{"eval__prompts": {"few": "few.jsonl"}} | keys)
     run = config.run.model_copy(update={"dir": str(directory)})
     return config.model_copy(update={"run": run, "model": config.model.model_copy(update={"path": str(model)})})

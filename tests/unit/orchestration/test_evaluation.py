@@ -91,7 +91,6 @@ def test_rows_of_another_form_are_mapped_by_the_evaluation_hook(tmp_path):
 
 
 SET = "eval.prompts.a"
-KEY = "eval.prompts.aime"
 GREEDY = ("eval.samples", f"{SET}.samples")
 
 
@@ -128,7 +127,6 @@ def test_the_settings_of_a_set_replace_those_of_the_section():
     assert (aime.samples, aime.temperature, aime.max_new_tokens, aime.map) == (16, 0.6, 64, None)
     assert aime.fields is not None and aime.ks == (2, 4, 8, 16)
     assert (math.samples, math.temperature, math.max_new_tokens, math.map) == (2, 0.6, None, "m.f")
-    assert options.lengths == {"eval.prompts.aime.max_new_tokens": 64} and options.by_key.keys() == {"eval", KEY}
     saved = Eval.model_validate(options.model_dump(mode="json"))
     assert saved == options and saved.sets == options.sets
 

@@ -10,6 +10,7 @@ from slimx.config.sections.critic import Critic
 from slimx.config.sections.reward import Eval
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
+from slimx.extras.evaluation.settings import lengths
 
 if TYPE_CHECKING:
     from slimx.extras.planner.memory_record import EngineMemory, HostMemory, PhasePeak, TrainerMemory
@@ -68,7 +69,7 @@ def serves(rollout: Rollout, machine: Machine, engine_memory: tuple[EngineMemory
 @rule("memory.engine_eval", "eval.max_new_tokens")
 def answers_at_length(rollout: Rollout, eval: Eval, engine_memory: tuple[EngineMemory, ...]) -> Problems:
     for engine in engine_memory:
-        for key, answer in eval.lengths.items():
+        for key, answer in lengths(eval).items():
             longest = rollout.max_prompt_tokens + answer
             if engine.concurrency and engine.kv_tokens is not None and engine.kv_tokens < longest:
                 yield (
