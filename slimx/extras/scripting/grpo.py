@@ -20,7 +20,7 @@ from slimx.extras.init.run import Wishes, checked_file, settings_of
 from slimx.extras.init.settings import Setting, tree_of
 from slimx.extras.scripting.functions import Hook, with_hooks
 from slimx.extras.scripting.result import RunResult
-from slimx.extras.scripting.training import train
+from slimx.extras.scripting.training import standard_output, train
 from slimx.json_types import Json
 from slimx.observability.live.safe_text import plain
 
@@ -56,7 +56,7 @@ def grpo(
     new one, runs/grpo or runs/grpo-N. `overrides`, `generate`, `keep`, `console`: as for `slimx.train`. Raises
     SlimxError for a model that does not fit, and the errors of `slimx.train`."""
     chosen = _free() if directory is None else Path(directory).expanduser()
-    console = console or Console(soft_wrap=True)
+    console = console or standard_output()
     with _cleared(chosen):
         config = _configured(str(model), prompts, reward, steps, eval, chosen, overrides, generate=generate, keep=keep)
         console.print(plain(f"settings {chosen / FILE}"))
