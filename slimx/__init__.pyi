@@ -5,6 +5,7 @@ from slimx.data.records import Prompt as Prompt
 from slimx.data.records import Trajectory as Trajectory
 from slimx.errors import SlimxError as SlimxError
 from slimx.extras.evaluation.script import evaluate as evaluate
+from slimx.extras.scripting.grpo import grpo as grpo
 from slimx.extras.scripting.tables import metrics as metrics
 from slimx.extras.scripting.tables import rollouts as rollouts
 from slimx.extras.scripting.training import train as train

@@ -37,7 +37,7 @@ def load_config(source: str | Path | Mapping[str, object] | Config, overrides: O
     tree = _config({})
     try:
         if isinstance(source, Config):
-            tree = _config(_set_values(source))
+            tree = _config(set_values(source))
         elif isinstance(source, Mapping):
             for text in _texts(source):
                 tree, _ = _apply(tree, text, ())
@@ -53,7 +53,7 @@ def load_config(source: str | Path | Mapping[str, object] | Config, overrides: O
         ) from None
 
 
-def _set_values(config: Config) -> Json:
+def set_values(config: Config) -> Json:
     """Returns the values of `config` that are set, without those that the preset `algorithm.name` sets, so that another
     preset can replace them."""
     plain = config.to_plain(exclude_unset=True)

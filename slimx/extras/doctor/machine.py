@@ -15,6 +15,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import slimx
@@ -64,20 +66,15 @@ class Finding:
     """True if the problem prevents a run, False if it is only worth a note."""
 
 
-Look = Callable[[], Iterator[Finding]]
-
-
 def examine(say: Say) -> bool:
     """Prints the properties and problems of this machine. Returns True if everything that a run needs is present."""
     problems: list[Finding] = []
-    shown = ""
-    for title, finding in findings():
-        if title != shown:
-            say(title, "bold")
-            shown = title
-        say(f"  {finding.name:<16} {finding.text}", _style(finding))
-        if finding.problem:
-            problems.append(finding)
+    for title, rows in groupby(findings(), key=itemgetter(0)):
+        say(title, "bold")
+        for _, finding in rows:
+            say(f"  {finding.name:<16} {finding.text}", _style(finding))
+            if finding.problem:
+                problems.append(finding)
     missing = any(finding.needed for finding in problems)
     say("Problems" if problems else "Nothing is missing.", "bold")
     for finding in problems:
@@ -88,32 +85,20 @@ def examine(say: Say) -> bool:
 
 def findings() -> Iterator[tuple[str, Finding]]:
     """Yields the title of a section and a finding of it, for all properties and problems of this machine."""
-    sections: list[tuple[str, Look]] = [
-        ("Machine", machine),
-        ("Devices", devices),
-        ("Packages", packages),
-        ("Adapters", adapters),
-        ("Kernels", kernels),
-        ("Toolchain", toolchain),
-        ("Sandbox", sandbox),
-    ]
-    for title, look in sections:
-        for finding in _findings(title, look):
-            yield title, finding
+    for look in (machine, devices, packages, adapters, kernels, toolchain, sandbox):
+        title = look.__name__.capitalize()
+        try:
+            for finding in look():
+                yield title, finding
+        except Exception as error:
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            yield title, Finding(title.lower(), text, f"could not be examined ({text})")
 
 
 def _style(finding: Finding) -> str | None:
     if finding.problem is None:
         return None
     return "red" if finding.needed else "yellow"
-
-
-def _findings(title: str, look: Look) -> Iterator[Finding]:
-    try:
-        yield from look()
-    except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        yield Finding(title.lower(), text, f"could not be examined ({text})")
 
 
 def machine() -> Iterator[Finding]:

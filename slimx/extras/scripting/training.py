@@ -34,8 +34,17 @@ def train(
     saved a checkpoint (SIGUSR1), and Interrupted otherwise."""
     config = with_hooks(configured(source, overrides), generate=generate, reward=reward, keep=keep)
     with alone():
-        directory, report = start.train(config, console or Console(soft_wrap=True))
+        directory, report = start.train(config, console or standard_output())
     return RunResult(directory, report)
+
+
+def standard_output() -> Console:
+    """Returns a console that prints to standard output, in a notebook as lines of text, because a notebook cannot
+    repaint a table."""
+    console = Console(soft_wrap=True)
+    if console.is_jupyter:
+        console = Console(soft_wrap=True, force_jupyter=False, force_terminal=False)
+    return console
 
 
 def configured(source: str | Path | Mapping[str, object] | Config, overrides: Overrides = ()) -> Config:
