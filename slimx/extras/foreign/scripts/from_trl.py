@@ -24,6 +24,7 @@ _TRAINERS = {
     "dpo": "DPOConfig",
     "reward": "RewardConfig",
 }
+"""Classes of settings by the name of their command, which is also the start of the names of TRL's example scripts."""
 _NAMES = {
     "GRPOConfig": "grpo",
     "RLOOConfig": "rloo",
@@ -31,6 +32,9 @@ _NAMES = {
     "DPOConfig": "dpo",
     "RewardConfig": "bradley_terry",
 }
+"""Algorithms of slimx by class of settings."""
+_RATES = {"SFTConfig": 2e-5, "RewardConfig": 1e-4}
+"""Default learning rates, where they are not 1e-6."""
 _DEFAULT = "TRL's default"
 
 
@@ -77,6 +81,7 @@ def read_trl(values: dict[str, list[str]], draft: Draft) -> None:
     """Adds what `values`, words by name, mean to `draft`. Raises SlimxError for a value that is no number."""
     given = Given(draft.origin.partition(" ")[0], values, lambda name: f"--{name}")
     trainer = given.text("trainer") or "GRPOConfig"
+    trainer = _TRAINERS.get(trainer, trainer)
     name = _NAMES.get(trainer, "grpo")
     sampled = name in ("grpo", "rloo")
     _model(given, draft)
@@ -117,8 +122,8 @@ def _prompts(given: Given, draft: Draft) -> None:
     else:
         local = Path(dataset).expanduser().exists()
         draft.put("rollout.prompts", dataset if local else f"hf://{dataset}", "--dataset_name")
-        split = given.text("dataset_train_split")
-        if split is not None and not local:
+        split = (given.text("dataset_train_split") or "").partition("[")[0]
+        if split and not local:
             draft.put("rollout.prompts", f"hf://{dataset}/{split}" if "/" in dataset else dataset, "--dataset_name")
     draft.put("rollout.fields.prompt", "prompt", "TRL's column")
     draft.supply["rollout.fields"] = "the columns of the data set, if code of the script maps its rows"

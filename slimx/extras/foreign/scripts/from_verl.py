@@ -267,18 +267,7 @@ def _trainer(keys: Given, draft: Draft, *, sft: bool) -> None:
     chunks = keys.number(f"{MEGATRON}.virtual_pipeline_model_parallel_size")
     if chunks is not None and stages > 1:
         draft.put("trainer.virtual_pipeline", int(chunks), f"{MEGATRON}.virtual_pipeline_model_parallel_size")
-    ends = []
-    for name in ("first", "last"):
-        number = keys.number(f"{CHANGED}.num_layers_in_{name}_pipeline_stage")
-        ends.append(None if number is None else int(number))
-    put_stages(
-        draft,
-        layers_of(str(draft.get("model.path"))),
-        ends[0],
-        ends[1],
-        stages,
-        "num_layers_in_first/last_pipeline_stage",
-    )
+    _stages(keys, draft, stages)
     experts = keys.count(f"{MEGATRON}.expert_model_parallel_size", 1)
     draft.put("trainer.expert", experts, f"{MEGATRON}.expert_model_parallel_size")
     if experts == 1 and keys.text(f"{MEGATRON}.expert_tensor_parallel_size") is not None:
@@ -301,6 +290,21 @@ def _trainer(keys: Given, draft: Draft, *, sft: bool) -> None:
     bucket = keys.number(f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes")
     if bucket is not None:
         draft.put("publish.bucket_mib", int(bucket), "checkpoint_engine.update_weights_bucket_megabytes")
+
+
+def _stages(keys: Given, draft: Draft, stages: int) -> None:
+    """Sets the layers of every pipeline stage, if the first or the last has fewer than the others."""
+    layers = layers_of(str(draft.get("model.path")))
+    ends = []
+    parts = [keys.has(f"{CHANGED}.account_for_{part}_in_pipeline_split") for part in ("embedding", "loss")]
+    for name, counts in zip(("first", "last"), parts, strict=True):
+        number = keys.number(f"{CHANGED}.num_layers_in_{name}_pipeline_stage")
+        if number is None and counts and layers is not None:  # the embedding or the loss takes the place of a layer
+            number = (layers + sum(parts)) // stages - 1
+        ends.append(None if number is None else int(number))
+    if any(parts) and layers is None and stages > 1:
+        draft.left["account_for_embedding/loss_in_pipeline_split"] = "set trainer.layers_per_stage"
+    put_stages(draft, layers, ends[0], ends[1], stages, "num_layers_in_first/last_pipeline_stage")
 
 
 def _optimizer(keys: Given, draft: Draft) -> None:
