@@ -36,6 +36,8 @@ def read_slime(launch: Launch, draft: Draft) -> None:
         draft.origin.partition(" ")[0], flags_of(launch.arguments), lambda name: f"--{name.replace('_', '-')}"
     )
     sft = (flags.text("loss_type") == "sft_loss") or _SFT in (flags.text("rollout_function_path") or "")
+    if launch.broken:
+        draft.left["the launch command"] = "a backslash is missing at the end of one of its lines; all flags are read"
     asynchronous = launch.program == "train_async.py"
     _model(flags, draft)
     _prompts(flags, draft)
@@ -164,7 +166,7 @@ def _ranks(flags: Given, draft: Draft, *, sft: bool, asynchronous: bool) -> None
         return
     per_engine = flags.count("rollout_num_gpus_per_engine", 1)
     counted = "--rollout-num-gpus / --rollout-num-gpus-per-engine"
-    put_engines(draft, gpus, per_engine, per_node, counted, pipeline=flags.count("sglang_pp_size", 1))
+    put_engines(draft, gpus, per_engine, per_node, counted, flags.count("sglang_pp_size", 1))
     if flags.number("rollout_num_gpus") is None and not colocate:
         draft.supply["rollout.engines.0.count"] = "the script gives no --rollout-num-gpus; one node is assumed"
     if flags.number("sglang_ep_size") is not None:

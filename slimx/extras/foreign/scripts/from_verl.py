@@ -180,9 +180,9 @@ def _ranks(keys: Given, draft: Draft) -> None:
     if copies > 1 and experts > 1:
         size *= copies
         draft.put("rollout.engines.0.dp_attention", copies, f"{ROLLOUT}.data_parallel_size")
-    put_engines(draft, own or trainers, size, max(per_node, NODE), source, pipeline=stages)
+    put_engines(draft, own or trainers, size, max(per_node, NODE), source, stages)
     if experts > 1:
-        draft.put("rollout.engines.0.expert", min(experts, size // stages), f"{ROLLOUT}.expert_parallel_size")
+        draft.put("rollout.engines.0.expert", min(experts, size), f"{ROLLOUT}.expert_parallel_size")
     share = keys.number(f"{ROLLOUT}.gpu_memory_utilization")
     share_source = f"{ROLLOUT}.gpu_memory_utilization"
     draft.put("rollout.engines.0.sglang.mem_fraction_static", 0.5 if share is None else share, share_source)

@@ -37,12 +37,13 @@ def put_ranks(draft: Draft, trainers: int, engines: int, per_node: int, source: 
     draft.put("trainer.world_size", trainers, source)
 
 
-def put_engines(draft: Draft, gpus: int, per_engine: int, per_node: int, source: str, *, pipeline: int = 1) -> None:
-    """Sets the number and the size of the engines. `gpus`: GPUs of all engines. `per_engine`: GPUs of one."""
+def put_engines(draft: Draft, gpus: int, per_engine: int, per_node: int, source: str, stages: int) -> None:
+    """Sets the number and the size of the engines. `gpus`: GPUs of all engines. `per_engine`: GPUs of one. `stages`:
+    its pipeline stages."""
     draft.put("rollout.engines.0.count", max(1, gpus // per_engine), source)
-    draft.put("rollout.engines.0.tensor", max(1, per_engine // pipeline), source)
-    if pipeline > 1:
-        draft.put("rollout.engines.0.pipeline", pipeline, source)
+    draft.put("rollout.engines.0.tensor", per_engine, source)
+    if stages > 1:
+        draft.left[f"{stages} pipeline stages of an engine"] = "all GPUs of an engine are tensor parallel ranks"
     if per_engine > per_node:
         draft.put(
             "rollout.engines.0.nodes", math.ceil(per_engine / per_node), f"{per_engine} GPUs, {per_node} per node"

@@ -163,7 +163,10 @@ class _Shell:
         if name in self.functions:
             for position, word in enumerate(words[1:], start=1):
                 self.variables.values[str(position)] = [word]
-            return self.run(self.functions[name], depth + 1)
+            self.variables.values["@"] = words[1:]
+            status = self.run(self.functions[name], depth + 1)
+            self.variables.values.pop("@", None)
+            return status
         if name in ("bash", "sh") and words[1:2] in (["-c"], ["-lc"]) and len(words) > 2:
             return self.run(tokens_of(words[2]), depth + 1)
         self.commands.append(words)
