@@ -95,7 +95,7 @@ VERL: Table = {
     "actor_rollout_ref.nccl_timeout": computed("trainer.deadline", "seconds within which a call to all ranks returns"),
     "actor_rollout_ref.model.mtp.enable": not_needed("trainer.megatron.mtp_num_layers above 0 trains these layers"),
     "actor_rollout_ref.model.mtp.enable_train": computed("trainer.megatron", "{mtp_num_layers: 1}"),
-    "actor_rollout_ref.model.mtp.mtp_loss_scaling_factor": "trainer.megatron.mtp_loss_scaling_factor",
+    "actor_rollout_ref.model.mtp.mtp_loss_scaling_factor": MEGATRON["mtp_loss_scaling_factor"],
     "actor_rollout_ref.model.mtp.detach_encoder": unsupported("the loss of multi-token prediction reaches all layers"),
     "actor_rollout_ref.model.mtp.*": _SPECULATIVE,
     "actor_rollout_ref.model.lora.rank": "trainer.lora.rank",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -11,12 +12,15 @@ import yaml
 from typer.testing import CliRunner
 
 from slimx.config.load import load_config
+from slimx.config.schema import Config
+from slimx.config.suggestions import known_keys
 from slimx.extras.foreign.scripts.command import slime_app, trl_app, verl_app
 from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.from_slime import read_slime
 from slimx.extras.foreign.scripts.from_trl import read_trl
 from slimx.extras.foreign.scripts.from_verl import read_verl
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of
+from tests.needed import ROOT
 from tests.refusals import refused
 
 PPO = "verl.trainer.main_ppo"
@@ -274,3 +278,14 @@ def test_a_missing_backslash_is_told(tmp_path):
     script.write_text("python train.py --hf-checkpoint m\n --prompt-data p\n")
     result = CliRunner().invoke(slime_app, [str(script)], catch_exceptions=False)
     assert "backslash" in result.stdout and yaml.safe_load(result.stdout)["rollout"]["prompts"] == "p"
+
+
+def test_every_key_in_the_table_of_ms_swift_exists():
+    page = (ROOT / "docs" / "guides" / "coming-from.md").read_text()
+    table = page.partition("## From ms-swift")[2].partition("## Every name")[0]
+    rows = [line.split("|")[2] for line in table.splitlines() if line.startswith("| `--")]
+    keys = {key for row in rows for key in re.findall(r"`((?:\w+\.)+\w+)(?::.*?)?`", row)}
+    known = known_keys(Config)
+    objectives = ("algorithm.loss.", "algorithm.advantages.", "sglang.")
+    unknown = {key for key in keys if not any(f"{name}.".startswith(f"{key}.") for name in known)}
+    assert len(rows) > 20 and {key for key in unknown if not key.startswith(objectives)} == set()

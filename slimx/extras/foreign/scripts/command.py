@@ -35,7 +35,7 @@ _KINDS = {".py": "a Python program", ".yaml": "a YAML file", ".yml": "a YAML fil
 _STARTS = {"slime": "train.py or train_async.py", "verl": "a trainer of verl", "trl": "a trainer of TRL"}
 
 Script = Annotated[Path, typer.Argument(help="Launch script, or a file with only the flags.")]
-Given = Annotated[
+Settings = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[NAME=VALUE]...",
@@ -46,7 +46,7 @@ Out = Annotated[Path | None, typer.Option(help="File to write instead of standar
 
 
 @slime_app.command()
-def from_slime(script: Script, variables: Given = None, out: Out = None) -> None:
+def from_slime(script: Script, variables: Settings = None, out: Out = None) -> None:
     """Write the configuration that SCRIPT, a launch script of slime or Miles, corresponds to."""
     draft = Draft(f"{script.name} by `slimx from-slime`")
     text = _text(script, "slime")
@@ -61,7 +61,7 @@ def from_slime(script: Script, variables: Given = None, out: Out = None) -> None
 
 
 @verl_app.command()
-def from_verl(script: Script, variables: Given = None, out: Out = None) -> None:
+def from_verl(script: Script, variables: Settings = None, out: Out = None) -> None:
     """Write the configuration that SCRIPT, a launch script of verl, corresponds to."""
     draft = Draft(f"{script.name} by `slimx from-verl`")
     text = _text(script, "verl")
@@ -76,23 +76,23 @@ def from_verl(script: Script, variables: Given = None, out: Out = None) -> None:
 
 
 @trl_app.command()
-def from_trl(script: Script, variables: Given = None, out: Out = None) -> None:
+def from_trl(script: Script, variables: Settings = None, out: Out = None) -> None:
     """Write the configuration that SCRIPT, a launch script, Python file or YAML file of TRL, corresponds to."""
     draft = Draft(f"{script.name} by `slimx from-trl`")
     text = _text(script, "trl")
-    own = _values(variables or [])
+    settings = _values(variables or [])
     if script.suffix == ".py":
         values = arguments_in(script, text)
     elif script.suffix in (".yaml", ".yml"):
         values = yaml_values(text)
     else:
-        commands = commands_of(script, text, own)
+        commands = commands_of(script, text, settings)
         launch = launch_of(commands, is_trl) or _flags_alone(commands)
         values = {} if launch is None else launch_values(launch)
     if not values.keys() & {"trainer", "model_name_or_path", "output_dir"}:
         raise _no_launch(script, text, "trl")
     if script.suffix in _KINDS:
-        values |= {name: [value] for name, value in own.items()}
+        values |= {name: [value] for name, value in settings.items()}
         if "TrlParser" in text:
             draft.left["TrlParser"] = "the program has more flags on its command line; read the launch script instead"
         if "trainer" not in values:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slimx.extras.foreign.meaning import KL_KINDS
 from slimx.extras.foreign.scripts.draft import Draft
-from slimx.extras.foreign.scripts.given import rows_of, whole
+from slimx.extras.foreign.scripts.names import rows_of, whole
 
 _RECURRENT = re.compile(r"qwen3[._][56]|qwen3[-_]next|nemotron[-_](3|h)|nemotron-nano-v3", re.IGNORECASE)
 """Names of families with delta nets or state-space layers."""
@@ -156,8 +156,8 @@ def put_stages(draft: Draft, layers: int | None, first: int | None, last: int | 
         )
         return
     middle = stages - (first is not None) - (last is not None)
-    each = (layers - (first or 0) - (last or 0)) // max(1, middle)
-    counts = [each] * middle
+    middle_layers = (layers - (first or 0) - (last or 0)) // max(1, middle)
+    counts = [middle_layers] * middle
     if first is not None:
         counts = [first, *counts]
     if last is not None:

@@ -31,10 +31,10 @@ DEPTH = 20
 """Maximum number of files and functions that may be open inside each other."""
 
 
-def commands_of(script: Path, text: str, given: Mapping[str, str]) -> list[list[str]]:
-    """Returns the words of every command that the script `text` of the file `script` would run, in order. `given`:
-    values of variables that the user gave. Raises SlimxError if a quote or bracket is not closed."""
-    shell = _Shell(Variables(script, given))
+def commands_of(script: Path, text: str, overrides: Mapping[str, str]) -> list[list[str]]:
+    """Returns the words of every command that the script `text` of the file `script` would run, in order. `overrides`:
+    values of variables that the user set. Raises SlimxError if a quote or bracket is not closed."""
+    shell = _Shell(Variables(script, overrides))
     shell.run(tokens_of(text), 0)
     return shell.commands
 
