@@ -93,6 +93,10 @@ def _hooks(*lines: str) -> dict[str, str]:
     return {"hooks.py": "\n".join(lines).rstrip() + "\n"}
 
 
+def _script(*lines: str) -> dict[str, str]:
+    return {"run.sh": "\n".join(lines) + "\n"}
+
+
 USER = {"role": "user", "content": "3+4="}
 TORN = _parquet([{"question": "3+4=", "answer": "7"}])[:-20]
 MISTAKES = (
@@ -125,6 +129,19 @@ MISTAKES = (
     Mistake("a comparison with no run", "report a b --compare", {"a/metrics.jsonl": ""}),
     Mistake("status of a run that never began", "status run.yaml"),
     Mistake("rollouts of the YAML file", "rollouts run.yaml"),
+    # Launch scripts of other frameworks.
+    Mistake("a launch script that is not there", "from-slime rnu.sh"),
+    Mistake("a launch script of verl for from-slime", "from-slime run.sh", _script("python3 -m verl.trainer.main_ppo")),
+    Mistake("a launch script of slime for from-verl", "from-verl run.sh", _script("python3 train.py --colocate")),
+    Mistake("a launch script of slime for from-trl", "from-trl run.sh", _script("python3 train.py --colocate")),
+    Mistake("a script that starts nothing", "from-slime run.sh", _script("pip install -e .")),
+    Mistake("a variable that a script does not set", "from-slime run.sh", _script("python3 train.py --save $BASE/x")),
+    Mistake("a quote that a script never closes", "from-verl run.sh", _script('python3 train.py --save "x')),
+    Mistake("a number in words in a script", "from-slime run.sh", _script("python3 train.py --num-rollout ten")),
+    Mistake("a configuration of slimx for from-verl", "from-verl run.yaml"),
+    Mistake("a Python file of TRL with an error", "from-trl grpo.py", {"grpo.py": "GRPOConfig(\n"}),
+    Mistake("a flag of slime after its script", "from-slime run.sh --colocate", _script("python3 train.py")),
+    Mistake("a variable without a value", "from-slime run.sh BASE", _script("python3 train.py")),
     # The YAML file.
     Mistake("a misspelt key", "train run.yaml", {"run.yaml": RUN + "reward: {funtion: hooks.rises}\n"}),
     Mistake("a misspelt section", "train run.yaml", {"run.yaml": RUN + "rewards: {function: hooks.rises}\n"}),

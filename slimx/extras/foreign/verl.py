@@ -43,6 +43,8 @@ _SIZES = {
     "expert_model_parallel_size": "expert",
     "expert_tensor_parallel_size": "expert_tensor",
 }
+_SHORT = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context", "ep": "expert"}
+_SHORT["etp"] = "expert_tensor"
 
 
 def _below(section: str, keys: Table) -> Table:
@@ -93,7 +95,7 @@ VERL: Table = {
     "actor_rollout_ref.nccl_timeout": computed("trainer.deadline", "seconds within which a call to all ranks returns"),
     "actor_rollout_ref.model.mtp.enable": not_needed("trainer.megatron.mtp_num_layers above 0 trains these layers"),
     "actor_rollout_ref.model.mtp.enable_train": computed("trainer.megatron", "{mtp_num_layers: 1}"),
-    "actor_rollout_ref.model.mtp.mtp_loss_scaling_factor": "trainer.megatron.mtp_loss_scaling_factor",
+    "actor_rollout_ref.model.mtp.mtp_loss_scaling_factor": MEGATRON["mtp_loss_scaling_factor"],
     "actor_rollout_ref.model.mtp.detach_encoder": unsupported("the loss of multi-token prediction reaches all layers"),
     "actor_rollout_ref.model.mtp.*": _SPECULATIVE,
     "actor_rollout_ref.model.lora.rank": "trainer.lora.rank",
@@ -177,6 +179,11 @@ VERL: Table = {
             "fsdp_config.optimizer_offload": MEGATRON["optimizer_cpu_offload"],
             "fsdp_config.*": _FSDP,
             **{f"megatron.{theirs}": f"trainer.{ours}" for theirs, ours in _SIZES.items()},
+            **{f"engine.{theirs}": f"trainer.{ours}" for theirs, ours in _SHORT.items()},
+            "engine.param_offload": OFFLOADED,
+            "engine.grad_offload": OFFLOADED,
+            "engine.optimizer_offload": OFFLOADED,
+            "engine.*": _ENGINE,
             "megatron.sequence_parallel": MEGATRON["sequence_parallel"],
             "megatron.use_mbridge": _CHECKPOINTS,
             "megatron.use_dist_checkpointing": _CHECKPOINTS,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.extras.families.test_glm_and_minimax import FLASH, MINIMAX
+from tests.extras.low_precision.test_int4_rules import INT4
 from tests.needed import ROOT
 from tests.published import DEEPSEEK_V3, QWEN3_30B, published
 
@@ -55,6 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "GLM-5.2": published("GLM-5"),
     "Kimi-K2-Instruct": published("Kimi-K2-Instruct"),
     "Kimi-K2-Thinking": published("Kimi-K2-Instruct"),
+    "Kimi-K2.6": published("Kimi-K2.5-bf16"),
     "MiMo-7B-RL": published("MiMo-7B-Base"),
     "MiniMax-M2.5": MINIMAX,
     "Moonlight-16B-A3B": _plain | _sizes(
@@ -66,6 +68,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": published("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
     "Qwen2.5-0.5B-Instruct": QWEN2,
     "Qwen2.5-3B": QWEN2 | _sizes(2048, 36, 16, 11008),
+    "Qwen2.5-VL-7B": QWEN2 | _sizes(
+        3584, 28, 28, 18944, num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False,
+        architectures=["Qwen2_5_VLForConditionalGeneration"], model_type="qwen2_5_vl",
+        rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]}, image_token_id=151655, video_token_id=151656,
+        vision_start_token_id=151652, vision_end_token_id=151653,
+        vision_config={
+            "depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+            "in_channels": 3, "out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2,
+            "temporal_patch_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
+            "tokens_per_second": 2, "model_type": "qwen2_5_vl",
+        },
+    ),
     "Qwen2.5-32B": QWEN2 | _sizes(
         5120, 64, 40, 27648, num_key_value_heads=8, vocab_size=152064, tie_word_embeddings=False
     ),
@@ -123,6 +137,8 @@ def write_model(path: str, folder: Path) -> Path | None:
         config = config | {"max_position_embeddings": 262144}
     if "FP8" in Path(path).name:
         config = config | {"quantization_config": DEEPSEEK_V3["quantization_config"]}
+    if "INT4" in Path(path).name:
+        config = config | {"quantization_config": INT4}
     target = folder / Path(path).name
     target.mkdir(exist_ok=True)
     (target / "config.json").write_text(json.dumps(config))

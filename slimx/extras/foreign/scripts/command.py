@@ -31,18 +31,22 @@ _SIGNS = {
     "trl": r"\btrl\b|\w+(Config|Trainer)\(|--num_generations|num_generations:",
 }
 """Patterns of text that occurs in the scripts of each framework."""
+_KINDS = {".py": "a Python program", ".yaml": "a YAML file", ".yml": "a YAML file", ".json": "a JSON file"}
 _STARTS = {"slime": "train.py or train_async.py", "verl": "a trainer of verl", "trl": "a trainer of TRL"}
 
 Script = Annotated[Path, typer.Argument(help="Launch script, or a file with only the flags.")]
-Given = Annotated[
+Settings = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[NAME=VALUE]...", help="Variables that the script expects from its environment."),
+    typer.Argument(
+        metavar="[NAME=VALUE]...",
+        help="Variables of the script's environment; for a Python or YAML file, its settings.",
+    ),
 ]
 Out = Annotated[Path | None, typer.Option(help="File to write instead of standard output.")]
 
 
 @slime_app.command()
-def from_slime(script: Script, variables: Given = None, out: Out = None) -> None:
+def from_slime(script: Script, variables: Settings = None, out: Out = None) -> None:
     """Write the configuration that SCRIPT, a launch script of slime or Miles, corresponds to."""
     draft = Draft(f"{script.name} by `slimx from-slime`")
     text = _text(script, "slime")
@@ -57,7 +61,7 @@ def from_slime(script: Script, variables: Given = None, out: Out = None) -> None
 
 
 @verl_app.command()
-def from_verl(script: Script, variables: Given = None, out: Out = None) -> None:
+def from_verl(script: Script, variables: Settings = None, out: Out = None) -> None:
     """Write the configuration that SCRIPT, a launch script of verl, corresponds to."""
     draft = Draft(f"{script.name} by `slimx from-verl`")
     text = _text(script, "verl")
@@ -72,20 +76,29 @@ def from_verl(script: Script, variables: Given = None, out: Out = None) -> None:
 
 
 @trl_app.command()
-def from_trl(script: Script, variables: Given = None, out: Out = None) -> None:
+def from_trl(script: Script, variables: Settings = None, out: Out = None) -> None:
     """Write the configuration that SCRIPT, a launch script, Python file or YAML file of TRL, corresponds to."""
     draft = Draft(f"{script.name} by `slimx from-trl`")
     text = _text(script, "trl")
+    settings = _values(variables or [])
     if script.suffix == ".py":
         values = arguments_in(script, text)
     elif script.suffix in (".yaml", ".yml"):
         values = yaml_values(text)
     else:
-        commands = commands_of(script, text, _values(variables or []))
+        commands = commands_of(script, text, settings)
         launch = launch_of(commands, is_trl) or _flags_alone(commands)
         values = {} if launch is None else launch_values(launch)
     if not values.keys() & {"trainer", "model_name_or_path", "output_dir"}:
         raise _no_launch(script, text, "trl")
+    if script.suffix in _KINDS:
+        values |= {name: [value] for name, value in settings.items()}
+        if "TrlParser" in text:
+            draft.left["TrlParser"] = "the program has more flags on its command line; read the launch script instead"
+        if "trainer" not in values:
+            draft.supply["algorithm.name"] = (
+                "the file does not name a trainer; add trainer=sft or another to the command"
+            )
     read_trl(values, draft)
     _print(draft, script, out)
 
@@ -95,6 +108,15 @@ def _text(script: Path, framework: str) -> str:
         raise SlimxError(
             f"there is no file {script}; give the path of a launch script of {framework}",
             code="foreign.no_script",
+            about=str(script),
+        )
+    kind = _KINDS.get(script.suffix)
+    if kind is not None and framework != "trl":
+        raise SlimxError(
+            f"{script} is {kind}, but from-{framework} reads shell scripts; give the script that starts "
+            f"{_STARTS[framework]}, or write the {'keys' if framework == 'verl' else 'flags'} of its command into a "
+            "text file",
+            code="foreign.kind",
             about=str(script),
         )
     return script.read_text(errors="replace")

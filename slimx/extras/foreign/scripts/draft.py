@@ -51,7 +51,7 @@ class Draft:
     unneeded: dict[str, str] = field(default_factory=dict)
     """Reasons by the name of what needs no key."""
     supply: dict[str, str] = field(default_factory=dict)
-    """What the reader must still supply, by dotted key."""
+    """Values that the reader must still supply, described by dotted key."""
 
     def put(self, key: str, value: object, source: str) -> None:
         """Sets `key` to `value`. `source`: the flag, formula or default that the value comes from."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slimx.extras.foreign.megatron import MEGATRON
 from slimx.extras.foreign.scripts.draft import Draft, joined, scalar
-from slimx.extras.foreign.scripts.given import Given, whole
+from slimx.extras.foreign.scripts.names import Names, whole
 from slimx.extras.foreign.scripts.shared import (
     NODE,
     PROMPT_TOKENS,
@@ -32,10 +32,12 @@ _SFT = "sft_rollout"
 
 def read_slime(launch: Launch, draft: Draft) -> None:
     """Adds what `launch` means to `draft`. Raises SlimxError for a flag whose value is not known or no number."""
-    flags = Given(
+    flags = Names(
         draft.origin.partition(" ")[0], flags_of(launch.arguments), lambda name: f"--{name.replace('_', '-')}"
     )
     sft = (flags.text("loss_type") == "sft_loss") or _SFT in (flags.text("rollout_function_path") or "")
+    if launch.broken:
+        draft.left["the launch command"] = "a backslash is missing at the end of one of its lines; all flags are read"
     asynchronous = launch.program == "train_async.py"
     _model(flags, draft)
     _prompts(flags, draft)
@@ -59,7 +61,7 @@ def read_slime(launch: Launch, draft: Draft) -> None:
     put_transport(draft, colocate=bool(draft.get("schedule.colocate")))
 
 
-def _model(flags: Given, draft: Draft) -> None:
+def _model(flags: Names, draft: Draft) -> None:
     path = flags.text("hf_checkpoint")
     name = Path(path or "run").name
     if path is None:
@@ -101,7 +103,7 @@ def _quantized(draft: Draft, path: str, name: str) -> None:
         draft.put("trainer.qat", "int4", "training rounds as the engines do")
 
 
-def _prompts(flags: Given, draft: Draft) -> None:
+def _prompts(flags: Names, draft: Draft) -> None:
     prompts = flags.text("prompt_data")
     if prompts is None:
         draft.put("rollout.prompts", "PROMPTS", "")
@@ -130,7 +132,7 @@ def _prompts(flags: Given, draft: Draft) -> None:
         )
 
 
-def _sampling(flags: Given, draft: Draft, *, sft: bool) -> None:
+def _sampling(flags: Names, draft: Draft, *, sft: bool) -> None:
     longest = flags.count("rollout_max_response_len", 1024)
     limit = flags.text("rollout_max_prompt_len")
     context = flags.number("rollout_max_context_len")
@@ -152,7 +154,7 @@ def _sampling(flags: Given, draft: Draft, *, sft: bool) -> None:
         draft.put("rollout.sampling.stop_token_ids", [int(word) for word in ids], "--rollout-stop-token-ids")
 
 
-def _ranks(flags: Given, draft: Draft, *, sft: bool, asynchronous: bool) -> None:
+def _ranks(flags: Names, draft: Draft, *, sft: bool, asynchronous: bool) -> None:
     per_node = flags.count("num_gpus_per_node", NODE)
     trainers = flags.count("actor_num_nodes", 1) * flags.count("actor_num_gpus_per_node", NODE)
     colocate = flags.has("colocate")
@@ -164,7 +166,7 @@ def _ranks(flags: Given, draft: Draft, *, sft: bool, asynchronous: bool) -> None
         return
     per_engine = flags.count("rollout_num_gpus_per_engine", 1)
     counted = "--rollout-num-gpus / --rollout-num-gpus-per-engine"
-    put_engines(draft, gpus, per_engine, per_node, counted, pipeline=flags.count("sglang_pp_size", 1))
+    put_engines(draft, gpus, per_engine, per_node, counted, flags.count("sglang_pp_size", 1))
     if flags.number("rollout_num_gpus") is None and not colocate:
         draft.supply["rollout.engines.0.count"] = "the script gives no --rollout-num-gpus; one node is assumed"
     if flags.number("sglang_ep_size") is not None:
@@ -207,7 +209,7 @@ def _disaggregated(draft: Draft, prefill: int) -> None:
     draft.put("rollout.routed_experts", False, "decode servers do not know the experts of the prompt's tokens")
 
 
-def _batches(flags: Given, draft: Draft) -> None:
+def _batches(flags: Names, draft: Draft) -> None:
     prompts = flags.count("rollout_batch_size", 32)
     samples = flags.count("n_samples_per_prompt", 1)
     draft.put("rollout.prompts_per_step", prompts, "--rollout-batch-size")
@@ -237,7 +239,7 @@ def _batches(flags: Given, draft: Draft) -> None:
         )
 
 
-def _trainer(flags: Given, draft: Draft) -> None:
+def _trainer(flags: Names, draft: Draft) -> None:
     context = flags.count("context_parallel_size", 1)
     tokens = flags.number("max_tokens_per_gpu")
     sequences = flags.count("micro_batch_size", 1)
@@ -278,6 +280,8 @@ def _trainer(flags: Given, draft: Draft) -> None:
         put_mtp(draft, flags.count("mtp_num_layers", 1), scale, "--enable-mtp-training")
     elif flags.number("mtp_loss_scaling_factor") is not None:
         draft.unneeded["--mtp-loss-scaling-factor"] = "it needs --enable-mtp-training"
+    if flags.has("deterministic_mode"):
+        draft.put("trainer.megatron.deterministic_mode", True, "--deterministic-mode")
     if flags.has("fp8_format") or flags.has("fp8_recipe"):
         recipe = flags.text("fp8_recipe") or "blockwise"
         draft.put("trainer.fp8", "mxfp8" if recipe == "mxfp8" else "blockwise", "--fp8-recipe")
@@ -288,7 +292,7 @@ def _trainer(flags: Given, draft: Draft) -> None:
         draft.put("publish.bucket_mib", max(1, int(bucket) >> 20), "--update-weight-buffer-size in MiB")
 
 
-def _optimizer(flags: Given, draft: Draft) -> None:
+def _optimizer(flags: Names, draft: Draft) -> None:
     put = draft.put
     put("trainer.optimizer.lr", flags.number("lr") or 1e-6, "--lr")
     put("trainer.optimizer.decay", flags.text("lr_decay_style") or "linear", "--lr-decay-style")

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from slimx.extras.foreign.scripts.draft import Draft, joined
-from slimx.extras.foreign.scripts.given import Given, whole
+from slimx.extras.foreign.scripts.names import Names, whole
 from slimx.extras.foreign.scripts.python_file import arguments_in
 from slimx.extras.foreign.scripts.shared import PROMPT_TOKENS, put_epochs, put_ranks, put_tokens, put_transport
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of
@@ -24,6 +24,7 @@ _TRAINERS = {
     "dpo": "DPOConfig",
     "reward": "RewardConfig",
 }
+"""Classes of settings by the name of their command, which is also the start of the names of TRL's example scripts."""
 _NAMES = {
     "GRPOConfig": "grpo",
     "RLOOConfig": "rloo",
@@ -31,6 +32,9 @@ _NAMES = {
     "DPOConfig": "dpo",
     "RewardConfig": "bradley_terry",
 }
+"""Algorithms of slimx by class of settings."""
+_RATES = {"SFTConfig": 2e-5, "RewardConfig": 1e-4}
+"""Default learning rates, where they are not 1e-6."""
 _DEFAULT = "TRL's default"
 
 
@@ -75,85 +79,86 @@ def yaml_values(text: str) -> dict[str, list[str]]:
 
 def read_trl(values: dict[str, list[str]], draft: Draft) -> None:
     """Adds what `values`, words by name, mean to `draft`. Raises SlimxError for a value that is no number."""
-    given = Given(draft.origin.partition(" ")[0], values, lambda name: f"--{name}")
-    trainer = given.text("trainer") or "GRPOConfig"
+    names = Names(draft.origin.partition(" ")[0], values, lambda name: f"--{name}")
+    trainer = names.text("trainer") or "GRPOConfig"
+    trainer = _TRAINERS.get(trainer, trainer)
     name = _NAMES.get(trainer, "grpo")
     sampled = name in ("grpo", "rloo")
-    _model(given, draft)
-    _prompts(given, draft)
-    _placement(given, draft, sampled=sampled)
-    _batches(given, draft, sampled=sampled)
-    _optimizer(given, draft, trainer)
+    _model(names, draft)
+    _prompts(names, draft)
+    _placement(names, draft, sampled=sampled)
+    _batches(names, draft, sampled=sampled)
+    _optimizer(names, draft, trainer)
     draft.put("algorithm.name", name, trainer)
     if sampled:
-        _objective(given, draft, name)
-        _reward(given, draft)
+        _objective(names, draft, name)
+        _reward(names, draft)
     else:
-        _learned_from_data(given, draft, name)
-    for rest in given.rest():
+        _learned_from_data(names, draft, name)
+    for rest in names.rest():
         words = list(values[rest])
         if sets_key((TRL,), rest):
-            words = [given.known(rest, word) for word in words]
-        translate(draft, (TRL,), rest, joined(words) if words else None, given.shown(rest))
-    put_outputs(draft, given)
+            words = [names.known(rest, word) for word in words]
+        translate(draft, (TRL,), rest, joined(words) if words else None, names.shown(rest))
+    put_outputs(draft, names)
     put_transport(draft, colocate=bool(draft.get("schedule.colocate")))
 
 
-def _model(given: Given, draft: Draft) -> None:
-    path = given.text("model_name_or_path")
+def _model(names: Names, draft: Draft) -> None:
+    path = names.text("model_name_or_path")
     draft.put("model.path", path or "MODEL", "--model_name_or_path")
     if path is None or not Path(path).expanduser().exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         draft.supply["model.path"] = f"the directory to which you download {path or 'the model'}"
-    folder = given.text("output_dir") or "runs/trl"
+    folder = names.text("output_dir") or "runs/trl"
     draft.put("run.dir", folder, "--output_dir")
-    draft.put("run.name", given.text("run_name") or Path(folder).name, "--run_name")
+    draft.put("run.name", names.text("run_name") or Path(folder).name, "--run_name")
 
 
-def _prompts(given: Given, draft: Draft) -> None:
-    dataset = given.text("dataset_name")
+def _prompts(names: Names, draft: Draft) -> None:
+    dataset = names.text("dataset_name")
     if dataset is None:
         draft.put("rollout.prompts", "PROMPTS", "")
         draft.supply["rollout.prompts"] = "file of prompts, or hf://OWNER/NAME"
     else:
         local = Path(dataset).expanduser().exists()
         draft.put("rollout.prompts", dataset if local else f"hf://{dataset}", "--dataset_name")
-        split = given.text("dataset_train_split")
-        if split is not None and not local:
+        split = (names.text("dataset_train_split") or "").partition("[")[0]
+        if split and not local:
             draft.put("rollout.prompts", f"hf://{dataset}/{split}" if "/" in dataset else dataset, "--dataset_name")
     draft.put("rollout.fields.prompt", "prompt", "TRL's column")
     draft.supply["rollout.fields"] = "the columns of the data set, if code of the script maps its rows"
-    limit = given.text("max_prompt_length")
+    limit = names.text("max_prompt_length")
     source = "--max_prompt_length" if limit else "TRL has no limit; raise it for longer prompts"
     draft.put("rollout.max_prompt_tokens", int(limit or PROMPT_TOKENS), source)
 
 
-def _placement(given: Given, draft: Draft, *, sampled: bool) -> None:
-    processes = given.count("num_processes", 1)
-    given.count("num_machines", 1)
-    mode = given.text("vllm_mode") or "colocate"
-    tensor = given.count("vllm_tensor_parallel_size", 1)
+def _placement(names: Names, draft: Draft, *, sampled: bool) -> None:
+    processes = names.count("num_processes", 1)
+    names.count("num_machines", 1)
+    mode = names.text("vllm_mode") or "colocate"
+    tensor = names.count("vllm_tensor_parallel_size", 1)
     apart = mode == "server" and sampled
     put_ranks(draft, processes, tensor if apart else 0, 8, "--num_processes")
     if not sampled:
         return
-    given.words("use_vllm")
+    names.words("use_vllm")
     count = 1 if apart else max(1, processes // tensor)
     draft.put("rollout.engines.0.count", count, "--num_processes / --vllm_tensor_parallel_size")
     draft.put("rollout.engines.0.tensor", tensor, "--vllm_tensor_parallel_size")
-    share = given.number("vllm_gpu_memory_utilization")
+    share = names.number("vllm_gpu_memory_utilization")
     source = f"--vllm_gpu_memory_utilization; {_DEFAULT}: 0.3"
     draft.put("rollout.engines.0.sglang.mem_fraction_static", 0.3 if share is None else share, source)
     if not apart:
         draft.put("schedule.colocate", True, "--vllm_mode colocate")
 
 
-def _batches(given: Given, draft: Draft, *, sampled: bool) -> None:
-    devices = given.count("num_processes", 1)
-    size = given.count("per_device_train_batch_size", 8)
-    steps = given.count("gradient_accumulation_steps", 1)
-    group = given.count("num_generations", 8) if sampled else 1
-    generated = given.number("generation_batch_size")
-    per_generation = given.number("steps_per_generation")
+def _batches(names: Names, draft: Draft, *, sampled: bool) -> None:
+    devices = names.count("num_processes", 1)
+    size = names.count("per_device_train_batch_size", 8)
+    steps = names.count("gradient_accumulation_steps", 1)
+    group = names.count("num_generations", 8) if sampled else 1
+    generated = names.number("generation_batch_size")
+    per_generation = names.number("steps_per_generation")
     update = devices * size * steps
     total = generated or devices * size * (per_generation or steps)
     prompts = total / group
@@ -167,19 +172,19 @@ def _batches(given: Given, draft: Draft, *, sampled: bool) -> None:
     updates = total / update
     if updates > 1 and updates == int(updates):
         draft.put("schedule.updates_per_step", int(updates), "--steps_per_generation / --gradient_accumulation_steps")
-    longest = given.count("max_completion_length", 512)
+    longest = names.count("max_completion_length", 512)
     if sampled:
         draft.put("rollout.sampling.max_new_tokens", longest, f"--max_completion_length; {_DEFAULT}: 512")
     put_tokens(draft, size * (draft_tokens(draft)), "--per_device_train_batch_size x the longest rollout")
-    limit = given.number("max_steps")
+    limit = names.number("max_steps")
     if limit is not None and limit > 0:
         draft.put("schedule.steps", int(limit), "--max_steps")
-        given.words("num_train_epochs")
+        names.words("num_train_epochs")
     else:
-        epochs = given.number("num_train_epochs")
+        epochs = names.number("num_train_epochs")
         file = str(draft.get("rollout.prompts"))
         put_epochs(draft, 3 if epochs is None else epochs, file, max(1, int(prompts)), "--num_train_epochs")
-    warmup = given.number("warmup_ratio")
+    warmup = names.number("warmup_ratio")
     if warmup:
         total_steps = int(str(draft.get("schedule.steps"))) * int(str(draft.get("schedule.updates_per_step", 1)))
         draft.put(
@@ -193,35 +198,35 @@ def draft_tokens(draft: Draft) -> int:
     return sum(int(str(draft.get(key, 0))) for key in keys)
 
 
-def _optimizer(given: Given, draft: Draft, trainer: str) -> None:
-    rate = given.number("learning_rate")
+def _optimizer(names: Names, draft: Draft, trainer: str) -> None:
+    rate = names.number("learning_rate")
     default = _RATES.get(trainer, 1e-6)
     draft.put("trainer.optimizer.lr", default if rate is None else rate, f"--learning_rate; {_DEFAULT}: {default:g}")
-    betas = [given.number("adam_beta1") or 0.9, given.number("adam_beta2") or 0.999]
+    betas = [names.number("adam_beta1") or 0.9, names.number("adam_beta2") or 0.999]
     draft.put("trainer.optimizer.betas", betas, "--adam_beta1, --adam_beta2")
-    if given.text("lr_scheduler_type") is None:
+    if names.text("lr_scheduler_type") is None:
         draft.put("trainer.optimizer.decay", "linear", _DEFAULT)
     else:
-        translate(draft, (TRL,), "lr_scheduler_type", given.text("lr_scheduler_type"), "--lr_scheduler_type")
+        translate(draft, (TRL,), "lr_scheduler_type", names.text("lr_scheduler_type"), "--lr_scheduler_type")
     for name in ("bf16", "fp16"):
-        if given.words(name) is not None:
+        if names.words(name) is not None:
             draft.unneeded[f"--{name}"] = "numerics.dtype is bfloat16 by default"
-    if given.has("use_peft"):
-        rank, alpha = given.count("lora_r", 16), given.count("lora_alpha", 32)
+    if names.has("use_peft"):
+        rank, alpha = names.count("lora_r", 16), names.count("lora_alpha", 32)
         draft.put("trainer.lora", {"rank": rank, "alpha": alpha}, "--use_peft, --lora_r, --lora_alpha")
-        modules = given.words("lora_target_modules")
+        modules = names.words("lora_target_modules")
         if modules:
             draft.left["--lora_target_modules"] = (
                 "set trainer.lora.targets: attention, mlp, shared_experts, experts, router"
             )
 
 
-def _objective(given: Given, draft: Draft, name: str) -> None:
+def _objective(names: Names, draft: Draft, name: str) -> None:
     put = draft.put
-    kind = given.text("loss_type") or "dapo"
-    low = given.number("epsilon")
-    high = given.number("epsilon_high")
-    level = given.text("importance_sampling_level") or "token"
+    kind = names.text("loss_type") or "dapo"
+    low = names.number("epsilon")
+    high = names.number("epsilon_high")
+    level = names.text("importance_sampling_level") or "token"
     if name == "grpo" and kind in ("cispo", "sapo"):
         put("algorithm.name", kind, "--loss_type")
     elif name == "grpo" and level == "sequence":
@@ -233,21 +238,21 @@ def _objective(given: Given, draft: Draft, name: str) -> None:
     put("algorithm.aggregation", units.get(kind, "token"), f"--loss_type {kind}")
     if kind not in ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo"):
         draft.left[f"--loss_type {kind}"] = "write this loss as a hook (algorithm.loss)"
-    beta = given.number("beta")
+    beta = names.number("beta")
     if beta:
         put("algorithm.reference", True, "--beta")
         put("algorithm.kl_coef", whole(beta), "--beta")
         put("algorithm.kl_estimator", "k3", "TRL's estimator")
-    scale = (given.text("scale_rewards") or "group").lower()
+    scale = (names.text("scale_rewards") or "group").lower()
     if name == "grpo" and scale in ("none", "false"):
         put("algorithm.advantages.normalize_std", False, "--scale_rewards")
     elif scale == "batch":
         put("algorithm.name", "reinforce_pp_baseline", "--scale_rewards batch")
     put("algorithm.old_logprobs", "recompute", f"{_DEFAULT}: the trainer's")
-    correction = given.text("vllm_importance_sampling_correction")
-    mode = given.text("vllm_importance_sampling_mode") or "sequence_mask"
-    bounds = [given.number(f"vllm_importance_sampling_{name}") for name in ("clip_max", "cap", "clip_min")]
-    if given.has("use_vllm") and (correction is None or correction.lower() == "true"):
+    correction = names.text("vllm_importance_sampling_correction")
+    mode = names.text("vllm_importance_sampling_mode") or "sequence_mask"
+    bounds = [names.number(f"vllm_importance_sampling_{name}") for name in ("clip_max", "cap", "clip_min")]
+    if names.has("use_vllm") and (correction is None or correction.lower() == "true"):
         put(
             "algorithm.correction.kind", "icepop" if mode.endswith("mask") else "truncate", f"vLLM's correction: {mode}"
         )
@@ -257,9 +262,9 @@ def _objective(given: Given, draft: Draft, name: str) -> None:
             put("algorithm.correction.low", whole(bounds[2]), "--vllm_importance_sampling_clip_min")
 
 
-def _reward(given: Given, draft: Draft) -> None:
-    functions = list(given.words("reward_funcs") or [])
-    weights: Sequence[str] = given.words("reward_weights") or []
+def _reward(names: Names, draft: Draft) -> None:
+    functions = list(names.words("reward_funcs") or [])
+    weights: Sequence[str] = names.words("reward_weights") or []
     if not functions:
         draft.put("reward.function", "math", "")
         draft.supply["reward.function"] = "the reward; the script names none"
@@ -278,11 +283,11 @@ def _reward(given: Given, draft: Draft) -> None:
             draft.put(f"reward.parts.{index}.weight", whole(float(weights[index])), "--reward_weights")
 
 
-def _learned_from_data(given: Given, draft: Draft, name: str) -> None:
+def _learned_from_data(names: Names, draft: Draft, name: str) -> None:
     """Sets what training on demonstrations or preferences has instead of rollouts."""
-    longest = given.count("max_length", 1024)
+    longest = names.count("max_length", 1024)
     draft.put("rollout.max_prompt_tokens", longest, f"--max_length; {_DEFAULT}: 1024")
-    put_tokens(draft, longest * given.count("per_device_train_batch_size", 8), "--per_device_train_batch_size")
+    put_tokens(draft, longest * names.count("per_device_train_batch_size", 8), "--per_device_train_batch_size")
     hook = "demonstrations" if name == "sft" else "preferences"
     draft.put("rollout.generate", hook, "the data set has the answers")
     draft.put("rollout.engines", [], "nothing is sampled")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from slimx.extras.foreign.scripts.draft import Draft, scalar
-from slimx.extras.foreign.scripts.given import Given, whole
+from slimx.extras.foreign.scripts.names import Names, whole
 from slimx.extras.foreign.scripts.shared import (
     NODE,
     layers_of,
@@ -61,7 +61,7 @@ def read_verl(launch: Launch, draft: Draft) -> None:
     values = {}
     for key, value in keys_of(launch.arguments).items():
         values[_plain(key, sft=sft)] = [value.strip("'\"") if value[:1] in ("'", '"') else value]
-    keys = Given(draft.origin.partition(" ")[0], values, lambda name: name)
+    keys = Names(draft.origin.partition(" ")[0], values, lambda name: name)
     _model(keys, draft)
     _prompts(keys, draft, sft=sft)
     if sft:
@@ -104,7 +104,7 @@ def _plain(key: str, *, sft: bool) -> str:
     return key
 
 
-def _model(keys: Given, draft: Draft) -> None:
+def _model(keys: Names, draft: Draft) -> None:
     path = keys.text(f"{MODEL}.path")
     if path is None:
         draft.put("model.path", "MODEL", "")
@@ -128,7 +128,7 @@ def _model(keys: Given, draft: Draft) -> None:
             draft.left["trainer.logger: mlflow"] = "set track.mlflow to the URI of its server"
 
 
-def _prompts(keys: Given, draft: Draft, *, sft: bool) -> None:
+def _prompts(keys: Names, draft: Draft, *, sft: bool) -> None:
     files = files_in(keys.text("data.train_files") or "~/data/rlhf/gsm8k/train.parquet")
     if len(files) == 1:
         draft.put("rollout.prompts", files[0], "data.train_files")
@@ -161,15 +161,21 @@ def _prompts(keys: Given, draft: Draft, *, sft: bool) -> None:
     draft.put("rollout.group_size", keys.count(f"{ROLLOUT}.n", 1), f"{ROLLOUT}.n")
 
 
-def _ranks(keys: Given, draft: Draft) -> None:
+def _ranks(keys: Names, draft: Draft) -> None:
     per_node = keys.count("trainer.n_gpus_per_node", NODE)
     trainers = keys.count("trainer.nnodes", 1) * per_node
     apart = keys.count("rollout.nnodes", 0) or keys.count(f"{ROLLOUT}.nnodes", 0)
     if keys.text("trainer.device") == "npu":
         draft.left["trainer.device=npu"] = "slimx supports only CUDA GPUs"
-    own = apart * (keys.count("rollout.n_gpus_per_node", 0) or keys.count(f"{ROLLOUT}.n_gpus_per_node", per_node))
+    engine_gpus = apart * (
+        keys.count("rollout.n_gpus_per_node", 0) or keys.count(f"{ROLLOUT}.n_gpus_per_node", per_node)
+    )
     put_ranks(
-        draft, trainers, own, max(per_node, NODE) if own else per_node, "trainer.nnodes x trainer.n_gpus_per_node"
+        draft,
+        trainers,
+        engine_gpus,
+        max(per_node, NODE) if engine_gpus else per_node,
+        "trainer.nnodes x trainer.n_gpus_per_node",
     )
     tensor = keys.count(f"{ROLLOUT}.tensor_model_parallel_size", 2)
     copies = keys.count(f"{ROLLOUT}.data_parallel_size", 1)
@@ -180,9 +186,9 @@ def _ranks(keys: Given, draft: Draft) -> None:
     if copies > 1 and experts > 1:
         size *= copies
         draft.put("rollout.engines.0.dp_attention", copies, f"{ROLLOUT}.data_parallel_size")
-    put_engines(draft, own or trainers, size, max(per_node, NODE), source, pipeline=stages)
+    put_engines(draft, engine_gpus or trainers, size, max(per_node, NODE), source, stages)
     if experts > 1:
-        draft.put("rollout.engines.0.expert", min(experts, size // stages), f"{ROLLOUT}.expert_parallel_size")
+        draft.put("rollout.engines.0.expert", min(experts, size), f"{ROLLOUT}.expert_parallel_size")
     share = keys.number(f"{ROLLOUT}.gpu_memory_utilization")
     share_source = f"{ROLLOUT}.gpu_memory_utilization"
     draft.put("rollout.engines.0.sglang.mem_fraction_static", 0.5 if share is None else share, share_source)
@@ -190,11 +196,11 @@ def _ranks(keys: Given, draft: Draft) -> None:
         number = keys.number(f"{ROLLOUT}.{name}")
         if number is not None:
             draft.put(f"rollout.engines.0.sglang.{key}", int(number), f"{ROLLOUT}.{name}")
-    if not own:
+    if not engine_gpus:
         draft.put("schedule.colocate", True, "trainers and engines share the GPUs (hybrid_engine)")
 
 
-def _batches(keys: Given, draft: Draft) -> None:
+def _batches(keys: Names, draft: Draft) -> None:
     small = keys.count(f"{ACTOR}.ppo_mini_batch_size", 256)
     threshold = keys.number("async_training.staleness_threshold")
     updates = keys.count("async_training.trigger_parameter_sync_step", 4)
@@ -225,7 +231,7 @@ def _batches(keys: Given, draft: Draft) -> None:
         _steps(keys, draft, 30)
 
 
-def _steps(keys: Given, draft: Draft, epochs: int) -> None:
+def _steps(keys: Names, draft: Draft, epochs: int) -> None:
     total = keys.number("trainer.total_training_steps")
     passes = keys.number("trainer.total_epochs")
     if total is not None:
@@ -237,7 +243,7 @@ def _steps(keys: Given, draft: Draft, epochs: int) -> None:
                "trainer.total_epochs")  # fmt: skip
 
 
-def _sft_ranks(keys: Given, draft: Draft, launch: Launch) -> None:
+def _sft_ranks(keys: Names, draft: Draft, launch: Launch) -> None:
     """Sets ranks and steps of sft_trainer, whose ranks torchrun starts."""
     sizes = {}
     for word in launch.before:
@@ -249,7 +255,7 @@ def _sft_ranks(keys: Given, draft: Draft, launch: Launch) -> None:
     _steps(keys, draft, 4)
 
 
-def _trainer(keys: Given, draft: Draft, *, sft: bool) -> None:
+def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
     context = keys.count(f"{MEGATRON}.context_parallel_size", 1)
     draft.put("trainer.context", context, f"{MEGATRON}.context_parallel_size")
     dynamic = keys.has("data.use_dynamic_bsz" if sft else f"{ACTOR}.use_dynamic_bsz")
@@ -267,18 +273,7 @@ def _trainer(keys: Given, draft: Draft, *, sft: bool) -> None:
     chunks = keys.number(f"{MEGATRON}.virtual_pipeline_model_parallel_size")
     if chunks is not None and stages > 1:
         draft.put("trainer.virtual_pipeline", int(chunks), f"{MEGATRON}.virtual_pipeline_model_parallel_size")
-    ends = []
-    for name in ("first", "last"):
-        number = keys.number(f"{CHANGED}.num_layers_in_{name}_pipeline_stage")
-        ends.append(None if number is None else int(number))
-    put_stages(
-        draft,
-        layers_of(str(draft.get("model.path"))),
-        ends[0],
-        ends[1],
-        stages,
-        "num_layers_in_first/last_pipeline_stage",
-    )
+    _stages(keys, draft, stages)
     experts = keys.count(f"{MEGATRON}.expert_model_parallel_size", 1)
     draft.put("trainer.expert", experts, f"{MEGATRON}.expert_model_parallel_size")
     if experts == 1 and keys.text(f"{MEGATRON}.expert_tensor_parallel_size") is not None:
@@ -303,7 +298,22 @@ def _trainer(keys: Given, draft: Draft, *, sft: bool) -> None:
         draft.put("publish.bucket_mib", int(bucket), "checkpoint_engine.update_weights_bucket_megabytes")
 
 
-def _optimizer(keys: Given, draft: Draft) -> None:
+def _stages(keys: Names, draft: Draft, stages: int) -> None:
+    """Sets the layers of every pipeline stage, if the first or the last has fewer than the others."""
+    layers = layers_of(str(draft.get("model.path")))
+    ends = []
+    parts = [keys.has(f"{CHANGED}.account_for_{part}_in_pipeline_split") for part in ("embedding", "loss")]
+    for name, counts in zip(("first", "last"), parts, strict=True):
+        number = keys.number(f"{CHANGED}.num_layers_in_{name}_pipeline_stage")
+        if number is None and counts and layers is not None:  # the embedding or the loss takes the place of a layer
+            number = (layers + sum(parts)) // stages - 1
+        ends.append(None if number is None else int(number))
+    if any(parts) and layers is None and stages > 1:
+        draft.left["account_for_embedding/loss_in_pipeline_split"] = "set trainer.layers_per_stage"
+    put_stages(draft, layers, ends[0], ends[1], stages, "num_layers_in_first/last_pipeline_stage")
+
+
+def _optimizer(keys: Names, draft: Draft) -> None:
     optim = f"{ACTOR}.optim"
     put = draft.put
     rate = keys.number(f"{optim}.lr")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slimx.extras.foreign.meaning import KL_KINDS
 from slimx.extras.foreign.scripts.draft import Draft
-from slimx.extras.foreign.scripts.given import rows_of, whole
+from slimx.extras.foreign.scripts.names import rows_of, whole
 
 _RECURRENT = re.compile(r"qwen3[._][56]|qwen3[-_]next|nemotron[-_](3|h)|nemotron-nano-v3", re.IGNORECASE)
 """Names of families with delta nets or state-space layers."""
@@ -37,12 +37,13 @@ def put_ranks(draft: Draft, trainers: int, engines: int, per_node: int, source: 
     draft.put("trainer.world_size", trainers, source)
 
 
-def put_engines(draft: Draft, gpus: int, per_engine: int, per_node: int, source: str, *, pipeline: int = 1) -> None:
-    """Sets the number and the size of the engines. `gpus`: GPUs of all engines. `per_engine`: GPUs of one."""
+def put_engines(draft: Draft, gpus: int, per_engine: int, per_node: int, source: str, stages: int) -> None:
+    """Sets the number and the size of the engines. `gpus`: GPUs of all engines. `per_engine`: GPUs of one. `stages`:
+    its pipeline stages."""
     draft.put("rollout.engines.0.count", max(1, gpus // per_engine), source)
-    draft.put("rollout.engines.0.tensor", max(1, per_engine // pipeline), source)
-    if pipeline > 1:
-        draft.put("rollout.engines.0.pipeline", pipeline, source)
+    draft.put("rollout.engines.0.tensor", per_engine, source)
+    if stages > 1:
+        draft.left[f"{stages} pipeline stages of an engine"] = "all GPUs of an engine are tensor parallel ranks"
     if per_engine > per_node:
         draft.put(
             "rollout.engines.0.nodes", math.ceil(per_engine / per_node), f"{per_engine} GPUs, {per_node} per node"
@@ -155,8 +156,8 @@ def put_stages(draft: Draft, layers: int | None, first: int | None, last: int | 
         )
         return
     middle = stages - (first is not None) - (last is not None)
-    each = (layers - (first or 0) - (last or 0)) // max(1, middle)
-    counts = [each] * middle
+    middle_layers = (layers - (first or 0) - (last or 0)) // max(1, middle)
+    counts = [middle_layers] * middle
     if first is not None:
         counts = [first, *counts]
     if last is not None:

@@ -7,14 +7,14 @@ from pathlib import Path
 import yaml
 
 from slimx.extras.foreign.scripts.draft import Draft
-from slimx.extras.foreign.scripts.given import Given, whole
+from slimx.extras.foreign.scripts.names import Names, whole
 from slimx.extras.foreign.scripts.shared import put_kl
 
 _DEFAULT = "slime's default"
 _TOKEN_REWARDS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 
 
-def put_demonstrations(flags: Given, draft: Draft) -> None:
+def put_demonstrations(flags: Names, draft: Draft) -> None:
     """Sets what supervised fine-tuning has, and notes the flags of reinforcement learning that it leaves out."""
     draft.put("rollout.generate", "demonstrations", "--loss-type sft_loss")
     draft.put("rollout.engines", [], "demonstrations are not sampled")
@@ -37,7 +37,7 @@ def put_demonstrations(flags: Given, draft: Draft) -> None:
         )
 
 
-def put_algorithm(flags: Given, draft: Draft) -> None:
+def put_algorithm(flags: Names, draft: Draft) -> None:
     """Sets advantages, loss, KL terms, corrections and distillation."""
     put = draft.put
     estimator = flags.text("advantage_estimator") or "grpo"
@@ -107,7 +107,7 @@ def put_algorithm(flags: Given, draft: Draft) -> None:
         put("algorithm.opsm_delta", flags.number("opsm_delta") or 1e-4, "--opsm-delta")
 
 
-def _teacher(flags: Given, draft: Draft) -> None:
+def _teacher(flags: Names, draft: Draft) -> None:
     """Adds a frozen group of engines that serves the teacher, which slime's script starts apart from the run, and
     removes the hooks that ask it."""
     for name in ("custom_rm_path", "custom_reward_post_process_path", "rm_url"):
@@ -123,7 +123,7 @@ def _teacher(flags: Given, draft: Draft) -> None:
     draft.put("algorithm.teacher_engine", "teacher", "--opd-type sglang")
 
 
-def put_evaluation(flags: Given, draft: Draft) -> None:
+def put_evaluation(flags: Names, draft: Draft) -> None:
     """Sets the held-out sets and their sampling."""
     sets = _sets(flags, draft)
     names = (
@@ -157,7 +157,7 @@ def put_evaluation(flags: Given, draft: Draft) -> None:
         draft.put("eval.max_new_tokens", int(longest), "--eval-max-response-len")
 
 
-def _sets(flags: Given, draft: Draft) -> dict[str, object]:
+def _sets(flags: Names, draft: Draft) -> dict[str, object]:
     """Returns the held-out sets by name: paths, or mappings with settings of their own."""
     words = list(flags.words("eval_prompt_data") or [])
     words = [flags.known("eval_prompt_data", word) for word in words]
@@ -185,8 +185,8 @@ def _configured(config: str, draft: Draft) -> dict[str, object]:
     names["max_response_len"] = "max_new_tokens"
     sets: dict[str, object] = {}
     for entry in section.get("datasets") or []:
-        own = {ours: (defaults | entry)[theirs] for theirs, ours in names.items() if theirs in defaults | entry}
-        sets[entry["name"]] = {"path": entry["path"], **own} if own else entry["path"]
+        values = {ours: (defaults | entry)[theirs] for theirs, ours in names.items() if theirs in defaults | entry}
+        sets[entry["name"]] = {"path": entry["path"], **values} if values else entry["path"]
         kind = (defaults | entry).get("rm_type")
         if kind:
             draft.left[f"{file.name}: rm_type {kind} of {entry['name']}"] = (

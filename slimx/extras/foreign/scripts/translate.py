@@ -9,7 +9,7 @@ from slimx.config.suggestions import OFF, known_keys
 from slimx.extras.foreign.find import meaning
 from slimx.extras.foreign.meaning import Meaning, Table
 from slimx.extras.foreign.scripts.draft import Draft, scalar
-from slimx.extras.foreign.scripts.given import Given
+from slimx.extras.foreign.scripts.names import Names
 
 UNKNOWN = "slimx has no counterpart for this name"
 
@@ -31,10 +31,10 @@ def sets_key(tables: Sequence[Table], name: str) -> bool:
     return found is not None and bool(found.key or found.sets) and not found.note
 
 
-def put_outputs(draft: Draft, given: Given) -> None:
-    """Notes the commands whose outputs the values of `given` lack."""
-    for name, command in given.outputs.items():
-        draft.left[f"$({command.strip('()')}) in {given.shown(name)}"] = (
+def put_outputs(draft: Draft, names: Names) -> None:
+    """Notes the commands whose outputs the values of `names` lack."""
+    for name, command in names.outputs.items():
+        draft.left[f"$({command.strip('()')}) in {names.shown(name)}"] = (
             "slimx runs no command; write the value instead"
         )
 

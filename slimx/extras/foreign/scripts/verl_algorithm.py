@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slimx.extras.foreign.scripts.draft import Draft, scalar
-from slimx.extras.foreign.scripts.given import Given, whole
+from slimx.extras.foreign.scripts.names import Names, whole
 from slimx.extras.foreign.scripts.shared import NODE, put_kl
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -34,7 +34,7 @@ def put_demonstrations(draft: Draft) -> None:
     draft.put("algorithm.name", "sft", "sft_trainer")
 
 
-def put_algorithm(keys: Given, draft: Draft) -> None:
+def put_algorithm(keys: Names, draft: Draft) -> None:
     """Sets advantages, loss, critic, KL terms and corrections."""
     put = draft.put
     estimator = keys.text("algorithm.adv_estimator") or "gae"
@@ -98,7 +98,7 @@ def put_algorithm(keys: Given, draft: Draft) -> None:
     _correction(keys, draft)
 
 
-def _token_kl(keys: Given, draft: Draft, name: str) -> None:
+def _token_kl(keys: Names, draft: Draft, name: str) -> None:
     coef = keys.number("algorithm.kl_ctrl.kl_coef")
     penalty = keys.text("algorithm.kl_penalty")
     if not keys.has("algorithm.use_kl_in_reward"):
@@ -114,7 +114,7 @@ def _token_kl(keys: Given, draft: Draft, name: str) -> None:
         draft.put("algorithm.kl_reward_coef", 0.001 if coef is None else coef, "algorithm.kl_ctrl.kl_coef")
 
 
-def _correction(keys: Given, draft: Draft) -> None:
+def _correction(keys: Names, draft: Draft) -> None:
     section = "algorithm.rollout_correction"
     bypass = keys.has(f"{section}.bypass_mode") or keys.has(f"{ACTOR}.use_rollout_log_probs")
     bypass = bypass or keys.number("async_training.staleness_threshold") is not None
@@ -132,7 +132,7 @@ def _correction(keys: Given, draft: Draft) -> None:
         draft.put("algorithm.correction.low", float(low), f"{section}.rollout_is_threshold")
 
 
-def put_reward(keys: Given, draft: Draft) -> None:
+def put_reward(keys: Names, draft: Draft) -> None:
     """Sets the reward, with the penalty for long answers as a part of its own."""
     path = keys.text("custom_reward_function.path") or keys.text("reward.custom_reward_function.path")
     names = ("custom_reward_function.name", "reward.custom_reward_function.name")
@@ -170,7 +170,7 @@ def _overlong(options: Mapping[str, str | None]) -> dict[str, int] | None:
     return {"limit": int(limit), "buffer": int(buffer)}
 
 
-def put_evaluation(keys: Given, draft: Draft) -> None:
+def put_evaluation(keys: Names, draft: Draft) -> None:
     """Sets the held-out prompts and their sampling."""
     every = keys.number("trainer.test_freq")
     files = keys.text("data.val_files")
@@ -201,7 +201,7 @@ def put_evaluation(keys: Given, draft: Draft) -> None:
         draft.left[f"{section}.top_k"] = "evaluation supports only eval.top_p"
 
 
-def put_distillation(keys: Given, draft: Draft) -> None:
+def put_distillation(keys: Names, draft: Draft) -> None:
     """Sets up a served teacher for verl's on-policy distillation with a KL over the most likely tokens."""
     names = [key for key in keys.values if key.startswith("distillation.")]
     if not keys.has("distillation.enabled"):

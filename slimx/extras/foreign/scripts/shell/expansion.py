@@ -59,15 +59,15 @@ class Variables:
     """Variables of a script."""
 
     script: Path
-    given: Mapping[str, str]
+    overrides: Mapping[str, str]
     """Values that the user gave; the script does not change them."""
     values: dict[str, list[str]] = field(default_factory=dict)
     """Values by name; a variable that is no array has one."""
 
     def get(self, name: str) -> list[str] | None:
         """Returns the value of the variable `name`; None if it is not set."""
-        if name in self.given:
-            return [self.given[name]]
+        if name in self.overrides:
+            return [self.overrides[name]]
         return self.values.get(name)
 
     def assign(self, name: str, values: list[str], *, append: bool = False, array: bool = False) -> None:

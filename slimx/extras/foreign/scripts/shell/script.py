@@ -31,10 +31,10 @@ DEPTH = 20
 """Maximum number of files and functions that may be open inside each other."""
 
 
-def commands_of(script: Path, text: str, given: Mapping[str, str]) -> list[list[str]]:
-    """Returns the words of every command that the script `text` of the file `script` would run, in order. `given`:
-    values of variables that the user gave. Raises SlimxError if a quote or bracket is not closed."""
-    shell = _Shell(Variables(script, given))
+def commands_of(script: Path, text: str, overrides: Mapping[str, str]) -> list[list[str]]:
+    """Returns the words of every command that the script `text` of the file `script` would run, in order. `overrides`:
+    values of variables that the user set. Raises SlimxError if a quote or bracket is not closed."""
+    shell = _Shell(Variables(script, overrides))
     shell.run(tokens_of(text), 0)
     return shell.commands
 
@@ -163,7 +163,10 @@ class _Shell:
         if name in self.functions:
             for position, word in enumerate(words[1:], start=1):
                 self.variables.values[str(position)] = [word]
-            return self.run(self.functions[name], depth + 1)
+            self.variables.values["@"] = words[1:]
+            status = self.run(self.functions[name], depth + 1)
+            self.variables.values.pop("@", None)
+            return status
         if name in ("bash", "sh") and words[1:2] in (["-c"], ["-lc"]) and len(words) > 2:
             return self.run(tokens_of(words[2]), depth + 1)
         self.commands.append(words)

@@ -13,7 +13,7 @@ from slimx.extras.foreign.scripts.shell.expansion import UNSET, shown, unknown_i
 
 
 @dataclass(slots=True)
-class Given:
+class Names:
     """Names of a script with their values."""
 
     script: str
