@@ -129,9 +129,10 @@ def shown(text: str) -> list[list[str]]:
 def try_command(words: Sequence[str], *, parse_only: bool) -> tuple[int, str] | None:
     """Returns exit status and output of a command in the working directory, a desk; None if it is tried without output.
 
-    `slimx plan`, `doctor` and `--version` are executed unless `parse_only`; of `train`, `generate` and `eval` all
-    checks before the start, or the plan where the model has no weights. The options of every other command of slimx
-    are parsed. A target, file, extra, or test of another program must exist. Raises AssertionError or slimx's refusal.
+    `slimx plan`, `doctor`, `init` and `--version` are executed unless `parse_only`; of `train`, `generate` and `eval`
+    all checks before the start, or the plan where the model has no weights. The options of every other command of
+    slimx are parsed. A target, file, extra, or test of another program must exist. Raises AssertionError or slimx's
+    refusal.
     """
     program, *arguments = (re.sub("(FILE|DIR)$", lambda found: PLACEHOLDERS[found[0]], word) for word in words)
     program = Path(program).name if program.startswith(".venv/bin/") else program
@@ -171,9 +172,12 @@ def _try_slimx(arguments: list[str], parse_only: bool) -> tuple[int, str] | None
         return run(["plan", *files])
     follows = dict(pairwise(rest))
     source = follows.get("--from", follows.get("check")) if name == "data" else None
-    if not parse_only and (name in ("plan", "doctor", "--version") or source is not None and Path(source).is_file()):
+    if not parse_only and (
+        name in ("plan", "doctor", "init", "--version") or source is not None and Path(source).is_file()
+    ):
         return run(arguments)
-    if name == "--version":
+    if name.startswith("--"):
+        assert [option for option in PROGRAM.params if name in option.opts], name
         return None
     command = CLI_COMMANDS[name]
     if isinstance(command, TyperGroup):
