@@ -140,7 +140,7 @@ bench: $(LIBRARY) ## where the time of a step goes, and the parts driven bare be
 ci-deps: ## Debian packages that tests use (as root)
 	apt-get update -qq
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends bubblewrap chromium \
-	  munge shellcheck slurm-client slurmctld slurmd
+	  fish munge shellcheck slurm-client slurmctld slurmd zsh
 
 UV := uv==0.13.9
 

@@ -363,6 +363,25 @@ MISTAKES = (
     Mistake("overrides of the quickstart", "quickstart schedule.steps=5"),
     Mistake("a lock that does not exist", "setup --lock cuda"),
     Mistake("an option of setup that is spelt wrong", "setup --lok cpu"),
+    # Lists, keys and first files.
+    Mistake("appending to what is no list", "train run.yaml schedule.steps+=3"),
+    Mistake("appending to an unknown key", "train run.yaml 'rollout.engnes+={tensor: 2}'"),
+    Mistake("appending an entry with an unknown key", "train run.yaml 'rollout.engines+={name: b, tensr: 2}'"),
+    Mistake("appending a text to a list of numbers", "train run.yaml rollout.sampling.stop_token_ids+=end"),
+    Mistake("a word that no key contains", "keys temprature"),
+    Mistake("a key of a section that does not have it", "keys trainer.temperature"),
+    Mistake("a first file without a terminal to ask", "init --out new.yaml"),
+    Mistake("a first file without prompts", "init --model model --out new.yaml"),
+    Mistake("a first file that exists", "init --model model --prompts prompts.jsonl"),
+    Mistake("a model that is not there", "init --model modle --prompts prompts.jsonl --out new.yaml"),
+    Mistake("an unknown machine", "init --model model --prompts prompts.jsonl --out new.yaml --gpu a100"),
+    Mistake(
+        "nodes without their GPUs", "init --model model --prompts prompts.jsonl --out new.yaml --gpu cpu --nodes 2"
+    ),
+    Mistake(
+        "GPUs that no layout can use", "init --model model --prompts prompts.jsonl --out new.yaml --gpu h100 --gpus 6"
+    ),
+    Mistake("an option of init that is spelt wrong", "init --modle model"),
 )
 
 MISTAKES += tuple(

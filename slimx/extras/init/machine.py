@@ -51,14 +51,18 @@ def target(gpu: str | None, gpus: int | None, nodes: int | None) -> Target:
     """Returns the GPUs of a run from the options --gpu, --gpus (of all nodes together) and --nodes, each None if it is
     not given; without --gpu, this machine's. Raises SlimxError if the numbers contradict each other."""
     if gpu is not None and gpu not in TYPES:
-        raise SlimxError(f"--gpu is {gpu!r}; choose one of {', '.join(TYPES)}", code="init.gpu", about=gpu)
+        raise SlimxError(
+            f"--gpu is {gpu!r}; choose one of {', '.join(TYPES)}, or leave --gpu out on a machine with such GPUs",
+            code="init.gpu",
+            about=gpu,
+        )
     name, count, memory = ("", 0, 0.0) if gpu else this_machine()
     kind = gpu or next((known for known in GPUS if known in name.lower()), "h100" if count else CPU)
     if kind == CPU:
         for option, value in (("--gpus", gpus), ("--nodes", nodes)):
             if value:
-                where = "with --gpu cpu" if gpu else "but this machine has no GPU"
-                raise _refused(f"{option} is {value}, {where}; add --gpu {' or '.join(GPUS)}", option)
+                where = "a run on CPUs has none" if gpu else "this machine has no GPU"
+                raise _refused(f"{option} is {value}, but {where}; set --gpu to {', '.join(GPUS)}", option)
         return Target(None, 0, 1, 0)
     unknown = bool(name) and kind not in name.lower()
     per_node = count or GPUS[kind].per_node
@@ -67,10 +71,6 @@ def target(gpu: str | None, gpus: int | None, nodes: int | None) -> Target:
     if nodes is not None and needed > nodes:
         raise _refused(
             f"--gpus {total} does not fit on --nodes {nodes} with {per_node} GPUs each; raise --nodes", "--gpus"
-        )
-    if total & (total - 1):
-        raise _refused(
-            f"--gpus {total} is not a power of two, as the search for layouts needs; choose another", "--gpus"
         )
     memory_gib = round(memory - DRIVER / GIB, 1) if unknown else None
     return Target(kind, total, needed, per_node, memory_gib, name if unknown else "")

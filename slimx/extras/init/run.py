@@ -62,7 +62,9 @@ def settings_of(wishes: Wishes, prompts: Prompts, target: Target) -> list[Settin
     small = target.gpu is None and parameters <= SMALL
     if target.gpu is None:
         _check_memory(wishes.model, parameters)
-    per_step = min(32 if small else 64 if target.gpu else 2, 2 ** int(math.log2(prompts.count)))
+    odd = max(1, target.gpus // (target.gpus & -target.gpus or 1))  # every data-parallel size must divide the batch
+    largest = min(32 if small else 64 if target.gpu else 2, prompts.count)
+    per_step = odd * 2 ** max(0, int(math.log2(largest / odd)))
     group = 8 if target.gpu or small else 4
     lengths = [one.longest for one in (prompts, wishes.eval) if one is not None and one.longest is not None]
     longest_prompt = _rounded(max(lengths, default=None), 2048)
@@ -256,7 +258,7 @@ def _engines(
         config = _config(tried)
         for found in suggest_engines(config, spec, machine_of(config.cluster)):
             gpus = found.tensor * found.count
-            if gpus <= target.gpus and (found.tensor <= WIDEST or found.expert > 1 or not spec.experts):
+            if target.gpus % gpus == 0 and (found.tensor <= WIDEST or found.expert > 1 or not spec.experts):
                 concurrency = found.concurrency * (target.gpus // gpus)
                 if best is None or concurrency > best[0]:
                     best = concurrency, found

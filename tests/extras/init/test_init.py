@@ -81,7 +81,7 @@ def test_each_line_has_a_comment_and_each_page_exists(monkeypatch, tmp_path, qui
     ("model", "gpu", "nodes"),
     [
         ("Qwen3-30B-A3B", "h100", 4),
-        ("Qwen3-30B-A3B", "h200", 1),
+        ("Qwen3-30B-A3B", "h200", 3),
         pytest.param("Qwen3-235B-A22B", "h100", 8, marks=pytest.mark.slow("a search of half a minute")),
     ],
 )
@@ -110,7 +110,6 @@ def test_a_layout_of_a_large_model_fits_the_machine(monkeypatch, tmp_path, model
         (["--model", "MODEL", "--prompts", "SUMS", "--out", "OLD"], "init.exists", "OLD"),
         (["--model", "MODEL", "--prompts", "SUMS", "--gpu", "a100"], "init.gpu", "a100"),
         (["--model", "MODEL", "--prompts", "SUMS", "--gpus", "8"], "init.machine", "--gpus"),
-        (["--model", "MODEL", "--prompts", "SUMS", "--gpu", "h100", "--gpus", "6"], "init.machine", "--gpus"),
         (
             ["--model", "MODEL", "--prompts", "SUMS", "--gpu", "h100", "--gpus", "16", "--nodes", "1"],
             "init.machine",

@@ -82,7 +82,7 @@ CLI_COMMANDS = {name: PROGRAM.get_command(None, name) for name in PROGRAM.list_c
 PLACEHOLDERS = {"FILE": "configs/moe/qwen3-30b-a3b-async-fp8.yaml", "DIR": "models/Qwen3-30B-A3B"}
 """Words that stand for a file or directory, each with one."""
 
-EXECUTED = ("plan", "doctor", "from-slime", "from-trl", "from-verl", "--version")
+EXECUTED = ("plan", "doctor", "from-slime", "from-trl", "from-verl", "init", "--version")
 """Commands of slimx that need neither weights nor minutes."""
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 BASE = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "checkpoint": {"every": 20}}
@@ -175,7 +175,8 @@ def _try_slimx(arguments: list[str], parse_only: bool) -> tuple[int, str] | None
     source = follows.get("--from", follows.get("check")) if name == "data" else None
     if not parse_only and (name in EXECUTED or source is not None and Path(source).is_file()):
         return run(arguments)
-    if name == "--version":
+    if name.startswith("--"):
+        assert [option for option in PROGRAM.params if name in option.opts], name
         return None
     command = CLI_COMMANDS[name]
     if isinstance(command, TyperGroup):
