@@ -146,16 +146,17 @@ class Alerts(Events):
         for opens, finding in changes:
             if opens:
                 alert = opened(finding, self.step, time.time())
-                self.note(f"alert: {alert.line}")
-                self._send("alert", alert.line, alert.title, alert)
+                sentence = f"alert {alert.line}"
+                self.note(sentence)
+                self._send("alert", sentence, alert.title, alert)
             else:
                 known = self.log.open_alerts().get((finding.name, finding.about))
                 if known is None:  # its line could not be read
                     continue
                 alert = replace(known, closed=time.time(), closed_step=self.step)
-                over = f"{alert.title} is over: {finding.text}"
-                self.note(f"alert {over}")
-                self._send("alert_over", over, alert.title, alert)
+                sentence = f"alert {alert.title} is over: {finding.text}"
+                self.note(sentence)
+                self._send("alert_over", sentence, alert.title, alert)
             self.log.put(alert)
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ def test_an_alert_is_noted_logged_and_posted_once_and_so_is_its_end(run):
     assert opened["about"] == over["about"] == "gap" and opened["step"] < over["step"]
     alert = opened["alert"]
     assert alert["name"] == "gap" and alert["value"] == 1e-3 and " to " in alert["usual"]
-    assert alert["remedy"] in opened["text"] and opened["text"] == f"slimx r, step {alert['step']}: gap: " + (
+    assert alert["remedy"] in opened["text"] and opened["text"] == f"slimx r, step {alert['step']}: alert gap: " + (
         f"{alert['text']}; {alert['remedy']}"
     )
     assert len(process.notes) == 2 and alert["remedy"] in process.notes[0]

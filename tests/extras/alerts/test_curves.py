@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from slimx.extras.alerts.curves.checks import SILENT_STEPS
-from slimx.extras.alerts.curves.history import noise
+from slimx.extras.alerts.curves.history import START, noise
 from tests.extras.alerts.curve_stand import HEALTHY, changes, longer
 
 BEGINS = 60
@@ -67,6 +67,24 @@ def test_an_alert_of_another_policy_names_the_policy(name):
     assert {change[2:] for change in changes(diseased(name, "policy/solver/"))} == {(name, "policy/solver")}
 
 
+@pytest.mark.parametrize(
+    ("metric", "start", "harmless", "ill"),
+    [
+        ("gap/mean", 0.01, 0.03, 0.05),
+        ("gap/mean", 1e-7, 9e-6, 2e-5),
+        ("response/truncated", 0.1, 0.25, 0.35),
+        ("response/truncated", 0.45, 0.49, 0.52),
+        ("staleness/mean", 1.0, 1.8, 2.2),
+        ("staleness/mean", 0.0, 0.9, 1.1),
+        ("reward/mean", 1.0, 0.92, 0.85),
+    ],
+)
+def test_an_alert_opens_beyond_its_limit_only(metric, start, harmless, ill):
+    for level, count in ((harmless, 0), (ill, 1)):
+        rows = [{metric: start}] * 40 + [{metric: level}] * 40
+        assert len(changes(rows)) == count, level
+
+
 def test_a_held_out_set_is_named():
     values = (0.5, 0.7, 0.9, 0.91, 0.9, 0.92, 0.91, 0.9, 0.2, 0.21, 0.2)
     assert changes([{"eval/sums/accuracy": value} for value in values]) == [(9, True, "heldout_fell", "sums")]
@@ -117,6 +135,14 @@ def test_a_model_that_has_learned_everything_is_no_collapse():
     learned = {"policy/entropy": 0.005, "reward/groups_without_signal": 0.97, "reward/std": 0.05, "reward/mean": 0.99}
     rows = [row | learned if index > 80 else row for index, row in enumerate(longer(HEALTHY, 300))]
     assert changes(rows) == []
+
+
+def test_a_rare_signal_is_no_signal_unless_the_reward_has_risen():
+    rare = {"reward/groups_without_signal": 0.95, "optim/steps_without_signal": 0.0, "reward/std": 0.1}
+    stuck = [rare | {"reward/mean": 0.01 * (step % 3)} for step in range(60)]
+    assert [change[:3] for change in changes(stuck)] == [(START, True, "no_signal")]
+    learned = [rare | {"reward/mean": min(0.99, 0.05 * step)} for step in range(60)]
+    assert changes(learned) == []
 
 
 def test_the_noise_of_a_line_is_0():

@@ -117,6 +117,16 @@ def test_a_hot_or_throttled_gpu_opens_one_alert_that_closes(ill):
     assert looks(machine, CLOSES["gpu"] - 1) == [] and looks(machine, 20) == [(False, "gpu", "GPU 3")]
 
 
+def test_a_gpu_whose_clocks_change_back_and_forth_opens_one_alert():
+    gpu = HotGpu(reasons={"power brake"})
+    machine = Machine([], [gpu])
+    found = looks(machine, 10)
+    for _ in range(20):
+        gpu.reasons = {"power brake"} if not gpu.reasons else set()
+        found += looks(machine, 5)
+    assert found == [(True, "gpu", "GPU 3")]
+
+
 def test_a_gpu_that_does_not_tell_its_limit_is_judged_by_its_clocks():
     gpu = HotGpu(now=99, limit=None)
     assert looks(Machine([], [gpu]), 20) == []

@@ -18,6 +18,10 @@ Metrics = Mapping[str, float]
 
 SILENT_STEPS = 5
 """Number of consecutive steps without a training signal that opens an alert."""
+RARE = 0.9
+"""Fraction of groups without a signal from which on a signal counts as rare, if the reward has not risen either."""
+RISEN_NOISE = 2.0
+"""Multiple of the noise by which the median reward of 10 steps must exceed that of the first 20 to have risen."""
 GAP_FACTOR = 4.0
 """Multiple of the usual gap, and of the gap at the start, above which a gap is bad."""
 GAP_FLOOR = 1e-5
@@ -74,22 +78,51 @@ class Check:
 
 
 class NoSignal(Check):
-    """All rollouts of each group have the same reward, or the gradient is 0, in several steps in a row."""
+    """All rollouts of each group have the same reward, or the gradient is 0, in several steps in a row; or almost all
+    groups have no signal in many steps, and the reward has not risen since the start."""
 
     name = "no_signal"
     opens = 1
     closes = 3
 
+    def __init__(self, about: str) -> None:
+        super().__init__(about)
+        self._silent: deque[float] = deque(maxlen=10)
+        self._rewards: deque[float] = deque(maxlen=10)
+        self._first: list[float] = []
+
     def look(self, metrics: Metrics) -> Finding | None:
         steps = number(metrics, STEPS_WITHOUT_SIGNAL)
         if steps is None:
             return None
-        same = metrics.get(GROUPS_WITHOUT_SIGNAL) == 1
-        why = "because all rollouts of each group have the same reward" if same else "because the gradient is 0"
+        silent = number(metrics, GROUPS_WITHOUT_SIGNAL)
         reward = number(metrics, "reward/mean")
-        shown = "" if reward is None else f", reward/mean {reward:.4g}"
-        text = f"no training signal for {steps:.0f} steps, {why}{shown}"
-        return self.found(bad=steps >= SILENT_STEPS, good=steps == 0, value=steps, text=text)
+        rare = False
+        if silent is not None and reward is not None:
+            rare = self._is_rare(silent, reward)
+        if steps or not rare:
+            why = (
+                "because all rollouts of each group have the same reward"
+                if silent == 1
+                else "because the gradient is 0"
+            )
+            text = f"no training signal for {steps:.0f} steps, {why}"
+        else:
+            text = f"{GROUPS_WITHOUT_SIGNAL} {median(self._silent):.3g}, and the reward has not risen since the start"
+        if reward is not None:
+            text += f", reward/mean {reward:.4g}"
+        return self.found(bad=rare or steps >= SILENT_STEPS, good=steps == 0 and not rare, value=steps, text=text)
+
+    def _is_rare(self, silent: float, reward: float) -> bool:
+        """Adds a step, and returns True if almost all groups of the last steps had no signal and the reward is no
+        better than in the first ones."""
+        self._silent.append(silent)
+        self._rewards.append(reward)
+        if len(self._first) < START:
+            self._first.append(reward)
+            return False
+        risen = median(self._rewards) - median(self._first)
+        return median(self._silent) >= RARE and risen <= RISEN_NOISE * noise(self._first)
 
 
 class Gap(Check):
@@ -142,11 +175,13 @@ class RewardFell(Check):
             return None
         self._values.append(reward)
         self._levels.append(reward)
-        if len(self._values) < START:
+        if len(self._levels) < 10:
             return None
         level = median(self._levels)
         self._best = max(self._best, level)
         self._lowest = min(self._lowest, level)
+        if len(self._values) < START:
+            return None
         fall = self._best - level
         allowed = allowed_fall(self._best, self._lowest, noise(list(self._values)))
         return self.found(
