@@ -4,6 +4,7 @@
 const EVERY_MS = 3000;
 const SHADES = ["#4a86cf", "#dd8a33", "#3f9f7f", "#b05c9f", "#c8574f", "#8f8340", "#3aa3b4", "#8a78c9"];
 const GOOD = "#3f9f7f", BAD = "#c8574f";
+const CHARTS = ["curves", "time", "compared"];  // tabs with charts
 const byId = (id) => document.getElementById(id);
 let chartsVersion = "";
 let steps = [];
@@ -96,8 +97,9 @@ function drawCards(cards) {
 
 // Updates existing charts in place, so that zoom and hover are kept.
 function drawCharts(charts) {
-  for (const block of ["curves", "time"]) {
+  for (const block of CHARTS) {
     const wanted = charts.filter((chart) => chart.block === block);
+    if (block === "compared") document.querySelector("[data-tab=compared]").hidden = wanted.length === 0;
     const container = byId(block);
     while (container.children.length > wanted.length) container.lastChild.remove();
     wanted.forEach((chart, number) => {
@@ -369,7 +371,7 @@ async function refresh() {
 function choose(tab) {
   document.querySelectorAll("nav button").forEach((button) => button.classList.toggle("chosen", button.dataset.tab === tab));
   document.querySelectorAll("main > section").forEach((section) => { section.hidden = section.id !== tab; });
-  if (tab === "curves" || tab === "time") [...byId(tab).children].forEach(draw);
+  if (CHARTS.includes(tab)) [...byId(tab).children].forEach(draw);
   if (tab === "rollouts") document.querySelectorAll(".side").forEach((side) => { if (!side.found) load(side); });
   remember(tab);
 }
@@ -414,5 +416,5 @@ byId("compare").addEventListener("input", () => {
   load(second);
 });
 recall();
-if (["curves", "time", "rollouts"].includes(location.hash.slice(1))) choose(location.hash.slice(1));
+if ([...CHARTS, "rollouts"].includes(location.hash.slice(1))) choose(location.hash.slice(1));
 refresh();
