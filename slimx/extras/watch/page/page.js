@@ -127,7 +127,7 @@ function drawCharts(charts) {
 function draw(card) {
   if (!card.chart) return;
   const {data, layout} = card.chart.figure, chart = card.children[1], first = !chart.on;
-  card.ticks = layout.xaxis;
+  card.whole = structuredClone(layout.xaxis);  // plotly.js changes the figure
   if (card.zoomed) layout.xaxis = {...layout.xaxis, tickmode: "auto"};
   Plotly.react(chart, data, layout, {displayModeBar: false, responsive: true});
   if (first) retick(card, chart);
@@ -137,11 +137,10 @@ function draw(card) {
 // Ticks are fixed for the whole run. In a part of it that a reader zooms into, plotly.js chooses them.
 function retick(card, chart) {
   chart.on("plotly_relayout", (change) => {
-    const zoomed = "xaxis.range[0]" in change;
-    if (!card.ticks.tickvals || !zoomed && !change["xaxis.autorange"]) return;
-    card.zoomed = zoomed;
-    const range = zoomed ? {} : {"xaxis.range": card.ticks.range};
-    Plotly.relayout(chart, {"xaxis.tickmode": zoomed ? "auto" : "array", ...range});
+    const whole = card.whole, start = change["xaxis.range[0]"], reset = start === whole.range?.[0] || change["xaxis.autorange"];
+    if (!whole.tickvals || start === undefined && !reset) return;
+    card.zoomed = !reset;
+    Plotly.relayout(chart, reset ? {"xaxis.tickmode": "array", "xaxis.range": [...whole.range]} : {"xaxis.tickmode": "auto"});
   });
 }
 
