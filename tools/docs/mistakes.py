@@ -127,6 +127,8 @@ MISTAKES = (
     Mistake("a comparison of one run", "report --compare runs/sums", {"runs/sums/metrics.jsonl": ""}),
     Mistake("a comparison of a run with itself", "report a a --compare", {"a/metrics.jsonl": ""}),
     Mistake("a comparison with no run", "report a b --compare", {"a/metrics.jsonl": ""}),
+    Mistake("a live page of a run and itself", "watch a --compare a", {"a/config.yaml": "run: {dir: a}\n"}),
+    Mistake("a live page of a run and of none", "watch a --compare b", {"a/config.yaml": "run: {dir: a}\n"}),
     Mistake("status of a run that never began", "status run.yaml"),
     Mistake("rollouts of the YAML file", "rollouts run.yaml"),
     # Launch scripts of other frameworks.

@@ -39,6 +39,12 @@ def read_runs(run_dirs: Sequence[Path]) -> list[RunFiles]:
             code="report.compare",
             about=str(run_dirs[0]),
         )
+    check_different(run_dirs)
+    return [read_run(directory) for directory in run_dirs]
+
+
+def check_different(run_dirs: Sequence[Path]) -> None:
+    """Raises SlimxError for a directory that is given twice."""
     for directory, count in Counter(path.resolve() for path in run_dirs).items():
         if count > 1:
             raise SlimxError(
@@ -46,7 +52,6 @@ def read_runs(run_dirs: Sequence[Path]) -> list[RunFiles]:
                 code="report.compare",
                 about=str(directory),
             )
-    return [read_run(directory) for directory in run_dirs]
 
 
 def run_names(run_dirs: Sequence[Path]) -> list[str]:

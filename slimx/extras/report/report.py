@@ -78,9 +78,8 @@ def write_comparison(run_dirs: Sequence[Path], out: Path, title: str | None) -> 
         "metrics": value_rows(runs),
         "config": config_rows(runs),
     }
-    _write_page(
-        out, title=title or f"Comparison of {', '.join(names[:-1])} and {names[-1]}", runs=[], comparison=comparison
-    )
+    title = title or f"Comparison of {', '.join(names[:-1])} and {names[-1]}"
+    _write_page(out, title=title, runs=[], comparison=comparison)
 
 
 def _write_page(out: Path, **values: object) -> None:

@@ -23,6 +23,10 @@ def watch(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8890,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    compare: Annotated[
+        list[Path] | None,
+        typer.Option(help="Directory of another run, drawn in the same charts; repeatable."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Serves a live web page about a run: its current activity, curves, timing, and rollouts token by token. Ctrl-C
@@ -38,7 +42,7 @@ def watch(
     """
     from slimx.extras.watch.page.server import serve
 
-    serve(run, host, port, lambda text: print(text, flush=True))
+    serve([run, *(compare or [])], host, port, lambda text: print(text, flush=True))
 
 
 @status_app.command(cls=PlainCommand)

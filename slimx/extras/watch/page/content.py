@@ -17,6 +17,7 @@ from slimx.data.saved.trained_tokens import SUFFIX
 from slimx.errors import SlimxError
 from slimx.extras.report.cards import cards
 from slimx.extras.report.charts import Chart, PhaseColors
+from slimx.extras.report.comparison import check_different, overlaid, run_names
 from slimx.extras.report.curves import curves
 from slimx.extras.report.meanings import TERMS
 from slimx.extras.report.phase_charts import phase_charts
@@ -84,10 +85,18 @@ class Growing[T]:
 class Content:
     """Content of one run's page. Its methods may be called from several threads."""
 
-    def __init__(self, directory: Path) -> None:
-        """Prepares to read the files of the run in `directory`. Raises SlimxError if there is no run."""
-        check_run(directory)
+    def __init__(self, directory: Path, *compared: Path) -> None:
+        """Prepares to read the files of the run in `directory`, and the metrics of the `compared` runs. Raises
+        SlimxError if there is no run, and for a directory given twice."""
+        for path in (directory, *compared):
+            check_run(path)
+        if compared:
+            check_different((directory, *compared))
         self.directory = directory
+        self._names = run_names((directory, *compared))
+        self._compared: list[Growing[StepRecord]] = []
+        for path in compared:
+            self._compared.append(Growing(path / "metrics.jsonl", StepRecord.from_json))
         self._steps = Growing(directory / "metrics.jsonl", StepRecord.from_json)
         self._phases = Growing(
             directory / "timeline.jsonl", lambda values: msgspec.convert(values, type=Phase), keep=PHASES_KEPT
@@ -111,6 +120,9 @@ class Content:
             self._steps.refresh()
             self._phases.refresh()
             version = f"{self._steps.read}-{self._phases.read}"
+            for other in self._compared:
+                other.refresh()
+                version += f"-{other.read}"
             if version == since:
                 return {"version": version, "charts": None, "cards": None}
             steps = list(self._steps.records)
@@ -122,6 +134,9 @@ class Content:
             if phases:
                 timed = phase_charts(phases, points=POINTS // 2, colors=self._colors)
                 charts += _cards(timed, "time")
+            if self._compared:
+                runs = [steps, *(list(other.records) for other in self._compared)]
+                charts += _cards(overlaid(runs, self._names), "compared")
             return {"version": version, "charts": charts, "cards": [card.to_json() for card in cards(steps)]}
 
     def steps(self) -> list[int]:

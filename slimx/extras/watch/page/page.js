@@ -4,6 +4,7 @@
 const EVERY_MS = 3000;
 const SHADES = ["#4a86cf", "#dd8a33", "#3f9f7f", "#b05c9f", "#c8574f", "#8f8340", "#3aa3b4", "#8a78c9"];
 const GOOD = "#3f9f7f", BAD = "#c8574f";
+const CHARTS = ["curves", "time", "compared"];  // tabs with charts
 const byId = (id) => document.getElementById(id);
 let chartsVersion = "";
 let steps = [];
@@ -96,8 +97,9 @@ function drawCards(cards) {
 
 // Updates existing charts in place, so that zoom and hover are kept.
 function drawCharts(charts) {
-  for (const block of ["curves", "time"]) {
+  for (const block of CHARTS) {
     const wanted = charts.filter((chart) => chart.block === block);
+    if (block === "compared") document.querySelector("[data-tab=compared]").hidden = wanted.length === 0;
     const container = byId(block);
     while (container.children.length > wanted.length) container.lastChild.remove();
     wanted.forEach((chart, number) => {
@@ -125,7 +127,7 @@ function drawCharts(charts) {
 function draw(card) {
   if (!card.chart) return;
   const {data, layout} = card.chart.figure, chart = card.children[1], first = !chart.on;
-  card.ticks = layout.xaxis;
+  card.whole = structuredClone(layout.xaxis);  // plotly.js changes the figure
   if (card.zoomed) layout.xaxis = {...layout.xaxis, tickmode: "auto"};
   Plotly.react(chart, data, layout, {displayModeBar: false, responsive: true});
   if (first) retick(card, chart);
@@ -135,11 +137,10 @@ function draw(card) {
 // Ticks are fixed for the whole run. In a part of it that a reader zooms into, plotly.js chooses them.
 function retick(card, chart) {
   chart.on("plotly_relayout", (change) => {
-    const zoomed = "xaxis.range[0]" in change;
-    if (!card.ticks.tickvals || !zoomed && !change["xaxis.autorange"]) return;
-    card.zoomed = zoomed;
-    const range = zoomed ? {} : {"xaxis.range": card.ticks.range};
-    Plotly.relayout(chart, {"xaxis.tickmode": zoomed ? "auto" : "array", ...range});
+    const whole = card.whole, start = change["xaxis.range[0]"], reset = start === whole.range?.[0] || change["xaxis.autorange"];
+    if (!whole.tickvals || start === undefined && !reset) return;
+    card.zoomed = !reset;
+    Plotly.relayout(chart, reset ? {"xaxis.tickmode": "array", "xaxis.range": [...whole.range]} : {"xaxis.tickmode": "auto"});
   });
 }
 
@@ -369,7 +370,7 @@ async function refresh() {
 function choose(tab) {
   document.querySelectorAll("nav button").forEach((button) => button.classList.toggle("chosen", button.dataset.tab === tab));
   document.querySelectorAll("main > section").forEach((section) => { section.hidden = section.id !== tab; });
-  if (tab === "curves" || tab === "time") [...byId(tab).children].forEach(draw);
+  if (CHARTS.includes(tab)) [...byId(tab).children].forEach(draw);
   if (tab === "rollouts") document.querySelectorAll(".side").forEach((side) => { if (!side.found) load(side); });
   remember(tab);
 }
@@ -414,5 +415,5 @@ byId("compare").addEventListener("input", () => {
   load(second);
 });
 recall();
-if (["curves", "time", "rollouts"].includes(location.hash.slice(1))) choose(location.hash.slice(1));
+if ([...CHARTS, "rollouts"].includes(location.hash.slice(1))) choose(location.hash.slice(1));
 refresh();
