@@ -147,6 +147,13 @@ async def test_a_server_that_answers_wrongly_is_named(answers):
         assert (caught.value.code, caught.value.about) == ("openenv.server", f"{url}/ws")
 
 
+async def test_a_full_server_is_answered_with_the_setting_that_helps():
+    async with stand_in(speaking(error("CAPACITY_REACHED"))) as url:
+        with pytest.raises(SlimxError) as caught:
+            await play(url, "1")
+    assert "rollout.max_rollouts" in str(caught.value)
+
+
 async def test_a_redirect_is_not_followed():
     async def redirect(request: web.Request) -> web.StreamResponse:
         raise web.HTTPTemporaryRedirect(f"{elsewhere}/ws")

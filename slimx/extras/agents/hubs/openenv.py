@@ -214,14 +214,17 @@ class OpenEnv(StepEnvironment):
         if kind == "error" and isinstance(data, dict):
             if data.get("code") in UNFIT:
                 return str(data.get("errors") or data.get("message"))[:MAX_SHOWN]
-            raise self._lost(f"answered with the error {data.get('code')} ({str(data.get('message'))[:MAX_SHOWN]})")
+            problem = f"answered with the error {data.get('code')} ({str(data.get('message'))[:MAX_SHOWN]})"
+            if data.get("code") == "CAPACITY_REACHED":
+                raise self._lost(problem, "set rollout.max_rollouts to the number of sessions that the server allows")
+            raise self._lost(problem)
         if kind != "observation" or not isinstance(data, dict) or not isinstance(data.get("observation"), dict):
             raise self._lost(f"answered with something other than an observation ({response.data[:MAX_SHOWN]})")
         return data
 
-    def _lost(self, problem: str) -> SlimxError:
+    def _lost(self, problem: str, remedy: str = "read the log of the OpenEnv server for the cause") -> SlimxError:
         return SlimxError(
-            f"the OpenEnv server at {self._url} {problem}; read the log of the OpenEnv server for the cause",
+            f"the OpenEnv server at {self._url} {problem}; {remedy}",
             code="openenv.server",
             about=self._url,
         )
