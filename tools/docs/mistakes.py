@@ -53,6 +53,17 @@ REWARD = """\
 async def rises(ctx, trajectory):
     return float(ctx.text == ctx.prompt.answer)
 """
+WALK = """\
+class Config:
+    action_lookup = {1: "Back", 2: "Ahead"}
+
+class Walk:
+    def __init__(self, config):
+        self.config = config
+
+    def reset(self, seed=None):
+        return "Which way?"
+"""
 LONG = 8
 """Maximum number of lines of a file that the page shows."""
 
@@ -109,6 +120,9 @@ MISTAKES = (
     Mistake("--config before the file", "train --config run.yaml"),
     Mistake("an unwritable report", "report runs/sums --out /proc/report.html", {"runs/sums/metrics.jsonl": ""}),
     Mistake("a report of the YAML file", "report run.yaml"),
+    Mistake("a comparison of one run", "report --compare runs/sums", {"runs/sums/metrics.jsonl": ""}),
+    Mistake("a comparison of a run with itself", "report a a --compare", {"a/metrics.jsonl": ""}),
+    Mistake("a comparison with no run", "report a b --compare", {"a/metrics.jsonl": ""}),
     Mistake("status of a run that never began", "status run.yaml"),
     Mistake("rollouts of the YAML file", "rollouts run.yaml"),
     # The YAML file.
@@ -119,7 +133,9 @@ MISTAKES = (
     Mistake("a brace that is never closed", "train run.yaml", {"run.yaml": RUN + "trainer: {world_size: 2\n"}),
     Mistake("a list that is never closed", "train run.yaml", {"run.yaml": RUN + "trainer: {betas: [0.9, 0.99\n"}),
     Mistake("no space after a colon", "train run.yaml", {"run.yaml": RUN + "eval: {every:5}\n"}),
-    Mistake("a section without its keys", "train run.yaml", {"run.yaml": RUN.replace("schedule: {steps: 2}", "eval:")}),
+    Mistake(
+        "a section without its keys", "train run.yaml", {"run.yaml": RUN.replace("schedule: {steps: 2}", "track:")}
+    ),
     Mistake("an empty file", "train run.yaml", {"run.yaml": ""}),
     Mistake("JSON lines instead of YAML", "train prompts.jsonl"),
     Mistake("no model", "train run.yaml", {"run.yaml": RUN.replace("model: {path: model}\n", "")}),
@@ -187,6 +203,22 @@ MISTAKES = (
     Mistake("data check of nothing", "data check nowhere.jsonl"),
     Mistake("held-out prompts that are not there", "train run.yaml eval.prompts=heldout.jsonl eval.every=1"),
     Mistake("an evaluation without prompts", "train run.yaml eval.every=1"),
+    Mistake("a held-out set without its file", "train run.yaml 'eval.prompts={sums: {samples: 4}}'"),
+    Mistake(
+        "an unknown key of a held-out set", "train run.yaml 'eval.prompts={sums: {path: prompts.jsonl, sample: 4}}'"
+    ),
+    Mistake(
+        "several greedy answers for a held-out set",
+        "train run.yaml 'eval.prompts={sums: {path: prompts.jsonl, samples: 4}}'",
+    ),
+    Mistake(
+        "a held-out set that is not there",
+        "train run.yaml 'eval.prompts={sums: {path: heldout.jsonl, max_new_tokens: 8}}'",
+    ),
+    Mistake(
+        "held-out answers that are too long", "train run.yaml eval.prompts=prompts.jsonl eval.max_new_tokens=100000"
+    ),
+    Mistake("a list of held-out files", "train run.yaml 'eval.prompts=[prompts.jsonl]'"),
     # Hooks.
     Mistake("a misspelt function", "train run.yaml reward.function=hooks.rasies", _hooks(REWARD)),
     Mistake("a misspelt module", "train run.yaml reward.function=hoooks.rises", _hooks(REWARD)),
@@ -244,6 +276,40 @@ MISTAKES = (
         "a generate hook that returns a text",
         "doctor --hooks run.yaml rollout.generate=hooks.answer",
         _hooks("async def answer(ctx, prompt):", "    return 'seven'"),
+    ),
+    # Environments of other projects.
+    *(
+        Mistake(
+            name,
+            "train run.yaml reward.function=multi_turn rollout.generate=multi_turn "
+            f"'rollout.options={{environment: {environment}, environment_options: {{{options}}}}}'",
+            {"walks.py": WALK} if "walks" in options else {},
+        )
+        for name, environment, options in (
+            ("RAGEN's environment without RAGEN", "gymnasium", "make: ragen.env.sokoban.env.SokobanEnv"),
+            (
+                "a configuration of another name",
+                "gymnasium",
+                "make: walks.Walk, make_options: {config: {make: walks.WalkConfig}}",
+            ),
+            (
+                "a configuration without an option",
+                "gymnasium",
+                "make: walks.Walk, make_options: {config: {make: walks.Config, size: 6}}",
+            ),
+            (
+                "names of actions that are elsewhere",
+                "gymnasium",
+                "make: walks.Walk, make_options: {config: {make: walks.Config}}, text_options: {actions: names}",
+            ),
+            (
+                "nothing between two actions",
+                "gymnasium",
+                'make: walks.Walk, make_options: {config: {make: walks.Config}}, text_options: {separator: ""}',
+            ),
+            ("an address of NeMo Gym without http", "nemo_gym", "url: localhost:8000"),
+            ("an environment of NeMo Gym without its address", "nemo_gym", ""),
+        )
     ),
     # Runs.
     Mistake("a run that must go on, and never began", "train run.yaml run.resume=must"),

@@ -27,8 +27,13 @@ COMPANIONS = (
     "added_tokens.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
-"""Names of files that a Hugging Face tokenizer directory may contain in addition to a vocabulary file."""
+"""Names of files that a Hugging Face tokenizer directory may contain in addition to a vocabulary file, including those
+of a processor of images."""
 
 MARKER = "(the answer 8d1f)"
 """Placeholder for the assistant's answer in a short conversation; its position in the rendered text shows what the chat
@@ -75,15 +80,16 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def copy_tokenizer(path: str | Path, into: Path) -> None:
-    """Copies the tokenizer files of directory `path` to directory `into`, and removes the files of an earlier tokenizer
-    from `into`. Raises SlimxError if they cannot be written."""
-    into.mkdir(exist_ok=True)
+    """Copies the tokenizer files of directory `path` to directory `into`, except files that are already there, and
+    removes the files of an earlier tokenizer from `into`. Raises SlimxError if they cannot be written."""
+    into.mkdir(parents=True, exist_ok=True)
     for name in (*VOCABULARIES, *COMPANIONS):
         file = Path(path) / name
-        if file.is_file():
-            replace_synced(into / name, file.read_bytes())
-        else:
-            (into / name).unlink(missing_ok=True)
+        target = into / name
+        if not file.is_file():
+            target.unlink(missing_ok=True)
+        elif not target.is_file() or target.read_bytes() != file.read_bytes():
+            replace_synced(target, file.read_bytes())
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:

@@ -69,6 +69,25 @@ Look = Callable[[], Iterator[Finding]]
 
 def examine(say: Say) -> bool:
     """Prints the properties and problems of this machine. Returns True if everything that a run needs is present."""
+    problems: list[Finding] = []
+    shown = ""
+    for title, finding in findings():
+        if title != shown:
+            say(title, "bold")
+            shown = title
+        say(f"  {finding.name:<16} {finding.text}", _style(finding))
+        if finding.problem:
+            problems.append(finding)
+    missing = any(finding.needed for finding in problems)
+    say("Problems" if problems else "Nothing is missing.", "bold")
+    for finding in problems:
+        kind = "missing" if finding.needed else "note"
+        say(f"  {kind:<8} {finding.name}: {finding.problem}", _style(finding))
+    return not missing
+
+
+def findings() -> Iterator[tuple[str, Finding]]:
+    """Yields the title of a section and a finding of it, for all properties and problems of this machine."""
     sections: list[tuple[str, Look]] = [
         ("Machine", machine),
         ("Devices", devices),
@@ -78,19 +97,9 @@ def examine(say: Say) -> bool:
         ("Toolchain", toolchain),
         ("Sandbox", sandbox),
     ]
-    problems: list[Finding] = []
     for title, look in sections:
-        say(title, "bold")
         for finding in _findings(title, look):
-            say(f"  {finding.name:<16} {finding.text}", _style(finding))
-            if finding.problem:
-                problems.append(finding)
-    missing = any(finding.needed for finding in problems)
-    say("Problems" if problems else "Nothing is missing.", "bold")
-    for finding in problems:
-        kind = "missing" if finding.needed else "note"
-        say(f"  {kind:<8} {finding.name}: {finding.problem}", _style(finding))
-    return not missing
+            yield title, finding
 
 
 def _style(finding: Finding) -> str | None:

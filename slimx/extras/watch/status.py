@@ -14,8 +14,8 @@ from typing import Any
 
 from slimx.config.sections.run import Stall
 from slimx.errors import SlimxError
-from slimx.extras.watch.events.alerts import without_signal
-from slimx.extras.watch.events.pace import SILENT_S, PhasePace, last_lines, phase_pace
+from slimx.extras.alerts.log import alerts_of
+from slimx.extras.alerts.pace import SILENT_S, PhasePace, last_lines, phase_pace
 from slimx.observability.live.activity import activity_lines, read_activity
 from slimx.observability.live.run_lock import is_locked
 from slimx.observability.live.stacks import stacks, stacks_text
@@ -41,12 +41,13 @@ class RunCondition(StrEnum):
 
 
 def run_status(directory: Path) -> dict[str, Any]:
-    """Returns {name, state, running, finished, step, steps, seconds_ago, metrics, phase, engines, routers, activity,
-    usual_seconds, silent_seconds}.
+    """Returns {name, state, running, finished, step, steps, seconds_ago, metrics, alerts, phase, engines, routers,
+    activity, usual_seconds, silent_seconds}.
 
     `running` is True if a process is training. `seconds_ago` is the time since a step was last written, `metrics` are
-    those of the last step, and `phase` is the phase that ended last. `activity` is the current or last activity,
-    `usual_seconds` the usual duration of its phase, and `silent_seconds` the time since the driver last wrote it.
+    those of the last step, `alerts` are lines about open alerts, and `phase` is the phase that ended last. `activity`
+    is the current or last activity, `usual_seconds` the usual duration of its phase, and `silent_seconds` the time
+    since the driver last wrote it.
     Raises SlimxError for a directory without a run."""
     config = read_config(directory)
     metrics = directory / "metrics.jsonl"
@@ -79,6 +80,7 @@ def run_status(directory: Path) -> dict[str, Any]:
         "steps": config["schedule"]["steps"],
         "seconds_ago": seconds_ago,
         "metrics": last.get("metrics", {}),
+        "alerts": [alert.line for alert in alerts_of(directory) if alert.closed is None],
         "phase": _last_line(directory / "timeline.jsonl").get("name"),
         "engines": roster.get("engines", []),
         "routers": roster.get("routers", []),
@@ -96,6 +98,20 @@ def _state(running: bool, finished: bool, pace: PhasePace | None, silent: float 
         return RunCondition.STALLED
     return RunCondition.RUNNING
 
+
+STATES: Mapping[str, str] = {
+    "out": "not serving: starts or restarts",
+    "joining": "not serving: waits for the next weight sync",
+    "member": "serving",
+    "gone": "lost: no restarts left",
+}
+"""Descriptions of the states of engines as members of a run."""
+
+WORDS: Mapping[str, str] = {
+    "gap/mean": "gap: train-inference mismatch of log-probs",
+    "staleness/max": "staleness: versions between sampling and training",
+}
+"""Usual words for terms in the names of shown metrics."""
 
 SHOWN = ("reward/mean", "loss/policy", "loss/sft", "gap/mean", "staleness/max", "time/step")
 
@@ -117,18 +133,21 @@ def describe_status(status: dict[str, Any]) -> list[str]:
     shown = _shown(metrics)
     if shown:
         lines.append(f"step     {shown}")
+    words = [text for key, text in WORDS.items() if metrics.get(key) is not None]
+    if words:
+        lines.append(f"         of step {status['step']} alone; {'; '.join(words)}")
     lines += [f"policy   {name}: {_shown(metrics, f'policy/{name}/')}" for name in _policies(metrics)]
-    for prefix, sentence in without_signal(metrics).items():
-        if prefix:
-            sentence = f"{prefix}: {sentence}"
-        lines.append(f"signal   {sentence}")
+    lines += [f"alert    {line}" for line in status["alerts"]]
     if not status["running"]:
         return lines
     if status["activity"] is not None:
         lines += activity_lines(status["activity"], time.time(), status["usual_seconds"])
     for engine in status["engines"]:
         kind = "frozen" if engine["frozen"] else engine["role"]
-        line = f"engine   {engine['name']} ({kind}): {engine['standing']} at {engine['url']}"
+        state = engine["standing"]
+        if state in STATES:
+            state += f" ({STATES[state]})"
+        line = f"engine   {engine['name']} ({kind}): {state} at {engine['url']}"
         if engine["nodes"] > 1:
             line += f", {engine['nodes']} machines"
         if engine["restarts"]:

@@ -258,3 +258,16 @@ def test_the_page_on_planning_names_every_key_of_the_record():
     assert [key for key in keys if f"`{key}`" not in text] == []
     described = PlanReport.model_json_schema()["$defs"]["TrainerMemory"]["properties"]
     assert "`host_optimizer`" in described["optimizer"]["description"]
+
+
+def test_long_answers_of_an_evaluation_need_positions_and_kv_cache(plan):
+    engines = "rollout.engines=[{max_total_tokens: 20000, tensor: 4}]"
+    long = "eval={prompts: absent.jsonl, max_new_tokens: 16384}"
+    code, text = plan(QWEN3_30B, *RUN_30B, engines, long)
+    assert code == 0 and "17,408" in text
+    code, text = plan(QWEN3_30B, *RUN_30B, "rollout.engines=[{max_total_tokens: 17000, tensor: 4}]", long)
+    assert code == 2 and "eval.max_new_tokens" in lines_of(text, "slimx: ")[0]
+    too_long = long.replace("16384", "40000")
+    code, text = plan(QWEN3_30B, *RUN_30B, too_long)
+    assert code == 2 and "eval.max_new_tokens=40000" in lines_of(text, "slimx: ")[0]
+    assert plan(QWEN3_30B, *RUN_30B, too_long, "eval.every=0")[0] == 0

@@ -49,6 +49,11 @@ def test_evaluation_is_switched_off(file, override):
     assert load_config(file, [override]).eval.files == {}
 
 
+def test_evaluation_is_switched_off_in_the_file(file):
+    file.write_text(yaml.safe_dump(BASE | {"eval": None}))
+    assert load_config(file).eval.files == {} and load_config(file, ["eval.prompts=h"]).eval.files == {"": "h"}
+
+
 def test_an_interval_without_any_prompts_is_still_refused(file):
     file.write_text(yaml.safe_dump(BASE | {"eval": {"every": 5}}))
     with refused("eval.prompts", about="eval.every"):

@@ -16,8 +16,8 @@ from aiohttp import web
 
 from slimx.errors import SlimxError
 from slimx.extras.http.connections import Connections, Listening
+from slimx.extras.report.report import PLOTLY
 from slimx.extras.watch.page.content import Content
-from slimx.extras.watch.report.report import PLOTLY
 from slimx.runtime.user_files import private_directory, private_token
 
 HOST = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?", re.ASCII)
