@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2]))
-from tools.quickstart.make_model import CHARACTERS, make_model, make_tokenizer  # noqa: E402
+from slimx.extras.quickstart.make_model import CHARACTERS, make_model, make_tokenizer  # noqa: E402
 
 DEMONSTRATIONS = 6400
 LONG_SHARE = 0.1

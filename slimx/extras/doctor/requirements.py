@@ -10,14 +10,15 @@ import slimx
 
 ROOT = Path(slimx.__file__).parents[1]
 LOCKS = Path(slimx.__file__).with_name("extras") / "install/locks"
-IN_CLONE = (ROOT / "Makefile").is_file()
-INSTALL = "make venv" if IN_CLONE else "slimx setup"
-"""Command that installs the lock for CPUs. In a clone, `make` also creates the environment."""
-INSTALL_CUDA = "make venv LOCK=cu130" if IN_CLONE else "slimx setup --lock cu130"
-BUILD = "make build" if IN_CLONE else "pip install --force-reinstall --no-deps slimx"
+INSTALL, INSTALL_CUDA = "slimx setup", "slimx setup --lock cu130"
+"""Commands that install the locks for CPUs and for CUDA 13.0."""
+BUILD = "pip install --force-reinstall --no-deps slimx"
 """Command that installs slimx itself, with its libraries."""
-REPAIR = "make venv build" if IN_CLONE else INSTALL
+REPAIR = INSTALL
 """Command for a library of slimx that cannot be loaded."""
+if (ROOT / "Makefile").is_file():  # in a clone, `make` also creates the environment
+    INSTALL, INSTALL_CUDA = "make venv", "make venv LOCK=cu130"
+    BUILD, REPAIR = "make build", "make venv build"
 
 
 def split_requirement(requirement: str) -> tuple[str, str]:

@@ -79,7 +79,7 @@ def _lengths(prompts: Sequence[Prompt], model: str) -> tuple[int | None, int | N
     try:
         tokenizer = load_tokenizer(model)
     except SlimxError as error:
-        if error.code == "tokenizer.missing":
+        if error.code in ("tokenizer.missing", "setup.missing"):
             return None, None
         raise
     longest = max(len(encode_prompt(tokenizer, prompt)) for prompt in prompts)

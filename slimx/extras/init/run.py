@@ -74,7 +74,7 @@ def settings_of(wishes: Wishes, prompts: Prompts, target: Target) -> list[Settin
     epoch = -(-prompts.count // per_step)
     steps = wishes.steps or max(20, min(200, epoch))
     measured = "the longest prompt has" if prompts.exact else "estimated from a part of the file:"
-    note = "not measured: the model's directory has no tokenizer"
+    note = "not measured: the model's tokenizer is missing, or transformers is not installed"
     if prompts.longest is not None:
         note = f"{measured} {max(lengths)} tokens"
     settings = [

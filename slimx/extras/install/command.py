@@ -41,10 +41,11 @@ def setup(
     `slimx doctor`. Can be repeated."""
     installation = Installation(lock, LOCKS / f"{lock}.txt", torch_index, torch_cpu_index)
     check(installation, system=system)
-    size = f"{CPU_GB} GB" if cpu_index(installation) else f"{CUDA_GB} GB"
-    minutes = "2 minutes" if lock == "cpu" else "an hour, because Transformer Engine is compiled"
-    text = f"installing the lock {lock} into {sys.prefix}: about {minutes} and {size} of disk space"
-    print(visible(text), flush=True)
+    minutes = "2 minutes"
+    if lock != "cpu":
+        minutes = "an hour, because Transformer Engine is compiled"
+    size = f"{_size_gb(installation)} GB of disk space"
+    print(visible(f"installing the lock {lock} into {sys.prefix}: about {minutes} and {size}"), flush=True)
     try:
         install(installation)
     except subprocess.CalledProcessError as error:
@@ -100,7 +101,7 @@ def check(installation: Installation, *, system: bool) -> None:
             code="setup.no_pip",
             about="pip",
         )
-    needed = CPU_GB if cpu_index(installation) else CUDA_GB
+    needed = _size_gb(installation)
     free = shutil.disk_usage(sys.prefix).free / 1e9
     if free < needed and not stamp(lock).exists():
         raise SlimxError(
@@ -109,3 +110,10 @@ def check(installation: Installation, *, system: bool) -> None:
             code="setup.disk",
             about=sys.prefix,
         )
+
+
+def _size_gb(installation: Installation) -> int:
+    """Returns the disk space that the packages take, in GB, if the index of CPU builds can be reached."""
+    if cpu_index(installation):
+        return CPU_GB
+    return CUDA_GB

@@ -39,7 +39,9 @@ def overrides(name: str, directory: Path, steps: int | None) -> list[str]:
             f"eval.prompts={data / 'heldout.jsonl'}",
         ]
     if steps is not None:
-        found.append(f"schedule.steps={steps * SFT_STEPS if name == SFT else steps}")
+        if name == SFT:
+            steps *= SFT_STEPS
+        found.append(f"schedule.steps={steps}")
     return found
 
 
@@ -87,7 +89,9 @@ def run(arguments: list[str]) -> int:
     )
     with _forwarding(command):
         status = command.wait()
-    return status if status >= 0 else 128 - status
+    if status < 0:  # ended by a signal
+        return 128 - status
+    return status
 
 
 @contextmanager

@@ -19,10 +19,10 @@ from slimx.errors import SlimxError
 from slimx.extras.init import machine
 from slimx.extras.init.prompts import examine
 from slimx.extras.planner.plan.report import plan_report
+from slimx.extras.quickstart.make_model import make_model
+from slimx.extras.quickstart.make_task import make_task
 from slimx.preflight.hardware import DRIVER, GIB
 from tests.documents import ROOT
-from tools.quickstart.make_model import make_model
-from tools.quickstart.make_task import make_task
 
 MODELS = ROOT / "configs/moe/models"
 

@@ -22,20 +22,16 @@ SOURCES = ("LICENSE", "README.md", "csrc", "configs/moe", "pyproject.toml", "req
 """What a build reads of the repository."""
 HEAVY = {"torch", "megatron-core", "sglang", "ray", "transformers"}
 LIBRARIES = {f"slimx/_lib/libslimx_{name}.so" for name in ("cpu", "exact", "int4")}
-DATA = {
-    "slimx/py.typed",
-    "slimx/extras/install/locks/cpu.txt",
-    "slimx/extras/install/locks/cpu-cuda.txt",
-    "slimx/extras/install/locks/cu130.txt",
-    "slimx/extras/quickstart/configs/quickstart.yaml",
-    "slimx/extras/quickstart/configs/quickstart-sft.yaml",
-    "slimx/extras/watch/page/page.html",
-    "slimx/extras/watch/report/page.html",
-    "slimx/extras/watch/report/plotly-basic.min.js.gz",
-}
+CONFIGS = {f"slimx/extras/quickstart/configs/{name}.yaml" for name in ("quickstart", "quickstart-sft")}
 
 COMMANDS = [
     (["--help"], 0, "quickstart"),
+    (["keys", "temperature"], 0, "eval.temperature"),
+    (
+        ["init", "--model", "configs/moe/models/Qwen3-30B-A3B", "--prompts", "prompts.jsonl", "--gpu", "h100"],
+        0,
+        "run.yaml",
+    ),
     (["data", "check", "prompts.jsonl"], 0, "1 prompts"),
     (["plan", str(ROOT / "configs/moe/qwen3-30b-a3b.yaml")], 0, "proven"),
     (["status", "run"], 0, "step 2"),
@@ -123,14 +119,14 @@ def slimx(light: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProces
 
 def test_a_wheel_has_libraries_data_and_a_platform(wheel: Path) -> None:
     assert re.fullmatch(r"slimx-[\d.]+-py3-none-(many)?linux\w+\.whl", wheel.name)
+    files = {path for path in (ROOT / "slimx").rglob("*.*") if path.is_file() and "_lib" not in path.parts}
+    data = {str(path.relative_to(ROOT)) for path in files if path.suffix not in (".md", ".pyc")}
+    locks = {f"slimx/extras/install/locks/{path.name}" for path in (ROOT / "requirements").iterdir()}
     with zipfile.ZipFile(wheel) as archive:
-        names = {*archive.namelist()}
-        configs = [name for name in names if "/configs/" in name]
-        for name in ("requirements/cpu.txt", "configs/moe/quickstart.yaml"):
-            packaged = next(found for found in DATA if found.endswith(Path(name).name))
-            assert archive.read(packaged) == (ROOT / name).read_bytes()
-    assert names >= LIBRARIES | DATA
-    assert len(configs) == 2
+        names = {name for name in archive.namelist() if name.startswith("slimx/")}
+        assert archive.read(max(CONFIGS)) == (ROOT / "configs/moe/quickstart.yaml").read_bytes()
+    assert names == data | LIBRARIES | CONFIGS | locks
+    assert any(name.endswith("page.html") for name in data)
 
 
 @pytest.fixture
