@@ -386,9 +386,6 @@ MISTAKES = (
     Mistake(
         "nodes without their GPUs", "init --model model --prompts prompts.jsonl --out new.yaml --gpu cpu --nodes 2"
     ),
-    Mistake(
-        "GPUs that no layout can use", "init --model model --prompts prompts.jsonl --out new.yaml --gpu h100 --gpus 6"
-    ),
     Mistake("an option of init that is spelt wrong", "init --modle model"),
 )
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from slimx.commands.options import AsJson, Debug
+from slimx.commands.usage import PlainCommand
 from slimx.extras.alerts.log import alert_lines, alerts_of
 from slimx.observability.live.safe_text import visible
 
@@ -18,7 +19,7 @@ OPEN_STATUS = 6
 """Exit status of --check if an alert is open."""
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def alerts(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     as_json: AsJson = False,
@@ -26,7 +27,16 @@ def alerts(
     debug: Debug = False,
 ) -> None:
     """Lists the open and past alerts of a run, with the value, its usual range and what to do, using only its
-    directory."""
+    directory.
+
+    Examples:
+
+    slimx alerts runs/first
+
+    slimx alerts runs/first --check
+
+    Page: docs/operations.md
+    """
     found = alerts_of(run)
     if as_json:
         print(json.dumps([asdict(alert) for alert in found], indent=1))

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import typer
 
 from slimx.commands.options import Debug
+from slimx.commands.usage import PlainCommand
 from slimx.errors import SlimxError
 from slimx.extras.install.packages import LOCKS, TORCH_CPU_INDEX, Installation, cpu_index, install, stamp
 from slimx.observability.live.safe_text import visible
@@ -27,7 +28,7 @@ CPU_GB, CUDA_GB = 3, 7
 """Disk space that the packages take, with a CPU and with a CUDA build of torch."""
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def setup(
     lock: Annotated[Literal["cpu", "cu130"], typer.Option(help="Packages for CPUs, or for CUDA 13.0.")] = "cpu",
     torch_index: Annotated[str, typer.Option(help="Package index that torch comes from, without a fallback.")] = "",
@@ -38,7 +39,16 @@ def setup(
     debug: Debug = False,
 ) -> None:
     """Install torch, megatron-core, SGLang, Ray and the other packages of a lock file into this environment, then run
-    `slimx doctor`. Can be repeated."""
+    `slimx doctor`. Can be repeated.
+
+    Examples:
+
+    slimx setup
+
+    slimx setup --lock cu130
+
+    Page: docs/install.md
+    """
     installation = Installation(lock, LOCKS / f"{lock}.txt", torch_index, torch_cpu_index)
     check(installation, system=system)
     minutes = "2 minutes"

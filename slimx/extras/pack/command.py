@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 
 from slimx.commands.options import Debug
+from slimx.commands.usage import PlainCommand
 from slimx.observability.live.safe_text import visible
 
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def pack(
     run: Annotated[Path, typer.Argument(help="Run directory, or the YAML file of a run that was refused.")],
     out: Annotated[
@@ -27,7 +28,16 @@ def pack(
     debug: Debug = False,
 ) -> None:
     """Writes an archive for a bug report: configuration, metrics, events, ends of logs and versions, without weights,
-    secrets, and names of users and machines. Prints what it contains."""
+    secrets, and names of users and machines. Prints what it contains.
+
+    Examples:
+
+    slimx pack runs/first
+
+    slimx pack runs/first --rollouts 2 --out report.tar.gz
+
+    Page: docs/operations.md
+    """
     from slimx.extras.pack.archive import pack as write_archive
 
     packed = write_archive(run, out, rollouts, os.environ)

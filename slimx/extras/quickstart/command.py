@@ -9,13 +9,14 @@ from typing import Annotated
 import typer
 
 from slimx.commands.options import Debug
+from slimx.commands.usage import PlainCommand
 from slimx.extras.quickstart.run import commands, make, run
 from slimx.observability.live.safe_text import visible
 
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def quickstart(
     steps: Annotated[
         int | None,
@@ -30,6 +31,14 @@ def quickstart(
 
     Makes a model and a task, fine-tunes the model on demonstrations, trains it by GRPO, and writes a report. Repeat the
     command to continue a run that was stopped.
+
+    Examples:
+
+    slimx quickstart
+
+    slimx quickstart --steps 5 --dir try
+
+    Page: docs/install.md
     """
     make(directory)
     print(visible(f"made model and task in {directory / 'quickstart-data'}"), flush=True)

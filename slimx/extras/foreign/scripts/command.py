@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from slimx.commands.usage import PlainCommand
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
 from slimx.extras.foreign.scripts.draft import Draft
@@ -45,9 +46,18 @@ Settings = Annotated[
 Out = Annotated[Path | None, typer.Option(help="File to write instead of standard output.")]
 
 
-@slime_app.command()
+@slime_app.command(cls=PlainCommand)
 def from_slime(script: Script, variables: Settings = None, out: Out = None) -> None:
-    """Write the configuration that SCRIPT, a launch script of slime or Miles, corresponds to."""
+    """Write the configuration that SCRIPT, a launch script of slime or Miles, corresponds to.
+
+    Examples:
+
+    slimx from-slime run-qwen3-30B-A3B.sh
+
+    slimx from-slime run.sh MASTER_ADDR=127.0.0.1 --out run.yaml
+
+    Page: docs/guides/coming-from.md
+    """
     draft = Draft(f"{script.name} by `slimx from-slime`")
     text = _text(script, "slime")
     commands = commands_of(script, text, _values(variables or []))
@@ -60,9 +70,16 @@ def from_slime(script: Script, variables: Settings = None, out: Out = None) -> N
     _print(draft, script, out)
 
 
-@verl_app.command()
+@verl_app.command(cls=PlainCommand)
 def from_verl(script: Script, variables: Settings = None, out: Out = None) -> None:
-    """Write the configuration that SCRIPT, a launch script of verl, corresponds to."""
+    """Write the configuration that SCRIPT, a launch script of verl, corresponds to.
+
+    Examples:
+
+    slimx from-verl run_qwen3moe-30b_megatron.sh --out run.yaml
+
+    Page: docs/guides/coming-from.md
+    """
     draft = Draft(f"{script.name} by `slimx from-verl`")
     text = _text(script, "verl")
     commands = commands_of(script, text, _values(variables or []))
@@ -75,9 +92,18 @@ def from_verl(script: Script, variables: Settings = None, out: Out = None) -> No
     _print(draft, script, out)
 
 
-@trl_app.command()
+@trl_app.command(cls=PlainCommand)
 def from_trl(script: Script, variables: Settings = None, out: Out = None) -> None:
-    """Write the configuration that SCRIPT, a launch script, Python file or YAML file of TRL, corresponds to."""
+    """Write the configuration that SCRIPT, a launch script, Python file or YAML file of TRL, corresponds to.
+
+    Examples:
+
+    slimx from-trl grpo.py
+
+    slimx from-trl sft.yaml trainer=sft --out run.yaml
+
+    Page: docs/guides/coming-from.md
+    """
     draft = Draft(f"{script.name} by `slimx from-trl`")
     text = _text(script, "trl")
     settings = _values(variables or [])
