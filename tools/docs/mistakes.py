@@ -272,13 +272,16 @@ MISTAKES = (
     Mistake("a path instead of a module", "train run.yaml reward.function=hooks.py", _hooks(REWARD)),
     Mistake("a path and a function", "train run.yaml reward.function=hooks.py:rises", _hooks(REWARD)),
     Mistake("a folder and a function", "train run.yaml reward.function=./hooks.rises", _hooks(REWARD)),
+    Mistake("the file of a run that a script started", "train run.yaml reward.function=__main__.reward"),
+    Mistake("a reward that is not one of TRL", "train run.yaml reward.function=trl:hooks.rises", _hooks(REWARD)),
+    Mistake("a filter of TRL", "train run.yaml rollout.filter=trl:hooks.rises", _hooks(REWARD)),
     Mistake("a function without its module", "train run.yaml reward.function=rises", _hooks(REWARD)),
     Mistake("a misspelt reward of slimx", "train run.yaml reward.function=maths"),
     Mistake("no function, only its module", "train run.yaml reward.function=slimx.extras.rewards.math"),
     Mistake(
-        "a reward that is not async",
+        "a reward of TRL without its prefix",
         "train run.yaml reward.function=hooks.rises",
-        _hooks("def rises(ctx, trajectory):", "    return 1.0"),
+        _hooks("def rises(prompts, completions, **kwargs):", "    return [1.0]"),
     ),
     Mistake(
         "a reward of other arguments",

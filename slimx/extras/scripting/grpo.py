@@ -24,7 +24,7 @@ from slimx.extras.scripting.training import standard_output, train
 from slimx.json_types import Json
 from slimx.observability.live.safe_text import plain
 
-FILE = "run.yaml"
+FILE = "grpo.yaml"
 """File in the run's directory with the settings that `grpo` has chosen and their comments."""
 TITLE = "A run of slimx.grpo. Copy this file to change it, and start it with slimx train or slimx.train."
 CHOSEN = "chosen by the script"
@@ -48,7 +48,7 @@ def grpo(
     console: Console | None = None,
 ) -> RunResult:
     """Trains a model by GRPO on this machine, its GPUs or its CPU, and returns the run. The other values are those that
-    `slimx init` chooses; RUN/run.yaml contains them with comments.
+    `slimx init` chooses; RUN/grpo.yaml contains them with comments.
 
     `model`: Hugging Face directory. `prompts`, `eval`: training and held-out prompts, as a file or as rows; rows have
     the keys of a prompt (docs/data.md) or columns such as prompt and answer. `reward`: hook as for `slimx.train`; None:
@@ -79,7 +79,7 @@ def _configured(
     found = examine(_file(prompts, directory / "prompts.jsonl", "prompts"), model)
     evaluated = None
     if held_out is not None:
-        evaluated = examine(_file(held_out, directory / "eval.jsonl", "eval"), model)
+        evaluated = examine(_file(held_out, directory / "heldout.jsonl", "eval"), model)
     grading = found.reward or ""
     if reward is None and not grading:
         raise SlimxError(
@@ -174,7 +174,7 @@ def _cleared(directory: Path) -> Iterator[None]:
     try:
         yield
     except SlimxError:
-        names = {"prompts.jsonl", "eval.jsonl", FILE}
+        names = {"prompts.jsonl", "heldout.jsonl", FILE}
         if not existed and directory.exists() and {path.name for path in directory.iterdir()} <= names:
             for path in directory.iterdir():
                 path.unlink()

@@ -53,11 +53,11 @@ def test_three_lines_stand_for_a_file_that_anyone_can_start(model: Path, started
     overrides = {"trainer.optimizer.lr": 2e-3, "rollout.engines.0.max_total_tokens": 4096, "algorithm.loss.high": 0.3}
     result = quiet(model, ROWS, digits, steps=3, overrides=overrides, eval=ROWS[:4])
     (config,) = started
-    assert slimx.load_config(result / "run.yaml") == config and str(result) == "runs/grpo"
+    assert slimx.load_config(result / "grpo.yaml") == config and str(result) == "runs/grpo"
     assert (config.schedule.steps, config.trainer.optimizer.lr, config.algorithm.loss.high) == (3, 2e-3, 0.3)
     assert config.reward.function == f"{__name__}.digits" and config.rollout.engines[0].max_total_tokens == 4096
     assert len((result / "prompts.jsonl").read_text().splitlines()) == len(ROWS) and config.eval.files
-    assert "  # " in (result / "run.yaml").read_text()
+    assert "  # " in (result / "grpo.yaml").read_text()
 
 
 def test_a_second_call_is_another_run_unless_it_names_the_directory(model: Path, started: list[slimx.Config]):

@@ -9,46 +9,23 @@ import numpy as np
 import pytest
 
 import slimx
-from slimx.data.records import Group
-from slimx.data.saved.step_files import StepFiles, origin_of
 from slimx.extras.scripting.result import RunResult
 from slimx.extras.scripting.rows import SHOWN, Rows
-from slimx.observability.tracking.jsonl import JsonlFile
-from slimx.observability.tracking.metrics import StepRecord
-from slimx.orchestration.state.directory import write_config
-from tests.extras.generation.serving_stand import config_in, write_model
-from tests.extras.rewards.reward_stand import trajectory
+from tests.extras.generation.serving_stand import write_model
+from tests.extras.scripting.run_stand import write_run
 from tests.refusals import refused
-from tests.unit.rollout.rollout_stand import prompts, the_tokenizer
-
-
-def made_group() -> Group:
-    made = [trajectory(sampled) for sampled in (1, 3)]
-    made[0].reward, made[1].reward = 1.0, -0.5
-    return Group(id="g", prompt=prompts()[0], trajectories=made)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of two steps, of which the second has saved rollouts."""
-    directory = tmp_path / "run"
-    directory.mkdir()
-    config = config_in(directory, write_model(tmp_path / "model"))
-    write_config(config, directory)
-    file = JsonlFile(directory / "metrics.jsonl", resume_step=0)
-    for step in (1, 2):
-        metrics = {"reward/mean": step / 4, "loss/policy": float("nan")} | ({"eval/accuracy": 0.5} if step == 2 else {})
-        file.write(StepRecord(step=step, version=step - 1, time=0.0, metrics=metrics).to_json())
-    file.close()
-    origin = origin_of(config, the_tokenizer())
-    StepFiles(directory / "rollouts", origin, every=1, keep=0, resume_step=0).write(2, 1, [made_group()], {})
-    return directory
+    write_run(tmp_path / "run", write_model(tmp_path / "model"))
+    return tmp_path / "run"
 
 
 def test_metrics_have_a_row_per_step_and_a_column_per_name(run: Path) -> None:
     table = slimx.metrics(run)
     assert table["step"] == [1, 2] and table["reward/mean"] == [0.25, 0.5] and table["eval/accuracy"] == [None, 0.5]
-    assert table.columns == ["step", "version", "time", "reward/mean", "loss/policy", "eval/accuracy"]
+    assert table.columns == ["step", "version", "time", "reward/mean", "time/step", "loss/policy", "eval/accuracy"]
     assert np.isnan(table[-1]["loss/policy"]) and table[:1] == [table[0]] and type(table[:1]) is Rows
     assert table[["step", "eval/accuracy"]] == [{"step": 1, "eval/accuracy": None}, {"step": 2, "eval/accuracy": 0.5}]
     with pytest.raises(KeyError, match="reward/mean"):

@@ -33,7 +33,7 @@ def config() -> slimx.Config:
 def test_functions_become_the_paths_that_the_run_imports_and_records(config):
     changed = with_hooks(config, generate=generate, reward=quickstart.reward, keep=keep)
     assert changed.rollout.generate == f"{__name__}.generate" and changed.rollout.filter == f"{__name__}.keep"
-    assert load_rewards(changed) is quickstart.reward
+    assert load_rewards(changed).func is quickstart.reward
     assert "function: examples.quickstart.reward" in changed.to_text()
     assert with_hooks(config) == config
 
