@@ -13,6 +13,7 @@ import pytest
 
 from slimx.errors import SlimxError
 from slimx.extras.eval_engines.beside import EnginesBeside
+from slimx.extras.generation.checks import without_trainers
 from slimx.orchestration.loop import train
 from slimx.orchestration.publications import Publications
 from slimx.orchestration.run import Run
@@ -212,5 +213,6 @@ def test_engines_beside_training_are_started_only_if_the_run_evaluates():
     assert [group.name for group in config.rollout.evaluating] == ["eval"]
     assert config.rollout.sampling_engines == config.rollout.engines
     assert config.rollout.served == (*config.rollout.engines, *config.eval.engines)
+    assert without_trainers(config, None).rollout.evaluating == (), "slimx eval needs no engines beside training"
     for off in ({"eval__every": 0}, {"eval__prompts": None}):
         assert config_of(**BESIDE | off).rollout.evaluating == ()

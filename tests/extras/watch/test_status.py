@@ -58,6 +58,13 @@ def status_lines(text: str, *names: str) -> list[str]:
     return [lines[name] for name in names]
 
 
+def test_a_late_result_of_an_earlier_step_is_not_the_newest_step(run):
+    rows = [{"step": 3, "metrics": {"reward/mean": 0.5}}, {"step": 1, "metrics": {"eval/accuracy": 0.25}}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = run_status(run)
+    assert found["step"] == 3 and found["metrics"] == {"reward/mean": 0.5}
+
+
 def test_each_further_policy_has_a_line_of_figures(run, monkeypatch, capsys):
     metrics = {
         "reward/mean": 0.5,
