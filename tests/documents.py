@@ -93,8 +93,6 @@ ELSEWHERE = {
     "pip check": "takes a minute of CPU time and is no part of slimx",
     "python -m nltk.downloader": "needs a network",
     "python -m slimx.engines.server.launch": "parses SGLang's options after importing SGLang",
-    "python3 -m verl.trainer.main_ppo": "starts verl",
-    "python3 train.py": "starts slime",
     "ray status": "needs a Ray cluster",
 }
 """Beginnings of commands that are not tried, each with the reason."""

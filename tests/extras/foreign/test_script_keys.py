@@ -251,6 +251,10 @@ def test_a_configuration_that_slimx_refuses_is_written_with_the_reason(tmp_path)
         (trl_app, "a.py", "def\n", "foreign.not_python"),
         (slime_app, "a.sh", 'python train.py --a "b\n', "foreign.open_quote"),
         (slime_app, "a.sh", "python train.py --rollout-batch-size many\n", "foreign.number"),
+        (slime_app, "a.sh", "python train.py --global-batch-size 0\n", "foreign.values"),
+        (verl_app, "a.sh", f"python -m {PPO} data.train_batch_size=0\n", "foreign.values"),
+        (trl_app, "a.yaml", "num_generations: [\n", "foreign.not_yaml"),
+        (trl_app, "a.yaml", "trl\n", "foreign.not_yaml"),
     ],
 )
 def test_a_script_that_cannot_be_read_is_refused(tmp_path, app, name, text, code):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -66,7 +68,8 @@ def from_slime(script: Script, variables: Settings = None, out: Out = None) -> N
         launch = _flags_alone(commands)
     if launch is None:
         raise _no_launch(script, text, "slime")
-    read_slime(launch, draft)
+    with _named(script):
+        read_slime(launch, draft)
     _print(draft, script, out)
 
 
@@ -88,7 +91,8 @@ def from_verl(script: Script, variables: Settings = None, out: Out = None) -> No
         launch = Launch("verl.trainer.main_ppo", tuple(word for words in commands for word in words))
     if launch is None:
         raise _no_launch(script, text, "verl")
-    read_verl(launch, draft)
+    with _named(script):
+        read_verl(launch, draft)
     _print(draft, script, out)
 
 
@@ -110,7 +114,7 @@ def from_trl(script: Script, variables: Settings = None, out: Out = None) -> Non
     if script.suffix == ".py":
         values = arguments_in(script, text)
     elif script.suffix in (".yaml", ".yml"):
-        values = yaml_values(text)
+        values = yaml_values(script)
     else:
         commands = commands_of(script, text, settings)
         launch = launch_of(commands, is_trl) or _flags_alone(commands)
@@ -125,8 +129,25 @@ def from_trl(script: Script, variables: Settings = None, out: Out = None) -> Non
             draft.supply["algorithm.name"] = (
                 "the file does not name a trainer; add trainer=sft or another to the command"
             )
-    read_trl(values, draft)
+    with _named(script):
+        read_trl(values, draft)
     _print(draft, script, out)
+
+
+@contextlib.contextmanager
+def _named(script: Path) -> Iterator[None]:
+    """Turns an impossible computation in the `with` block, such as a division by a batch size of 0, into an error about
+    the script."""
+    try:
+        yield
+    except (ArithmeticError, ValueError) as error:
+        if isinstance(error, SlimxError):
+            raise
+        raise SlimxError(
+            f"{script}: a size or number cannot be computed ({error}); correct the values of the script",
+            code="foreign.values",
+            about=str(script),
+        ) from error
 
 
 def _text(script: Path, framework: str) -> str:

@@ -45,7 +45,7 @@ class Draft:
     settings: dict[str, object] = field(default_factory=dict)
     """Values by dotted key; an entry of a list is addressed by its index."""
     sources: dict[str, str] = field(default_factory=dict)
-    """Where the value of a key comes from, by dotted key."""
+    """Flag, formula or default that each value comes from, by dotted key."""
     left: dict[str, str] = field(default_factory=dict)
     """Reasons by the name, in the script, of what has no counterpart."""
     unneeded: dict[str, str] = field(default_factory=dict)

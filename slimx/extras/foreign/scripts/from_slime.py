@@ -98,7 +98,7 @@ def _quantized(draft: Draft, path: str, name: str) -> None:
     if "FP8" in path:
         draft.put("publish.quantize", "triton", "engines in fp8; docs/numerics.md has other rules")
     else:
-        draft.put("publish.quantize", "int4", "engines in INT4")
+        draft.put("publish.quantize", "int4", "engines in INT4, in groups of 32 columns")
         draft.put("rollout.engines.0.sglang.moe_runner_backend", "triton", "the expert kernels that INT4 needs")
         draft.put("trainer.qat", "int4", "training rounds as the engines do")
 
@@ -134,7 +134,7 @@ def _prompts(flags: Names, draft: Draft) -> None:
 
 def _sampling(flags: Names, draft: Draft, *, sft: bool) -> None:
     longest = flags.count("rollout_max_response_len", 1024)
-    limit = flags.text("rollout_max_prompt_len")
+    limit = flags.number("rollout_max_prompt_len")
     context = flags.number("rollout_max_context_len")
     if limit is not None:
         draft.put("rollout.max_prompt_tokens", int(limit), "--rollout-max-prompt-len")
@@ -151,7 +151,7 @@ def _sampling(flags: Names, draft: Draft, *, sft: bool) -> None:
     draft.put("rollout.sampling.max_new_tokens", longest, "--rollout-max-response-len")
     ids = flags.words("rollout_stop_token_ids")
     if ids:
-        draft.put("rollout.sampling.stop_token_ids", [int(word) for word in ids], "--rollout-stop-token-ids")
+        draft.put("rollout.sampling.stop_token_ids", [scalar(word) for word in ids], "--rollout-stop-token-ids")
 
 
 def _ranks(flags: Names, draft: Draft, *, sft: bool, asynchronous: bool) -> None:

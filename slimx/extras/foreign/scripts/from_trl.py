@@ -7,10 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from slimx.extras.foreign.scripts.draft import Draft, joined
-from slimx.extras.foreign.scripts.names import Names, whole
+from slimx.extras.foreign.scripts.names import Names, whole, yaml_in
 from slimx.extras.foreign.scripts.python_file import arguments_in
 from slimx.extras.foreign.scripts.shared import PROMPT_TOKENS, put_epochs, put_ranks, put_tokens, put_transport
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of
@@ -57,7 +55,7 @@ def launch_values(launch: Launch) -> dict[str, list[str]]:
     config = flags.pop("config", [])
     for path in [*config, *before.get("config_file", [])]:
         if Path(path).is_file():
-            values |= yaml_values(Path(path).read_text())
+            values |= yaml_values(Path(path))
     for name in ("num_processes", "num_machines"):
         if name in before:
             values[name] = before[name]
@@ -68,12 +66,12 @@ def launch_values(launch: Launch) -> dict[str, list[str]]:
     return values | flags
 
 
-def yaml_values(text: str) -> dict[str, list[str]]:
-    """Returns the values of a YAML file of TRL or accelerate by name, as words of a command line."""
+def yaml_values(file: Path) -> dict[str, list[str]]:
+    """Returns the values of a YAML file of TRL or accelerate by name, as words of a command line. Raises SlimxError if
+    it is not YAML."""
     values = {}
-    content = yaml.safe_load(text)
-    for name, value in (content if isinstance(content, dict) else {}).items():
-        values[name] = [str(entry) for entry in value] if isinstance(value, list) else [str(value)]
+    for name, value in yaml_in(file).items():
+        values[str(name)] = [str(entry) for entry in value] if isinstance(value, list) else [str(value)]
     return values
 
 

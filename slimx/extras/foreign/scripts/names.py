@@ -6,6 +6,9 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from slimx.data.prompts.rows import read_rows
 from slimx.errors import SlimxError
@@ -91,3 +94,19 @@ def whole(value: float) -> int | float:
 def rows_of(path: str) -> int | None:
     """Returns the number of prompts in the file at `path`; None if there is no such file here."""
     return sum(1 for _ in read_rows(path)[1]) if Path(path).expanduser().is_file() else None
+
+
+def yaml_in(file: Path) -> dict[str, Any]:
+    """Returns the mapping in the YAML file `file`. Raises SlimxError if it is not YAML, or no mapping."""
+    try:
+        content = yaml.safe_load(file.read_text(errors="replace"))
+    except yaml.YAMLError as error:
+        problem = str(error).partition("\n")[0]
+        raise SlimxError(
+            f"{file} is not YAML ({problem}); correct the file", code="foreign.not_yaml", about=str(file)
+        ) from error
+    if not isinstance(content, dict):
+        raise SlimxError(
+            f"{file} has no keys; give a YAML file with names and values", code="foreign.not_yaml", about=str(file)
+        )
+    return content

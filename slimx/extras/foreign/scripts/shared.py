@@ -140,7 +140,10 @@ def layers_of(path: str) -> int | None:
     file = Path(path).expanduser() / "config.json"
     if not file.is_file():
         return None
-    content = json.loads(file.read_text())
+    try:
+        content = json.loads(file.read_text())
+    except ValueError:  # a plan names the mistake
+        return None
     layers = (content.get("text_config") or content).get("num_hidden_layers")
     return layers if isinstance(layers, int) else None
 

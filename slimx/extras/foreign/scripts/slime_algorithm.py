@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
 from slimx.extras.foreign.scripts.draft import Draft
-from slimx.extras.foreign.scripts.names import Names, whole
+from slimx.extras.foreign.scripts.names import Names, whole, yaml_in
 from slimx.extras.foreign.scripts.shared import put_kl
 
 _DEFAULT = "slime's default"
@@ -178,7 +176,7 @@ def _configured(config: str, draft: Draft) -> dict[str, object]:
     if not file.is_file():
         draft.left[f"--eval-config {config}"] = "the file is not here; write its sets into eval.prompts"
         return {}
-    content = yaml.safe_load(file.read_text())
+    content = yaml_in(file)
     section = content.get("eval", content)
     defaults = section.get("defaults") or {}
     names = {"n_samples_per_eval_prompt": "samples", "temperature": "temperature", "top_p": "top_p"}
