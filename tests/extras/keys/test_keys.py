@@ -115,7 +115,7 @@ def test_the_whole_documentation_of_a_key_is_shown(monkeypatch, capsys) -> None:
     key = all_keys()["rollout.engines.*.tensor"]
     for part in (
         key.text,
-        "tensor_parallel_size",
+        "aliases tensor_parallel_size",
         *foreign_names()[key.path][:1],
         "docs/configuration.md#rolloutengines",
     ):
