@@ -24,6 +24,8 @@ class Received:
         self.headers: dict[str, str] = {}
         """Headers of these answers."""
         self.posts = 0
+        self.body = b""
+        """Body of answers with the status 200."""
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == kind]
@@ -46,9 +48,14 @@ def webhook_server() -> Iterator[Received]:
             if status == 200:
                 received.events.append(json.loads(body))
             self.send_response(status)
-            for name, value in {"Content-Length": "0", **(received.headers if status != 200 else {})}.items():
+            body = received.body if status == 200 else b""
+            for name, value in {
+                "Content-Length": str(len(body)),
+                **(received.headers if status != 200 else {}),
+            }.items():
                 self.send_header(name, value)
             self.end_headers()
+            self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
             """Nothing is printed."""

@@ -19,7 +19,6 @@ Kind = Literal[
     "trainers_replaced",  # all trainer ranks were restarted after the loss of one (recovery.trainers)
     "trainers_shrunk",  # fewer data-parallel ranks replace the lost ones (recovery.shrink_after)
     "step_skipped",  # the optimizer skipped a step: a gradient was infinite or NaN
-    "no_signal",  # a policy learned nothing in several consecutive steps
     "stopped",  # a signal (SIGUSR1, SIGTERM or Ctrl-C) stopped the run
     "failed",
     "finished",

@@ -165,9 +165,11 @@ async def _session(
     async with EndingStack(alarm, partial(keep_stacks, directory, partial(_say, console))) as stack:
         columns = with_policies(_columns(config), [name for name in prepared.policies if name != ACTOR])
         table = stack.enter_context(LiveTable(config.schedule.steps, done, console, columns))
-        records = _open_records(config, table, events, done + 1 if done else 0, actor.tokenizer)
+        tokenizers = {name: policy.tokenizer for name, policy in prepared.policies.items()}
+        records = _open_records(config, table, events, done + 1 if done else 0, tokenizers)
         stack.callback(records.close)
         table.start(starting.line, starting.since)
+        table.milestone("Ray ready")
         if config.publish.transport == "auto" and config.rollout.policy_engines:
             table.note(f"publish.transport {actor.transport}")
         config = actor.config
@@ -217,6 +219,7 @@ async def _session(
         await recovery.open(run.checkpoints, done, resume_from, same_layout=same)
         stack.enter_context(frozen_heap())
         table.note(starting.ready)
+        stack.callback(table.milestone, f"stopping {starting.parts}")
         await work(run)
         events.tell("finished", f"the run is finished after {run.step} steps")
 
@@ -318,7 +321,7 @@ async def start_parts(
         if service.device == "cuda":
             shared = await trainers[ACTOR].places()
         await trainers[ACTOR].offload()
-    for name, engines in service.place(shared).items():
+    for name, engines in [*service.place(shared).items(), *service.evaluation.groups.items()]:
         starting.append(partial(check_reach, trainers[name], engines))
         starting.append(partial(timed, prefix_of(name) + "engines", engines.start))
     for name in config.served_by_actor:
@@ -345,12 +348,16 @@ def finish(config: Config, directory: Path) -> Path | None:
 
 
 def _open_records(
-    config: Config, table: LiveTable, events: Events, resume_step: int, tokenizer: PreTrainedTokenizerBase
+    config: Config,
+    table: LiveTable,
+    events: Events,
+    resume_step: int,
+    tokenizers: Mapping[str, PreTrainedTokenizerBase],
 ) -> Records:
-    records = Records(config, table, tokenizer, events, resume_step=resume_step)
+    records = Records(config, table, tokenizers, events, resume_step=resume_step)
     if config.rollout.policy_engines:  # last, because it removes files of later steps
         options = config.track.rollouts
         directory = Path(config.run.dir) / DIRECTORY
-        origin = origin_of(config, tokenizer)
+        origin = origin_of(config, tokenizers[ACTOR])
         records.rollouts = StepFiles(directory, origin, every=options.every, keep=options.keep, resume_step=resume_step)
     return records

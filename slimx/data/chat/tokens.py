@@ -12,7 +12,7 @@ from slimx.data.chat.messages import unseen
 from slimx.data.chat.template import check_arguments, with_template
 from slimx.data.records import Image, Prompt
 from slimx.durable import replace_synced
-from slimx.errors import SlimxError, one_line
+from slimx.errors import SlimxError, not_installed, one_line
 from slimx.json_types import Json
 
 if TYPE_CHECKING:
@@ -27,8 +27,13 @@ COMPANIONS = (
     "added_tokens.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
-"""Names of files that a Hugging Face tokenizer directory may contain in addition to a vocabulary file."""
+"""Names of files that a Hugging Face tokenizer directory may contain in addition to a vocabulary file, including those
+of a processor of images."""
 
 MARKER = "(the answer 8d1f)"
 """Placeholder for the assistant's answer in a short conversation; its position in the rendered text shows what the chat
@@ -58,8 +63,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             code="tokenizer.missing",
             about=str(path),
         )
-    from transformers import AutoTokenizer  # a slow import, which `encode_prompt` does not need
-
+    try:
+        from transformers import AutoTokenizer  # a slow import, which `encode_prompt` does not need
+    except ModuleNotFoundError:
+        raise not_installed("transformers") from None
     try:
         # Without this argument transformers asks on the terminal whether to run the code of a directory.
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -73,15 +80,16 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def copy_tokenizer(path: str | Path, into: Path) -> None:
-    """Copies the tokenizer files of directory `path` to directory `into`, and removes the files of an earlier tokenizer
-    from `into`. Raises SlimxError if they cannot be written."""
-    into.mkdir(exist_ok=True)
+    """Copies the tokenizer files of directory `path` to directory `into`, except files that are already there, and
+    removes the files of an earlier tokenizer from `into`. Raises SlimxError if they cannot be written."""
+    into.mkdir(parents=True, exist_ok=True)
     for name in (*VOCABULARIES, *COMPANIONS):
         file = Path(path) / name
-        if file.is_file():
-            replace_synced(into / name, file.read_bytes())
-        else:
-            (into / name).unlink(missing_ok=True)
+        target = into / name
+        if not file.is_file():
+            target.unlink(missing_ok=True)
+        elif not target.is_file() or target.read_bytes() != file.read_bytes():
+            replace_synced(target, file.read_bytes())
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:

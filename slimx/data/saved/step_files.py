@@ -35,7 +35,7 @@ DIRECTORY = "rollouts"
 """Name of the run directory's subdirectory that contains the rollout files."""
 TOKENIZER = "tokenizer"
 """Name of the run directory's subdirectory that contains a copy of the tokenizer, which decodes the tokens in the
-rollout files."""
+rollout files; that of another policy is in the subdirectory `prefix_of(policy)`."""
 _NAME = re.compile(r"step-(\d{7,})\.groups")
 _UNRELATED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "quantization_config")
 """Keys of config.json that may differ between copies of the same model."""

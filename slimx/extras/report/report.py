@@ -16,6 +16,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from slimx.errors import SlimxError
+from slimx.extras.alerts.log import alert_lines, alerts_of
 from slimx.extras.report.cards import cards, digits, other_cards
 from slimx.extras.report.charts import PALETTE, Chart, PhaseColors
 from slimx.extras.report.comparison import config_rows, overlaid, read_runs, run_names, value_rows, x_axes
@@ -158,6 +159,7 @@ def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
         "extent": _extent(run),
         "missing": run.missing,
         "problems": run.problems,
+        "alerts": _alerts(run.directory),
         "cards": [*cards(run.steps), *other_cards(run.summary or {}, all_of_them=not run.steps)],
         "blocks": blocks,
         "samples": samples,
@@ -165,6 +167,14 @@ def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
         "metrics": _metric_rows(run.steps),
         "config": run.config,
     }
+
+
+def _alerts(directory: Path) -> list[str]:
+    """Returns a line for each alert of the run in `directory`; [] if its configuration cannot be read."""
+    try:
+        return list(alert_lines(alerts_of(directory)))
+    except SlimxError:
+        return []
 
 
 def _extent(run: RunFiles) -> str:

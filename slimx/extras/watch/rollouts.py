@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,6 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
+from slimx.config.sections.policies import ACTOR, prefix_of
 from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.records import Group
 from slimx.data.saved.step_files import DIRECTORY, TOKENIZER, read_step, read_step_about, step_files
@@ -124,13 +128,13 @@ def step_of(directory: Path, step: int, choice: Choice) -> Json:
         )
     chosen = list(_chosen(groups, choice))
     shown = chosen[: choice.limit or None]
-    decode, problems = _decoder(directory)
+    decoders = _Decoders(directory)
     return {
         "step": step,
         "version": about.version,
-        "groups": [group_values(group, about.version, decode, trained, tokens=choice.tokens) for group in shown],
+        "groups": [group_values(group, about.version, decoders.of, trained, tokens=choice.tokens) for group in shown],
         "hidden": len(chosen) - len(shown),
-        "problems": problems,
+        "problems": decoders.problems,
     }
 
 
@@ -150,7 +154,7 @@ def buffer_of(directory: Path, choice: Choice) -> Json:
             about=str(directory),
         )
     state = read_state(newest)
-    decode, problems = _decoder(directory)
+    decoders = _Decoders(directory)
     everything = choice.group is None and choice.reward_below is None
     chosen: list[tuple[SavedTicket, Group | None]] = []
     for ticket in state.rollouts["tickets"]:
@@ -164,14 +168,14 @@ def buffer_of(directory: Path, choice: Choice) -> Json:
     for ticket, group in shown:
         shown_group = None
         if group is not None:
-            shown_group = group_values(group, state.version, decode, {}, tokens=choice.tokens)
+            shown_group = group_values(group, state.version, decoders.of, {}, tokens=choice.tokens)
         sampled = 0
         for rollout in ticket.rollouts:
             sampled += sum(len(recorded.completion.token_ids) for recorded in rollout.completions)
         waiting.append(
             {
                 "number": ticket.number,
-                "prompt": prompt_values(ticket.prompt, decode),
+                "prompt": prompt_values(ticket.prompt, decoders.of(ACTOR)),
                 "group": shown_group,
                 "complete_rollouts": sum(rollout.trajectories is not None for rollout in ticket.rollouts),
                 "sampled_tokens": sampled,
@@ -183,7 +187,7 @@ def buffer_of(directory: Path, choice: Choice) -> Json:
         "version": state.version,
         "waiting": waiting,
         "hidden": len(chosen) - len(shown),
-        "problems": problems,
+        "problems": decoders.problems,
     }
 
 
@@ -299,17 +303,58 @@ def _chosen(groups: Sequence[Group], choice: Choice) -> Iterator[Group]:
         yield group
 
 
-def _decoder(directory: Path) -> tuple[Decode, list[str]]:
-    """Returns a function that decodes token ids, and a list of problems. The function uses the tokenizer that was saved
-    with the run or, for older runs, the model's tokenizer. If the tokenizer cannot be loaded, the function returns the
-    ids as text, and the list contains the reason."""
-    kept = directory / TOKENIZER
-    try:
-        source = kept if kept.is_dir() else read_config(directory)["model"]["path"]
-        tokenizer: Any = load_tokenizer(source)
-    except SlimxError as error:
-        return lambda ids: " ".join(map(str, ids)), [f"tokens are shown as ids: {error}"]
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False), []
+class _Decoders:
+    """Functions that decode the token ids of each policy of a run. They use the tokenizers that the run's directory
+    contains or, for older runs, those of the models. If a tokenizer cannot be loaded, the function returns the ids as
+    text, and `problems` contains the reason."""
+
+    def __init__(self, directory: Path) -> None:
+        self.problems: list[str] = []
+        """One line for each tokenizer that cannot be loaded."""
+        self._directory = directory
+        self._by_policy: dict[str, Decode] = {}
+
+    def of(self, policy: str) -> Decode:
+        """Returns the function for the tokens of `policy`."""
+        if policy not in self._by_policy:
+            self._by_policy[policy] = self._load(policy)
+        return self._by_policy[policy]
+
+    def _load(self, policy: str) -> Decode:
+        kept = self._directory / prefix_of(policy) / TOKENIZER
+        if policy != ACTOR and not kept.is_dir() and _path_of(read_config(self._directory), policy) is None:
+            return self.of(ACTOR)
+        try:
+            source = kept if kept.is_dir() else self._model(policy)
+            file = Path(source, "tokenizer.json")
+            if importlib.util.find_spec("transformers") is None and file.is_file():
+                tokenizer: Any = Tokenizer.from_file(str(file))  # enough to decode
+            else:
+                tokenizer = load_tokenizer(source)
+        except SlimxError as error:
+            shown = "tokens" if policy == ACTOR else f"tokens of the policy {policy}"
+            self.problems.append(f"{shown} are shown as ids: {error}")
+            return lambda ids: " ".join(map(str, ids))
+        return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _model(self, policy: str) -> Path:
+        """Returns the directory of a policy's model. A relative path is relative to the directory in which the run was
+        started, which is found from the run's own path."""
+        config = read_config(self._directory)
+        model = Path(_path_of(config, policy) or config["model"]["path"])
+        started = self._directory.resolve()
+        for part in reversed(Path(config["run"]["dir"]).parts):
+            if started.name != part:
+                return model
+            started = started.parent
+        return model if model.is_dir() else started / model
+
+
+def _path_of(config: Json, policy: str) -> str | None:
+    """Returns the path of a policy's model if the policy has one of its own; None otherwise."""
+    options = (config.get("policies") or {}).get(policy) or {}
+    path = (options.get("model") or {}).get("path")
+    return None if path is None else str(path)
 
 
 def _ranges(steps: Sequence[int]) -> str:

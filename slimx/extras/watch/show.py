@@ -14,11 +14,13 @@ from slimx.data.saved.trained_tokens import TrainedTokens
 
 Decode = Callable[[Sequence[int]], str]
 """Function that decodes token ids to text."""
+Decoders = Callable[[str], Decode]
+"""Function that returns the `Decode` of a policy, by the policy's name."""
 Json = dict[str, Any]
 
 
 def group_values(
-    group: Group, version: int | None, decode: Decode, trained: Mapping[str, TrainedTokens], *, tokens: bool
+    group: Group, version: int | None, decoders: Decoders, trained: Mapping[str, TrainedTokens], *, tokens: bool
 ) -> Json:
     """Returns the description of a group: {id, prompt: result of `prompt_values`, reward: mean or None, baseline,
     trajectories}.
@@ -31,13 +33,14 @@ def group_values(
         if trajectory.reward is not None:
             rewards.append(trajectory.reward)
         results = trained.get(trajectory.id)
+        decode = decoders(trajectory.policy)
         trajectories.append(_trajectory_values(trajectory, version, decode, results, tokens))
     reward = None
     if rewards:
         reward = _number(float(np.mean(rewards)))
     return {
         "id": group.id,
-        "prompt": prompt_values(group.prompt, decode),
+        "prompt": prompt_values(group.prompt, decoders(ACTOR)),
         "reward": reward,
         "baseline": _number(group.baseline),
         "trajectories": trajectories,

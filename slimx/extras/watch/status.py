@@ -8,14 +8,15 @@ import re
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from slimx.config.sections.run import Stall
 from slimx.errors import SlimxError
-from slimx.extras.watch.events.alerts import without_signal
-from slimx.extras.watch.events.pace import SILENT_S, PhasePace, last_lines, phase_pace
+from slimx.extras.alerts.log import alerts_of
+from slimx.extras.alerts.pace import SILENT_S, PhasePace, last_lines, phase_pace
 from slimx.observability.live.activity import activity_lines, read_activity
 from slimx.observability.live.run_lock import is_locked
 from slimx.observability.live.stacks import stacks, stacks_text
@@ -41,16 +42,17 @@ class RunCondition(StrEnum):
 
 
 def run_status(directory: Path) -> dict[str, Any]:
-    """Returns {name, state, running, finished, step, steps, seconds_ago, metrics, phase, engines, routers, activity,
-    usual_seconds, silent_seconds}.
+    """Returns {name, state, running, finished, step, steps, seconds_ago, metrics, alerts, phase, engines, routers,
+    activity, usual_seconds, silent_seconds}.
 
     `running` is True if a process is training. `seconds_ago` is the time since a step was last written, `metrics` are
-    those of the last step, and `phase` is the phase that ended last. `activity` is the current or last activity,
-    `usual_seconds` the usual duration of its phase, and `silent_seconds` the time since the driver last wrote it.
+    those of the last step, `alerts` are lines about open alerts, and `phase` is the phase that ended last. `activity`
+    is the current or last activity, `usual_seconds` the usual duration of its phase, and `silent_seconds` the time
+    since the driver last wrote it.
     Raises SlimxError for a directory without a run."""
     config = read_config(directory)
     metrics = directory / "metrics.jsonl"
-    last = _last_line(metrics)
+    last = _last_step(metrics)
     engines = directory / "engines.json"
     roster = {}
     if engines.exists():
@@ -79,6 +81,7 @@ def run_status(directory: Path) -> dict[str, Any]:
         "steps": config["schedule"]["steps"],
         "seconds_ago": seconds_ago,
         "metrics": last.get("metrics", {}),
+        "alerts": [alert.line for alert in alerts_of(directory) if alert.closed is None],
         "phase": _last_line(directory / "timeline.jsonl").get("name"),
         "engines": roster.get("engines", []),
         "routers": roster.get("routers", []),
@@ -135,10 +138,7 @@ def describe_status(status: dict[str, Any]) -> list[str]:
     if words:
         lines.append(f"         of step {status['step']} alone; {'; '.join(words)}")
     lines += [f"policy   {name}: {_shown(metrics, f'policy/{name}/')}" for name in _policies(metrics)]
-    for prefix, sentence in without_signal(metrics).items():
-        if prefix:
-            sentence = f"{prefix}: {sentence}"
-        lines.append(f"signal   {sentence}")
+    lines += [f"alert    {line}" for line in status["alerts"]]
     if not status["running"]:
         return lines
     if status["activity"] is not None:
@@ -193,6 +193,18 @@ def _restarts(part: dict[str, Any]) -> list[str]:
             result = f"failed: {restart['error']}"
         lines.append(f"         {when} restart after {restart['reason']}: {result} ({restart['seconds']:.0f} s)")
     return lines
+
+
+def _last_step(file: Path) -> dict[str, Any]:
+    """Returns the line of the newest step in metrics.jsonl; {} if there is none. Results of evaluations beside training
+    are lines of earlier steps. Reads at most 256 KiB."""
+    last: dict[str, Any] = {}
+    for line in last_lines(file, 2**18):
+        with suppress(ValueError):  # the first line may be incomplete
+            record = json.loads(line)
+            if record["step"] > last.get("step", -1):
+                last = record
+    return last
 
 
 def _last_line(file: Path) -> dict[str, Any]:

@@ -72,16 +72,6 @@ RL_COLUMNS = (
     TableColumn("publish", "time/publish", ".1f"),
 )
 
-GENERATE_COLUMNS = (
-    STEP,
-    REWARD,
-    TableColumn("tokens", "response/mean_tokens", ".1f"),
-    TableColumn("truncated", "response/truncated", ".2f"),
-    TableColumn("dropped", "dropped/total", ".0f"),
-    TOKENS_PER_SECOND,
-    SECONDS,
-)
-
 PPO_COLUMNS = (
     *RL_COLUMNS[:3],
     TableColumn("expl. var", "value/explained_variance", ".3f"),
@@ -132,7 +122,8 @@ class LiveTable:
         self._clock = clock
         self._rows: dict[int, dict[str, float]] = {}
         self._done = start_step
-        self._start: tuple[str, float] | None = None
+        self._start: str | None = None
+        self._since = clock()
         self._phase: str | None = None
         self._phase_start = clock()
         self._phase_seconds = defaultdict[str, float](float)
@@ -174,12 +165,20 @@ class LiveTable:
     def start(self, line: str, since: float) -> None:
         """Shows `line` until the first phase starts, with the seconds that have passed since `since`, a time on the
         table's clock."""
-        self._start = line, since
+        self._start = line
+        self._since = since
+
+    def milestone(self, text: str) -> None:
+        """Prints `text` after the seconds that have passed since the run began to start."""
+        self.note(f"{self._clock() - self._since:>6.1f} s  {text}")
 
     def phase(self, name: str) -> None:
         """Starts phase `name` and ends the previous phase. On a terminal, the elapsed seconds of the phase appear in
-        the column with key `time/NAME`, if there is one."""
+        the column with key `time/NAME`, if there is one; elsewhere, a line announces each phase before the first
+        row."""
         self._end_phase()
+        if self._live is None and not self._rows:
+            self.milestone(name)
         self._start = None
         self._phase = name
         self._phase_start = self._clock()
@@ -246,8 +245,8 @@ class LiveTable:
         if self._phase is not None or self._phase_seconds:
             table.add_row(*self._current_cells(), style="dim")
         if self._start is not None:
-            line, since = self._start
-            return Group(self._progress, table, Text(f"now  {line}, {self._clock() - since:.0f} s", "dim"))
+            now = f"now  {self._start}, {self._clock() - self._since:.0f} s"
+            return Group(self._progress, table, Text(now, "dim"))
         return Group(self._progress, table)
 
 

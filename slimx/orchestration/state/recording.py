@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 from slimx.cluster.restarts import Restart
 from slimx.cluster.waiting import first_line
 from slimx.config.schema import Config
-from slimx.config.sections.policies import prefix_of
+from slimx.config.sections.policies import ACTOR, prefix_of
 from slimx.data.chat.responses import read_response
 from slimx.data.records import Group, Prompt
 from slimx.data.saved.step_files import StepFiles
@@ -45,17 +45,18 @@ class Records:
         self,
         config: Config,
         table: LiveTable,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizers: Mapping[str, PreTrainedTokenizerBase],
         events: Events,
         *,
         resume_step: int = 0,
     ):
         """Opens the files in `config.run.dir` and removes the entries of step `resume_step` and later steps from them;
-        if `resume_step` is 0, those of all steps. `events` is notified of restarts, lost engines and skipped steps."""
+        if `resume_step` is 0, those of all steps. `tokenizers`: tokenizers by policy. `events` is notified of restarts,
+        lost engines and skipped steps."""
         directory = Path(config.run.dir)
         self.config = config
         self.table = table
-        self.tokenizer = tokenizer
+        self.tokenizers = tokenizers
         self.rollouts: StepFiles | None = None
         """Files with the groups of each step; None if groups are not saved."""
         self.events = events
@@ -122,12 +123,13 @@ class Records:
 
     async def starting(self, part: str, work: Callable[[], Awaitable[object]]) -> None:
         """Awaits `work`, which starts `part`, and records the duration of the start in the timeline, on a separate
-        track for the part."""
+        track for the part, and its end in the log."""
         since = time.time()
         clock = time.perf_counter()
         await work()
         seconds = time.perf_counter() - clock
         self.timeline.add(Phase(name="start", step=None, track=part, start=since, seconds=seconds))
+        self.table.milestone(f"{part} ready")
 
     def activity(self) -> Json:
         """Returns, for `slimx status`, the name of the current phase, the number of phases so far in this process, and
@@ -162,14 +164,13 @@ class Records:
         if metrics:
             self.tracker.log(0, metrics, version=version)
 
-    def evaluation(self, step: int, version: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """Saves samples of an evaluation and prints its result. `version`: version of the weights that were
-        evaluated."""
+    def evaluation(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+        """Saves samples of an evaluation of the weights after `step` steps, and prints its result."""
         rewards = [trajectory.reward for trajectory in trajectories_of(groups)]
         binary = self.config.algorithm.scores or all(reward in (0, 1) for reward in rewards)
         metric = "accuracy" if binary else "reward"
         self.table.note(f"step {step}: held-out {metric} {metrics['eval/accuracy']:.3f}")
-        self._write_samples(groups, step=step, version=version, evaluation=True)
+        self._write_samples(groups, step=step, version=step, evaluation=True)
 
     def drop(self, dropped: Dropped, step: int) -> None:
         """Records a group that will not be trained on, with the reason. `step`: the step whose metrics count the
@@ -213,9 +214,9 @@ class Records:
             trajectory = group.trajectories[0]
             sample = RecordedSample(
                 step=step,
-                prompt=_text(group.prompt),
+                prompt=_text(group.prompt, self.tokenizers[ACTOR]),
                 answer=group.prompt.answer or "",
-                response=read_response(trajectory, self.tokenizer).text,
+                response=read_response(trajectory, self.tokenizers[trajectory.policy]).text,
                 reward=float("nan") if trajectory.reward is None else trajectory.reward,
                 version=version,
                 evaluation=evaluation,
@@ -242,9 +243,9 @@ def open_tracker(config: Config, resume_step: int, warn: Callable[[str], None]) 
     )
 
 
-def _text(prompt: Prompt) -> str:
+def _text(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
     if prompt.messages is None:
-        return f"{len(prompt.token_ids or [])} token ids"
+        return str(tokenizer.decode(prompt.token_ids or []))
     return "\n".join(str(message.get("content", "")) for message in prompt.messages)
 
 

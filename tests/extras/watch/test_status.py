@@ -75,8 +75,9 @@ def test_each_further_policy_has_a_line_of_figures(run, monkeypatch, capsys):
 def test_steps_without_a_signal_are_reported_above_a_threshold(run, monkeypatch, capsys):
     for steps, shown in ((4.0, 0), (7.0, 1)):
         metrics = {"reward/mean": 1.0, "reward/groups_without_signal": 1.0, "optim/steps_without_signal": steps}
-        (run / "metrics.jsonl").write_text(json.dumps({"step": 7, "metrics": metrics}) + "\n")
-        lines = [line for line in status(run, monkeypatch, capsys).splitlines() if line.startswith("signal ")]
+        record = {"step": 7, "version": None, "time": 1e9, "metrics": metrics}
+        (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        lines = [line for line in status(run, monkeypatch, capsys).splitlines() if line.startswith("alert ")]
         assert len(lines) == shown and all(numbers(line)[0] == steps for line in lines)
 
 

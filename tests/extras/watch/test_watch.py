@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
+import shutil
 import socket
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 from PIL import Image
 
 from slimx.config.schema import Config
-from slimx.data.saved.step_files import DIRECTORY
+from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.data.saved.trained_tokens import SUFFIX
 from slimx.extras.watch.page import server
 from slimx.extras.watch.page.content import CHARACTERS, Content, Growing, cut
 from slimx.extras.watch.page.server import serve
-from slimx.extras.watch.rollouts import Choice, show_rollouts
+from slimx.extras.watch.rollouts import Choice, show_rollouts, step_of
 from slimx.observability.live.run_lock import locked
 from slimx.observability.tracking.run_files import read_config
 from slimx.orchestration.state.directory import write_config
-from tests.extras.watch.page_stand import Page, row, served
+from tests.extras.watch.page_stand import Page, group, row, served
 from tests.refusals import numbers, refused
+from tests.unit.rollout.rollout_stand import the_tokenizer
 
 
 def test_connections_that_ask_nothing_are_ended_and_bounded(run, monkeypatch):
@@ -241,3 +245,55 @@ def test_text_is_shown_on_a_machine_that_sees_the_run_directory_alone(run, tmp_p
     assert len(found["problems"]) == len(notes) == (not kept)
     assert text.replace(" ", "").isdigit() is not kept
     assert notes == found["problems"]
+
+
+def test_a_copy_of_a_run_without_checkpoints_shows_text_anywhere(run, tmp_path, monkeypatch):
+    write_config(Config.model_validate(read_config(run)), run)
+    (run / "checkpoints" / "iter_0000002").mkdir(parents=True)
+    copy = tmp_path / "laptop" / "copied"
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoints"))
+    shutil.rmtree(run)
+    shutil.rmtree(tmp_path / "model")
+    monkeypatch.chdir(tmp_path / "laptop")
+    found = Content(Path("copied")).rollouts(2)
+    assert found["problems"] == []
+    assert not found["groups"][0]["trajectories"][0]["parts"][0]["text"].replace(" ", "").isdigit()
+
+
+def test_a_run_without_a_tokenizer_finds_a_model_relative_to_its_start(run, tmp_path, monkeypatch):
+    config = read_config(run)
+    config["run"]["dir"], config["model"]["path"] = "run", "model"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert Content(Path("../run")).rollouts(2)["problems"] == []
+
+
+def test_each_policy_is_decoded_with_its_own_tokenizer(run, tmp_path, monkeypatch):
+    config = read_config(run)
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "model", other)
+    vocabulary = json.loads((other / "tokenizer.json").read_text())
+    tokens = vocabulary["model"]["vocab"]
+    vocabulary["model"]["vocab"] = dict(zip(reversed(tokens), tokens.values(), strict=True))
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    config["policies"] = {"solver": {"model": {"path": str(other)}}, "twin": {}}
+    full = Config.model_validate(config)
+    write_config(full, run)
+    made = group(4, [1.0, 1.0, 1.0], text="2+2=", dataset="sums")
+    for trajectory, policy in zip(made.trajectories, ("actor", "solver", "twin"), strict=True):
+        trajectory.policy = policy
+    files = StepFiles(run / DIRECTORY, origin_of(full, the_tokenizer()), every=1, keep=0, resume_step=2)
+    files.write(3, 3, [made], {})
+    shutil.rmtree(tmp_path / "model")
+    shutil.rmtree(other)
+
+    def texts() -> list[str]:
+        shown = step_of(run, 3, Choice())
+        return [each["parts"][0]["text"] for each in shown["groups"][0]["trajectories"]] + shown["problems"]
+
+    actor, solver, twin = texts()
+    assert actor == twin != solver
+    shutil.rmtree(run / "policy" / "solver" / "tokenizer")
+    actor, solver, twin, problem = texts()
+    assert actor == twin and solver.replace(" ", "").isdigit() and "solver" in problem

@@ -63,6 +63,24 @@ def test_a_start_is_shown_with_its_seconds_until_the_first_phase():
         assert "starting" not in "".join(shown(table))
 
 
+def test_without_a_terminal_a_start_accounts_for_its_seconds():
+    clock = Clock()
+    console = plain()
+    with LiveTable(100, 0, console, RL_COLUMNS, clock=clock) as table:
+        table.start("starting 1 engine", since=0.0)
+        clock.now = 12.0
+        table.milestone("engines ready")
+        clock.now = 12.5
+        table.phase("publish")
+        clock.now = 13.0
+        table.phase("generate")
+        table.row(1, METRICS)
+        table.phase("generate")
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert lines[1:4] == [["12.0", "s", "engines", "ready"], ["12.5", "s", "publish"], ["13.0", "s", "generate"]]
+    assert lines[-1][0] == "1"  # later phases have no line
+
+
 def test_without_a_terminal_each_step_is_one_line():
     console = plain()
     with LiveTable(100, 0, console, RL_COLUMNS) as table:
@@ -71,6 +89,7 @@ def test_without_a_terminal_each_step_is_one_line():
             table.phase("train")
             table.row(step, METRICS)
     legend, *printed = console.file.getvalue().splitlines()
+    printed = printed[2:]  # after the phases of the first step
     assert legend == LEGEND and len(printed) == HEADER_EVERY + 1 + 2
     headers = [number for number, line in enumerate(printed) if "reward" in line]
     assert headers == [0, HEADER_EVERY + 1]

@@ -196,7 +196,8 @@ def run_of(
         policies[name] = SimpleNamespace(config=policy, spec=None, sizes=SIZES, encoding="hf")
         by_policy[name].config = policy
     prepared = SimpleNamespace(by_source=service.sources.by_source, eval_prompts={}, critic=None, policies=policies)
-    records = Records(config, LiveTable(config.schedule.steps, 0, Console(quiet=True)), the_tokenizer(), Events())
+    tokenizers = dict.fromkeys(policies, the_tokenizer())
+    records = Records(config, LiveTable(config.schedule.steps, 0, Console(quiet=True)), tokenizers, Events())
     saves = Saves(directory / "checkpoints", keep=2)
     return Run(service, prepared, by_policy, records, saves, RankLossHandler(parts), leaving=leaving)
 

@@ -139,7 +139,7 @@ async def test_steps_without_a_signal_are_counted_in_the_metrics_of_each_step(tm
     config = Config.model_validate(
         {"run": {"dir": str(tmp_path)}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "track": {"report": False}}
     )
-    records = Records(config, LiveTable(3, 0, Console(quiet=True)), None, Events())
+    records = Records(config, LiveTable(3, 0, Console(quiet=True)), {}, Events())
     for step, silent_groups in enumerate((1.0, 1.0, 0.5), 1):
         metrics = {"reward/groups_without_signal": silent_groups, "optim/grad_norm": 0.1}
         records.step(step, None, metrics, [], 1.0)
@@ -152,7 +152,7 @@ async def test_the_start_of_a_part_is_a_phase_on_its_track(tmp_path):
     config = Config.model_validate(
         {"run": {"dir": str(tmp_path)}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "track": {"report": False}}
     )
-    records = Records(config, LiveTable(1, 0, Console(quiet=True)), None, Events())
+    records = Records(config, LiveTable(1, 0, Console(quiet=True)), {}, Events())
     await records.starting("engines", partial(asyncio.sleep, 0.05))
     records.close()
     (phase,) = map(json.loads, (tmp_path / "timeline.jsonl").read_text().splitlines())
@@ -175,7 +175,7 @@ def test_a_mean_reward_is_called_accuracy_only_if_it_is_one(tmp_path, rewards, s
     records = SimpleNamespace(
         table=LiveTable(1, 0, Console(file=out)), config=config, _write_samples=lambda *_, **__: None
     )
-    Records.evaluation(records, 3, 1, {"eval/accuracy": sum(rewards) / len(rewards)}, groups)
+    Records.evaluation(records, 3, {"eval/accuracy": sum(rewards) / len(rewards)}, groups)
     assert f"held-out {word} " in out.getvalue()
 
 

@@ -66,7 +66,7 @@ def test_keys_in_the_documentation_exist(path):
     sections = "|".join(Config.model_fields)
     named = re.findall(rf"`((?:{sections})\.[a-z_.]+)(?:=[^`]*)?`", path.read_text())
     theirs = VERL if path == make_foreign.PAGE else {}
-    for key in (key for key in named if key not in theirs):
+    for key in (key for key in named if key not in theirs and not key.endswith(".jsonl")):
         assert field_at(Config, key.split(".")) is not None, f"{key} in {path.name}"
 
 

@@ -1,0 +1,58 @@
+"""All checks of a run's metrics, by policy and data set."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+
+from slimx.extras.alerts.curves.checks import (
+    Check,
+    Drops,
+    Entropy,
+    Gap,
+    HeldOutFell,
+    NoSignal,
+    RewardFell,
+    Stale,
+    Truncated,
+)
+from slimx.extras.alerts.finding import Finding
+
+_OF_POLICY = re.compile(r"(policy/[^/]+)/([^/]+/.+)")
+_HELD_OUT = re.compile(r"eval/(?:(.+)/)?accuracy")
+BY_POLICY: tuple[type[Check], ...] = (NoSignal, Gap, RewardFell, Entropy, Stale, Truncated)
+"""Checks that each policy has, if its metrics are logged."""
+
+
+class Curves:
+    """Checks of a run's metrics. Their findings depend only on the metrics of all steps, in order."""
+
+    def __init__(self, groups: int, off: Collection[str] = ()) -> None:
+        """Creates checks without a history. `groups`: `rollout.prompts_per_step`; `off`: names of alerts that are
+        never opened."""
+        self._off = off
+        self._drops = Drops("", groups)
+        self._by_policy: dict[str, list[Check]] = {}
+        self._held_out: dict[str, HeldOutFell] = {}
+
+    def look(self, metrics: Mapping[str, float]) -> Iterator[tuple[bool, Finding]]:
+        """Yields a pair (True if it opens, the finding) for each alert that the metrics of the next step open or
+        close."""
+        by_policy: dict[str, dict[str, float]] = {"": {}}
+        for name, value in metrics.items():
+            match = _OF_POLICY.fullmatch(name)
+            about, rest = ("", name) if match is None else (match[1], match[2])
+            by_policy.setdefault(about, {})[rest] = value
+            held_out = _HELD_OUT.fullmatch(name)
+            if held_out is not None and name not in self._held_out:
+                self._held_out[name] = HeldOutFell(held_out[1] or "", name)
+        pairs: list[tuple[Check, Mapping[str, float]]] = [(self._drops, metrics)]
+        for about, of_policy in by_policy.items():
+            if about not in self._by_policy:
+                self._by_policy[about] = [kind(about) for kind in BY_POLICY]
+            pairs += [(check, of_policy) for check in self._by_policy[about]]
+        pairs += [(check, metrics) for check in self._held_out.values()]
+        for check, values in pairs:
+            finding = check.look(values)
+            if finding is not None and finding.name not in self._off and check.gate.passes(finding):
+                yield check.gate.is_open, finding

@@ -1,0 +1,57 @@
+"""Forms in which a webhook receives an event: as JSON, or as a message for Slack, Feishu or Lark."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Literal
+from urllib.parse import urlsplit
+
+from slimx.extras.alerts.event import Event
+from slimx.json_types import Json
+
+Form = Literal["json", "slack", "feishu"]
+HOSTS: dict[str, Form] = {
+    "hooks.slack.com": "slack",
+    "hooks.slack-gov.com": "slack",
+    "open.feishu.cn": "feishu",
+    "open.larksuite.com": "feishu",
+}
+"""Hosts whose webhooks need a form other than JSON with all fields."""
+MOST = 2900
+"""Maximum number of characters of a message. Slack accepts 3,000 in one block."""
+
+
+def form_of(url: str, form: Literal["auto"] | Form) -> Form:
+    """Returns the form for a webhook: `form`, or the one of the URL's host if `form` is "auto"."""
+    if form != "auto":
+        return form
+    return HOSTS.get(urlsplit(url).hostname or "", "json")
+
+
+def body_of(event: Event, form: Form) -> Json:
+    """Returns the body of the request that posts an event."""
+    text = event.text if len(event.text) <= MOST else f"{event.text[:MOST]}..."
+    if form == "slack":
+        # Slack interprets these three characters in texts.
+        escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        return {"text": escaped, "blocks": [{"type": "section", "text": {"type": "mrkdwn", "text": escaped}}]}
+    if form == "feishu":
+        return {"msg_type": "text", "content": {"text": text}}
+    body = asdict(event)
+    if event.alert is None:
+        del body["alert"]
+    return body
+
+
+def refusal_of(content: bytes, form: Form) -> str | None:
+    """Returns the reason for which a server that answered with a status below 300 did not accept a message; None if it
+    did. Feishu and Lark give the reason as a code other than 0 in the body."""
+    if form != "feishu":
+        return None
+    try:
+        answer = json.loads(content)
+    except ValueError:
+        return "an answer that is not JSON"
+    code = answer.get("code", answer.get("StatusCode", 0)) if isinstance(answer, dict) else 0
+    return None if code == 0 else f"code {code}"

@@ -1,0 +1,95 @@
+"""Free space on the disks that a run writes to."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from slimx.extras.alerts.finding import Finding
+from slimx.orchestration.state.saves import Saves
+
+GIB = 2**30
+LEAST = 2 * GIB
+"""Free bytes below which a disk is nearly full; on disks smaller than 40 GiB, a twentieth of the disk."""
+CHECKPOINTS = 1.2
+"""Multiple of the newest checkpoint's size below which the free space on the disk of the checkpoints is too small."""
+HOURS = 2.0
+"""Hours until the disk is full, at the rate of the last hour, below which the disk is nearly full."""
+RATE_S = (900.0, 3600.0)
+"""Shortest and longest time in seconds over which that rate is measured."""
+
+
+class Disk:
+    """Disk that contains a directory, with its free space during the last hour."""
+
+    def __init__(self, directory: Path, checkpoints: Path | None = None) -> None:
+        """Stores the directory, and the directory of the run's checkpoints if it is on this disk."""
+        self.directory = directory
+        self._checkpoints = checkpoints
+        self._sizes: dict[Path, int] = {}
+        self._free: deque[tuple[float, int]] = deque()
+        """Times and free bytes of the looks during the last hour."""
+
+    def look(self, now: float) -> Finding:
+        """Returns the finding about the free space at time `now`. Raises OSError if the disk cannot be queried."""
+        usage = shutil.disk_usage(self.directory)
+        self._free.append((now, usage.free))
+        while now - self._free[0][0] > RATE_S[1]:
+            self._free.popleft()
+        checkpoint = self._checkpoint()
+        limit = max(min(LEAST, usage.total // 20), CHECKPOINTS * checkpoint)
+        hours = self._hours()
+        text = f"{self.directory}: {_gib(usage.free)} of {_gib(usage.total)} free"
+        if checkpoint:
+            text += f", enough for {usage.free // checkpoint} checkpoints of {_gib(checkpoint)}"
+        if math.isfinite(hours):
+            text += f", full in {hours:.1f} h at the present rate"
+        return Finding(
+            name="disk",
+            about=str(self.directory),
+            bad=usage.free < limit or hours < HOURS,
+            good=usage.free > 1.5 * limit and hours > 2 * HOURS,
+            text=text,
+            value=usage.free / GIB,
+            usual=f"at least {_gib(limit)}",
+        )
+
+    def _hours(self) -> float:
+        """Returns the hours until the disk is full if its free space falls as during the last hour; infinity if it does
+        not fall or the time is too short to tell."""
+        since, before = self._free[0]
+        now, free = self._free[-1]
+        if now - since < RATE_S[0] or free >= before:
+            return math.inf
+        return free / (before - free) * (now - since) / 3600
+
+    def _checkpoint(self) -> int:
+        """Returns the size of the newest checkpoint in bytes; 0 if there is none."""
+        newest = None if self._checkpoints is None else Saves(self._checkpoints, keep=1).newest()
+        if newest is None:
+            return 0
+        if newest not in self._sizes:
+            self._sizes = {newest: sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())}
+        return self._sizes[newest]
+
+
+def disks_of(directory: Path) -> Iterator[Disk]:
+    """Yields the disks of the run's directory, of temporary files, which include Ray's, and of shared memory; each disk
+    once."""
+    seen = set()
+    for path in (directory, Path(tempfile.gettempdir()), Path("/dev/shm")):
+        if not path.is_dir():
+            continue
+        device = os.stat(path).st_dev
+        if device not in seen:
+            yield Disk(path, directory / "checkpoints" if path == directory else None)
+        seen.add(device)
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.3g} GiB"

@@ -1,0 +1,95 @@
+"""Webhook that posts every event of a run in a background thread. A failed delivery never stops the run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from functools import partial
+
+import aiohttp
+
+from slimx.errors import SlimxError
+from slimx.extras.alerts.event import Event
+from slimx.extras.alerts.forms import Form, body_of, refusal_of
+from slimx.extras.alerts.in_order import InOrder
+from slimx.extras.http.blocking import fetch
+
+TIMEOUT_S = 10.0
+"""Timeout in seconds for connecting to the server, and for periods without progress after that."""
+PAUSES_S = (1.0, 2.0)
+"""Pauses in seconds before the second and the third attempt to post an event."""
+RETRIED = (429, 500, 502, 503, 504)
+"""HTTP statuses after which an event is posted again."""
+MAX_PAUSE_S = 30.0
+"""Maximum pause in seconds that a Retry-After header of a response can request."""
+CLOSE_S = 60.0
+"""Timeout in seconds for posting the last events at the end of a run."""
+
+
+class Webhook:
+    """Webhook that posts events to one URL in order, and counts undelivered ones."""
+
+    def __init__(self, url: str, form: Form = "json", *, close_s: float = CLOSE_S) -> None:
+        """Starts the thread. `form`: form of the requests' bodies."""
+        self._lost: Counter[str] = Counter()
+        """Number of events that could not be delivered, by kind and reason."""
+        self._url = url
+        self._form = form
+        self._lock = threading.Lock()
+        self._calls = InOrder("track.webhook", close_s=close_s)
+
+    def send(self, event: Event) -> None:
+        """Adds `event` to the queue of events to post."""
+        try:
+            self._calls.add(partial(self._post, event))
+        except SlimxError:
+            self._lose(event, "too many events were waiting")
+
+    def close(self) -> list[str]:
+        """Waits up to `close_s` seconds for the last events to be posted, and returns descriptions of all undelivered
+        events: their kind, the reason, and their number if there are several."""
+        sent = threading.Event()
+        try:
+            self._calls.close(sent.set)
+        except SlimxError:
+            if not sent.is_set():
+                with self._lock:
+                    self._lost["all events that were still waiting"] += 1
+        return [text if count == 1 else f"{count} times {text}" for text, count in self._lost.items()]
+
+    def _post(self, event: Event) -> None:
+        retry_after_s = 0.0
+        problem = ""
+        for pause_s in (0.0, *PAUSES_S):
+            time.sleep(max(pause_s, retry_after_s))
+            retry_after_s = 0.0
+            try:
+                response = fetch(
+                    "POST",
+                    self._url,
+                    json=body_of(event, self._form),
+                    connect_s=TIMEOUT_S,
+                    read_s=TIMEOUT_S,
+                    redirects=True,
+                )
+            except (aiohttp.ClientError, TimeoutError) as error:
+                problem = type(error).__name__  # without its text, which contains the URL, which may be a secret
+                continue
+            if response.status < 300:
+                refusal = refusal_of(response.content, self._form)
+                if refusal is None:
+                    return
+                problem = refusal
+                break
+            problem = f"HTTP status {response.status}"
+            if response.status not in RETRIED:
+                break
+            with suppress(ValueError):  # Retry-After may be a date
+                retry_after_s = min(float(response.headers.get("Retry-After", 0)), MAX_PAUSE_S)
+        self._lose(event, problem)
+
+    def _lose(self, event: Event, problem: str) -> None:
+        with self._lock:
+            self._lost[f"{event.event} ({problem})"] += 1

@@ -1,0 +1,96 @@
+"""Files of a run that an archive contains, each cut to its last lines if it is long. Links are never followed."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MIB = 2**20
+WHOLE = 20 * MIB
+"""Maximum number of bytes of all files together, before compression."""
+LIMITS = {
+    "config.yaml": MIB,
+    "summary.json": MIB,
+    "engines.json": MIB,
+    "activity.json": MIB,
+    "alerts.jsonl": MIB,
+    "dropped.jsonl": MIB,
+    "metrics.jsonl": 5 * MIB,
+    "timeline.jsonl": 2 * MIB,
+}
+"""Maximum number of bytes of files in the run's directory."""
+FOLDERS = {"logs": 4 * MIB, "stacks": MIB, "eval": MIB}
+"""Maximum number of bytes of all files in these subdirectories together. Their files share it equally."""
+FILES = 64
+"""Maximum number of files of one subdirectory: the newest ones."""
+SUFFIXES = (".log", ".txt", ".jsonl", ".json")
+"""Endings of the files that are taken from subdirectories."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A file of the run that belongs into the archive."""
+
+    name: str
+    """Path relative to the run's directory."""
+    text: str
+    size: int
+    """Size of the file in bytes."""
+    cut: bool
+    """True if `text` contains only the last lines of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A file of the run that does not get into the archive."""
+
+    name: str
+    why: str
+
+
+def files_of(directory: Path) -> Iterator[Taken | LeftOut]:
+    """Yields the files of the run in `directory`, and those that are left out with the reason."""
+    for name, limit in LIMITS.items():
+        if os.path.lexists(directory / name):
+            yield taken(directory, name, limit)
+    for folder, limit in FOLDERS.items():
+        path = directory / folder
+        if path.is_symlink():
+            yield LeftOut(folder, "it is a link")
+        elif path.is_dir():
+            yield from _files_in(directory, folder, limit)
+
+
+def _files_in(directory: Path, folder: str, limit: int) -> Iterator[Taken | LeftOut]:
+    names = [name for name in os.listdir(directory / folder) if name.endswith(SUFFIXES)]
+    names.sort(key=lambda name: os.lstat(directory / folder / name).st_mtime, reverse=True)
+    for name in names[FILES:]:
+        yield LeftOut(f"{folder}/{name}", f"{FILES} files of {folder} are newer")
+    names = sorted(names[:FILES])
+    for name in names:
+        yield taken(directory, f"{folder}/{name}", limit // len(names))
+
+
+def taken(directory: Path, name: str, limit: int) -> Taken | LeftOut:
+    """Returns the file `name` of the run in `directory`, or its last complete lines in `limit` bytes if it is longer. A
+    link, and anything that is no regular file, is left out."""
+    try:
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+        descriptor = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        link = (directory / name).is_symlink()
+        return LeftOut(name, "it is a link" if link else str(error.strerror))
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        return LeftOut(name, "it is not a regular file")
+    with open(descriptor, "rb") as file:
+        start = max(0, status.st_size - limit)
+        file.seek(start)
+        data = file.read(limit)
+    if start:
+        data = data[data.find(b"\n") + 1 :]
+    return Taken(name, data.decode(errors="replace"), status.st_size, start > 0)

@@ -1,0 +1,160 @@
+"""An alert of a run is a note, a line of RUN/alerts.jsonl, an event, and a line of `slimx alerts` and `status`."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from slimx.extras.alerts.command import OPEN_STATUS, app
+from slimx.extras.alerts.curves.watch import Curves
+from slimx.extras.alerts.log import FILE, alerts_of, read_log
+from slimx.extras.alerts.receiver import Alerts, alerting
+from slimx.extras.alerts.remedies import NAMES, REMEDIES
+from slimx.extras.report.report import write_report
+from slimx.extras.watch.status import describe_status, run_status
+from slimx.observability.tracking.metrics import StepRecord
+from tests.documents import ROOT
+from tests.extras.alerts.curve_stand import GROUPS, HEALTHY
+from tests.refusals import refused
+from tests.webhook_server import webhook_server
+
+ILL = 40
+"""First step of 20 with a large gap."""
+
+
+def metrics_at(step: int) -> dict[str, float]:
+    row = HEALTHY[step % len(HEALTHY)]
+    return row | ({"gap/mean": 1e-3} if ILL <= step < ILL + 20 else {})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    config = {"run": {"name": "r"}, "schedule": {"steps": 90}, "rollout": {"prompts_per_step": GROUPS}}
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    return directory
+
+
+class Process:
+    """A process of the run that trains some steps, as the core reports them."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.notes: list[str] = []
+        self.alerts = Alerts("r", run, self.notes.append, factor=10, at_least=5, curves=Curves(GROUPS))
+
+    def train(self, first: int, last: int) -> None:
+        file = self.run / "metrics.jsonl"
+        kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] < first] if first > 1 else []
+        for step in range(first, last + 1):
+            record = StepRecord(step=step, version=1, time=1e9 + step, metrics=metrics_at(step))
+            kept.append(json.dumps(record.to_json()))
+            file.write_text("\n".join(kept) + "\n")
+            self.alerts.step = step
+            self.alerts.recorded(record.metrics)
+
+
+def told(run: Path) -> list[tuple[Any, ...]]:
+    return [(alert.name, alert.step, alert.closed_step) for alert in alerts_of(run)]
+
+
+def test_an_alert_is_noted_logged_and_posted_once_and_so_is_its_end(run):
+    process = Process(run)
+    with webhook_server() as server, alerting(process.alerts, server.url):
+        process.train(1, 90)
+    assert [event["event"] for event in server.events] == ["alert", "alert_over"]
+    opened, over = server.events
+    assert opened["about"] == over["about"] == "gap" and opened["step"] < over["step"]
+    alert = opened["alert"]
+    assert alert["name"] == "gap" and alert["value"] == 1e-3 and " to " in alert["usual"]
+    assert alert["remedy"] in opened["text"] and opened["text"] == f"slimx r, step {alert['step']}: alert gap: " + (
+        f"{alert['text']}; {alert['remedy']}"
+    )
+    assert len(process.notes) == 2 and alert["remedy"] in process.notes[0]
+    assert told(run) == [("gap", opened["step"], over["step"])]
+
+
+@pytest.mark.parametrize("killed_at", [30, ILL + 4, ILL + 12, ILL + 22, 85])
+@pytest.mark.parametrize("back", [0, 6])
+def test_a_resumed_run_has_the_alerts_of_an_uninterrupted_one(run, killed_at, back):
+    whole = run.with_name("whole")
+    whole.mkdir()
+    (whole / "config.yaml").write_text((run / "config.yaml").read_text())
+    Process(whole).train(1, 90)
+    Process(run).train(1, killed_at)
+    Process(run).train(killed_at + 1 - back, 90)
+    assert told(run) == told(whole)
+
+
+def test_alerts_of_a_run_without_a_log_come_from_its_metrics(run):
+    Process(run).train(1, ILL + 15)
+    logged = told(run)
+    (run / FILE).unlink()
+    assert told(run) == logged == [("gap", logged[0][1], None)]
+
+
+def test_a_damaged_line_of_the_log_is_left_out(run):
+    Process(run).train(1, ILL + 15)
+    with (run / FILE).open("a") as file:
+        file.write('{"name": "ga')
+    assert [alert.name for alert in read_log(run / FILE)] == ["gap"]
+
+
+def test_a_full_disk_costs_the_log_and_not_the_run(run):
+    process = Process(run)
+    (run / FILE).mkdir()
+    process.train(1, ILL + 15)
+    assert sum(FILE in note for note in process.notes) == 1
+
+
+def test_status_report_and_page_show_open_alerts(run, tmp_path):
+    Process(run).train(1, ILL + 15)
+    (line,) = (line for line in describe_status(run_status(run)) if line.startswith("alert "))
+    assert REMEDIES["gap"] in line
+    write_report([run], tmp_path / "report.html", "t")
+    assert REMEDIES["gap"] in (tmp_path / "report.html").read_text()
+
+
+def command(run: Path, *options: str) -> tuple[int, str]:
+    """Returns the exit status and the output of `slimx alerts`."""
+    done = CliRunner().invoke(app, [str(run), *options])
+    return done.exit_code, done.output
+
+
+def test_the_command_lists_alerts_and_exits_for_cron(run):
+    assert command(run, "--check")[0] == 0
+    Process(run).train(1, ILL + 15)
+    status, listed = command(run, "--check")
+    assert status == OPEN_STATUS and listed.startswith("open ") and REMEDIES["gap"] in listed
+    Process(run).train(ILL + 16, 90)
+    status, listed = command(run, "--check")
+    assert status == 0 and listed.startswith("past ")
+    assert [alert["name"] for alert in json.loads(command(run, "--json")[1])] == ["gap"]
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path):
+    with refused("run.none", about=str(tmp_path)):
+        alerts_of(tmp_path)
+
+
+def test_alerts_of_a_killed_processs_machine_end_with_the_next_process(run):
+    alert = {"name": "disk", "about": "/x", "text": "t", "value": 1.0, "usual": "", "remedy": "m", "step": None}
+    (run / FILE).write_text(json.dumps(alert | {"opened": time.time() - 60}) + "\n")
+    Process(run).train(1, 2)
+    (found,) = alerts_of(run)
+    assert found.name == "disk" and found.closed is not None
+
+
+def test_each_alert_has_a_remedy_and_a_row_on_both_pages():
+    assert set(REMEDIES) == set(NAMES)
+    for page in ("operations", "runbook"):
+        rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)
+        assert set(NAMES) <= set(rows), page

@@ -1,0 +1,198 @@
+"""An archive of a run has what a maintainer needs, whatever state the run is in, and nothing private."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from slimx.extras.pack import archive, contents
+from slimx.extras.pack.archive import Packed, pack
+from slimx.extras.pack.command import app
+from slimx.extras.pack.contents import FILES, LeftOut
+from slimx.observability.live.run_lock import locked
+from tests.refusals import refused
+
+SECRET = "Zx81Qw77pLm2"
+PRIVATE = "the private question"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out torch and the driver, which take seconds and are tested with the doctor."""
+    monkeypatch.setattr("slimx.extras.pack.environment.devices", lambda: iter(()))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    for folder in ("logs", "checkpoints/iter_0000001", "rollouts", "hf", "tokenizer", "tensorboard", "stacks"):
+        (run / folder).mkdir(parents=True)
+    config = {
+        "run": {"name": "r", "dir": "/home/carol/runs/r"},
+        "schedule": {"steps": 3},
+        "track": {"webhook": f"https://hooks.slack.com/services/{SECRET}"},
+        "reward": {"options": {"api_key": SECRET, "max_tokens": 5}},
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    record = {"step": 1, "version": 1, "time": 1e9, "metrics": {"reward/mean": 0.5}}
+    (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    (run / "timeline.jsonl").write_text('{"name": "train", "step": 1, "track": "main", "start": 1e9, "seconds": 2.0}\n')
+    dropped = {"step": 1, "prompt": PRIVATE, "rewards": [1.0], "reason": "reward failed", "detail": f"key sk-{SECRET}"}
+    (run / "dropped.jsonl").write_text(json.dumps(dropped) + "\n{torn")
+    (run / "samples.jsonl").write_text("".join(json.dumps({"step": n, "prompt": PRIVATE}) + "\n" for n in range(9)))
+    engine = {"name": "actor-0", "url": "http://gpu07.cluster.example:1", "role": "regular", "frozen": False}
+    engine |= {"standing": "member", "restarts": 0, "nodes": 1}
+    (run / "engines.json").write_text(json.dumps({"engines": [engine], "routers": []}))
+    (run / "logs" / "trainer-0.log").write_bytes(
+        b"carol@gpu07 failed\xff\n" + b"Authorization: Bearer " + SECRET.encode()
+    )
+    (run / "checkpoints" / "iter_0000001" / "weights.json").write_text("weights")
+    for name in ("rollouts/step-0000001.groups", "hf/model.safetensors", "tokenizer/tokenizer.json"):
+        (run / name).write_text(PRIVATE)
+    return run
+
+
+def packed(run: Path, out: Path, rollouts: int = 0, **environment: str) -> tuple[dict[str, str], Packed]:
+    """Returns the texts of the archive by their names, and what the command says about it."""
+    result = pack(run, out, rollouts, environment)
+    with tarfile.open(out) as opened:
+        members = opened.getmembers()
+        assert {(member.uid, member.uname, member.isreg()) for member in members} == {(0, "", True)}
+        texts = {}
+        for member in members:
+            folder, _, name = member.name.partition("/")
+            assert folder == "bug"
+            texts[name] = opened.extractfile(member).read().decode()
+    return texts, result
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "bug.tar.gz"
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_an_archive_has_what_is_needed_and_nothing_private(run, out, running):
+    environment = {"NCCL_DEBUG": "INFO", "HF_TOKEN": SECRET, "HOME": "/home/carol", "UNRELATED": "x"}
+    if running:
+        with locked(run):
+            texts, result = packed(run, out, **environment)
+    else:
+        texts, result = packed(run, out, **environment)
+    kept = {"config.yaml", "metrics.jsonl", "timeline.jsonl", "dropped.jsonl", "engines.json", "logs/trainer-0.log"}
+    assert set(texts) == kept | {"status.txt", "alerts.txt", "environment.txt"}
+    whole = "\n".join(texts.values())
+    for private in (SECRET, PRIVATE, "carol", "gpu07", "weights", str(run)):
+        assert private not in whole, private
+    assert yaml.safe_load(texts["config.yaml"])["reward"]["options"]["max_tokens"] == 5
+    assert json.loads(texts["dropped.jsonl"])["reason"] == "reward failed"
+    assert "torch==" in texts["environment.txt"] and "NCCL_DEBUG=INFO" in texts["environment.txt"]
+    assert "UNRELATED" not in whole and ("running" if running else "not running") in texts["status.txt"]
+    assert result.removed > 5 and stat.S_IMODE(out.stat().st_mode) == 0o600
+
+
+def test_rollouts_are_added_only_if_asked_for(run, out):
+    (run / "rollouts" / "step-0000001.groups").unlink()
+    texts, result = packed(run, out, rollouts=2)
+    assert [json.loads(line)["step"] for line in texts["samples.jsonl"].splitlines()] == [7, 8]
+    assert [member.name for member in result.members if "private" in member.note] == ["samples.jsonl"]
+
+
+def test_a_damaged_run_is_packed_with_what_can_be_read(run, out):
+    for name in ("config.yaml", "engines.json", "activity.json", "metrics.jsonl"):
+        (run / name).write_bytes(b"{\x00\xff: [")
+    (run / "rollouts" / "step-0000001.groups").write_text("no groups")
+    texts, _ = packed(run, out, rollouts=1)
+    assert {"config.yaml", "engines.json", "status.txt", "environment.txt", "rollouts.json"} <= set(texts)
+
+
+def test_links_and_pipes_are_not_followed(run, out, tmp_path):
+    (tmp_path / "outside.log").write_text(PRIVATE)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.txt").write_text(PRIVATE)
+    (run / "logs" / "linked.log").symlink_to(tmp_path / "outside.log")
+    (run / "logs" / "folder.log").mkdir()
+    (run / "stacks").rmdir()
+    (run / "stacks").symlink_to(tmp_path / "folder")
+    (run / "summary.json").symlink_to(tmp_path / "outside.log")
+    (run / "samples.jsonl").unlink()
+    (run / "samples.jsonl").symlink_to(tmp_path / "outside.log")
+    os.mkfifo(run / "logs" / "pipe.log")
+    texts, result = packed(run, out, rollouts=3)
+    assert PRIVATE not in "".join(texts.values())
+    left = {file.name for file in result.left_out}
+    assert {"logs/linked.log", "logs/folder.log", "logs/pipe.log", "stacks", "summary.json"} <= left
+
+
+def test_long_files_are_cut_to_their_last_lines(run, out, monkeypatch):
+    monkeypatch.setitem(contents.LIMITS, "metrics.jsonl", 5_000)
+    monkeypatch.setitem(contents.FOLDERS, "logs", 64_000)
+    line = "x" * 99 + "\n"
+    (run / "metrics.jsonl").write_text(line * 600)
+    for number in range(FILES + 5):
+        (run / "logs" / f"engine-{number}.log").write_text(line)
+        os.utime(run / "logs" / f"engine-{number}.log", (number, number))
+    (run / "logs" / "trainer-0.log").write_text("first\n" + line * 600 + "last\n")
+    texts, result = packed(run, out)
+    log = texts["logs/trainer-0.log"]
+    assert log.endswith("\nlast\n") and log.startswith(line) and "first" not in log and len(log) <= 1000
+    assert len(texts["metrics.jsonl"]) <= 5_000
+    assert sum(name.startswith("logs/") for name in texts) == FILES and len(result.left_out) == 6
+    cut = [member.name for member in result.members if "last lines" in member.note]
+    assert cut == ["metrics.jsonl", "logs/trainer-0.log"]
+
+
+def test_the_archive_is_bounded_even_if_a_text_grows(run, out, monkeypatch):
+    monkeypatch.setattr(archive, "WHOLE", 600)
+    texts, result = packed(run, out)
+    assert sum(map(len, texts.values())) <= 600 and any(isinstance(file, LeftOut) for file in result.left_out)
+    assert sum(contents.LIMITS.values()) + sum(contents.FOLDERS.values()) <= contents.WHOLE
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "run: {dir: d}\nmodel: {path: m}\nrollout: {promts: p, api_key: %s}\n",
+        "run: {dir: [\nreward:\n  api_key: %s\n",
+    ],
+)
+def test_a_refused_run_is_packed_by_its_file(text, out, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text % SECRET)
+    texts, _ = packed(file, out)
+    assert set(texts) == {"run.yaml", "environment.txt"} and "api_key" in texts["run.yaml"]
+    assert SECRET not in texts["run.yaml"]
+
+
+def test_a_file_of_a_run_that_has_a_directory_packs_both(run, out, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"run: {{dir: {run}}}\nmodel: {{path: m}}\nrollout: {{prompts: p}}\n")
+    texts, _ = packed(file, out)
+    assert {"run.yaml", "metrics.jsonl"} <= set(texts)
+
+
+def test_no_run_and_an_archive_that_exists_are_refused(run, out, tmp_path):
+    with refused("run.none", about=str(tmp_path)):
+        pack(tmp_path, out, 0, {})
+    assert not out.exists()
+    out.write_text("mine")
+    with refused("pack.out", about=str(out)):
+        pack(run, out, 0, {})
+    assert out.read_text() == "mine"
+    with refused("pack.out"):
+        pack(run, tmp_path / "absent" / "a.tar.gz", 0, {})
+
+
+def test_the_command_prints_what_the_archive_contains(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, [str(run)])
+    (file,) = tmp_path.glob("slimx-run-*.tar.gz")
+    assert done.exit_code == 0 and file.name in done.output and f"{file.stat().st_size:,}" in done.output
+    assert all(name in done.output for name in ("config.yaml", "logs/trainer-0.log", "--rollouts"))

@@ -1,0 +1,109 @@
+"""No secret and no name of a user or machine is left in a text; numbers, versions and commits are."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from slimx.extras.pack.redaction import Redactor
+
+KEY = "Zx81Qw77pLm2"
+"""Part of every secret below."""
+COMMIT = "8d54f9b0a1c2d3e4f5061728394a5b6c7d8e9f00"
+
+
+def redactor(**environment: str) -> Redactor:
+    return Redactor(environment, users=["alice", "root"], hosts=["gpu07.cluster.example"], paths={"RUN": "/data/r"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"HF_TOKEN={KEY}",
+        f"export WANDB_API_KEY='{KEY}'",
+        f'"api_key": "{KEY}"',
+        f"ServerArgs(api_key='{KEY}', admin_api_key='{KEY}', port=1)",
+        f"ssl_keyfile_password={KEY}",
+        f"password: {KEY}",
+        f"db_password = {KEY}",
+        f"client-secret: {KEY}",
+        f"access_token={KEY}&x=1",
+        f"token {{'token': '{KEY}'}}",
+        f"Authorization: Bearer {KEY}",
+        f"authorization: Token {KEY}",
+        f"{{'Authorization': 'Basic {KEY}=='}}",
+        f"curl -H 'x: Bearer {KEY}'",
+        f"hf_{KEY}",
+        f"the key sk-proj-{KEY} was refused",
+        f"ghp_{KEY} github_pat_{KEY} xoxb-{KEY} nvapi-{KEY} wandb_v1_{KEY}",
+        f"wandb: login with {COMMIT}",
+        f"https://bob:{KEY}@mirror.example/simple",
+        f"https://x.example/a?sig={KEY}&api_key={KEY}",
+        f"https://hooks.slack.com/services/T0/B0/{KEY}",
+        f"https://open.feishu.cn/open-apis/bot/v2/hook/{KEY}",
+        f"-----BEGIN RSA PRIVATE KEY-----\\n{KEY}\n{KEY}\n-----END RSA PRIVATE KEY-----",
+        f"eyJhbGciOiJIUzI1NiJ9.{KEY}abc.{KEY}",
+        f"said {KEY} again",
+    ],
+)
+def test_a_secret_is_removed(text):
+    cleaned = redactor(MY_SECRET=KEY) if text.startswith("said") else redactor()
+    out = cleaned.text(text)
+    assert KEY not in out and COMMIT not in out and cleaned.count > 0
+    assert cleaned.text(out) == out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_tokens=512, eos_token: <|im_end|>, token=17, num_key_value_heads: 8",
+        "track: {webhook: '${oc.env:SLIMX_WEBHOOK}', api_key: null, token: true}",
+        f"commit {COMMIT}",
+        "torch==2.11.0+cu130 nvidia-cudnn-cu13==9.10.2.21 driver 580.65.06",
+        "2026-11-30 15:12:11 UTC, 0.0.0.0:1 127.0.0.1:80 localhost",
+        "gap/mean 1.2e-07 perf/tokens_per_second 3164.26",
+        "KeyError: 'messages'; the tokenizer of the root folder",
+        "the monkey: a",
+    ],
+)
+def test_what_a_maintainer_needs_is_kept(text):
+    assert redactor().text(text) == text
+
+
+def test_names_of_people_and_machines_are_replaced_by_the_same_ones_everywhere():
+    cleaned = redactor()
+    text = cleaned.text("alice@gpu07 ran /home/carol/x as carol, RUN is /data/r/logs, not /data/rest; /root/.ray /root")
+    assert text == "USER@host-1 ran ~/x as USER, RUN is RUN/logs, not /data/rest; ~/.ray ~"
+    assert cleaned.text("gpu07.cluster.example 10.1.2.3 10.1.2.4 10.1.2.3 fe80:0:0:0:1:2:3:4") == (
+        "host-2 ip-1 ip-2 ip-1 ip-3"
+    )
+    assert cleaned.text("mail bob.s+x@example.org, gpu07") == "mail [removed], host-1"
+
+
+def test_values_of_a_file_are_removed_by_their_keys():
+    values = {
+        "track": {"webhook": "https://x.example/secret", "wandb": True},
+        "servers": [{"headers": {"Authorization": "abc"}, "api_key": ["a", {"b": "c"}], "max_tokens": 7}],
+        "env": {"HF_TOKEN": "abc", "HF_HOME": "/x"},
+        "token_env": "SEARCH_TOKEN",
+    }
+    assert redactor().values(values) == {
+        "track": {"webhook": "[removed]", "wandb": True},
+        "servers": [
+            {"headers": {"Authorization": "[removed]"}, "api_key": ["[removed]", {"b": "[removed]"}], "max_tokens": 7}
+        ],
+        "env": {"HF_TOKEN": "[removed]", "HF_HOME": "/x"},
+        "token_env": "SEARCH_TOKEN",
+    }
+
+
+def test_short_values_of_variables_are_not_removed_from_texts():
+    assert redactor(A_KEY="1", B_TOKEN="true", C_SECRET="").text("1 true") == "1 true"
+
+
+@pytest.mark.parametrize("piece", [".", "a", "_", "a.", "token ", "0:", "://", "- ", "key=", '"', "wandb"])
+def test_a_long_line_takes_linear_time(piece):
+    began = time.process_time()
+    redactor().text(piece * (200_000 // len(piece)))
+    assert time.process_time() - began < 10
