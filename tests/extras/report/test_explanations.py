@@ -13,10 +13,12 @@ from slimx.extras.report.curves import curves
 from slimx.extras.report.meanings import GOOD, about
 from slimx.extras.report.panels import PANELS
 from slimx.extras.report.phase_charts import phase_charts
-from slimx.extras.report.samples import marked
+from slimx.extras.report.previews import Shown
+from slimx.extras.report.samples import marked, training_table
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.names import METRICS, find
 from slimx.observability.tracking.phases import Phase
+from slimx.observability.tracking.samples import RecordedSample
 from slimx.orchestration.state.recording import summary
 
 NAMED = (
@@ -123,6 +125,18 @@ def test_each_axis_of_steps_ends_at_the_last_step(complete):
         axis = json.loads(chart.figure.to_json())["layout"]["xaxis"]
         assert axis["tickvals"][-1] == 100 and axis["title"]["text"] == "step"
         assert axis["range"][0] < 1 and axis["range"][1] > 100
+
+
+def test_an_answer_has_its_reward_its_parts_and_what_was_expected(tmp_path: Path):
+    sample = RecordedSample(step=1, prompt="2+2=", answer="4", response="<4>", reward=0.5, version=1, evaluation=False)
+    sample.reward_parts = {"exact": 0.0, "format": None}
+    row = training_table([sample], lambda images: Shown(), passing=1.0)[0]["cell"]
+    assert (row["passed"], row["reward"], row["parts"]) == (False, "0.5", "exact 0, format nan")
+    assert row["answer"] == "4" and ("4", True) in row["response"]
+    sample.reward_parts = None  # a run of an earlier version
+    sample.answer = "4" * 999
+    row = training_table([sample], lambda images: Shown(), passing=0.5)[0]["cell"]
+    assert row["passed"] and row["parts"] == "" and len(row["answer"]) < 200
 
 
 def test_an_expected_answer_is_found_as_a_whole_word():

@@ -21,12 +21,12 @@ from slimx.extras.watch.page.server import listen
 MARKUP = "<img src=x onerror=alert(1)>"
 
 
-def group(number: int, rewards: list[float], *, text: str, dataset: str) -> Group:
+def group(number: int, rewards: list[float], *, text: str, dataset: str, answer: str = "4") -> Group:
     """Makes two rollouts of two turns each with a tool's words between them, sampled by versions 1 and 2."""
     prompt = Prompt(
         id=f"p{number}",
         messages=[{"role": "user", "content": text}],
-        answer="4",
+        answer=answer,
         metadata={"dataset": dataset},
     )
     spans = [

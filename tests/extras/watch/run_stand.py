@@ -24,7 +24,13 @@ def write_run(tmp_path: Path) -> Path:
     files = StepFiles(directory / DIRECTORY, origin_of(config, the_tokenizer()), every=1, keep=0, resume_step=0)
     files.write(1, 1, [group(0, [0.0, 1.0], text=MARKUP, dataset="sums")], {})
     files.write(
-        2, 2, [group(1, [1.0, 0.0], text="2+2=", dataset="sums"), group(2, [1.0], text="3+1=", dataset="math")], {}
+        2,
+        2,
+        [
+            group(1, [1.0, 0.0], text="2+2=", dataset="sums", answer="*"),  # the text of the last token
+            group(2, [1.0], text="3+1=", dataset="math"),
+        ],
+        {},
     )
     logprobs = np.array([np.nan, -2.0, -0.1, -2.5, -4.0, -0.5], np.float32)
     experts = np.array([False, False, False, True, False, False])

@@ -60,6 +60,7 @@ def test_a_browser_filters_and_compares_and_text_of_a_run_is_no_markup(page, tmp
     both = drawn(f"{page.address}/?token=secret&compare=1&highest=0#rollouts", tmp_path)
     assert "g2/0" in chosen and "g1/0" not in chosen
     assert "✓ passed, reward 1" in chosen and "<mark>4</mark>" in chosen
+    assert "✗ failed, reward 0" in both and both.count("<mark>*</mark>") == 2, "what was expected, and the response"
     # The only one that is left is open: a color per version, what a tool said marked.
     assert "version 1" in chosen and "version 2" in chosen and chosen.count('class="inserted"') == 1
     assert len(set(re.findall(r"background: (rgba?\([^)]*\))", chosen))) >= 3

@@ -36,7 +36,8 @@ async def test_every_step_trains_publishes_and_saves_and_a_second_run_continues(
     assert [(line["step"], line["version"]) for line in steps] == [(1, 1), (2, 2)]
     assert steps[0]["metrics"]["publish/commit_seconds"] == 0.5 and steps[0]["metrics"]["publish/mib"] == 1
     assert steps[0]["metrics"]["engines/serving"] == 1 and steps[0]["metrics"]["time/train"] >= 0
-    assert {line["step"] for line in lines(tmp_path / "samples.jsonl")} == {1, 2}
+    samples = lines(tmp_path / "samples.jsonl")
+    assert {line["step"] for line in samples} == {1, 2} and samples[0]["reward_parts"] == {}
     assert run.activity()["step"] == 2 and run.activity()["phase"] == "save_wait"
     newest = Saves(tmp_path / "checkpoints", keep=2).newest()
     state = read_state(newest)

@@ -274,7 +274,9 @@ async function openTokens(side, group, id, row, text) {
     span.title = tooltipOf(token);
     line.append(span);
   }
-  text.replaceWith(legend, line);
+  // Tokens do not mark the expected answer, so the text that does stays.
+  if (text.querySelector("mark")) text.after(legend, line);
+  else text.replaceWith(legend, line);
   paint(row);
 }
 
