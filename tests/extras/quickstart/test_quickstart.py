@@ -26,7 +26,7 @@ def test_stages_are_two_runs_and_a_report(tmp_path: Path) -> None:
     for config in (first, second):
         paths = [config.run.dir, config.model.path, config.rollout.prompts]
         assert all(Path(path).is_relative_to(tmp_path) for path in paths)
-    assert Path(second.eval.prompts).is_relative_to(tmp_path)
+    assert all(Path(path).is_relative_to(tmp_path) for path in second.eval.files.values())
 
 
 def test_the_default_is_what_the_configurations_say() -> None:

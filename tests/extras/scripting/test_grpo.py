@@ -12,9 +12,9 @@ import slimx
 from slimx.commands import start
 from slimx.errors import SlimxError
 from slimx.extras.init.machine import Target
+from slimx.extras.quickstart.make_model import make_model
 from slimx.extras.scripting import grpo as room
 from tests.refusals import refused
-from tools.quickstart.make_model import make_model
 
 ROWS = [{"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:02d}"} for a in range(8) for b in range(8)]
 
