@@ -85,10 +85,10 @@ def test_status_charts_and_rollouts_are_what_the_directory_holds(run, page):
 def test_responses_have_their_expected_answer_marked(page):
     step = page.get("/api/steps/2").json()
     assert step["passing"] == 1.0
-    for group in step["groups"]:
-        for part in (part for trajectory in group["trajectories"] for part in trajectory["parts"]):
+    for shown in step["groups"]:
+        for part in (part for trajectory in shown["trajectories"] for part in trajectory["parts"]):
             assert "".join(text for text, _ in part["marked"]) == part["text"]
-            assert all(text == group["prompt"]["answer"] for text, found in part["marked"] if found)
+            assert all(text == shown["prompt"]["answer"] for text, found in part["marked"] if found)
 
 
 def test_the_page_draws_several_runs_in_the_same_charts(run, tmp_path):
