@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -46,5 +47,5 @@ def quickstart(
         print(visible(f"$ slimx {shlex.join(arguments)}"), flush=True)
         status = run(arguments)
         if status:
-            raise typer.Exit(status)
+            sys.exit(status)  # the stage has said why; typer.Exit would say again that a signal came
     print(visible(f"see what the model answered: slimx rollouts {directory / 'quickstart'} --step 1"))

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from slimx.cli import app
 from slimx.config.load import load_config
 from slimx.errors import SlimxError
+from slimx.extras.quickstart import command
 from slimx.extras.quickstart import run as stages
 from slimx.extras.quickstart.run import commands, make, run
 from tests.documents import ROOT
@@ -26,7 +28,7 @@ def test_stages_are_two_runs_and_a_report(tmp_path: Path) -> None:
     for config in (first, second):
         paths = [config.run.dir, config.model.path, config.rollout.prompts]
         assert all(Path(path).is_relative_to(tmp_path) for path in paths)
-    assert Path(second.eval.prompts).is_relative_to(tmp_path)
+    assert all(Path(path).is_relative_to(tmp_path) for path in second.eval.files.values())
 
 
 def test_the_default_is_what_the_configurations_say() -> None:
@@ -51,6 +53,14 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 def test_a_stage_that_fails_ends_the_quickstart_with_its_status(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "no-such-file.yaml"]) == 2
     assert "no-such-file.yaml" in capfd.readouterr().err
+
+
+def test_the_command_adds_nothing_to_a_stage_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "make", lambda directory: None)
+    monkeypatch.setattr(command, "run", lambda arguments: 130)
+    with pytest.raises(SystemExit) as ended:
+        app(["quickstart"], standalone_mode=False)
+    assert ended.value.code == 130
 
 
 def test_signals_reach_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
