@@ -17,6 +17,7 @@ from slimx.extras.alerts.curves.watch import Curves
 from slimx.extras.alerts.log import FILE, alerts_of, read_log
 from slimx.extras.alerts.receiver import Alerts, alerting
 from slimx.extras.alerts.remedies import NAMES, REMEDIES
+from slimx.extras.watch.page.content import Content
 from slimx.extras.watch.report.report import write_report
 from slimx.extras.watch.status import describe_status, run_status
 from slimx.observability.tracking.metrics import StepRecord
@@ -119,6 +120,8 @@ def test_status_report_and_page_show_open_alerts(run, tmp_path):
     Process(run).train(1, ILL + 15)
     (line,) = (line for line in describe_status(run_status(run)) if line.startswith("alert "))
     assert REMEDIES["gap"] in line
+    page = Content(run).status()
+    assert line in page["lines"] and [REMEDIES["gap"] in alert for alert in page["alerts"]] == [True]
     write_report([run], tmp_path / "report.html", "t")
     assert REMEDIES["gap"] in (tmp_path / "report.html").read_text()
 
