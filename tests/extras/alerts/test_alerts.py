@@ -54,13 +54,15 @@ class Process:
 
     def train(self, first: int, last: int) -> None:
         file = self.run / "metrics.jsonl"
-        kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] < first] if first > 1 else []
-        for step in range(first, last + 1):
-            record = StepRecord(step=step, version=1, time=1e9 + step, metrics=metrics_at(step))
-            kept.append(json.dumps(record.to_json()))
-            file.write_text("\n".join(kept) + "\n")
-            self.alerts.step = step
-            self.alerts.recorded(record.metrics)
+        kept = file.read_text().splitlines(keepends=True)[: first - 1] if first > 1 else []
+        file.write_text("".join(kept))
+        with file.open("a") as lines:
+            for step in range(first, last + 1):
+                record = StepRecord(step=step, version=1, time=1e9 + step, metrics=metrics_at(step))
+                lines.write(json.dumps(record.to_json()) + "\n")
+                lines.flush()
+                self.alerts.step = step
+                self.alerts.recorded(record.metrics)
 
 
 def told(run: Path) -> list[tuple[Any, ...]]:
