@@ -25,6 +25,7 @@ ENV CUDA_HOME=/usr/local/cuda TORCH_CUDA_ARCH_LIST="9.0;10.0;10.3" NVTE_CUDA_ARC
 WORKDIR /opt/slimx
 COPY Makefile setup.py pyproject.toml ./
 COPY requirements requirements
+COPY slimx/extras/install slimx/extras/install
 RUN make venv LOCK=cu130 PYTHON=python3.12
 
 # Never the package of this name on PyPI, which is another project. What is needed is the extension that adds a weight

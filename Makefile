@@ -19,7 +19,6 @@ PYTHON := $(shell { for each in python3.12 python3 "$$(pyenv prefix 3.12)/bin/py
 endif
 LOCK ?= cpu
 TORCH_INDEX ?=
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV ?= .venv
 
 BIN := $(VENV)/bin
@@ -28,11 +27,7 @@ STAMP := $(VENV)/.installed-$(LOCK)
 OTHER_STAMPS = $(filter-out $(STAMP),$(wildcard $(VENV)/.installed-*))
 LIBRARY := slimx/_lib/libslimx_cpu.so
 REQUIREMENTS := requirements/$(LOCK).txt
-NVIDIA := $(abspath $(VENV))/lib/python3.12/site-packages/nvidia
-CUDA_HEADERS := $(NVIDIA)/cudnn/include:$(NVIDIA)/nccl/include:$(NVIDIA)/cu13/include
-TORCH = $(shell grep -om1 '^torch==[^ ]*' $(REQUIREMENTS))
-TORCH_BUILDS = $(TORCH) $(shell grep -om1 '^torchvision==[^ ]*' $(REQUIREMENTS))
-CPU_WHEEL = $(and $(filter cpu,$(LOCK)),$(if $(TORCH_INDEX),,yes),$(if $(wildcard /dev/nvidiactl),,yes))
+INSTALL := slimx/extras/install/packages.py
 
 .PHONY: help
 help: ## this list
@@ -42,29 +37,16 @@ help: ## this list
 .PHONY: venv
 venv: $(STAMP) ## create .venv with every package of the lock
 
-# The locks are complete, and pip must not resolve them again: sglang's metadata asks for CUDA packages on every machine.
-# transformer-engine-torch (cu130) compiles against the installed torch, so it comes after the rest; it needs CUDA_HOME. A
-# toolkit has no cuDNN and no NCCL, and may lack the libraries whose headers torch includes: the wheels have them all.
-# pip takes no file of another hash than the lock's; torch from another index (TORCH_INDEX, TORCH_CPU_INDEX) is another file,
-# installed before and not again. PyPI's CUDA build wants CUDA libraries, and one from TORCH_INDEX those that it names.
-$(STAMP): $(REQUIREMENTS) requirements/cpu-cuda.txt setup.py pyproject.toml
+# What is installed, in which order and why: $(INSTALL), which `slimx setup` runs too.
+$(STAMP): $(REQUIREMENTS) requirements/cpu-cuda.txt $(INSTALL) setup.py pyproject.toml
 	@$(if $(PYTHON),,echo "slimx needs Python 3.12, and neither PATH, pyenv nor uv has one that runs: install it (pyenv install 3.12, or uv python install 3.12), or name one: make PYTHON=/path/to/python3.12"; exit 1)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v[:2] == (3, 12) or sys.exit("slimx needs Python 3.12, $(PYTHON) is %d.%d: make PYTHON=/path/to/python3.12" % v[:2])'
 	@$(PYTHON) -c 'import ensurepip' 2> /dev/null || { echo "$(PYTHON) cannot make environments: apt-get install python3.12-venv"; exit 1; }
 	@set -- $${CXX:-g++}; command -v "$$1" > /dev/null || { echo "slimx needs a C++17 compiler: apt-get install g++, or name one in CXX"; exit 1; }
 	@echo "venv: installing $(REQUIREMENTS) into $(VENV): about 2 minutes and 3 GB, 7 GB where torch is a CUDA build"
 	@$(PYTHON) -m venv $(if $(OTHER_STAMPS)$(if $(wildcard $(VENV)/lib/python3.12),,another Python),--clear) $(VENV)
-	@$(if $(TORCH_INDEX),$(PIP) --no-deps --index-url "$(TORCH_INDEX)" $(TORCH_BUILDS))
-	@if [ -n "$(CPU_WHEEL)" ]; then \
-	  $(PIP) --no-deps --retries 0 --timeout 15 --index-url "$(TORCH_CPU_INDEX)" $(TORCH_BUILDS) 2> /dev/null \
-	    || echo "venv: no CPU build of $(TORCH) at $(TORCH_CPU_INDEX): pip's own index may give its CUDA build"; fi
-	@grep -v '^transformer-engine-torch' $(REQUIREMENTS) > $(VENV)/wheels.txt
-	@$(PIP) --no-deps --require-hashes -r $(VENV)/wheels.txt
-	@if grep -q '^transformer-engine-torch' $(REQUIREMENTS); then \
-	  CPATH="$(CUDA_HEADERS)" NVTE_PYTORCH_FORCE_BUILD=TRUE $(PIP) --no-deps --no-build-isolation --require-hashes -r $(REQUIREMENTS); fi
-	@if grep -q '^Requires-Dist: cuda-toolkit' $(VENV)/lib/python3.12/site-packages/torch-*.dist-info/METADATA; then \
-	  $(PIP) --no-deps --require-hashes -r requirements/cpu-cuda.txt; fi
-	@$(if $(TORCH_INDEX),$(PIP) --no-warn-conflicts "$(TORCH)")
+	@$(BIN)/python $(INSTALL) --lock $(LOCK) --file $(REQUIREMENTS) --torch-index "$(TORCH_INDEX)" \
+	  $(if $(filter undefined,$(origin TORCH_CPU_INDEX)),,--torch-cpu-index "$(TORCH_CPU_INDEX)")
 	@touch $@
 
 .PHONY: build
@@ -76,17 +58,12 @@ $(LIBRARY): $(STAMP) setup.py pyproject.toml $(wildcard csrc/*)
 	@$(BIN)/python -m tools.gpu.library --stamp
 	@touch $@
 
-# It runs on the CPU whatever the machine has, so that it shows the same everywhere.
 .PHONY: quickstart
-quickstart: export CUDA_VISIBLE_DEVICES =
 quickstart: $(LIBRARY) ## train a tiny MoE by GRPO on this machine: runs/quickstart/report.html
 	@rm -rf runs/quickstart-data runs/quickstart-sft runs/quickstart
-	$(BIN)/python tools/quickstart/make_model.py --out runs/quickstart-data/model
-	$(BIN)/python tools/quickstart/make_task.py --out runs/quickstart-data
-	$(BIN)/slimx train configs/moe/quickstart-sft.yaml
-	$(BIN)/slimx train configs/moe/quickstart.yaml
-	$(BIN)/slimx report runs/quickstart-sft runs/quickstart --out runs/quickstart/report.html --title "slimx quickstart"
+	$(BIN)/slimx quickstart
 
+# These run on the CPU whatever the machine has, so that they show the same everywhere.
 .PHONY: pictures
 pictures: export CUDA_VISIBLE_DEVICES =
 pictures: $(LIBRARY) ## train a tiny vision-language model by GRPO to read digits: runs/pictures/report.html
@@ -146,6 +123,13 @@ lint: $(LIBRARY) ## style of Python and C++, types, words, and import contracts
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/clang-format --dry-run -Werror csrc/*
 
+# The address of the repository is for links that leave docs/; without one, they lead to copies on the site.
+.PHONY: docs
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: export REPOSITORY ?=
+docs: $(STAMP) ## the site of docs/ with search: build/site/index.html (REPOSITORY=https://...)
+	$(BIN)/python -m mkdocs build --strict --quiet
+
 .PHONY: bench
 bench: $(LIBRARY) ## where the time of a step goes, and the parts driven bare beside it
 	$(BIN)/python benchmarks/loop.py
@@ -156,7 +140,7 @@ bench: $(LIBRARY) ## where the time of a step goes, and the parts driven bare be
 ci-deps: ## Debian packages that tests use (as root)
 	apt-get update -qq
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends bubblewrap chromium \
-	  munge shellcheck slurm-client slurmctld slurmd
+	  fish munge shellcheck slurm-client slurmctld slurmd zsh
 
 UV := uv==0.13.9
 

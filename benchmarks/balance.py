@@ -162,7 +162,7 @@ def main() -> int:
     figures = {}
     with tempfile.TemporaryDirectory(prefix="slimx-benchmark-") as directory:
         model = str(Path(directory) / "model")
-        make = [sys.executable, str(ROOT / "tools/quickstart/make_model.py"), "--out", model]
+        make = [sys.executable, str(ROOT / "slimx/extras/quickstart/make_model.py"), "--out", model]
         subprocess.run(make, check=True, stdout=sys.stderr)
         for layout in arguments.layouts:
             for sigma in arguments.sigmas:

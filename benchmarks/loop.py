@@ -181,7 +181,7 @@ def make_config(directory: Path, pairs: int, prompts: int) -> Config:
     """Returns the quickstart's configuration with larger steps: `prompts` x 8 rollouts x 32 tokens, on the untrained
     model."""
     data = directory / "data"
-    tools = ROOT / "tools" / "quickstart"
+    tools = ROOT / "slimx/extras/quickstart"
     subprocess.run([sys.executable, tools / "make_model.py", "--out", data / "model"], check=True, stdout=sys.stderr)
     subprocess.run([sys.executable, tools / "make_task.py", "--out", data], check=True, stdout=sys.stderr)
     return load_config(

@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tools.quickstart.make_model import CONFIG, make_tokenizer  # noqa: E402
+from slimx.extras.quickstart.make_model import CONFIG, make_tokenizer  # noqa: E402
 
 SIZES = {
     "tiny": {},

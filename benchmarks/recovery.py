@@ -37,8 +37,8 @@ from machine import surroundings
 from quantities import positive
 
 ROOT = Path(__file__).resolve().parents[1]
-MAKER = ROOT / "tools/quickstart/make_model.py"
-TASK = ROOT / "tools/quickstart/make_task.py"
+MAKER = ROOT / "slimx/extras/quickstart/make_model.py"
+TASK = ROOT / "slimx/extras/quickstart/make_task.py"
 DEADLINE_S = 1800.0
 MIRROR_EVERY, SAVE_EVERY, STEPS = 2, 5, 40
 NOTE = re.compile(

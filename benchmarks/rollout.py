@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 def make_config(directory: Path, overrides: Sequence[str]) -> Config:
     """Returns the quickstart's configuration with its untrained model, in `directory`."""
     data = directory.parent / "data"
-    tools = ROOT / "tools" / "quickstart"
+    tools = ROOT / "slimx/extras/quickstart"
     if not data.exists():
         subprocess.run(
             [sys.executable, tools / "make_model.py", "--out", data / "model"], check=True, stdout=sys.stderr

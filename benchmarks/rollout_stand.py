@@ -81,7 +81,7 @@ def prompt_number(token_ids: Sequence[int]) -> int:
 
 def make_config(directory: Path, per_step: int, mean: int) -> Config:
     """Returns the configuration of GRPO with `per_step` groups a step on `RANKS` data-parallel ranks."""
-    runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))["make_tokenizer"]().save_pretrained(directory)
+    runpy.run_path(str(ROOT / "slimx/extras/quickstart/make_model.py"))["make_tokenizer"]().save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps({"vocab_size": 100}))
     return load_config(
         ROOT / "configs/moe/quickstart.yaml",

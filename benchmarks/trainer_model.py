@@ -14,7 +14,7 @@ def make_model(name: str, out: Path) -> None:
     """Writes a random checkpoint: the quickstart's Qwen3-MoE, or a Qwen3-Next of its width with gated delta nets in
     three of four layers."""
     if name == "qwen3_moe":
-        make = [sys.executable, str(ROOT / "tools/quickstart/make_model.py"), "--out", str(out)]
+        make = [sys.executable, str(ROOT / "slimx/extras/quickstart/make_model.py"), "--out", str(out)]
         subprocess.run(make, check=True, stdout=sys.stderr)
         return
     import torch

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import signal
 import sys
@@ -12,16 +13,16 @@ import typer
 from rich.console import Console
 
 from slimx import __version__
-from slimx.commands.options import AsJson, Checkpoint, Debug, Overrides, RunFile
+from slimx.commands.options import Debug, Overrides, RunFile
 from slimx.commands.usage import RayCommand, RootGroup, refusal, starts_ray
 from slimx.config.load import load_config
-from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
-from slimx.observability.live.safe_text import one_line, plain, visible, with_log
+from slimx.errors import Interrupted, Preempted, SlimxError, ending_of, not_installed
+from slimx.observability.live.safe_text import plain, with_log
 from slimx.runtime.children import search_working_directory
 
 app = typer.Typer(
     cls=RootGroup,
-    add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     help="Reinforcement-learning training for large mixture-of-experts language models.",
 )
@@ -42,6 +43,8 @@ def _options(
     pass
 
 
+HEAVY = ("torch", "megatron", "sglang", "sglang_router", "ray", "transformers")
+"""Packages that `slimx setup` installs, and no other way of installing slimx."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit status that typer returns for a KeyboardInterrupt; typer prints no message for it."""
 EXIT_S = 10.0
@@ -54,7 +57,20 @@ def train(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Train the policy as configured in FILE. A run directory with a checkpoint is resumed."""
+    """Train the policy as configured in FILE. A run directory with a checkpoint is resumed.
+
+    Examples:
+
+    slimx train run.yaml
+
+    slimx train run.yaml run.dir=runs/short schedule.steps=3
+
+    slimx train run.yaml 'rollout.engines+={name: teacher, model: models/big}'
+
+    Exit codes: 0 finished, 1 failed, 2 refused, 75 stopped after a checkpoint (SIGUSR1).
+
+    Pages: docs/guides/first-run.md, docs/operations.md. `slimx keys` explains the keys of FILE.
+    """
     console = Console(soft_wrap=True)
     console.print(plain(f"checking {file}"))
     config = load_config(file, overrides or [])
@@ -65,49 +81,10 @@ def train(
     if report:
         summary += f", report {report}"
     console.print(plain(summary))
-
-
-@app.command(cls=RayCommand)
-def generate(
-    file: RunFile,
-    overrides: Overrides = None,
-    checkpoint: Checkpoint = None,
-    debug: Debug = False,
-) -> None:
-    """Generate the rollouts of the run in FILE without training: only engines are started, and each step is saved."""
-    console = Console(soft_wrap=True)
-    console.print(plain(f"checking {file}"))
-    config = load_config(file, overrides or [])
-    from slimx.commands import start
-
-    directory = start.generate(config, checkpoint, console)
-    console.print(plain(f"rollouts {directory}"))
-
-
-@app.command("eval", cls=RayCommand)
-def evaluate(
-    file: RunFile,
-    overrides: Overrides = None,
-    checkpoint: Checkpoint = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Evaluate a checkpoint on the held-out prompts of FILE and report mean reward and pass@k of each set. Only engines
-    are started."""
-    print(f"checking {one_line(file)}", file=sys.stderr, flush=True)
-    config = load_config(file, overrides or [])
-    import json
-
-    from slimx.commands import start
-
-    result = start.evaluate(config, checkpoint, lambda text: print(text, file=sys.stderr))
-    from slimx.commands.evaluate import table
-
-    if as_json:
-        print(visible(json.dumps(result, indent=1)))
-        return
-    for line in table(result):
-        print(visible(line))
+    following = f"slimx watch {directory}"
+    if (directory / "rollouts").is_dir():
+        following += f", slimx rollouts {directory}"
+    console.print(plain(f"next: {following}"))
 
 
 def main() -> None:
@@ -120,13 +97,18 @@ def main() -> None:
     try:
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            status = app(standalone_mode=False)
+            status = app(prog_name="slimx", standalone_mode=False)
             if status == INTERRUPTED:
                 raise Interrupted(signal.SIGINT)
         except KeyboardInterrupt:  # raised outside of a command, where typer does not catch it
             raise Interrupted(signal.SIGINT) from None
         except typer.TyperException as error:
             raise refusal(error) from error
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package not in HEAVY:
+                raise
+            raise not_installed(package) from error
     except (SlimxError, Preempted, Interrupted) as error:
         if isinstance(error, SlimxError) and "--debug" in sys.argv:
             raise
@@ -156,6 +138,7 @@ def entry() -> None:
         if release is not None:
             release()
         Watchdog().arm(EXIT_S, status if isinstance(status, int) else int(bool(status)), None)
+        gc.freeze()  # the interpreter's last collections would take seconds with torch's modules, and free nothing
 
 
 if __name__ == "__main__":

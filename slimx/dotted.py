@@ -64,6 +64,12 @@ def imported(key: str, path: str, group: str = "") -> Any:
             f"{key}: {path} is a module, not a function; name one of its functions ({_listed(path, submodule)})",
         )
     if not hasattr(module, name):
+        if module_name == "__main__":
+            raise SlimxError(
+                f"{key} is {path}, a function of the script that started this run; start the script again",
+                code="dotted.script",
+                about=key,
+            )
         near = difflib.get_close_matches(name, vars(module), n=1)
         hint = f"did you mean {module_name}.{near[0]}?" if near else f"it defines {_listed(module_name, module)}"
         raise SlimxError(f"{key}: module {module_name} has no {name}; {hint}", code="dotted.missing", about=key)
@@ -138,16 +144,17 @@ def load_function(
     path: str,
     parameters: tuple[str, ...],
     *,
-    is_async: bool,
+    is_async: bool | None = None,
     options: tuple[str, Json] = ("", {}),
     group: str = "",
 ) -> Any:
     """Returns the function at `path`, the value of the configuration key `key`, after checking that it can be called
     with `parameters`.
 
-    `is_async`: True if it must be an async function, False if it must not. `options`: a configuration key and its
-    value, a mapping of keyword arguments that are bound to the function. `group`: if given, `path` may also be the name
-    of an entry point of this group. Raises a SlimxError that names the key, the path and the fault."""
+    `is_async`: True if it must be an async function, False if it must not, None if it may be either. `options`: a
+    configuration key and its value, a mapping of keyword arguments that are bound to the function. `group`: if given,
+    `path` may also be the name of an entry point of this group. Raises a SlimxError that names the key, the path and
+    the fault."""
     function = imported(key, path, group)
     name = path.rpartition(".")[2]
     shape = f"{'async ' if is_async else ''}def {name}({', '.join(parameters)})"
@@ -178,9 +185,7 @@ def load_function(
         raise SlimxError(
             f"{key}: {path}{signature} cannot be called ({error}); {remedy}", code="dotted.signature", about=key
         ) from error
-    # Functions and partials can be async themselves; other objects can have an async `__call__`.
-    called = getattr(function, "__call__", function)  # noqa: B004
-    if (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)) != is_async:
+    if is_async is not None and is_async_function(function) != is_async:
         raise SlimxError(
             f"{key}: {path} must{'' if is_async else ' not'} be async; define the function as `{shape}`",
             code="dotted.async",
@@ -189,3 +194,9 @@ def load_function(
     if not keywords:
         return function
     return partial(function, **keywords)
+
+
+def is_async_function(function: object) -> bool:
+    """Returns True if `function` is an async function, a partial of one, or an object with an async `__call__`."""
+    called = getattr(function, "__call__", function)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)

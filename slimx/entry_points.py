@@ -5,12 +5,15 @@
     slimx.agents              agents by name: `rollout.options.agent`
     slimx.checkpoint_formats  formats of checkpoints from which a run can start: `CheckpointFormat`
     slimx.commands            subcommands of `slimx`: Typer apps
+    slimx.completions         completions of command-line arguments in a shell: `overrides`
     slimx.datasets            published data sets that `slimx data` writes
     slimx.devices             adaptations of megatron-core and SGLang to "cpu" and "cuda": `Device`
     slimx.engine_layers       layouts of SGLang's layers by kind: modules with ROWS, GAPS and REPLACEMENTS
     slimx.engine_processors   package of SGLang's image processors
     slimx.environments        environments by name: `rollout.options.environment`
+    slimx.evaluation_engines  engines that evaluate beside training: `EvaluationEngines`, named `beside`
     slimx.event_receivers     receivers of a run's events: `Events`
+    slimx.exports             public names of the package slimx, imported on first use
     slimx.families            modules that build models, by architecture
     slimx.foreign_names       names of keys and values in other frameworks
     slimx.frozen_engines      engines of frozen models: `FrozenEngines`, named `routers`

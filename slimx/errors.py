@@ -20,7 +20,15 @@ _LIBRARIES = (
 )
 
 
-class SlimxError(Exception):
+class _Sentence(Exception):
+    """An exception whose message is meant for users."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Returns the lines that IPython and notebooks show instead of a traceback."""
+        return [f"slimx: {ending_of(self)[1]}"]
+
+
+class SlimxError(_Sentence):
     """An error whose message is one sentence for the user: what is wrong, where, and what to do.
 
     The command line prints only the message and exits with `status`; with `--debug` it also prints the traceback.
@@ -62,7 +70,14 @@ class DeadlineError(SlimxError):
         return type(self), (self.awaited, self.seconds, self.holder)
 
 
-class Preempted(Exception):
+def not_installed(package: str) -> SlimxError:
+    """Returns the error of a command that needs `package`, which `slimx setup` installs."""
+    return SlimxError(
+        f"this command needs {package}, which is not installed; run `slimx setup`", code="setup.missing", about=package
+    )
+
+
+class Preempted(_Sentence):
     """Raised after a signal preempted the run, which has saved a checkpoint after `step` of its `steps` steps and shut
     down cleanly."""
 
@@ -71,7 +86,7 @@ class Preempted(Exception):
         self.step = step
 
 
-class Interrupted(Exception):
+class Interrupted(_Sentence):
     """Raised after a signal ended the run, which has shut down cleanly. `signum`: number of the signal."""
 
     def __init__(self, signum: int):

@@ -36,14 +36,15 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """The file that the block is, by its first line (`# name.yaml`); None: it is a part of one, or no file."""
-        named = re.match(r"# ([\w-]+\.(?:yaml|py))\n", self.text)
+        """The file that the block is, by its first line (`# name.yaml`); None: it is a part of one, or no file.
+        Launch scripts are read, not run."""
+        named = re.match(r"# ([\w-]+\.(?:yaml|py|sh))\n", self.text)
         return named[1] if named else None
 
     def commands(self) -> list[list[str]]:
         """Words of each command as a shell reads them, without assignments before it: every line of `bash`, those of
         `console` after the prompt `$`."""
-        if self.language not in ("bash", "console") or "<<" in self.text:
+        if self.language not in ("bash", "console") or "<<" in self.text or self.file:
             return []
         lines = self.text.replace("\\\n", " ").splitlines()
         if self.language == "console":

@@ -23,7 +23,7 @@ from PIL import Image
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.utils import logging
 
-from tools.quickstart.make_vision_model import TOKENS, write_tokenizer
+from slimx.extras.quickstart.make_vision_model import TOKENS, write_tokenizer
 
 SIZE = 64
 """Width and height of an image in pixels."""

@@ -82,8 +82,10 @@ def _needs(config: Config, *, trainers: bool) -> tuple[int, int, int]:
     """Returns the numbers of trainer ranks, of engine ranks with dedicated GPUs, and of CPUs that one policy needs."""
     threads = sum(group.started * group.ranks * group.threads for group in config.rollout.served)
     # Colocated engines have no dedicated GPUs.
-    dedicated = config.rollout.frozen_engines if config.schedule.colocate else config.rollout.served
-    engines = sum(group.started * group.ranks for group in dedicated)
+    engines = 0
+    for group in config.rollout.served:
+        if not (config.schedule.colocate and group in config.rollout.sampling_engines):
+            engines += group.started * group.ranks
     ranks = 0
     if trainers:
         ranks = trained_ranks(config)

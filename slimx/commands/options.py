@@ -7,10 +7,21 @@ from typing import Annotated
 
 import typer
 
+from slimx import entry_points
+
+
+def complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Returns completions of the override `incomplete` for a shell, each with its description."""
+    return entry_points.load("slimx.completions", "overrides")(ctx, incomplete)
+
+
 RunFile = Annotated[Path, typer.Argument(help="YAML file with the run's configuration.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Overrides of the file, section.key=value, applied in order."),
+    typer.Argument(
+        autocompletion=complete,
+        help="Overrides of the file, section.key=value, applied in order; section.key+=value appends to a list.",
+    ),
 ]
 Checkpoint = Annotated[
     Path | None,

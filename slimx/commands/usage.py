@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from typing import TYPE_CHECKING
 
 import typer
@@ -27,19 +28,23 @@ class CommandGroup(TyperGroup):
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         args = [_expanded(argument) for argument in args]
-        if not args:
+        if not args and not ctx.resilient_parsing:  # it is True while a shell completes words
             print(ctx.get_help())
             ctx.exit(REFUSED)
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
         name = args[0]
-        if self.get_command(ctx, name) is None and not name.startswith("-"):
+        if not (ctx.resilient_parsing or name.startswith("-") or self.get_command(ctx, name)):
             names = self.list_commands(ctx)
             near = difflib.get_close_matches(name, names, n=2)
             hint = f"did you mean {' or '.join(near)}?" if near else f"its commands are {', '.join(names)}"
             raise SlimxError(f"{_command_path(ctx)} has no command {name}; {hint}", code="cli.command", about=name)
         return super().resolve_command(ctx, args)
+
+    def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
+        command = super().get_command(ctx, cmd_name)
+        return command and _in_capitals(command)
 
 
 class RootGroup(CommandGroup):
@@ -55,10 +60,17 @@ class RootGroup(CommandGroup):
             return core_command
         command = typer.main.get_command(entry_points.load(COMMANDS, cmd_name))
         command.name = cmd_name
-        return command
+        return _in_capitals(command)
 
 
-class RunCommand(TyperCommand):
+class PlainCommand(TyperCommand):
+    """A command whose usage shows its arguments without braces: `FILE [OVERRIDES]...`."""
+
+    def collect_usage_pieces(self, ctx: Context) -> list[str]:
+        return [re.sub("[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
+
+
+class RunCommand(PlainCommand):
     """A command that takes a run's YAML file. For an unknown flag that belongs to another framework, the error suggests
     the equivalent key of slimx. The exit status is 0 only if the command has finished, even if a hook raises
     SystemExit(0)."""
@@ -77,7 +89,7 @@ class RunCommand(TyperCommand):
                 if following and not following[0].startswith("--"):
                     value = following[0]
             suggestion = for_flag(Config, flag, value)
-            if suggestion is not None:
+            if suggestion is not None and not ctx.resilient_parsing:
                 raise SlimxError(
                     f"slimx {self.name} has no option {flag}; {suggestion}", code="cli.foreign_flag", about=flag
                 )
@@ -111,6 +123,14 @@ def starts_ray(app: typer.Typer, name: str) -> bool:
         return isinstance(group, RootGroup) and isinstance(group.get_command(typer.Context(group), name), RayCommand)
     except SlimxError:
         return False
+
+
+def _in_capitals(command: Command) -> Command:
+    """Returns `command`, whose help then shows the names of its arguments in capitals, as errors do."""
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            parameter.metavar = parameter.name.upper()
+    return command
 
 
 def _expanded(argument: str) -> str:

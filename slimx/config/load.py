@@ -1,7 +1,9 @@
-"""Loads a `Config` from a YAML file and dotted overrides, and turns every error into a message of one sentence."""
+"""Loads a `Config` from a YAML file, a mapping or another `Config` and from overrides, and turns every error into a
+message of one sentence."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
@@ -17,18 +19,32 @@ from slimx.config.foreign_names import to_known_names
 from slimx.config.rule import Refusal, refuse
 from slimx.config.schema import Config
 from slimx.config.section import echoed
+from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.objectives import OBJECTIVES, merged_objective
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 
+Overrides = str | Sequence[str] | Mapping[str, object]
+"""Overrides of a configuration: `section.key=value`, several of them, or a mapping of nested or dotted keys."""
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads `path`, applies `section.key=value` overrides in order, and returns the validated configuration.
 
-    Raises a SlimxError that names the file or override and the key; for an unknown key it suggests the nearest known
-    one."""
+def load_config(source: str | Path | Mapping[str, object] | Config, overrides: Overrides = ()) -> Config:
+    """Reads `source`, applies `overrides` in order, and returns the validated configuration.
+
+    `source`: a YAML file, a mapping of nested or dotted keys, or a configuration, which is not changed. Raises a
+    SlimxError that names the file or override and the key; for an unknown key it suggests the nearest known one."""
+    path = Path("configuration")
+    tree = _config({})
     try:
-        return _load(Path(path).expanduser(), overrides)
+        if isinstance(source, Config):
+            tree = _config(set_values(source))
+        elif isinstance(source, Mapping):
+            for text in _texts(source):
+                tree, _ = _apply(tree, text, ())
+        else:
+            path = Path(source).expanduser()
+            tree = _read(path)
+        return _load(path, tree, _texts(overrides))
     except RecursionError:
         raise SlimxError(
             f"{path}: lists or mappings are nested too deeply; reduce the nesting in this file and in the overrides",
@@ -37,8 +53,34 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ) from None
 
 
-def _load(path: Path, overrides: Sequence[str]) -> Config:
-    tree = _read(path)
+def set_values(config: Config) -> Json:
+    """Returns the values of `config` that are set, without those that the preset `algorithm.name` sets, so that another
+    preset can replace them."""
+    plain = config.to_plain(exclude_unset=True)
+    if "algorithm" in plain:
+        preset = Algorithm(name=config.algorithm.name).model_dump(mode="json")
+        plain["algorithm"] = _beyond(plain["algorithm"], preset) | {"name": config.algorithm.name}
+    return plain
+
+
+def _beyond(values: Json, base: Json) -> Json:
+    """Returns the entries of the nested mapping `values` that differ from `base`."""
+    differing = {}
+    for key, value in values.items():
+        if value != base.get(key):
+            nested = isinstance(value, dict) and isinstance(base.get(key), dict)
+            differing[key] = _beyond(value, base[key]) if nested else value
+    return differing
+
+
+def _texts(overrides: Overrides) -> Sequence[str]:
+    """Returns `overrides` as `section.key=value`."""
+    if isinstance(overrides, Mapping):
+        return [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
+    return [overrides] if isinstance(overrides, str) else overrides
+
+
+def _load(path: Path, tree: DictConfig, overrides: Sequence[str]) -> Config:
     applied: dict[str, str] = {}  # overrides by the dotted key that they set
     for index, override in enumerate(overrides):
         tree, key = _apply(tree, override, overrides[index + 1 : index + 3])
@@ -49,14 +91,14 @@ def _load(path: Path, overrides: Sequence[str]) -> Config:
         message = wording.no_interpolation(error, suggestions.known_keys(Config))
         if error.full_key:
             message = f"{error.full_key}: {message}"
-        raise SlimxError(f"{path}: {message}", code="config.interpolation", about=str(path)) from error
+        raise SlimxError(f"{path}: {message}", code="config.interpolation", about=str(path)) from None
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
         problems: list[SlimxError] = []
         for item in error.errors():
             problems += _problems(item, applied)
-        _refuse(problems, path, applied, error)
+        _refuse(problems, path, applied)
         raise
     config._interpolated = dict(_interpolations(_plain(tree)))
     return config
@@ -72,7 +114,7 @@ def _read(path: Path) -> DictConfig:
     except (YAMLError, OmegaConfBaseException, ValueError) as error:  # ValueError: too long an integer
         line, message = wording.not_yaml(error, path.read_text(errors="replace"))
         where = path if line is None else f"{path}, line {line}"
-        raise SlimxError(f"{where}: {message}", code="config.not_yaml", about=str(path)) from error
+        raise SlimxError(f"{where}: {message}", code="config.not_yaml", about=str(path)) from None
     reason = wording.no_sections(path, tree, Config.model_fields)
     if reason is not None:
         raise SlimxError(f"{path}: {reason}", code="config.no_sections", about=str(path))
@@ -88,15 +130,37 @@ def _apply(tree: DictConfig, override: str, following: Sequence[str]) -> tuple[D
         raise SlimxError(message, code="config.override", about=override)
     where = f"override {echoed(override)!r}"
     try:
-        key, _, value = override.lstrip("+").partition("=")  # + marks a new key in Hydra
-        values = _plain(_named(OmegaConf.from_dotlist([f"{key}={value}"]), where))
+        name, _, value = override.lstrip("+").partition("=")  # + marks a new key in Hydra
+        key = name.removesuffix("+")
+        added = OmegaConf.from_dotlist([f"{key}={value}"])
+        if key != name:
+            _append(added, key, _plain(tree), where)
+        values = _plain(_named(added, where))
         return _merged(tree, values, where), _dotted(values)
     except YAMLError as error:
         message = f"{where}: {wording.not_yaml(error, override)[1]}"
-        raise SlimxError(message, code="config.override", about=override) from error
+        raise SlimxError(message, code="config.override", about=override) from None
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         message = f"{where} cannot be applied ({wording.not_applied(error)})"
-        raise SlimxError(message, code="config.override", about=override) from error
+        raise SlimxError(message, code="config.override", about=override) from None
+
+
+def _append(added: DictConfig, key: str, base: Json, where: str) -> None:
+    """Replaces the value of `added` at the dotted `key`, in place, by the list that `base` or the schema has there,
+    with this value appended; a list is appended entry by entry. Raises SlimxError, naming `where`, if there is no
+    list."""
+    path = key.split(".")
+    entries = _value_at(base, path)
+    if entries is None:
+        entries = suggestions.default_list(Config, path)
+    if not isinstance(entries, list):
+        raise SlimxError(
+            f"{where}: += appends to a list, which {key} is not; write {key}=VALUE",
+            code="config.override",
+            about=key,
+        )
+    value = _value_at(_plain(added), path)
+    OmegaConf.update(added, key, entries + (value if isinstance(value, list) else [value]), merge=False)
 
 
 def _plain(tree: DictConfig | ListConfig) -> Json:
@@ -146,7 +210,7 @@ def _merged(tree: DictConfig, override: Json, where: str) -> DictConfig:
         if "incompatible container types" not in str(error):
             raise
         message = f"{where}: {suggestions.for_entry(Config, path, value)}"
-        raise SlimxError(message, code="config.override", about=".".join(path)) from error
+        raise SlimxError(message, code="config.override", about=".".join(path)) from None
 
 
 def _take_objectives(override: Json, base: Json) -> None:
@@ -272,7 +336,7 @@ def _override_of(key: str, applied: Mapping[str, str]) -> str | None:
     return None
 
 
-def _refuse(problems: Sequence[SlimxError], path: Path, applied: Mapping[str, str], cause: Exception) -> None:
+def _refuse(problems: Sequence[SlimxError], path: Path, applied: Mapping[str, str]) -> None:
     """Raises one Refusal that lists `problems`, each attributed to the override that caused it or, if none did, to the
     file at `path`. Returns if there are none."""
     names = []
@@ -280,8 +344,8 @@ def _refuse(problems: Sequence[SlimxError], path: Path, applied: Mapping[str, st
         override = _override_of(problem.about, applied) if problem.about else None
         names.append(str(path) if override is None else f"override {echoed(override)!r}")
     if len(set(names)) == 1:
-        refuse(problems, f"{names[0]}: ", cause)
+        refuse(problems, f"{names[0]}: ")
     placed = []
     for name, problem in zip(names, problems, strict=True):
         placed.append(SlimxError(f"{name}: {problem}", code=problem.code, about=problem.about))
-    refuse(placed, "", cause)
+    refuse(placed)

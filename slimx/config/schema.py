@@ -7,10 +7,10 @@ need the model, a machine or files, are entry points (`slimx.config.rule`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
-from pydantic import PrivateAttr, ValidationError, ValidationInfo, create_model, model_validator
+from pydantic import BeforeValidator, PrivateAttr, ValidationError, ValidationInfo, create_model, model_validator
 from pydantic_core import ErrorDetails
 
 from slimx import entry_points
@@ -22,8 +22,8 @@ from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.policies import ACTOR, Policy, derived, engine_faults, name_faults
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.reward import Reward
-from slimx.config.sections.rollout import ROUTED_PER_STEP, Eval, Rollout
+from slimx.config.sections.reward import Eval, Reward
+from slimx.config.sections.rollout import ROUTED_PER_STEP, Rollout
 from slimx.config.sections.run import Checkpoint, Cluster, Model, Numerics, RunSection, Track
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
@@ -55,7 +55,7 @@ class CoreConfig(Section):
     schedule: Schedule = Schedule()
     publish: Publish = Publish()
     checkpoint: Checkpoint = Checkpoint()
-    eval: Eval = Eval()
+    eval: Annotated[Eval, BeforeValidator(lambda value: {} if value is None else value)] = Eval()
     track: Track = Track()
 
     _interpolated: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
@@ -67,10 +67,10 @@ class CoreConfig(Section):
         stays unresolved, so that secrets are not exposed."""
         return yaml.safe_dump(self.to_plain(), sort_keys=False, allow_unicode=True)
 
-    def to_plain(self) -> Json:
-        """Returns the configuration as plain values. `${...}` stays unresolved, so that a secret read by
-        `${oc.env:KEY}` is neither saved nor sent."""
-        plain = self.model_dump(mode="json")
+    def to_plain(self, *, exclude_unset: bool = False) -> Json:
+        """Returns the configuration as plain values, without defaults if `exclude_unset`. `${...}` stays unresolved, so
+        that a secret read by `${oc.env:KEY}` is neither saved nor sent."""
+        plain = self.model_dump(mode="json", exclude_unset=exclude_unset)
         for (*path, last), text in self._interpolated.items():
             parent: Any = plain  # a mapping or a list
             for key in path:
@@ -82,6 +82,7 @@ class CoreConfig(Section):
     def _across(self, info: ValidationInfo) -> Config:
         if info.context is CHECKED:
             return self
+        self.rollout._evaluating = self.eval.engines if self.eval.files else ()
         policies = self.policies if info.context is None else info.context  # the run's, for one of its policies
         refuse(broken(all_rules(), {**self.sections, "policies": policies}))
         refuse_faults(name_faults(self.policies))

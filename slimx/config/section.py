@@ -95,6 +95,16 @@ class Section(BaseModel):
         this method."""
         yield from ()
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if not name.startswith("_"):
+            raise SlimxError(
+                f"{name} of {type(self).__name__} cannot be set, because a configuration does not change; create "
+                f'another with slimx.load_config(config, {{"section.{name}": ...}})',
+                code="config.frozen",
+                about=name,
+            )
+        super().__setattr__(name, value)
+
     @model_validator(mode="after")
     def _faultless(self) -> Self:
         refuse_faults(self._faults())

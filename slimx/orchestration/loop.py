@@ -50,6 +50,8 @@ async def train(run: Run) -> None:
     await run.publish()
     if run.step == 0:
         run.records.start(await evaluate(run), run.version)
+    else:
+        await run.evaluation.resume(run)
     while run.step < steps:
         began = time.perf_counter()
         batch = await run.next_batch()

@@ -225,6 +225,17 @@ class EnginePublications(Publications):
                 await members.quarantine(engine, error)
         return True
 
+    async def publish_to(self, members: Membership, step: int) -> Publication:
+        """Publishes the weights after `step` steps to other engines that the transport reaches, such as those that
+        evaluate beside training. Raises NoReceiverLeft if none of them received the weights."""
+
+        async def once() -> Publication:
+            stored = await in_thread(self.delivery.kept, step)
+            publisher = self._publisher(stored or self.publisher.source, members, None if stored else self.delivery)
+            return await publisher.publish(step, trainer_step=step)
+
+        return await self.with_retry(once)
+
     def _publisher(
         self,
         source: Source,

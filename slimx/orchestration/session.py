@@ -169,6 +169,7 @@ async def _session(
         records = _open_records(config, table, events, done + 1 if done else 0, tokenizers)
         stack.callback(records.close)
         table.start(starting.line, starting.since)
+        table.milestone("Ray ready")
         if config.publish.transport == "auto" and config.rollout.policy_engines:
             table.note(f"publish.transport {actor.transport}")
         config = actor.config
@@ -218,6 +219,7 @@ async def _session(
         await recovery.open(run.checkpoints, done, resume_from, same_layout=same)
         stack.enter_context(frozen_heap())
         table.note(starting.ready)
+        stack.callback(table.milestone, f"stopping {starting.parts}")
         await work(run)
         events.tell("finished", f"the run is finished after {run.step} steps")
 
@@ -319,7 +321,7 @@ async def start_parts(
         if service.device == "cuda":
             shared = await trainers[ACTOR].places()
         await trainers[ACTOR].offload()
-    for name, engines in service.place(shared).items():
+    for name, engines in [*service.place(shared).items(), *service.evaluation.groups.items()]:
         starting.append(partial(check_reach, trainers[name], engines))
         starting.append(partial(timed, prefix_of(name) + "engines", engines.start))
     for name in config.served_by_actor:

@@ -6,23 +6,27 @@ the prefix provides the `Form`, the adapter that loads such hooks.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from slimx import entry_points
 from slimx.config.schema import Config
 from slimx.config.sections.reward import Reward as RewardConfig
 from slimx.config.sections.reward import RewardPart
 from slimx.data.records import Prompt
-from slimx.dotted import load_function
+from slimx.dotted import is_async_function, load_function
 from slimx.errors import SlimxError, written_at
 from slimx.json_types import Json
 from slimx.rewards import needs
 from slimx.rewards.mixture import Mixture, WeightedReward
-from slimx.rollout.hooks import Generate, Keep, Reward, RewardContext
+from slimx.rollout.client.completion import Completion
+from slimx.rollout.hooks import Generate, Keep, Reward, RewardContext, RolloutContext, RolloutEngine
+from slimx.runtime.tasks import in_thread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,7 +101,7 @@ def load_keep(config: Config) -> Keep | None:
     if foreign is not None:
         return foreign.form.load_keep(foreign.path, config)
     _refuse_without_prefix("rollout.filter", path)
-    return load_function("rollout.filter", path, ("group",), is_async=False)
+    return load_function("rollout.filter", path, ("group",))
 
 
 def form_facts(config: Config) -> dict[str, Json]:
@@ -147,9 +151,9 @@ def load_generate(config: Config) -> Generate:
         return foreign.form.load_generate(foreign.path, config)
     _refuse_without_prefix("rollout.generate", path)
     options = ("rollout.options", config.rollout.options)
-    hook = load_function("rollout.generate", path, ("ctx", "prompt"), is_async=True, options=options, group=GENERATE)
+    hook = load_function("rollout.generate", path, ("ctx", "prompt"), options=options, group=GENERATE)
     needs.check(hook)
-    return hook
+    return hook if is_async_function(hook) else cast(Generate, PlainGenerate(hook))
 
 
 def load_reward(config: RewardConfig, facts: Mapping[str, Json]) -> Reward | None:
@@ -274,7 +278,6 @@ def _load_reward(key: str, config: RewardConfig | RewardPart, facts: Mapping[str
         f"{key}.function",
         path,
         ("ctx", scope),
-        is_async=True,
         options=(f"{key}.options", config.options),
         group=REWARDS,
     )
@@ -286,8 +289,58 @@ def _load_reward(key: str, config: RewardConfig | RewardPart, facts: Mapping[str
             code="hooks.scope",
             about="reward.scope",
         )
-    return hook
+    return hook if is_async_function(hook) else cast(Reward, PlainReward(hook))
 
 
 def _scope(config: RewardConfig | RewardPart) -> str:
     return config.scope if isinstance(config, RewardConfig) else "trajectory"
+
+
+# Plain functions ------------------------------------------------------------------------------------------------------
+
+
+class PlainReward(partial[object]):
+    """A plain reward hook, called like an async one. It may block, because each worker runs one reward at a time."""
+
+    async def __call__(self, *arguments: object) -> object:
+        value = super().__call__(*arguments)
+        return await value if inspect.isawaitable(value) else value
+
+
+class PlainGenerate(partial[object]):
+    """A plain generate hook, called like an async one. It runs in a thread, because the event loop serves all
+    rollouts."""
+
+    async def __call__(self, ctx: RolloutContext, prompt: Prompt) -> object:
+        engine = BlockingEngine(ctx.engine)
+        ctx = replace(ctx, engine=cast(RolloutEngine, engine))
+        try:
+            return await in_thread(super().__call__, ctx, prompt)
+        finally:
+            engine.end()
+
+
+class BlockingEngine:
+    """The engines as a plain generate hook uses them: `generate` waits for the completion."""
+
+    def __init__(self, engine: RolloutEngine):
+        self.sampling = engine.sampling
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._ended = False
+        self._request: Future[Completion] | None = None
+
+    def generate(self, token_ids: Sequence[int], sampling: Json | None = None, *, turn: int = 0) -> Completion:
+        """Samples a continuation as `RolloutEngine.generate` does. Raises SlimxError after the end of the rollout, such
+        as at its deadline."""
+        if self._ended:
+            raise SlimxError("a hook requested a completion after the deadline of its rollout; raise the deadline")
+        request = self._engine.generate(token_ids, sampling, turn=turn)
+        self._request = asyncio.run_coroutine_threadsafe(request, self._loop)
+        return self._request.result()
+
+    def end(self) -> None:
+        """Cancels the pending request, and refuses later ones."""
+        self._ended = True
+        if self._request is not None:
+            self._request.cancel()

@@ -5,12 +5,14 @@
     async def reward(ctx: RewardContext, group: Group) -> list[float | dict[str, float]]     # reward.scope: group
     def keep(group: Group) -> bool | str
 
+Each may be a plain or an async function (slimx.rollout.plain_hooks).
+
 `slimx.rollout.hook_loading` imports and checks the configured hooks before a run starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -309,7 +311,7 @@ class RewardContext(_Logging):
 Generate = Callable[[RolloutContext, Prompt], Coroutine[None, None, Trajectory | list[Trajectory]]]
 Value = float | Mapping[str, float]  # covariant, like Sequence below: also matches list[float] and dict[str, int]
 Reward = Callable[[RewardContext, Any], Coroutine[None, None, Value | Sequence[Value]]]
-Keep = Callable[[Group], bool | str]
+Keep = Callable[[Group], bool | str | Awaitable[bool | str]]
 
 
 def seed_of(*parts: int) -> int:

@@ -81,7 +81,7 @@ def can_transfer_kv(rollout: Rollout, device: str) -> Problems:
 
 @rule("engines.colocated_ranks", "schedule.colocate")
 def shares_gpus(rollout: Rollout, schedule: Schedule, trainer: Trainer, device: str) -> Problems:
-    ranks = sum(group.started * group.ranks for group in rollout.policy_engines)
+    ranks = sum(group.started * group.ranks for group in rollout.sampling_engines)
     if schedule.colocate and device == "cuda" and ranks > trainer.world_size:
         yield (
             f"schedule.colocate is true, but the policy's servers have {ranks} ranks, more than the "

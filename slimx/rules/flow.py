@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.rollout import Eval, Rollout
+from slimx.config.sections.reward import Eval
+from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import RunSection
 from slimx.config.sections.schedule import Schedule, batches_in_flight
 from slimx.config.sections.trainer import Trainer

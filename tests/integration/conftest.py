@@ -65,7 +65,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Hugging Face directory of the quickstart's Qwen3-MoE (float32, 2 layers, 8 experts, vocabulary 128)."""
 
     def make(out: Path) -> None:
-        runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))["make_model"](out, seed=1)
+        runpy.run_path(str(ROOT / "slimx/extras/quickstart/make_model.py"))["make_model"](out, seed=1)
 
     return made_once(tmp_path_factory, "tiny_model", make)
 
@@ -112,7 +112,7 @@ def task_of_sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the quickstart's task."""
 
     def make(out: Path) -> None:
-        runpy.run_path(str(ROOT / "tools/quickstart/make_task.py"))["make_task"](out, seed=1)
+        runpy.run_path(str(ROOT / "slimx/extras/quickstart/make_task.py"))["make_task"](out, seed=1)
 
     return made_once(tmp_path_factory, "task", make)
 

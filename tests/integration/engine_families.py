@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from slimx.extras.quickstart import make_vision_model
 from tests.integration import bailing_oracle
 from tests.integration.deepseek_checkpoint import DEEPSEEK
 from tests.integration.family_oracle import scatter
 from tests.integration.seeded import write_seeded, write_tokenizer
 from tests.integration.vision_oracle import KIMI_SIZES, KIMI_TOWER, publish, write_processor
-from tools.quickstart import make_vision_model
 
 # Sizes that every rank count here divides: SGLang's CPU path pads heads and inner sizes that do not.
 COMMON = {

@@ -167,3 +167,10 @@ async def repairing_or_not(ctx: RolloutContext, prompt: Prompt, **options: Any) 
 async def _generate(grammar: str, ctx: RolloutContext, prompt: Prompt, **options: Any) -> Trajectory:
     engine = replace(ctx.engine, sampling=dict(ctx.engine.sampling) | {"ebnf": grammar})
     return await tools.generate(replace(ctx, engine=engine), prompt, **options)
+
+
+async def held_at_step_2(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    """Generates a single turn; in the evaluation of step 2 only once the file `go` exists, which the prompt names."""
+    while ctx.evaluation and ctx.version == 2 and not Path(prompt.metadata["go"]).exists():
+        await asyncio.sleep(0.05)
+    return await single_turn.generate(ctx, prompt)

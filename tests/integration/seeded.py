@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.integration.conftest import ROOT, perturbed
 
-QUICKSTART = ROOT / "tools/quickstart/make_model.py"
+QUICKSTART = ROOT / "slimx/extras/quickstart/make_model.py"
 
 
 def write_seeded(hf: dict[str, Any], out: Path, dtype: torch.dtype = torch.float32) -> None:

@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 
 from slimx.cluster.connection import start_ray, stop_ray
-from slimx.commands.generate import generate
 from slimx.config.load import load_config
 from slimx.data.saved.step_files import read_step, step_files
+from slimx.extras.generation.checks import without_trainers
+from slimx.extras.generation.run import generate
+from slimx.extras.generation.serving import serving
 from slimx.models.families import configured_model
 from slimx.observability.live.table import LiveTable
-from slimx.orchestration.engines.serving import serving
-from slimx.orchestration.start.checks import without_trainers
 from slimx.orchestration.start.prepare import check_sources
 from slimx.orchestration.state.saves import Saves
 from tests.integration.runs import write_config

@@ -15,16 +15,16 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from slimx.cluster.connection import start_ray, stop_ray
-from slimx.commands.evaluate import evaluate_once
-from slimx.commands.generate import generate
 from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.data.records import Group, Trajectory
 from slimx.data.saved.step_files import origin_of, read_step, step_files
+from slimx.extras.evaluation.run import evaluate_once
+from slimx.extras.generation.checks import without_trainers
+from slimx.extras.generation.run import generate
+from slimx.extras.generation.serving import serving
 from slimx.models.families import configured_model
 from slimx.observability.live.table import LiveTable
-from slimx.orchestration.engines.serving import serving
-from slimx.orchestration.start.checks import without_trainers
 from slimx.orchestration.start.prepare import Sources, check_sources
 from slimx.orchestration.state.saves import Saves
 from slimx.rollout.flow.replay import check_replay

@@ -10,7 +10,6 @@ curves.jsonl there.
 from __future__ import annotations
 
 import json
-import runpy
 import signal
 import time
 from pathlib import Path
@@ -22,6 +21,8 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimx.config.sections.objectives import PRESETS
+from slimx.extras.quickstart.make_model import CONFIG, make_model, make_tokenizer
+from slimx.extras.quickstart.make_task import make_task
 from tests.integration.conftest import ROOT
 from tests.integration.runs import TrainProcess, completed_steps, steps
 
@@ -86,8 +87,8 @@ def supervised(name: str, prompts: str, **changes: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def warm_start() -> Path:
     if not (PLACE / "task" / "model" / "config.json").exists():
-        runpy.run_path(str(ROOT / "tools/quickstart/make_task.py"))["make_task"](PLACE / "task", seed=1)
-        runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))["make_model"](PLACE / "task" / "model", seed=1)
+        make_task(PLACE / "task", seed=1)
+        make_model(PLACE / "task/model", seed=1)
     supervised("warm", "demonstrations.jsonl")
     return PLACE / "warm" / "hf"
 
@@ -164,12 +165,11 @@ def test_ppo_learns_it_from_a_reward_model_alone(warm_start):
 
 
 def make_next(out: Path) -> None:
-    quickstart = runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))
-    hf = {key: value for key, value in quickstart["CONFIG"].items() if key != "use_sliding_window"} | NEXT
+    hf = {key: value for key, value in CONFIG.items() if key != "use_sliding_window"} | NEXT
     torch.manual_seed(1)
     config = AutoConfig.for_model(**{key: value for key, value in hf.items() if key != "torch_dtype"})
     AutoModelForCausalLM.from_config(config).save_pretrained(out)
-    quickstart["make_tokenizer"]().save_pretrained(out)
+    make_tokenizer().save_pretrained(out)
     (out / "config.json").write_text(json.dumps(hf))
 
 

@@ -17,11 +17,11 @@ from pyarrow import parquet
 
 from slimx.data.records import Trajectory
 from slimx.data.saved.step_files import DIRECTORY, read_step, step_files
+from slimx.extras.quickstart.make_vision_model import TOKENS
 from tests.integration.engine_families import make_model
 from tests.integration.family_oracle import read
 from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
 from tests.integration.victims import matching
-from tools.quickstart.make_vision_model import TOKENS
 
 pytestmark = pytest.mark.integration
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from slimx.extras.quickstart.make_task import make_task
 from tests.integration.conftest import ROOT
-from tools.quickstart.make_task import make_task
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow("a whole run"), pytest.mark.timeout(3600)]
 

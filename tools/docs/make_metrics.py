@@ -1,8 +1,8 @@
-"""Writes docs/metrics.md from the table of metrics.
+"""Writes docs/metrics.md from the table of metrics and from the report's table of good values.
 
     python -m tools.docs.make_metrics
 
-A unit test compares the page with slimx/observability/tracking/names.py.
+A unit test compares the page with slimx/observability/tracking/names.py and slimx/extras/report/meanings.py.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import argparse
 from itertools import groupby
 from pathlib import Path
 
+from slimx.extras.report.meanings import GOOD, Good
 from slimx.observability.tracking.names import METRICS, Metric
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 HEAD = """\
 # Metrics
 
-`python -m tools.docs.make_metrics` generates this page from `slimx/observability/tracking/names.py`.
+`python -m tools.docs.make_metrics` generates this page from `slimx/observability/tracking/names.py` and
+`slimx/extras/report/meanings.py`. The report and `slimx watch` show the same texts with every card and chart.
 
 Every training step is one line of `RUN/metrics.jsonl`, and one step in each tracker that section `track` names; metrics
 have the same names in all of them. A value that is not finite is null under `metrics` in the file, and `nonfinite` in
@@ -54,8 +56,10 @@ def page() -> str:
     """Returns the whole page."""
     parts = [HEAD]
     for section, metrics in groupby(sorted(METRICS, key=_place), key=lambda metric: metric.section):
-        parts.append(f"\n## {section}\n\n| metric | meaning |\n| --- | --- |\n")
-        parts += [f"| `{metric.name}` | {metric.meaning.replace('|', chr(92) + '|')} |\n" for metric in metrics]
+        parts.append(f"\n## {section}\n\n| metric | meaning | good |\n| --- | --- | --- |\n")
+        for metric in metrics:
+            good = GOOD.get(metric.name, Good("")).text
+            parts.append(f"| `{metric.name}` | {metric.meaning.replace('|', chr(92) + '|')} | {good} |\n")
     return "".join(parts)
 
 

@@ -23,10 +23,10 @@ from unittest import mock
 import pyarrow
 import pyarrow.parquet
 
+from slimx.extras.quickstart.make_model import make_model
 from slimx.orchestration import session
 from tools.docs import typed_names
 from tools.docs.typed import typed_in
-from tools.quickstart.make_model import make_model
 
 PAGE = Path(__file__).parents[2] / "tests" / "golden" / "mistakes.txt"
 RUN = """\
@@ -52,6 +52,17 @@ DAPO = '{"prompt": [{"role": "user", "content": "3+4="}], "reward_model": {"grou
 REWARD = """\
 async def rises(ctx, trajectory):
     return float(ctx.text == ctx.prompt.answer)
+"""
+WALK = """\
+class Config:
+    action_lookup = {1: "Back", 2: "Ahead"}
+
+class Walk:
+    def __init__(self, config):
+        self.config = config
+
+    def reset(self, seed=None):
+        return "Which way?"
 """
 LONG = 8
 """Maximum number of lines of a file that the page shows."""
@@ -82,6 +93,10 @@ def _hooks(*lines: str) -> dict[str, str]:
     return {"hooks.py": "\n".join(lines).rstrip() + "\n"}
 
 
+def _script(*lines: str) -> dict[str, str]:
+    return {"run.sh": "\n".join(lines) + "\n"}
+
+
 USER = {"role": "user", "content": "3+4="}
 TORN = _parquet([{"question": "3+4=", "answer": "7"}])[:-20]
 MISTAKES = (
@@ -109,8 +124,26 @@ MISTAKES = (
     Mistake("--config before the file", "train --config run.yaml"),
     Mistake("an unwritable report", "report runs/sums --out /proc/report.html", {"runs/sums/metrics.jsonl": ""}),
     Mistake("a report of the YAML file", "report run.yaml"),
+    Mistake("a comparison of one run", "report --compare runs/sums", {"runs/sums/metrics.jsonl": ""}),
+    Mistake("a comparison of a run with itself", "report a a --compare", {"a/metrics.jsonl": ""}),
+    Mistake("a comparison with no run", "report a b --compare", {"a/metrics.jsonl": ""}),
+    Mistake("a live page of a run and itself", "watch a --compare a", {"a/config.yaml": "run: {dir: a}\n"}),
+    Mistake("a live page of a run and of none", "watch a --compare b", {"a/config.yaml": "run: {dir: a}\n"}),
     Mistake("status of a run that never began", "status run.yaml"),
     Mistake("rollouts of the YAML file", "rollouts run.yaml"),
+    # Launch scripts of other frameworks.
+    Mistake("a launch script that is not there", "from-slime rnu.sh"),
+    Mistake("a launch script of verl for from-slime", "from-slime run.sh", _script("python3 -m verl.trainer.main_ppo")),
+    Mistake("a launch script of slime for from-verl", "from-verl run.sh", _script("python3 train.py --colocate")),
+    Mistake("a launch script of slime for from-trl", "from-trl run.sh", _script("python3 train.py --colocate")),
+    Mistake("a script that starts nothing", "from-slime run.sh", _script("pip install -e .")),
+    Mistake("a variable that a script does not set", "from-slime run.sh", _script("python3 train.py --save $BASE/x")),
+    Mistake("a quote that a script never closes", "from-verl run.sh", _script('python3 train.py --save "x')),
+    Mistake("a number in words in a script", "from-slime run.sh", _script("python3 train.py --num-rollout ten")),
+    Mistake("a configuration of slimx for from-verl", "from-verl run.yaml"),
+    Mistake("a Python file of TRL with an error", "from-trl grpo.py", {"grpo.py": "GRPOConfig(\n"}),
+    Mistake("a flag of slime after its script", "from-slime run.sh --colocate", _script("python3 train.py")),
+    Mistake("a variable without a value", "from-slime run.sh BASE", _script("python3 train.py")),
     Mistake("alerts of the YAML file", "alerts run.yaml"),
     Mistake("an archive of the model's directory", "pack model"),
     Mistake("an archive over a file", "pack run.yaml --out run.yaml"),
@@ -125,7 +158,9 @@ MISTAKES = (
     Mistake("a brace that is never closed", "train run.yaml", {"run.yaml": RUN + "trainer: {world_size: 2\n"}),
     Mistake("a list that is never closed", "train run.yaml", {"run.yaml": RUN + "trainer: {betas: [0.9, 0.99\n"}),
     Mistake("no space after a colon", "train run.yaml", {"run.yaml": RUN + "eval: {every:5}\n"}),
-    Mistake("a section without its keys", "train run.yaml", {"run.yaml": RUN.replace("schedule: {steps: 2}", "eval:")}),
+    Mistake(
+        "a section without its keys", "train run.yaml", {"run.yaml": RUN.replace("schedule: {steps: 2}", "track:")}
+    ),
     Mistake("an empty file", "train run.yaml", {"run.yaml": ""}),
     Mistake("JSON lines instead of YAML", "train prompts.jsonl"),
     Mistake("no model", "train run.yaml", {"run.yaml": RUN.replace("model: {path: model}\n", "")}),
@@ -193,6 +228,44 @@ MISTAKES = (
     Mistake("data check of nothing", "data check nowhere.jsonl"),
     Mistake("held-out prompts that are not there", "train run.yaml eval.prompts=heldout.jsonl eval.every=1"),
     Mistake("an evaluation without prompts", "train run.yaml eval.every=1"),
+    Mistake("a held-out set without its file", "train run.yaml 'eval.prompts={sums: {samples: 4}}'"),
+    Mistake(
+        "an unknown key of a held-out set", "train run.yaml 'eval.prompts={sums: {path: prompts.jsonl, sample: 4}}'"
+    ),
+    Mistake(
+        "several greedy answers for a held-out set",
+        "train run.yaml 'eval.prompts={sums: {path: prompts.jsonl, samples: 4}}'",
+    ),
+    Mistake(
+        "a held-out set that is not there",
+        "train run.yaml 'eval.prompts={sums: {path: heldout.jsonl, max_new_tokens: 8}}'",
+    ),
+    Mistake(
+        "held-out answers that are too long", "train run.yaml eval.prompts=prompts.jsonl eval.max_new_tokens=100000"
+    ),
+    Mistake("engines for evaluations without prompts", "train run.yaml 'eval.engines=[{max_total_tokens: 4096}]'"),
+    Mistake(
+        "engines for evaluations with the name of others",
+        "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{name: actor, max_total_tokens: 4096}]'",
+    ),
+    Mistake(
+        "running servers for evaluations",
+        "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{urls: [\"http://127.0.0.1:30000\"]}]'",
+    ),
+    Mistake(
+        "engines for evaluations with deltas",
+        "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{count: 1}]' publish.transport=disk "
+        "'publish.delta={every_full: 4}'",
+    ),
+    Mistake(
+        "engines for evaluations that are split wrongly",
+        "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{tensor: 2, expert: 3}]'",
+    ),
+    Mistake(
+        "an unknown key of engines for evaluations",
+        "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{tensr: 2}]'",
+    ),
+    Mistake("a list of held-out files", "train run.yaml 'eval.prompts=[prompts.jsonl]'"),
     # Hooks.
     Mistake("a misspelt function", "train run.yaml reward.function=hooks.rasies", _hooks(REWARD)),
     Mistake("a misspelt module", "train run.yaml reward.function=hoooks.rises", _hooks(REWARD)),
@@ -251,6 +324,40 @@ MISTAKES = (
         "doctor --hooks run.yaml rollout.generate=hooks.answer",
         _hooks("async def answer(ctx, prompt):", "    return 'seven'"),
     ),
+    # Environments of other projects.
+    *(
+        Mistake(
+            name,
+            "train run.yaml reward.function=multi_turn rollout.generate=multi_turn "
+            f"'rollout.options={{environment: {environment}, environment_options: {{{options}}}}}'",
+            {"walks.py": WALK} if "walks" in options else {},
+        )
+        for name, environment, options in (
+            ("RAGEN's environment without RAGEN", "gymnasium", "make: ragen.env.sokoban.env.SokobanEnv"),
+            (
+                "a configuration of another name",
+                "gymnasium",
+                "make: walks.Walk, make_options: {config: {make: walks.WalkConfig}}",
+            ),
+            (
+                "a configuration without an option",
+                "gymnasium",
+                "make: walks.Walk, make_options: {config: {make: walks.Config, size: 6}}",
+            ),
+            (
+                "names of actions that are elsewhere",
+                "gymnasium",
+                "make: walks.Walk, make_options: {config: {make: walks.Config}}, text_options: {actions: names}",
+            ),
+            (
+                "nothing between two actions",
+                "gymnasium",
+                'make: walks.Walk, make_options: {config: {make: walks.Config}}, text_options: {separator: ""}',
+            ),
+            ("an address of NeMo Gym without http", "nemo_gym", "url: localhost:8000"),
+            ("an environment of NeMo Gym without its address", "nemo_gym", ""),
+        )
+    ),
     # Runs.
     Mistake("a run that must go on, and never began", "train run.yaml run.resume=must"),
     Mistake("a run that must not go on", "train run.yaml run.resume=never", {"runs/sums/metrics.jsonl": ""}),
@@ -258,6 +365,31 @@ MISTAKES = (
     Mistake("an unwritable run.dir", "train run.yaml run.dir=/proc/sums"),
     Mistake("a file as run.dir", "train run.yaml run.dir=prompts.jsonl"),
     Mistake("a tracker that is not installed", "train run.yaml track.wandb=true"),
+    # Installation.
+    Mistake("a quickstart of no steps", "quickstart --steps 0"),
+    Mistake("a quickstart in a file", "quickstart --dir prompts.jsonl"),
+    Mistake("overrides of the quickstart", "quickstart schedule.steps=5"),
+    Mistake("a lock that does not exist", "setup --lock cuda"),
+    Mistake("an option of setup that is spelt wrong", "setup --lok cpu"),
+    # Lists, keys and first files.
+    Mistake("appending to what is no list", "train run.yaml schedule.steps+=3"),
+    Mistake("appending to an unknown key", "train run.yaml 'rollout.engnes+={tensor: 2}'"),
+    Mistake("appending an entry with an unknown key", "train run.yaml 'rollout.engines+={name: b, tensr: 2}'"),
+    Mistake("appending a text to a list of numbers", "train run.yaml rollout.sampling.stop_token_ids+=end"),
+    Mistake("a word that no key contains", "keys temprature"),
+    Mistake("a key of a section that does not have it", "keys trainer.temperature"),
+    Mistake("a first file without a terminal to ask", "init --out new.yaml"),
+    Mistake("a first file without prompts", "init --model model --out new.yaml"),
+    Mistake("a first file that exists", "init --model model --prompts prompts.jsonl"),
+    Mistake("a model that is not there", "init --model modle --prompts prompts.jsonl --out new.yaml"),
+    Mistake("an unknown machine", "init --model model --prompts prompts.jsonl --out new.yaml --gpu a100"),
+    Mistake(
+        "nodes without their GPUs", "init --model model --prompts prompts.jsonl --out new.yaml --gpu cpu --nodes 2"
+    ),
+    Mistake(
+        "GPUs that no layout can use", "init --model model --prompts prompts.jsonl --out new.yaml --gpu h100 --gpus 6"
+    ),
+    Mistake("an option of init that is spelt wrong", "init --modle model"),
 )
 
 MISTAKES += tuple(

@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_intermixed_args()
     out = options.out.absolute()
-    make = [sys.executable, "-m", "tools.quickstart.make_task", "--out", str(out / "task")]
+    make = [sys.executable, "-m", "slimx.extras.quickstart.make_task", "--out", str(out / "task")]
     subprocess.run(make, cwd=ROOT, check=True, timeout=600)
     train_arguments = arguments(options.mode, out, options.model, options.overrides)
     log = out / f"{options.mode}.train.log"

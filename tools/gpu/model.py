@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from slimx.extras.quickstart.make_model import CONFIG, make_tokenizer
 from slimx.models.families import read_model
-from tools.quickstart.make_model import CONFIG, make_tokenizer
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,8 @@ class Smoke:
     # Checks -----------------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        self.call("tools.quickstart.make_task", "--out", str(self.out))
-        self.call("tools.quickstart.make_model", "--out", str(self.out / "model"))
+        self.call("slimx.extras.quickstart.make_task", "--out", str(self.out))
+        self.call("slimx.extras.quickstart.make_model", "--out", str(self.out / "model"))
 
     def exact(self) -> None:
         """Checks exact mode on the tiny model, even if the run has another one, because exact mode supports its

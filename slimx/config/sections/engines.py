@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
 
@@ -40,6 +40,8 @@ _READ: dict[str, TypeAdapter[object]] = {
 class Engines(Section):
     """A group of identical engine servers."""
 
+    section: ClassVar[str] = "rollout"
+    """Section that lists the group."""
     name: str = "actor"
     """Name of the group in logs, metrics and hooks (`ctx.engines[name]`)."""
     role: Literal["regular", "prefill", "decode"] = "regular"
@@ -99,7 +101,7 @@ class Engines(Section):
     @property
     def where(self) -> str:
         """Name of this group in error messages."""
-        return f"rollout.engines group {self.name}"
+        return f"{self.section}.engines group {self.name}"
 
     @property
     def ranks(self) -> int:
@@ -231,6 +233,14 @@ class Engines(Section):
                 "rollout.engines",
                 f"{where} has a repeated address in urls; list each server once",
             )
+
+
+class EvaluationEngines(Engines):
+    """A group of engine servers that evaluate beside training, and generate no training data (`eval.engines`)."""
+
+    section = "eval"
+    name: str = "eval"
+    """Name of the group in logs and metrics."""
 
 
 def group_faults(groups: Sequence[Engines]) -> Faults:

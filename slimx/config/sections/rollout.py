@@ -1,12 +1,11 @@
-"""Sections `rollout` and `eval`: generation of training data, and evaluation on held-out prompts."""
+"""Section `rollout`: generation of training data."""
 
 from __future__ import annotations
 
-from itertools import count, takewhile
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from slimx.config.section import (
     LARGEST,
@@ -15,13 +14,12 @@ from slimx.config.section import (
     Faults,
     Options,
     PathText,
-    Real,
     Seconds,
     Section,
     Share,
     Weight,
 )
-from slimx.config.sections.engines import Engines, Health, group_faults
+from slimx.config.sections.engines import Engines, EvaluationEngines, Health, group_faults
 
 MAX_SUPPORT = 4096
 """Maximum number of candidates per token that SGLang reports with top-k or top-p (sampling_mask_max_tokens)."""
@@ -243,6 +241,8 @@ class Rollout(Section):
     step were sampled with older weight versions; rounded up to one per data-parallel rank. 0: none."""
     health: Health = Health()
 
+    _evaluating: tuple[EvaluationEngines, ...] = PrivateAttr(default=())
+
     @property
     def longest(self) -> int:
         """Maximum number of tokens in a single-turn rollout, including the prompt."""
@@ -250,8 +250,14 @@ class Rollout(Section):
 
     @property
     def served(self) -> tuple[Engines, ...]:
-        """Engine groups that this run starts or connects to; none if it replays rollouts."""
-        return () if self.replay else self.engines
+        """Engine groups that this run starts or connects to, those of `eval.engines` last; none if it replays
+        rollouts."""
+        return () if self.replay else (*self.engines, *self._evaluating)
+
+    @property
+    def evaluating(self) -> tuple[EvaluationEngines, ...]:
+        """Engine groups that evaluate beside training; empty if the other engines of the policy evaluate."""
+        return () if self.replay else self._evaluating
 
     @property
     def sampled(self) -> bool:
@@ -260,8 +266,13 @@ class Rollout(Section):
 
     @property
     def policy_engines(self) -> tuple[Engines, ...]:
-        """Engine groups that serve the policy: they receive its weights and sample rollouts."""
+        """Engine groups that serve the policy: they receive its weights and sample rollouts, or evaluate."""
         return tuple(group for group in self.served if not group.frozen)
+
+    @property
+    def sampling_engines(self) -> tuple[Engines, ...]:
+        """Engine groups of the policy that sample rollouts for training."""
+        return tuple(group for group in self.policy_engines if group not in self.evaluating)
 
     @property
     def frozen_engines(self) -> tuple[Engines, ...]:
@@ -324,77 +335,4 @@ class Rollout(Section):
                 "rollout.routed_experts",
                 "rollout.routed_experts is true with prefill and decode groups, but the decode server that sends the "
                 "response does not know the experts of the prompt's tokens; set rollout.routed_experts=false",
-            )
-
-
-class Eval(Section):
-    prompts: PathText | dict[str, PathText] | None = None
-    """File of held-out prompts in a format of `rollout.prompts`, or a mapping from names to files; null: no evaluation.
-    The name becomes metadata.dataset of prompts without one, so that `reward.parts` can select a reward by file."""
-    fields: RowFields | None = None
-    """Columns of rows that are not in slimx's format; null: all rows are in that format. `rollout.fields` and
-    `rollout.map` apply only to training prompts; `rollout.system` and `rollout.template` apply to all prompts."""
-    map: str | None = None
-    """Dotted path of a hook to use instead of `fields`, as for `rollout.map`; it may be the same hook. null: none."""
-    every: Count | None = None
-    """Number of steps between evaluations; null: evaluate only before and after the run; 0: never."""
-    samples: Amount = 1
-    """Number of answers per prompt. eval/accuracy is their mean reward; eval/pass@k is reported for k <= `samples`."""
-    pass_at: tuple[Amount, ...] = ()
-    """Values of k for which eval/pass@k is reported, at most `samples` each; empty: 2, 4, 8, ... up to `samples`."""
-    temperature: Weight = 0.0
-    """Softmax temperature of the answers; 0: greedy sampling."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Probability mass for nucleus sampling, if `temperature` is above 0; 1: the whole distribution."""
-    passing: Real = 1.0
-    """Minimum reward at which an answer counts as correct in pass@k and in the lengths of correct and wrong answers."""
-
-    @property
-    def ks(self) -> tuple[int, ...]:
-        """Values of k for which pass@k is reported, in ascending order."""
-        doubled = takewhile(lambda k: k <= self.samples, (2**n for n in count(1)))
-        return tuple(sorted(set(self.pass_at or doubled)))
-
-    @property
-    def files(self) -> dict[str, str]:
-        """Files of held-out prompts by name, which is "" for a single file; empty if the run does not evaluate."""
-        if self.prompts is None or self.every == 0:
-            return {}
-        return {"": self.prompts} if isinstance(self.prompts, str) else self.prompts
-
-    def _faults(self) -> Faults:
-        if self.map is not None and self.fields is not None:
-            yield (
-                "prompts.map",
-                "eval.map",
-                "eval.map and eval.fields are both set, but the hook of eval.map returns the whole prompt; remove "
-                "one of them",
-            )
-        if self.samples > 1 and self.temperature == 0:
-            yield (
-                "eval.samples",
-                "eval.samples",
-                f"eval.samples is {self.samples} but eval.temperature is 0, so all answers to a prompt would be equal; "
-                "set a temperature, or eval.samples=1",
-            )
-        beyond = [k for k in self.pass_at if k > self.samples]
-        if beyond:
-            yield (
-                "eval.pass_at",
-                "eval.pass_at",
-                f"eval.pass_at contains {beyond[0]}, but eval.samples is {self.samples}, and pass@k needs at least k "
-                f"answers; raise eval.samples or remove {beyond[0]}",
-            )
-        if self.temperature == 0 and self.top_p < 1:
-            yield (
-                "eval.top_p",
-                "eval.top_p",
-                f"eval.top_p is {self.top_p}, but answers are greedy; set eval.temperature, or remove eval.top_p",
-            )
-        wrong = [name for name in self.files if "/" in name or (not name and len(self.files) > 1)]
-        if wrong:
-            yield (
-                "eval.name",
-                wrong[0],
-                f"eval.prompts has the name {wrong[0]!r}, but names are parts of metric names; remove the slash",
             )

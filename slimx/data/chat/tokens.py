@@ -12,7 +12,7 @@ from slimx.data.chat.messages import unseen
 from slimx.data.chat.template import check_arguments, with_template
 from slimx.data.records import Image, Prompt
 from slimx.durable import replace_synced
-from slimx.errors import SlimxError, one_line
+from slimx.errors import SlimxError, not_installed, one_line
 from slimx.json_types import Json
 
 if TYPE_CHECKING:
@@ -63,8 +63,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             code="tokenizer.missing",
             about=str(path),
         )
-    from transformers import AutoTokenizer  # a slow import, which `encode_prompt` does not need
-
+    try:
+        from transformers import AutoTokenizer  # a slow import, which `encode_prompt` does not need
+    except ModuleNotFoundError:
+        raise not_installed("transformers") from None
     try:
         # Without this argument transformers asks on the terminal whether to run the code of a directory.
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)

@@ -73,7 +73,7 @@ class EngineGroup:
         `record`: called with every restart. `router`: name of the router. `groups`: groups of `rollout.engines` to
         create engines for; None selects the policy's groups. `shared`: placements of trainer ranks, one GPU each, whose
         GPUs the engines use alternately with the trainers; empty if no GPUs are shared."""
-        groups = config.rollout.policy_engines if groups is None else groups
+        groups = groups or config.rollout.sampling_engines
         self.config = config
         self.device = device
         self.moe = moe
@@ -83,6 +83,8 @@ class EngineGroup:
         self.keys = Keys.random()
         """Keys of the router and of all servers that slimx starts."""
         self.engines = [self._create(group, index, log_dir) for group in groups for index in range(group.servers)]
+        self.receivers = [*self.engines]
+        """Engines to which the transport brings weights: these, and those that evaluate beside training."""
         self.router = Router(
             free_port(),
             free_port(),

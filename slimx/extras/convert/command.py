@@ -20,7 +20,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from slimx.commands.usage import CommandGroup
+from slimx.commands.usage import CommandGroup, PlainCommand
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 
@@ -31,7 +31,8 @@ app = typer.Typer(
     cls=CommandGroup,
     add_completion=False,
     help="Convert checkpoints slice by slice, with less than 2 GB of memory for any size. A conversion that was killed "
-    "continues if the same command is run again; OUT appears only when it is complete.",
+    "continues if the same command is run again; OUT appears only when it is complete.\n\nExamples:\n\n"
+    "slimx convert hf-to-megatron models/Qwen3-30B-A3B models/Qwen3-30B-A3B-megatron\n\nPage: docs/conversion.md",
 )
 Source = Annotated[Path, typer.Argument(help="Directory of the checkpoint.")]
 Out = Annotated[Path, typer.Argument(help="Directory to create; it must not exist.")]
@@ -53,7 +54,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 THREADS = min(4, os.cpu_count() or 1)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def hf_to_megatron(
     source: Source,
     out: Out,
@@ -79,7 +80,14 @@ def hf_to_megatron(
     debug: Debug = False,
 ) -> None:
     """Convert Hugging Face SOURCE to OUT, a torch_dist checkpoint of megatron-core (docs/conversion.md lists which
-    system loads which family)."""
+    system loads which family).
+
+    Examples:
+
+    slimx convert hf-to-megatron models/Qwen3-30B-A3B models/Qwen3-30B-A3B-megatron --layout tensor=4,expert=8
+
+    Page: docs/conversion.md
+    """
     _work(
         lambda run, options: run.hf_to_megatron(source, layout=layout, layers=layers, **options),
         out,
@@ -91,7 +99,7 @@ def hf_to_megatron(
     )
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def megatron_to_hf(
     source: Source,
     out: Out,
@@ -105,7 +113,14 @@ def megatron_to_hf(
     family: FamilyOption = "",
     debug: Debug = False,
 ) -> None:
-    """Convert SOURCE, a torch_dist checkpoint of Megatron saved under any layout, to a Hugging Face directory OUT."""
+    """Convert SOURCE, a torch_dist checkpoint of Megatron saved under any layout, to a Hugging Face directory OUT.
+
+    Examples:
+
+    slimx convert megatron-to-hf runs/first/checkpoints/iter_0000100 models/first --original models/Qwen3-30B-A3B
+
+    Page: docs/conversion.md
+    """
     _work(
         lambda run, options: run.megatron_to_hf(source, original, **options),
         out,
@@ -117,7 +132,7 @@ def megatron_to_hf(
     )
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def hf_to_fp8(
     source: Source,
     out: Out,
@@ -132,7 +147,14 @@ def hf_to_fp8(
     family: FamilyOption = "",
     debug: Debug = False,
 ) -> None:
-    """Convert Hugging Face SOURCE to OUT in fp8 with blocks of 128 x 128, a format that SGLang loads."""
+    """Convert Hugging Face SOURCE to OUT in fp8 with blocks of 128 x 128, a format that SGLang loads.
+
+    Examples:
+
+    slimx convert hf-to-fp8 models/Qwen3-30B-A3B models/Qwen3-30B-A3B-fp8 --verify
+
+    Page: docs/conversion.md
+    """
     _work(
         lambda run, options: run.hf_to_fp8(source, rule=rule, **options),
         out,
@@ -144,7 +166,7 @@ def hf_to_fp8(
     )
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def hf_to_int4(
     source: Source,
     out: Out,
@@ -156,18 +178,32 @@ def hf_to_int4(
     debug: Debug = False,
 ) -> None:
     """Convert Hugging Face SOURCE to OUT with routed experts in INT4, in groups of 32, in compressed-tensors'
-    format."""
+    format.
+
+    Examples:
+
+    slimx convert hf-to-int4 models/Qwen3-30B-A3B models/Qwen3-30B-A3B-int4
+
+    Page: docs/conversion.md
+    """
     _work(lambda run, options: run.hf_to_int4(source, **options), out, dtype, file_size, family, threads, verify)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def adapters_to_peft(
     source: Annotated[Path, typer.Argument(help="RUN/checkpoints of a run with trainer.lora.")],
     out: Out,
     original: Annotated[Path, typer.Option(help="Hugging Face directory of the base model.")],
     debug: Debug = False,
 ) -> None:
-    """Convert the LoRA adapters of SOURCE to OUT, a directory that the package peft loads on top of the base model."""
+    """Convert the LoRA adapters of SOURCE to OUT, a directory that the package peft loads on top of the base model.
+
+    Examples:
+
+    slimx convert adapters-to-peft runs/lora/checkpoints models/adapters --original models/Qwen3-30B-A3B
+
+    Page: docs/lora.md
+    """
     from slimx.config.sections.policies import ACTOR
     from slimx.extras.convert.formats.peft import export_adapters
     from slimx.extras.megatron_files.directory import find_checkpoint

@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 from slimx import entry_points
+from slimx.commands.usage import PlainCommand
 from slimx.config.sections.rollout import RowFields
 from slimx.data.chat.template import check_arguments, check_ends, with_template
 from slimx.data.chat.tokens import encode_prompt, load_tokenizer, rendered_text
@@ -247,7 +248,7 @@ def _cut(text: str) -> str:
     return visible(text)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def data(
     name: Annotated[str, typer.Argument(help=f"Data set ({', '.join(KNOWN)}), or check.")],
     file: Annotated[str, typer.Argument(help="File to write; with check, the file or directory to read.")],
@@ -264,7 +265,20 @@ def data(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Write a published data set as a prompt file, or check a prompt file (`slimx data check FILE`) as a run would read
-    it."""
+    it.
+
+    Examples:
+
+    slimx data gsm8k data/gsm8k.jsonl
+
+    slimx data gsm8k data/gsm8k.jsonl --from gsm8k/train.jsonl
+
+    slimx data check data/gsm8k.jsonl --model models/Qwen2.5-0.5B-Instruct
+
+    slimx data check mine.csv --fields '{prompt: question, answer: solution}'
+
+    Page: docs/data.md
+    """
     if name == "check":
         mapping = _mapping("--fields", fields)
         arguments = _mapping("--template", template) or {}

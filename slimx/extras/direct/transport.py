@@ -41,7 +41,7 @@ class DirectTransport(Transport):
             ranks = senders.published.targets
         delivery = DirectDelivery(
             senders,
-            receivers_of({engine.name: engine.nodes for engine in engines.engines}, ranks),
+            receivers_of({engine.name: engine.nodes for engine in engines.receivers}, ranks),
             step_deadline_s=config.publish.engine_deadline,
             changes=config.publish.changes,
         )

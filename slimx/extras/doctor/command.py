@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from slimx.commands.options import Debug, Overrides
-from slimx.commands.usage import RayCommand
+from slimx.commands.usage import PlainCommand, RayCommand
 from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
@@ -48,7 +48,22 @@ def doctor(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Show what this machine has, what it lacks for a run, and how to install it. With FILE, also check that run."""
+    """Show what this machine has, what it lacks for a run, and how to install it. With FILE, also check that run.
+
+    Examples:
+
+    slimx doctor
+
+    slimx doctor run.yaml
+
+    slimx doctor run.yaml --hooks --say 'a tool call'
+
+    slimx doctor run.yaml --gap --layers
+
+    Exit codes: 0 nothing is missing, 1 something is missing or a check failed, 2 the run or the arguments were refused.
+
+    Page: docs/operations.md, docs/hooks.md
+    """
     options = {"effects": effects, "hooks": hooks, "gap": gap or layers}
     checks = [name for name, enabled in options.items() if enabled]
     if len(checks) > 1:
@@ -171,7 +186,7 @@ def _show_hooks(file: Path, config: Config, texts: list[str]) -> bool:
     return not findings.problems
 
 
-@health_app.command()
+@health_app.command(cls=PlainCommand)
 def health(
     gpus: Annotated[int, typer.Option(help="Number of GPUs that must be present and healthy.")] = 0,
     hca: Annotated[
@@ -189,7 +204,16 @@ def health(
     ] = None,
 ) -> None:
     """Check whether this node is fit for a run. Exits with code 0 if it is; otherwise prints the reasons and exits with
-    code 1."""
+    code 1.
+
+    Examples:
+
+    slimx health --gpus 8
+
+    slimx health --gpus 8 --hca mlx5_0 --path /scratch --disk 500
+
+    Page: docs/operations.md
+    """
     from slimx.extras.doctor.node_health import NodeRequirements, examine_node
 
     paths = path or NodeRequirements().paths

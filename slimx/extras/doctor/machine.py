@@ -15,14 +15,25 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import slimx
-from slimx.extras.doctor.requirements import fits, split_requirement
+from slimx.extras.doctor.requirements import (
+    BUILD,
+    INSTALL,
+    INSTALL_CUDA,
+    REPAIR,
+    ROOT,
+    fits,
+    is_needed,
+    lock_of,
+    split_requirement,
+)
 from slimx.runtime.logs import how_ended
 from slimx.runtime.toolkit import cuda_home, link_error, python_header
 
-ROOT = Path(slimx.__file__).parents[1]
 MAIN = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "numpy", "pydantic")
 """Packages that are always shown; others are shown only if they have a problem."""
 STAND_INS = ("sgl_kernel", "torchvision")
@@ -55,24 +66,12 @@ class Finding:
     """True if the problem prevents a run, False if it is only worth a note."""
 
 
-Look = Callable[[], Iterator[Finding]]
-
-
 def examine(say: Say) -> bool:
     """Prints the properties and problems of this machine. Returns True if everything that a run needs is present."""
-    sections: list[tuple[str, Look]] = [
-        ("Machine", machine),
-        ("Devices", devices),
-        ("Packages", packages),
-        ("Adapters", adapters),
-        ("Kernels", kernels),
-        ("Toolchain", toolchain),
-        ("Sandbox", sandbox),
-    ]
     problems: list[Finding] = []
-    for title, look in sections:
+    for title, rows in groupby(findings(), key=itemgetter(0)):
         say(title, "bold")
-        for finding in _findings(title, look):
+        for _, finding in rows:
             say(f"  {finding.name:<16} {finding.text}", _style(finding))
             if finding.problem:
                 problems.append(finding)
@@ -84,18 +83,22 @@ def examine(say: Say) -> bool:
     return not missing
 
 
+def findings() -> Iterator[tuple[str, Finding]]:
+    """Yields the title of a section and a finding of it, for all properties and problems of this machine."""
+    for look in (machine, devices, packages, adapters, kernels, toolchain, sandbox):
+        title = look.__name__.capitalize()
+        try:
+            for finding in look():
+                yield title, finding
+        except Exception as error:
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            yield title, Finding(title.lower(), text, f"could not be examined ({text})")
+
+
 def _style(finding: Finding) -> str | None:
     if finding.problem is None:
         return None
     return "red" if finding.needed else "yellow"
-
-
-def _findings(title: str, look: Look) -> Iterator[Finding]:
-    try:
-        yield from look()
-    except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        yield Finding(title.lower(), text, f"could not be examined ({text})")
 
 
 def machine() -> Iterator[Finding]:
@@ -142,7 +145,7 @@ def devices() -> Iterator[Finding]:
         import torch
     except ImportError as error:
         # A CUDA build of torch without its libraries raises ImportError too.
-        yield Finding("torch", f"cannot be imported: {error}", "it is needed; run `make venv`")
+        yield Finding("torch", f"cannot be imported: {error}", f"it is needed; run `{INSTALL}`")
     else:
         build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
         gpus = "sees no GPU: cpu"
@@ -157,10 +160,10 @@ def packages() -> Iterator[Finding]:
     try:
         requirements = importlib.metadata.requires("slimx") or []
     except importlib.metadata.PackageNotFoundError:
-        yield Finding("slimx", "not installed", "slimx is not installed in this Python; run `make build`")
+        yield Finding("slimx", "not installed", f"slimx is not installed in this Python; run `{BUILD}`")
         requirements = list(MAIN)
     lock, pins = lock_of()
-    ranges = dict(split_requirement(line) for line in requirements if "extra ==" not in line)
+    ranges = dict(split_requirement(line) for line in requirements if is_needed(line))
     ok = 0
     for name, needed in ranges.items():
         installed = _version(name)
@@ -169,9 +172,9 @@ def packages() -> Iterator[Finding]:
         if pinned:
             text += f" {lock} {pinned}"
         if installed is None:
-            yield Finding(name, text, "not installed; run `make venv`")
+            yield Finding(name, text, f"not installed; run `{INSTALL}`")
         elif not fits(installed, needed):
-            yield Finding(name, text, f"{installed} is not in {needed}; run `make venv`")
+            yield Finding(name, text, f"{installed} is not in {needed}; run `{INSTALL}`")
         elif pinned and installed.partition("+")[0] != pinned and name in MAIN:
             problem = f"{installed} is not the {pinned} of {lock}, with which slimx is tested"
             yield Finding(name, text, problem, needed=False)
@@ -194,13 +197,13 @@ def adapters() -> Iterator[Finding]:
         yield Finding("megatron_layers", "not in force: Transformer Engine is installed")
     else:
         why = "Transformer Engine is not installed, so its layers are built from plain torch"
-        problem = "training on a GPU is slow without it; run `make venv LOCK=cu130`" if cuda else None
+        problem = f"training on a GPU is slow without it; run `{INSTALL_CUDA}`" if cuda else None
         yield Finding("megatron_layers", f"in force: {why}", problem, needed=False)
     absent = [name for name in STAND_INS if not _is_installed(name)]
     if cuda:
         problem = None
         if absent:
-            problem = f"SGLang needs {', '.join(absent)} on a GPU; run `make venv LOCK=cu130`"
+            problem = f"SGLang needs {', '.join(absent)} on a GPU; run `{INSTALL_CUDA}`"
         yield Finding("sglang_absent", "not in force: torch sees a GPU", problem)
         yield Finding("sglang_cpu", "not in force: torch sees a GPU")
     else:
@@ -213,7 +216,7 @@ def adapters() -> Iterator[Finding]:
     if PLUGIN in registered:
         yield Finding("sglang_plugin", f"registered in {PLUGIN_GROUP}")
     else:
-        yield Finding("sglang_plugin", "not registered", "SGLang servers cannot find slimx's plugin; run `make build`")
+        yield Finding("sglang_plugin", "not registered", f"SGLang servers cannot find slimx's plugin; run `{BUILD}`")
 
 
 def kernels() -> Iterator[Finding]:
@@ -230,7 +233,7 @@ def kernels() -> Iterator[Finding]:
             compiler = shutil.which(os.environ.get("CXX", "g++"))
             problem = str(error)
             if "make build" not in problem:
-                problem = f"cannot be loaded ({error}); run `make venv build`"
+                problem = f"cannot be loaded ({error}); run `{REPAIR}`"
             if not compiler:
                 problem += "; there is no C++ compiler either: apt-get install g++"
             yield Finding(name, "not usable", problem)
@@ -242,7 +245,7 @@ def toolchain() -> Iterator[Finding]:
     home = cuda_home(os.environ)
     header = python_header()
     unneeded = "" if cuda else " (needed on GPUs only)"
-    remedy = "engines build kernels when they start; run `make venv LOCK=cu130`, or set CUDA_HOME"
+    remedy = f"engines build kernels when they start; run `{INSTALL_CUDA}`, or set CUDA_HOME"
     if home is None:
         problem = f"no CUDA toolkit was found; {remedy}" if cuda else None
         yield Finding("nvcc", f"none{unneeded}", problem, needed=cuda)
@@ -319,7 +322,7 @@ def _gpus() -> Iterator[Finding]:
     try:
         import pynvml
     except ImportError:
-        yield Finding("GPUs", "unknown", "nvidia-ml-py is not installed; run `make venv`")
+        yield Finding("GPUs", "unknown", f"nvidia-ml-py is not installed; run `{INSTALL}`")
         return
     try:
         pynvml.nvmlInit()
@@ -385,15 +388,6 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def lock_of() -> tuple[str, dict[str, str]]:
-    """Returns the name and the package versions of the lock file from which `make venv` installed this environment; an
-    empty name and no versions if it was installed in another way."""
-    for file in sorted((ROOT / "requirements").glob("*.txt")):
-        if Path(sys.prefix, f".installed-{file.stem}").exists():
-            return file.name, dict(re.findall(r"^([\w.-]+)==(\S+)", file.read_text(), re.MULTILINE))
-    return "", {}
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ _SHAPES = """
     moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor
     moe_router_enable_expert_bias moe_router_num_groups moe_router_group_topk multi_latent_attention q_lora_rank
     kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim tokenizer_type tokenizer_model rope_type
-    apply_layernorm_1p attention_output_gate mtp_num_layers window_size
+    apply_layernorm_1p attention_output_gate mtp_num_layers window_size mscale mscale_all_dim use_gated_attention
+    no_position_embedding moe_shared_expert_gate post_self_attn_layernorm post_mlp_layernorm rotary_interleaved
+    enable_experimental
 """
 
 MEGATRON: Table = {
@@ -91,6 +93,13 @@ MEGATRON: Table = {
     "moe_router_bias_update_rate": "trainer.moe.bias_update_rate",
     "moe_router_dtype": not_needed("routers compute in fp32 (numerics.router_dtype)"),
     "moe_permute_fusion": _FUSED,
+    "moe_token_drop_policy": not_needed("no token is dropped"),
+    "mtp_loss_scaling_factor": computed("trainer.megatron", "{mtp_loss_scaling_factor: VALUE}"),
+    "transformer_impl": not_needed("layers are Transformer Engine's if it is installed"),
+    "deterministic_mode": computed("trainer.megatron", "{deterministic_mode: true}"),
+    "no_check_for_nan_in_loss_and_grad": not_needed(
+        "an update with infinite or NaN gradients is skipped (trainer.optimizer.max_skipped)"
+    ),
     "moe_grouped_gemm": not_needed("experts always use grouped matrix products"),
     "optimizer": choice(
         "trainer.optimizer.kind",

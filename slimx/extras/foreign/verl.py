@@ -28,6 +28,13 @@ _FSDP = not_needed("trainers use megatron-core; set trainer.tensor, pipeline, ex
 _CHECKPOINTS = not_needed("slimx reads Hugging Face and Megatron-LM directories with built-in tables")
 _OVERLONG = computed("reward.parts", "a part with the function `overlong` and its options limit and buffer")
 _REWARD_MODEL = computed("rollout.engines", "a frozen group with the reward model, which a reward hook calls by name")
+_ENGINE = not_needed("trainers use megatron-core with the options of section trainer")
+_SPECULATIVE = computed("rollout.engines.*.sglang", "speculative_algorithm and its options, as in SGLang")
+_PROFILED = unsupported("RUN/timeline.jsonl and report.html show how long every phase takes")
+_TEACHER = computed(
+    "algorithm.teacher_engine", "a frozen group of rollout.engines; algorithm.teacher_kl_coef weights it"
+)
+_STAGES = MEGATRON["decoder_first_pipeline_num_layers"]
 _SIZES = {
     "tensor_model_parallel_size": "tensor",
     "pipeline_model_parallel_size": "pipeline",
@@ -36,6 +43,8 @@ _SIZES = {
     "expert_model_parallel_size": "expert",
     "expert_tensor_parallel_size": "expert_tensor",
 }
+_SHORT = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context", "ep": "expert"}
+_SHORT["etp"] = "expert_tensor"
 
 
 def _below(section: str, keys: Table) -> Table:
@@ -63,9 +72,36 @@ VERL: Table = {
     "data.return_raw_chat": not_needed("hooks get the prompt's messages"),
     "data.shuffle": not_needed("prompts are always shuffled with run.seed; rollout.source sets another order"),
     "data.seed": "run.seed",
+    "data.filter_overlong_prompts_workers": not_needed("prompts are read once, before the run starts"),
+    "data.dataloader_num_workers": not_needed("prompts are read once, before the run starts"),
+    "data.apply_chat_template_kwargs.*": Meaning("rollout.template.{}"),
+    "data.messages_key": "rollout.fields.prompt",
+    "data.max_length": "rollout.max_prompt_tokens",
+    "data.pad_mode": PACKED,
+    "data.use_dynamic_bsz": PACKED,
+    "data.micro_batch_size_per_gpu": PACKED,
+    "data.max_token_len_per_gpu": "trainer.max_tokens_per_microbatch",
+    "data.ignore_input_ids_mismatch": not_needed("a conversation is tokenized as a whole"),
+    "data.num_workers": not_needed("prompts are read once, before the run starts"),
     "data.trust_remote_code": not_needed("slimx never runs code from a checkpoint"),
     "data.custom_cls.path": computed("rollout.map", "the dotted path of to_prompt(row)"),
     # Model and actor.
+    "model_engine": _ENGINE,
+    "engine": _ENGINE,
+    "optim": _ENGINE,
+    "model": _ENGINE,
+    "hydra.*": not_needed("a run has one YAML file"),
+    "actor@actor_rollout_ref.actor": _ENGINE,
+    "actor_rollout_ref.nccl_timeout": computed("trainer.deadline", "seconds within which a call to all ranks returns"),
+    "actor_rollout_ref.model.mtp.enable": not_needed("trainer.megatron.mtp_num_layers above 0 trains these layers"),
+    "actor_rollout_ref.model.mtp.enable_train": computed("trainer.megatron", "{mtp_num_layers: 1}"),
+    "actor_rollout_ref.model.mtp.mtp_loss_scaling_factor": MEGATRON["mtp_loss_scaling_factor"],
+    "actor_rollout_ref.model.mtp.detach_encoder": unsupported("the loss of multi-token prediction reaches all layers"),
+    "actor_rollout_ref.model.mtp.*": _SPECULATIVE,
+    "actor_rollout_ref.model.lora.rank": "trainer.lora.rank",
+    "actor_rollout_ref.model.lora.alpha": "trainer.lora.alpha",
+    "actor_rollout_ref.model.lora.lora_a_init_method": not_needed("adapters start as in PEFT"),
+    "actor_rollout_ref.model.lora.*": computed("trainer.lora", "{rank: R, alpha: A, targets: [attention, mlp]}"),
     "actor_rollout_ref.hybrid_engine": not_needed("schedule.colocate lets trainers and engines share devices"),
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.model.use_remove_padding": PACKED,
@@ -83,6 +119,10 @@ VERL: Table = {
         "actor_rollout_ref.actor",
         {
             "strategy": not_needed("trainers use megatron-core"),
+            "model_engine": _ENGINE,
+            "optim.lr_warmup_init": not_needed("the learning rate starts at 0"),
+            "optim.lr_decay_steps": MEGATRON["lr_decay_iters"],
+            "router_replay.mode": Meaning("trainer.moe.routing_replay", {"disabled": "none"}),
             "optim.lr": "trainer.optimizer.lr",
             "optim.min_lr": "trainer.optimizer.min_lr",
             "optim.weight_decay": "trainer.optimizer.weight_decay",
@@ -139,6 +179,11 @@ VERL: Table = {
             "fsdp_config.optimizer_offload": MEGATRON["optimizer_cpu_offload"],
             "fsdp_config.*": _FSDP,
             **{f"megatron.{theirs}": f"trainer.{ours}" for theirs, ours in _SIZES.items()},
+            **{f"engine.{theirs}": f"trainer.{ours}" for theirs, ours in _SHORT.items()},
+            "engine.param_offload": OFFLOADED,
+            "engine.grad_offload": OFFLOADED,
+            "engine.optimizer_offload": OFFLOADED,
+            "engine.*": _ENGINE,
             "megatron.sequence_parallel": MEGATRON["sequence_parallel"],
             "megatron.use_mbridge": _CHECKPOINTS,
             "megatron.use_dist_checkpointing": _CHECKPOINTS,
@@ -146,9 +191,21 @@ VERL: Table = {
             "megatron.param_offload": OFFLOADED,
             "megatron.grad_offload": OFFLOADED,
             "megatron.optimizer_offload": OFFLOADED,
+            "megatron.override_transformer_config.num_layers_in_first_pipeline_stage": _STAGES,
+            "megatron.override_transformer_config.num_layers_in_last_pipeline_stage": _STAGES,
+            "megatron.override_transformer_config.pipeline_model_parallel_layout": _STAGES,
             "megatron.override_transformer_config.*": Meaning("{}"),
+            "megatron.router_replay.mode": Meaning("trainer.moe.routing_replay", {"disabled": "none"}),
+            "megatron.vanilla_mbridge": _CHECKPOINTS,
+            "megatron.use_remove_padding": PACKED,
+            "megatron.dtype": choice(
+                "numerics.dtype", {"bfloat16": "bfloat16", "float32": "float32", "float16": MEGATRON["fp16"]}
+            ),
+            "megatron.use_megatron_fsdp": _FSDP,
+            "megatron.*": _ENGINE,
+            "use_rollout_log_probs": flag("algorithm.old_logprobs", "rollout"),
             "checkpoint.*": not_needed("checkpoints always include weights, optimizer and the state of the run"),
-            "profiler.*": unsupported("RUN/timeline.jsonl and report.html show how long every phase takes"),
+            "profiler.*": _PROFILED,
         },
     ),
     # Rollouts and engines.
@@ -178,6 +235,17 @@ VERL: Table = {
             "enable_chunked_prefill": not_needed("SGLang always splits long prompts (chunked_prefill_size)"),
             "enforce_eager": flag("rollout.engines.*.sglang.disable_cuda_graph", "true"),
             "free_cache_engine": not_needed("with schedule.colocate engines always release their memory"),
+            "enable_prefix_caching": not_needed("SGLang reuses common prefixes (disable_radix_cache)"),
+            "skip_tokenizer_init": not_needed("engines receive and return token ids"),
+            "moe_tensor_parallel_size": not_needed("SGLang divides experts over tensor / expert ranks"),
+            "enable_rollout_routing_replay": not_needed("trainer.moe.routing_replay: R3 turns it on"),
+            "checkpoint_engine.update_weights_bucket_megabytes": "publish.bucket_mib",
+            "checkpoint_engine.*": computed("publish.transport", "auto selects a suitable transport"),
+            "profiler.*": _PROFILED,
+            "quantization": choice(
+                "publish.quantize",
+                {"fp8": computed("publish.quantize", "a rule, and engines with an fp8 copy as `model`")},
+            ),
             "load_format": not_needed("engines receive the weights from the trainers"),
             "layered_summon": _FSDP,
             "calculate_log_probs": not_needed(
@@ -206,6 +274,8 @@ VERL: Table = {
         "the critic has the architecture of model.path and the trainer's packing and recomputation"
     ),
     "critic.ppo_*": PACKED,
+    "critic.use_dynamic_bsz": PACKED,
+    "critic.enable": not_needed("algorithm.name: ppo has a critic"),
     "critic.strategy": not_needed("trainers use megatron-core"),
     "reward_model.enable": _REWARD_MODEL,
     "reward_model.model.*": _REWARD_MODEL,
@@ -216,6 +286,11 @@ VERL: Table = {
     "reward_model.num_workers": "reward.workers",
     "reward_model.launch_reward_fn_async": not_needed("rewards are computed while other rollouts continue"),
     "reward_model.use_reward_loop": not_needed("rewards are computed while other rollouts continue"),
+    "reward.reward_manager.name": computed("reward.function", "the name of a reward hook, such as math"),
+    "reward.reward_kwargs.*": _OVERLONG,
+    "reward.num_workers": "reward.workers",
+    "reward.custom_reward_function.*": computed("reward.function", "the dotted path of reward(ctx, trajectory)"),
+    "reward.reward_model.*": _REWARD_MODEL,
     "custom_reward_function.path": computed("reward.function", "the dotted path of reward(ctx, trajectory)"),
     "custom_reward_function.name": computed("reward.function", "the dotted path of reward(ctx, trajectory)"),
     "custom_reward_function.reward_kwargs.*": Meaning("reward.options.{}"),
@@ -231,6 +306,25 @@ VERL: Table = {
     "algorithm.filter_groups.*": not_needed("slimx generates new groups in place of those that rollout.filter drops"),
     "algorithm.rollout_is": settings(algorithm__old_logprobs="recompute", algorithm__correction="{kind: truncate}"),
     "algorithm.rollout_is_threshold": "algorithm.correction.high",
+    "algorithm.rollout_correction.bypass_mode": flag("algorithm.old_logprobs", "rollout"),
+    "algorithm.rollout_correction.rollout_is": settings(
+        algorithm__old_logprobs="recompute", algorithm__correction="{kind: truncate}"
+    ),
+    "algorithm.rollout_correction.rollout_is_threshold": computed(
+        "algorithm.correction", "a number is `high` of kind truncate; LOW_HIGH are the bounds of kind icepop"
+    ),
+    "algorithm.rollout_correction.rollout_rs*": computed("algorithm.rejection", "its level and bounds"),
+    "algorithm.rollout_correction.*": unsupported("algorithm.correction and algorithm.rejection have no such option"),
+    "distillation.*": _TEACHER,
+    # Asynchronous training.
+    "async_training.staleness_threshold": computed("schedule.max_staleness", "this share, rounded up to versions"),
+    "async_training.trigger_parameter_sync_step": "schedule.updates_per_step",
+    "async_training.require_batches": computed("rollout.prompts_per_step", "mini-batches of all updates of a step"),
+    "async_training.partial_rollout": "rollout.partial",
+    "async_training.*": not_needed("schedule.max_staleness alone controls how far rollouts run ahead"),
+    "rollout.total_rollout_steps": computed("schedule.steps", "this number of prompts / rollout.prompts_per_step"),
+    "rollout.nnodes": computed("rollout.engines.*.count", "the number of engines on these nodes"),
+    "rollout.n_gpus_per_node": computed("rollout.engines.*.count", "the number of engines on these nodes"),
     # Trainer.
     "trainer.n_gpus_per_node": RANKS,
     "trainer.nnodes": RANKS,
@@ -257,9 +351,11 @@ VERL: Table = {
     "trainer.critic_warmup": "critic.warmup_steps",
     "trainer.max_actor_ckpt_to_keep": "checkpoint.keep",
     "trainer.max_critic_ckpt_to_keep": "checkpoint.keep",
+    "trainer.max_ckpt_to_keep": "checkpoint.keep",
+    "checkpoint.*": not_needed("checkpoints always include weights, optimizer and the state of the run"),
     "trainer.balance_batch": PACKED,
-    "trainer.device": Meaning("cluster.device", {"gpu": "cuda"}),
+    "trainer.device": Meaning("cluster.device", {"gpu": "cuda", "npu": unsupported("slimx supports only CUDA GPUs")}),
     "trainer.logger": computed("track.wandb", "true or false; track also has tensorboard, mlflow and swanlab"),
     "ray_kwargs.*": not_needed("slimx starts Ray; for a running cluster set cluster.ray_address"),
-    "global_profiler.*": unsupported("RUN/timeline.jsonl and report.html show how long every phase takes"),
+    "global_profiler.*": _PROFILED,
 }

@@ -7,6 +7,7 @@ from math import ceil
 
 from slimx.config.schema import Config
 from slimx.config.sections.schedule import batches_in_flight
+from slimx.extras.evaluation.settings import lengths
 from slimx.extras.planner.record import BatchPlan
 from slimx.layout.ranks import Sizes
 
@@ -41,6 +42,7 @@ def batch_plan(config: Config, sizes: Sizes) -> BatchPlan:
         rollouts_per_update=rollouts // updates,
         rollouts_per_data_rank=rows,
         tokens_per_rollout=tokens,
+        tokens_per_answer=max((rollout.max_prompt_tokens + new for new in lengths(config.eval).values()), default=0),
         tokens_per_step=rollouts * tokens,
         tokens_per_microbatch=limit,
         tokens_per_context_rank=ceil(limit / sizes.context),

@@ -37,7 +37,20 @@ def plan(
     debug: Debug = False,
 ) -> None:
     """Describe the run of FILE from its configuration and the model's config.json alone. Needs no weights and no
-    GPU."""
+    GPU.
+
+    Examples:
+
+    slimx plan run.yaml
+
+    slimx plan run.yaml cluster.gpu=h200 cluster.nodes=2 --suggest
+
+    slimx plan run.yaml --json
+
+    Exit codes: 0 no known problem, 2 each problem is printed as a sentence.
+
+    Page: docs/planning.md
+    """
     config = load_config(file, overrides or [])
     from slimx.extras.planner.planning import run_plan
 

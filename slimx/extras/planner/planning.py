@@ -33,10 +33,11 @@ from slimx.trainer.device.backends import choose_backends, installed
 
 @dataclass(frozen=True, slots=True)
 class PlanOutput:
-    """Lines for standard output, and the violations; the exit code is 2 if there are any violations."""
+    """Lines for standard output, the violations, with which the exit code is 2, and the report that they describe."""
 
     lines: list[str]
     violations: tuple[str, ...]
+    report: PlanReport
 
 
 def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as_json: bool = False) -> PlanOutput:
@@ -68,7 +69,7 @@ def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as
     update = {"violations": tuple(violations), "warnings": warnings}
     report = report.model_copy(update={"policies": reports, "together": sums, **update})
     if as_json:
-        return PlanOutput([report.model_dump_json(indent=1, by_alias=True)], report.violations)
+        return PlanOutput([report.model_dump_json(indent=1, by_alias=True)], report.violations, report)
     lines = [*_lines(report, prompt)]
     for name, policy_report in reports.items():
         actor = config.policies[name].engines_of
@@ -78,7 +79,7 @@ def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as
         lines += ["", f"policy      {name}: {parts}", *_lines(policy_report, [])]
     if sums is not None:
         lines += ["", *describe_together(sums)]
-    return PlanOutput(lines, report.violations)
+    return PlanOutput(lines, report.violations, report)
 
 
 def _planned(config: Config, policies: Mapping[str, Policy], first: int, *, predict: bool, suggest: bool) -> PlanReport:
@@ -127,7 +128,7 @@ def _first_prompt(config: Config) -> tuple[list[str], list[str]]:
             *rendered_lines(prompt, tokenizer, model, path),
         ], []
     except SlimxError as error:
-        if error.code in ("tokenizer.missing", "tokenizer.broken"):
+        if error.code in ("tokenizer.missing", "tokenizer.broken", "setup.missing"):
             return [f"prompt      not shown: {error}"] if local else [], []
         return [], [str(error)]
 

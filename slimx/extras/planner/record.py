@@ -99,6 +99,8 @@ class BatchPlan(Record):
     """Maximum number of rollouts that a data-parallel rank processes in one update."""
     tokens_per_rollout: int
     """Maximum number of tokens in a rollout, including the prompt."""
+    tokens_per_answer: int
+    """Maximum number of tokens in a rollout of an evaluation, including the prompt; 0 if as many as in training."""
     tokens_per_step: int
     """Maximum number of tokens in a step."""
     tokens_per_microbatch: int
@@ -112,6 +114,12 @@ class BatchPlan(Record):
     per stage and M micro-batches."""
     requests_in_flight: int
     """Maximum number of requests in flight to all engines together, with one request per rollout at a time."""
+
+    @property
+    def longest(self) -> str:
+        """Maximum number of tokens in a rollout, as text; in evaluations too if it differs there."""
+        held_out = f" (in evaluations {self.tokens_per_answer:,})" if self.tokens_per_answer else ""
+        return f"{self.tokens_per_rollout:,}{held_out}"
 
 
 class PublicationFigures(Record):

@@ -40,7 +40,7 @@ class RunFacts:
     places: int = 1
     """Number of rollouts per group. The first sample indices of consecutive groups differ by this number."""
     eval_places: int = 1
-    """Number of rollouts per group in an evaluation."""
+    """Maximum number of rollouts per group in an evaluation."""
 
     @classmethod
     def of(cls, config: Config) -> RunFacts:
@@ -49,7 +49,11 @@ class RunFacts:
         group_size = config.rollout.group_size
         if config.algorithm.advantages.kind == "remax":
             group_size += 1
-        return cls(_values(config), group_size, config.eval.samples)
+        return cls(
+            _values(config),
+            group_size,
+            max((own.samples for own in config.eval.sets.values()), default=config.eval.samples),
+        )
 
     def indices(self, group_id: str, index: int) -> tuple[int | None, int]:
         """Returns `group_index` and `index` of the sample for rollout `index` of a group. The returned `index` is
@@ -112,7 +116,7 @@ def _values(config: Config) -> Json:
         "rollout_max_response_len": rollout.sampling.max_new_tokens,
         "rollout_max_prompt_len": rollout.max_prompt_tokens,
         "rollout_max_context_len": None,
-        "eval_max_response_len": rollout.sampling.max_new_tokens,
+        "eval_max_response_len": config.eval.max_new_tokens or rollout.sampling.max_new_tokens,
         "eval_max_context_len": None,
         "max_tokens_per_gpu": config.trainer.max_tokens_per_microbatch // config.trainer.context,
         "context_parallel_size": config.trainer.context,

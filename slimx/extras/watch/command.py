@@ -1,4 +1,4 @@
-"""Commands that show a run: status, stacks, rollouts, watch and report."""
+"""Commands that show a run: status, stacks, rollouts and watch."""
 
 from __future__ import annotations
 
@@ -6,48 +6,46 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from slimx.commands.options import AsJson, Debug
+from slimx.commands.usage import PlainCommand
 from slimx.config.load import load_config
-from slimx.observability.live.safe_text import plain, visible
+from slimx.observability.live.safe_text import visible
 
 app = typer.Typer(add_completion=False)
-report_app = typer.Typer(add_completion=False)
 rollouts_app = typer.Typer(add_completion=False)
 stacks_app = typer.Typer(add_completion=False)
 status_app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def watch(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8890,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    compare: Annotated[
+        list[Path] | None,
+        typer.Option(help="Directory of another run, drawn in the same charts; repeatable."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Serves a live web page about a run: its current activity, curves, timing, and rollouts token by token. Ctrl-C
-    stops it."""
+    stops it.
+
+    Examples:
+
+    slimx watch runs/first
+
+    slimx watch runs/first --host 0.0.0.0 --port 9000
+
+    Page: docs/operations.md
+    """
     from slimx.extras.watch.page.server import serve
 
-    serve(run, host, port, lambda text: print(text, flush=True))
+    serve([run, *(compare or [])], host, port, lambda text: print(text, flush=True))
 
 
-@report_app.command()
-def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories; runs with rollouts come first in the report.")],
-    out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="Title of the page.")] = "slimx run",
-    debug: Debug = False,
-) -> None:
-    """Writes one self-contained HTML report about one or more runs."""
-    from slimx.extras.watch.report.report import write_report
-
-    write_report(runs, out, title)
-    Console(soft_wrap=True).print(plain(f"report {out}"))
-
-
-@status_app.command()
+@status_app.command(cls=PlainCommand)
 def status(
     run: Annotated[Path, typer.Argument(help="Run directory, or the YAML file of the run.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, if RUN is a YAML file.")] = None,
@@ -62,7 +60,16 @@ def status(
     debug: Debug = False,
 ) -> None:
     """Shows whether a run is still running, how far it has got, and the state of its engines, using only its
-    directory."""
+    directory.
+
+    Examples:
+
+    slimx status runs/first
+
+    slimx status run.yaml --check
+
+    Page: docs/operations.md
+    """
     import json
 
     directory = Path(load_config(run, overrides or []).run.dir) if run.is_file() else run
@@ -79,18 +86,25 @@ def status(
         raise typer.Exit(values["state"].exit_status)
 
 
-@stacks_app.command()
+@stacks_app.command(cls=PlainCommand)
 def stacks(
     run: Annotated[Path, typer.Argument(help="Run directory; only processes on this machine are shown.")],
     debug: Debug = False,
 ) -> None:
-    """Prints the Python stacks of a run's processes on this machine: driver, ranks, engines, workers."""
+    """Prints the Python stacks of a run's processes on this machine: driver, ranks, engines, workers.
+
+    Examples:
+
+    slimx stacks runs/first
+
+    Page: docs/runbook.md
+    """
     from slimx.extras.watch.status import run_stacks
 
     print(visible(run_stacks(run)))
 
 
-@rollouts_app.command()
+@rollouts_app.command(cls=PlainCommand)
 def rollouts(
     directory: Annotated[Path, typer.Argument(help="Run directory.")],
     step: Annotated[int | None, typer.Option(help="Step whose groups are shown; default: one line per step.")] = None,
@@ -105,7 +119,18 @@ def rollouts(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Shows the rollouts that a run was trained on, group by group: prompts, responses, rewards, weight versions."""
+    """Shows the rollouts that a run was trained on, group by group: prompts, responses, rewards, weight versions.
+
+    Examples:
+
+    slimx rollouts runs/first
+
+    slimx rollouts runs/first --step 20 --reward-below 0.5 --limit 2
+
+    slimx rollouts runs/first --step 20 --tokens
+
+    Page: docs/rollouts.md
+    """
     from slimx.extras.watch.rollouts import Choice, show_rollouts
 
     choice = Choice(group=group, reward_below=reward_below, limit=limit, tokens=tokens)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,9 @@ class PrometheusSink:
         return self._server.server_port
 
     def log(self, record: StepRecord) -> None:
+        newest = self._steps.record
+        if newest is not None and record.step < newest.step:  # the result of an evaluation beside training
+            record = replace(newest, metrics=newest.metrics | record.metrics)
         self._steps.record = record
 
     def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
 
 from slimx.config.sections.policies import ACTOR, prefix_of
 from slimx.data.chat.tokens import load_tokenizer
@@ -322,7 +325,12 @@ class _Decoders:
         if policy != ACTOR and not kept.is_dir() and _path_of(read_config(self._directory), policy) is None:
             return self.of(ACTOR)
         try:
-            tokenizer: Any = load_tokenizer(kept if kept.is_dir() else self._model(policy))
+            source = kept if kept.is_dir() else self._model(policy)
+            file = Path(source, "tokenizer.json")
+            if importlib.util.find_spec("transformers") is None and file.is_file():
+                tokenizer: Any = Tokenizer.from_file(str(file))  # enough to decode
+            else:
+                tokenizer = load_tokenizer(source)
         except SlimxError as error:
             shown = "tokens" if policy == ACTOR else f"tokens of the policy {policy}"
             reason = str(error).partition(";")[0]

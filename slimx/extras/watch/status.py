@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def run_status(directory: Path) -> dict[str, Any]:
     Raises SlimxError for a directory without a run."""
     config = read_config(directory)
     metrics = directory / "metrics.jsonl"
-    last = _last_line(metrics)
+    last = _last_step(metrics)
     engines = directory / "engines.json"
     roster = {}
     if engines.exists():
@@ -99,6 +100,20 @@ def _state(running: bool, finished: bool, pace: PhasePace | None, silent: float 
     return RunCondition.RUNNING
 
 
+STATES: Mapping[str, str] = {
+    "out": "not serving: starts or restarts",
+    "joining": "not serving: waits for the next weight sync",
+    "member": "serving",
+    "gone": "lost: no restarts left",
+}
+"""Descriptions of the states of engines as members of a run."""
+
+WORDS: Mapping[str, str] = {
+    "gap/mean": "gap: train-inference mismatch of log-probs",
+    "staleness/max": "staleness: versions between sampling and training",
+}
+"""Usual words for terms in the names of shown metrics."""
+
 SHOWN = ("reward/mean", "loss/policy", "loss/sft", "gap/mean", "staleness/max", "time/step")
 
 _OF_POLICY = re.compile(r"policy/([^/]+)/[^/]+/")
@@ -119,6 +134,9 @@ def describe_status(status: dict[str, Any]) -> list[str]:
     shown = _shown(metrics)
     if shown:
         lines.append(f"step     {shown}")
+    words = [text for key, text in WORDS.items() if metrics.get(key) is not None]
+    if words:
+        lines.append(f"         of step {status['step']} alone; {'; '.join(words)}")
     lines += [f"policy   {name}: {_shown(metrics, f'policy/{name}/')}" for name in _policies(metrics)]
     lines += [f"alert    {line}" for line in status["alerts"]]
     if not status["running"]:
@@ -127,7 +145,10 @@ def describe_status(status: dict[str, Any]) -> list[str]:
         lines += activity_lines(status["activity"], time.time(), status["usual_seconds"])
     for engine in status["engines"]:
         kind = "frozen" if engine["frozen"] else engine["role"]
-        line = f"engine   {engine['name']} ({kind}): {engine['standing']} at {engine['url']}"
+        state = engine["standing"]
+        if state in STATES:
+            state += f" ({STATES[state]})"
+        line = f"engine   {engine['name']} ({kind}): {state} at {engine['url']}"
         if engine["nodes"] > 1:
             line += f", {engine['nodes']} machines"
         if engine["restarts"]:
@@ -172,6 +193,18 @@ def _restarts(part: dict[str, Any]) -> list[str]:
             result = f"failed: {restart['error']}"
         lines.append(f"         {when} restart after {restart['reason']}: {result} ({restart['seconds']:.0f} s)")
     return lines
+
+
+def _last_step(file: Path) -> dict[str, Any]:
+    """Returns the line of the newest step in metrics.jsonl; {} if there is none. Results of evaluations beside training
+    are lines of earlier steps. Reads at most 256 KiB."""
+    last: dict[str, Any] = {}
+    for line in last_lines(file, 2**18):
+        with suppress(ValueError):  # the first line may be incomplete
+            record = json.loads(line)
+            if record["step"] > last.get("step", -1):
+                last = record
+    return last
 
 
 def _last_line(file: Path) -> dict[str, Any]:

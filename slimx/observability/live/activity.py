@@ -142,7 +142,7 @@ def _rollout_lines(rollouts: Json, engines: str, now: float) -> list[str]:
         engines = _engine_work(rollouts)
     groups = f"{rollouts['open']} groups: {rollouts['generating']} being generated, {rollouts['done']} complete"
     if rollouts["held"]:
-        groups += f", {rollouts['held']} more start after the next publication"
+        groups += f", {rollouts['held']} more start after the next publication (weight sync)"
     lines = [f"engines  {engines}; {rollouts['requests']} requests in flight", f"rollouts {groups}"]
     oldest = rollouts["oldest"]
     if oldest is not None:

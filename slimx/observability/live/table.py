@@ -4,6 +4,7 @@ otherwise one line per step."""
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -49,31 +50,26 @@ class TableColumn:
 
 STEP = TableColumn("step", "step", ".0f")
 REWARD = TableColumn("reward", "reward/mean", ".3f")
+GAP = TableColumn("gap", "gap/mean", ".1e")
 TOKENS_PER_SECOND = TableColumn("tokens/s", "perf/tokens_per_second", ",.0f")
 SECONDS = TableColumn("seconds", "time/step", ".1f")
 """Columns that several of the tables below share."""
+LEGEND = (
+    "gap: train-inference mismatch of log-probs; stale: versions between sampling and training; publish: weight sync"
+)
+"""Usual words for titles of columns, printed before tables with `GAP`."""
 
 RL_COLUMNS = (
     STEP,
     REWARD,
     TableColumn("loss", "loss/policy", ".4f"),
     TableColumn("KL", "kl/reference", ".1e"),
-    TableColumn("gap", "gap/mean", ".1e"),
+    GAP,
     TableColumn("stale", "staleness/max", ".0f"),
     TOKENS_PER_SECOND,
     TableColumn("generate", "time/generate", ".1f"),
     TableColumn("train", "time/train", ".1f"),
     TableColumn("publish", "time/publish", ".1f"),
-)
-
-GENERATE_COLUMNS = (
-    STEP,
-    REWARD,
-    TableColumn("tokens", "response/mean_tokens", ".1f"),
-    TableColumn("truncated", "response/truncated", ".2f"),
-    TableColumn("dropped", "dropped/total", ".0f"),
-    TOKENS_PER_SECOND,
-    SECONDS,
 )
 
 PPO_COLUMNS = (
@@ -101,8 +97,7 @@ def with_policies(columns: Sequence[TableColumn], policies: Sequence[str]) -> tu
             if column.key in ("reward/mean", "loss/policy", "gap/mean"):
                 title = f"{policy} {column.title}"
                 further.append(TableColumn(title, f"policy/{policy}/{column.key}", column.format))
-    keys = [column.key for column in columns]
-    end = keys.index("gap/mean") + 1 if "gap/mean" in keys else len(keys)
+    end = columns.index(GAP) + 1 if GAP in columns else len(columns)
     return (*columns[:end], *further, *columns[end:])
 
 
@@ -127,10 +122,11 @@ class LiveTable:
         self._clock = clock
         self._rows: dict[int, dict[str, float]] = {}
         self._done = start_step
-        self._start: tuple[str, float] | None = None
+        self._start: str | None = None
+        self._since = clock()
         self._phase: str | None = None
         self._phase_start = clock()
-        self._phase_seconds: dict[str, float] = {}
+        self._phase_seconds = defaultdict[str, float](float)
         self._lines = 0
         self._widths = [max(len(column.title), 8) for column in columns]
         self._progress = Progress(
@@ -150,6 +146,8 @@ class LiveTable:
         self._live: Live | None = None
 
     def __enter__(self) -> LiveTable:
+        if GAP in self._columns:
+            self.note(LEGEND)
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=2)
             self._live.start()
@@ -167,12 +165,20 @@ class LiveTable:
     def start(self, line: str, since: float) -> None:
         """Shows `line` until the first phase starts, with the seconds that have passed since `since`, a time on the
         table's clock."""
-        self._start = (line, since)
+        self._start = line
+        self._since = since
+
+    def milestone(self, text: str) -> None:
+        """Prints `text` after the seconds that have passed since the run began to start."""
+        self.note(f"{self._clock() - self._since:>6.1f} s  {text}")
 
     def phase(self, name: str) -> None:
         """Starts phase `name` and ends the previous phase. On a terminal, the elapsed seconds of the phase appear in
-        the column with key `time/NAME`, if there is one."""
+        the column with key `time/NAME`, if there is one; elsewhere, a line announces each phase before the first
+        row."""
         self._end_phase()
+        if self._live is None and not self._rows:
+            self.milestone(name)
         self._start = None
         self._phase = name
         self._phase_start = self._clock()
@@ -188,7 +194,7 @@ class LiveTable:
         while len(self._rows) > SHOWN_STEPS:
             del self._rows[next(iter(self._rows))]
         self._end_phase()
-        self._phase_seconds = {}
+        self._phase_seconds.clear()
         if self._live is None:
             self._print_line(self._rows[step])
 
@@ -199,7 +205,7 @@ class LiveTable:
     def _end_phase(self) -> None:
         if self._phase is not None:
             key = f"time/{self._phase}"
-            self._phase_seconds[key] = self._phase_seconds.get(key, 0.0) + self._clock() - self._phase_start
+            self._phase_seconds[key] += self._clock() - self._phase_start
             self._phase = None
 
     def _print_line(self, metrics: Mapping[str, float]) -> None:
@@ -216,10 +222,10 @@ class LiveTable:
     def _current_cells(self) -> list[str]:
         """Returns the table cells for the step in progress, which so far contain only the durations of the step's
         phases."""
-        seconds = dict(self._phase_seconds)
+        seconds = self._phase_seconds.copy()
         if self._phase is not None:
             key = f"time/{self._phase}"
-            seconds[key] = seconds.get(key, 0.0) + self._clock() - self._phase_start
+            seconds[key] += self._clock() - self._phase_start
         cells = []
         for column in self._columns:
             if column.key == "step":
@@ -239,8 +245,8 @@ class LiveTable:
         if self._phase is not None or self._phase_seconds:
             table.add_row(*self._current_cells(), style="dim")
         if self._start is not None:
-            line, since = self._start
-            return Group(self._progress, table, Text(f"now  {line}, {self._clock() - since:.0f} s", style="dim"))
+            now = f"now  {self._start}, {self._clock() - self._since:.0f} s"
+            return Group(self._progress, table, Text(now, "dim"))
         return Group(self._progress, table)
 
 
@@ -250,7 +256,7 @@ def _cell(text: str) -> Text:
         style = "bold red"
     elif text == MISSING:
         style = "dim"
-    return Text(text, style=style)
+    return Text(text, style)
 
 
 def _hours(seconds: float | None) -> str:

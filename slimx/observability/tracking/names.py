@@ -92,6 +92,8 @@ METRICS = (
     Metric("eval/{set}/margin", "`eval/margin` of one named set of pairs."),
     Metric("eval/pass@{k}", "Estimated probability that at least one of k answers reaches `eval.passing`."),
     Metric("eval/failed", "Number of held-out prompts whose evaluation failed; their answers count with reward 0."),
+    Metric("eval/begun", "1 if an evaluation of the step began beside training (`eval.engines`)."),
+    Metric("eval/lost", "1 if an evaluation beside training ended without a result."),
     Metric("eval/{set}/accuracy", "`eval/accuracy` of one named set of prompts."),
     Metric("eval/{set}/pass@{k}", "`eval/pass@{k}` of one named set of prompts."),
     Metric("eval_reward/part/{part}/{measure}", "`reward/part/{part}/{measure}` of the answers to held-out prompts."),

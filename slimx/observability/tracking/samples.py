@@ -25,6 +25,8 @@ class RecordedSample:
     """True if the rollout belongs to an evaluation."""
     images: object = None
     """Images of the prompt, its `metadata.images`; None in a run without `trainer.vision`."""
+    reward_parts: object = None
+    """Parts of the reward, name -> value; None in runs of earlier versions."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -81,6 +81,19 @@ class FrozenEngines:
         """Stops the routers and the servers that slimx started; external servers keep running."""
 
 
+class EvaluationEngines(FrozenEngines):
+    """Engine groups of `eval.engines`, under the name of the policy that they serve. This base class has no groups, so
+    that the policy's other engines evaluate."""
+
+    async def begin(self, run: Any) -> dict[str, float] | None:
+        """Begins to evaluate the current weights. Returns metrics of the step, among them the result unless the
+        evaluation goes on beside training; None if other engines must evaluate."""
+        return None
+
+    async def resume(self, run: Any) -> None:
+        """Begins the evaluation of the step at which the run resumes again, if an earlier process did not finish it."""
+
+
 class EngineService:
     """The engines of a command, their clients, and the server through which agents sample.
 
@@ -118,6 +131,9 @@ class EngineService:
         if config.rollout.frozen_engines:
             served = entry_points.load(FROZEN, "routers")
             self.frozen = served(config, self.device, self.logs, note=note, record=record)
+        self.evaluation = EvaluationEngines(config)
+        if config.rollout.evaluating:
+            self.evaluation = entry_points.load("slimx.evaluation_engines", "beside")(self, note=note, record=record)
         self.groups: dict[str, EngineGroup] = {}
         """Engine group of each policy by the policy's name; empty if the command samples nothing."""
         self.clients: dict[str, GenerationClient] = {}
@@ -126,7 +142,8 @@ class EngineService:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> EngineService:
-        self._stack.push_async_exit(stopping(self.frozen.stop, self.note))
+        for part in (self.frozen, self.evaluation):
+            self._stack.push_async_exit(stopping(part.stop, self.note))
         return self
 
     async def __aexit__(
@@ -157,6 +174,8 @@ class EngineService:
                     note=self.note,
                     record=self._record,
                 )
+                for others in self.evaluation.groups.values():
+                    group.receivers += others.engines
                 self.groups[name] = group
                 self._stack.push_async_exit(stopping(group.stop, self.note))
         return self.groups
@@ -165,17 +184,19 @@ class EngineService:
         """Creates the clients of the started engines, and the agent server. `context`: maximum length of a trajectory
         in tokens. Raises SlimxError if a frozen model cannot be used with the actor's tokenizer."""
         await self.frozen.check(self.sources.policies[ACTOR].tokenizer)
-        groups = [*self.groups.values(), *self.frozen.groups.values()]
+        groups = [*self.groups.values(), *self.frozen.groups.values(), *self.evaluation.groups.values()]
         self._stack.callback(note_restarts, groups, self.note)
         follow(groups, self.directory / "engines.json")
         for group in groups:
             group.members.on_lost = self._lost
             group.members.before_ending = partial(keep_stacks, self.directory, self.note)
         rollout = self.config.rollout
-        for name, policy in self.sources.policies.items():
-            engines = self.engines_of(name)
+        served = [(name, self.engines_of(name), self.clients) for name in self.sources.policies]
+        served += [(name, engines, self.evaluation.clients) for name, engines in self.evaluation.groups.items()]
+        for name, engines, clients in served:
             if engines is None:
                 continue
+            policy = self.sources.policies[name]
             client = GenerationClient(
                 engines.router.url,
                 ModelShape.of(policy.spec),
@@ -189,14 +210,16 @@ class EngineService:
                 adapters=name if self.config.served_by_actor else None,
                 images=str(policy.config.images),
             )
-            self.clients[name] = client
+            clients[name] = client
             await self._stack.enter_async_context(client)
             engines.members.probe = prober(client.shape, self.config, client.adapters)
         self.proxy = make_agent_server(self.config.rollout.proxy, context)
         self._stack.push_async_callback(self.proxy.stop)
 
-    def make_maker(self) -> GroupMaker:
-        """Returns a `GroupMaker` that generates rollouts with these engines. The caller must close it."""
+    def make_maker(self, served: EngineService | FrozenEngines | None = None) -> GroupMaker:
+        """Returns a `GroupMaker` that generates rollouts with the engines of `served`, by default those of this
+        service. The caller must close it."""
+        served = served or self
         policies = {}
         for name, policy in self.sources.policies.items():
             encode: Callable[[PreTrainedTokenizerBase], PromptIds] = PromptIds
@@ -204,8 +227,8 @@ class EngineService:
                 images = entry_points.load("slimx.images", "vision")(policy.config, policy.spec)
                 self._stack.callback(images.close)
                 encode = images.prompt_ids
-            policies[name] = PolicyClient(self.clients.get(name), policy.tokenizer, policy.spec.vocab_size, encode)
-        outage = Outages(tuple(group.members.outage for group in self.groups.values()))
+            policies[name] = PolicyClient(served.clients.get(name), policy.tokenizer, policy.spec.vocab_size, encode)
+        outage = Outages(tuple(group.members.outage for group in served.groups.values()))
         return GroupMaker(
             self.config,
             self.sources.hooks,

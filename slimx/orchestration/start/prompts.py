@@ -153,7 +153,8 @@ def heldout_prompts(
     """Reads and checks the prompts of the evaluation file `path`. `name`: name of the file in `eval.prompts`; "" if it
     has no name there."""
     images = row_images(config, True)
-    mapping = make_mapping(config.eval.fields, config.eval.map, config.rollout.system, images, section="eval")
+    options = config.eval.sets[name]
+    mapping = make_mapping(options.fields, options.map, config.rollout.system, images, section="eval")
     prompts = read_prompts(path, mapping, dataset=name or None)
     check = check_prompts if images is None else images.check
     check(tokenizer, prompts, path, config.rollout.max_prompt_tokens, spec.vocab_size)

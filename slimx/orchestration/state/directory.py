@@ -21,10 +21,6 @@ from slimx.observability.tracking.run_files import read_config
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves
 from slimx.trainer.checkpoint.files import MANIFEST
 
-EVALUATIONS = "eval"
-"""Subdirectory of a run's directory to which `slimx eval` writes the engines' logs and, in `results.jsonl`, one line
-per evaluation."""
-
 NAMED = 4
 """Maximum number of changed configuration keys that the message about a finished run lists (see `unused`)."""
 
@@ -61,36 +57,6 @@ def check_start(config: Config, directory: Path, saves: Saves) -> None:
         if checkpoint is not None:
             hint = f"set run.fork to the newest checkpoint in this directory, {checkpoint}"
         raise SlimxError(f"run.fork: {fork} is not a complete checkpoint; {hint}", code="run.fork", about=fork)
-
-
-def check_generation(config: Config, directory: Path, saves: Saves) -> None:
-    """Raises SlimxError if `slimx generate` cannot start in `directory`, or cannot resume from the newest position in
-    the prompts that is stored in `saves`."""
-    if config.run.fork:
-        raise SlimxError(
-            "run.fork is set to continue the training of a run, but slimx generate does not train; remove run.fork",
-            code="run.fork",
-            about="run.fork",
-        )
-    if (directory / "checkpoints").exists():
-        raise SlimxError(
-            f"{directory} contains a training run; choose another run.dir for slimx generate",
-            code="run.dir",
-            about=str(directory),
-        )
-    if config.run.resume == "never" and (directory / "metrics.jsonl").exists():
-        raise SlimxError(
-            f"run.resume is never, but {directory} already contains rollouts; choose another run.dir",
-            code="run.resume",
-            about="run.resume",
-        )
-    if config.run.resume == "must" and saves.newest() is None:
-        raise SlimxError(
-            f"run.resume is must, but {saves.directory} contains no position in the prompts from which to "
-            "resume; set run.resume to auto to start from the first prompt",
-            code="run.resume",
-            about="run.resume",
-        )
 
 
 def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:

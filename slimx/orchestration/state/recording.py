@@ -123,12 +123,13 @@ class Records:
 
     async def starting(self, part: str, work: Callable[[], Awaitable[object]]) -> None:
         """Awaits `work`, which starts `part`, and records the duration of the start in the timeline, on a separate
-        track for the part."""
+        track for the part, and its end in the log."""
         since = time.time()
         clock = time.perf_counter()
         await work()
         seconds = time.perf_counter() - clock
         self.timeline.add(Phase(name="start", step=None, track=part, start=since, seconds=seconds))
+        self.table.milestone(f"{part} ready")
 
     def activity(self) -> Json:
         """Returns, for `slimx status`, the name of the current phase, the number of phases so far in this process, and
@@ -163,14 +164,13 @@ class Records:
         if metrics:
             self.tracker.log(0, metrics, version=version)
 
-    def evaluation(self, step: int, version: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """Saves samples of an evaluation and prints its result. `version`: version of the weights that were
-        evaluated."""
+    def evaluation(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+        """Saves samples of an evaluation of the weights after `step` steps, and prints its result."""
         rewards = [trajectory.reward for trajectory in trajectories_of(groups)]
         binary = self.config.algorithm.scores or all(reward in (0, 1) for reward in rewards)
         metric = "accuracy" if binary else "reward"
         self.table.note(f"step {step}: held-out {metric} {metrics['eval/accuracy']:.3f}")
-        self._write_samples(groups, step=step, version=version, evaluation=True)
+        self._write_samples(groups, step=step, version=step, evaluation=True)
 
     def drop(self, dropped: Dropped, step: int) -> None:
         """Records a group that will not be trained on, with the reason. `step`: the step whose metrics count the
@@ -221,6 +221,7 @@ class Records:
                 version=version,
                 evaluation=evaluation,
                 images=group.prompt.metadata.get("images") if self.config.trainer.vision else None,
+                reward_parts=trajectory.reward_parts,
             )
             self.samples.write(asdict(sample))
             written.append(sample)

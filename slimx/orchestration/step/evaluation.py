@@ -11,7 +11,7 @@ import numpy as np
 
 from slimx.algorithms.advantages.group import reward_of
 from slimx.algorithms.learner import learner_of
-from slimx.config.sections.rollout import Eval
+from slimx.config.sections.reward import Eval
 from slimx.data.records import Group, Prompt
 from slimx.errors import SlimxError
 from slimx.orchestration.batches import trajectories_of
@@ -26,31 +26,38 @@ every evaluation, all evaluations use the same seeds, and training never uses th
 
 
 async def evaluate(run: Run) -> dict[str, float]:
-    """Generates `eval.samples` answers to every held-out prompt, and returns metrics of their rewards (see `score`); {}
-    if there are no held-out prompts. If generation fails for a prompt, its answers score 0, and `eval/failed` counts
-    the prompt. Raises SlimxError if all prompts failed."""
+    """Generates answers to every held-out prompt, and returns metrics of their rewards (see `score`); {} if there are
+    no held-out prompts, or if an evaluation goes on beside training. If generation fails for a prompt, its answers
+    score 0, and `eval/failed` counts the prompt. Raises SlimxError if all prompts failed."""
     if not any(run.eval_prompts.values()):
         return {}
     with run.phase("eval"):
-        outcomes = await run.watched(answer_all(run.maker, run.eval_prompts))
-        learner = learner_of(run.config.algorithm)
-        if learner is not None:
-            metrics = await run.watched(learner.evaluate(run, outcomes))
-        else:
-            metrics = {}
-            for policy in run.policies.values():
-                policy_outcomes = [_of(outcome, policy) for outcome in outcomes]
-                metrics |= policy.named(eval_metrics(run.config.eval, run.eval_prompts, policy_outcomes))
-    groups = answered_groups(outcomes)
-    run.records.evaluation(run.step, run.version, metrics, groups)
+        begun = await run.evaluation.begin(run)
+        if begun is not None:
+            return begun
+        return await judged(run, await run.watched(answer_all(run.maker, run.eval_prompts)), run.step)
+
+
+async def judged(run: Run, outcomes: Sequence[GroupOutcome], step: int) -> dict[str, float]:
+    """Returns the metrics of an evaluation of the weights after `step` steps, and saves samples of its answers."""
+    learner = learner_of(run.config.algorithm)
+    if learner is not None:
+        metrics = await run.watched(learner.evaluate(run, outcomes))
+    else:
+        metrics = {}
+        for policy in run.policies.values():
+            policy_outcomes = [_of(outcome, policy) for outcome in outcomes]
+            metrics |= policy.named(eval_metrics(run.config.eval, run.eval_prompts, policy_outcomes))
+    run.records.evaluation(step, metrics, answered_groups(outcomes))
     return metrics
 
 
 async def answer_all(maker: GroupMaker, prompts: Mapping[str, Sequence[Prompt]]) -> list[GroupOutcome]:
-    """Generates `eval.samples` answers to each prompt; returns one outcome per prompt, in the order of the prompt
-    sets."""
-    rows = chain.from_iterable(prompts.values())
-    return await asyncio.gather(*(_answer(maker, index, prompt) for index, prompt in enumerate(rows)))
+    """Generates as many answers to each prompt as the settings of its set require; returns one outcome per prompt, in
+    the order of the prompt sets."""
+    sets = maker.config.eval.sets
+    rows = [(prompt, sets[name]) for name, of_set in prompts.items() for prompt in of_set]
+    return await asyncio.gather(*(_answer(maker, index, *row) for index, row in enumerate(rows)))
 
 
 def eval_metrics(
@@ -65,15 +72,17 @@ def eval_metrics(
             f"all {len(failed)} evaluation prompts failed (last error: {failed[-1].detail}); fix this error, and run "
             "the same command again",
         )
+    sets = options.sets
     rewards: dict[str, list[list[float]]] = {name: [] for name in prompts}
     names = chain.from_iterable([name] * len(rows) for name, rows in prompts.items())
     for name, outcome in zip(names, outcomes, strict=True):
         if outcome.failed:
-            rewards[name].append([0.0] * options.samples)
+            rewards[name].append([0.0] * sets[name].samples)
         else:
             rewards[name].append(answers(outcome.group))
     answered = trajectories_of(answered_groups(outcomes))
-    metrics = score(rewards, options.passing, options.ks) | {"eval/failed": float(len(failed))}
+    ks = {name: own.ks for name, own in sets.items()}
+    metrics = score(rewards, options.passing, ks) | {"eval/failed": float(len(failed))}
     return metrics | part_metrics(answered, "eval_reward") | hook_metrics(answered, "eval_hook")
 
 
@@ -100,18 +109,21 @@ def answers(group: Group) -> list[float]:
     return [float(np.mean(rewards)) for rewards in by_rollout.values()]
 
 
-def score(rewards: Mapping[str, Sequence[Sequence[float]]], passing: float, ks: Sequence[int]) -> dict[str, float]:
-    """Returns `eval/accuracy`, the mean reward of all answers (avg@k), and `eval/pass@k` for each k in `ks`, over all
-    prompts and for each named prompt set. A k larger than the number of answers to some prompt of a set is left out.
+def score(
+    rewards: Mapping[str, Sequence[Sequence[float]]], passing: float, ks: Mapping[str, Sequence[int]]
+) -> dict[str, float]:
+    """Returns `eval/accuracy`, the mean reward of all answers (avg@k), and `eval/pass@k`, over all prompts, for each k
+    of any set, and for each named prompt set, for each of its `ks`. A k larger than the number of answers to some
+    prompt is left out.
 
     `rewards`: rewards of the answers by set and prompt. `passing`: minimum reward at which an answer counts as correct.
     pass@k is the unbiased estimate of the probability that at least one of k answers is correct, 1 - C(n - c, k) / C(n,
     k) if c of n answers are correct (arXiv 2107.03374)."""
     all_prompts = list(chain.from_iterable(rewards.values()))
-    out = _score(all_prompts, passing, ks, "eval/")
+    out = _score(all_prompts, passing, sorted({*chain.from_iterable(ks.values())}), "eval/")
     for name, prompts in rewards.items():
         if name:
-            out |= _score(prompts, passing, ks, f"eval/{name}/")
+            out |= _score(prompts, passing, ks[name], f"eval/{name}/")
     return out
 
 
@@ -129,5 +141,5 @@ def _pass_at(k: int, rewards: Sequence[float], passing: float) -> float:
     return 1.0 - math.comb(wrong, k) / math.comb(len(rewards), k)
 
 
-async def _answer(maker: GroupMaker, index: int, prompt: Prompt) -> GroupOutcome:
-    return await maker.make(prompt, group_id=f"eval{index}", number=FIRST_NUMBER + index, evaluation=True)
+async def _answer(maker: GroupMaker, index: int, prompt: Prompt, options: Eval) -> GroupOutcome:
+    return await maker.make(prompt, group_id=f"eval{index}", number=FIRST_NUMBER + index, evaluation=options)

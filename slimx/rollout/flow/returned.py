@@ -18,7 +18,7 @@ from slimx.data.sampling_support import Support
 from slimx.data.saved.codec import decode, encode
 from slimx.errors import DeadlineError, SlimxError, raised, safe_repr
 from slimx.rollout.client.sending import REQUEST
-from slimx.rollout.hooks import ENGINE_DEADLINE, RolloutContext, logged_twice
+from slimx.rollout.hooks import ENGINE_DEADLINE, Keep, RolloutContext, logged_twice
 from slimx.runtime.clocks import Clock
 
 MAX_LOGPROB = 1e-4
@@ -180,14 +180,15 @@ class ReturnCheck:
         return SlimxError(f"{self.hook} {text}", code=code, about=about)
 
 
-def check_verdict(verdict: object, group: Group, before: Sequence[Trajectory], hook: str | None) -> None:
-    """Raises SlimxError if `verdict`, the return value of a group filter, is neither a bool nor a string with a reason,
-    or if the filter changed the group's trajectories.
+async def verdict_of(keep: Keep, group: Group, before: Sequence[Trajectory], hook: str) -> bool | str:
+    """Calls the group filter `keep`, and returns its verdict. Raises SlimxError if the verdict is neither a bool nor a
+    string with a reason, or if the filter changed the group's trajectories.
 
     `before`: trajectories of the group before the call. `hook`: name of the filter.
     """
-    if inspect.iscoroutine(verdict):
-        verdict.close()
+    verdict = keep(group)
+    if inspect.isawaitable(verdict):
+        verdict = await verdict
     # filters may return NumPy's bool
     if not isinstance(verdict, (bool, np.bool_, str)):
         kind = type(verdict).__name__
@@ -201,6 +202,7 @@ def check_verdict(verdict: object, group: Group, before: Sequence[Trajectory], h
             f"{hook} added, removed or replaced trajectories of group {group.id}; leave the trajectories as they are, "
             "and return False to drop the group",
         )
+    return verdict
 
 
 def check_metadata(whose: str, metadata: object) -> None:

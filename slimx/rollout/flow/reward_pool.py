@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from slimx.data.records import Group, Trajectory
 from slimx.errors import DeadlineError, SlimxError, raised, safe_repr
 from slimx.rollout.hook_loading import name_of, name_with_source
@@ -234,7 +236,7 @@ def _finite(key: object, part: object, value: object, hook: Reward) -> float:
     Raises SlimxError if it is not a finite number, or its name `key` is not printable.
     """
     try:
-        if isinstance(key, str) and key.isprintable() and isinstance(part, numbers.Real) and not isinstance(part, bool):
+        if isinstance(key, str) and key.isprintable() and isinstance(part, numbers.Real | np.bool_):
             number = float(part)
             if math.isfinite(number):
                 return number

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from slimx.algorithms.advantages.group import reward_of
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
-from slimx.data.chat.responses import Response, read_response
+from slimx.config.sections.reward import Eval
+from slimx.data.chat.responses import read_response
 from slimx.data.chat.template import with_template
 from slimx.data.chat.tokens import PromptIds
 from slimx.data.records import Group, Prompt, Trajectory
@@ -31,13 +32,13 @@ from slimx.rollout.flow.returned import (
     add_metrics,
     any_failed,
     check_metadata,
-    check_verdict,
     crashed_trajectory,
     failed_trajectory,
     is_cancellation,
     marking,
     reason_of,
     scored,
+    verdict_of,
 )
 from slimx.rollout.flow.reward_pool import RewardPool
 from slimx.rollout.flow.reward_processes import RewardProcesses, reward_runner
@@ -154,14 +155,16 @@ class GroupMaker:
         *,
         group_id: str,
         number: int,
-        evaluation: bool = False,
+        evaluation: Eval | None = None,
         progress: GroupProgress | None = None,
     ) -> GroupOutcome:
         """Generates the rollouts for one prompt and computes their rewards. `number`: ticket number, which determines
-        the seeds. `progress`: earlier progress of the group, updated in place."""
+        the seeds. `evaluation`: settings of the prompt's set; None in training. `progress`: earlier progress of the
+        group, updated in place."""
         progress = GroupProgress() if progress is None else progress
-        samples_of_eval = evaluation and not self.config.algorithm.scores  # preference pairs need group_size
-        size = self.config.eval.samples if samples_of_eval else self.config.rollout.group_size
+        size = self.config.rollout.group_size
+        if evaluation and not self.config.algorithm.scores:  # preference pairs need group_size
+            size = evaluation.samples
         ids: dict[str, PromptIds] = {}
         for name, policy in self.policies.items():
             ids[name] = policy.encode(with_template(policy.tokenizer, prompt.template))
@@ -180,9 +183,9 @@ class GroupMaker:
             if trajectory.status == "failed":
                 reason = trajectory.metadata.get("failed", "generate failed")  # hooks may mark failures themselves
                 return GroupOutcome(group, reason, trajectory.finish_reason)
-        return self._finished(group, greedy, evaluation)
+        return await self._finished(group, greedy, evaluation)
 
-    def _finished(self, group: Group, greedy: Sequence[Trajectory], evaluation: bool) -> GroupOutcome:
+    async def _finished(self, group: Group, greedy: Sequence[Trajectory], evaluation: Eval | None) -> GroupOutcome:
         """Checks and filters a group that has rewards. `greedy`: trajectories of ReMax's greedy baseline."""
         prompt = group.prompt
         try:
@@ -198,7 +201,7 @@ class GroupMaker:
             group.baseline = sum(reward_of(trajectory) for trajectory in greedy) / len(greedy)
         if self.hooks.keep is None or evaluation:
             return GroupOutcome(group)
-        return self._filtered(group, self.hooks.keep)
+        return await self._filtered(group, self.hooks.keep)
 
     def check(self, group: Group, hook: str) -> None:
         """Raises SlimxError if `hook` left anything in `group` that cannot be trained on or written."""
@@ -215,18 +218,18 @@ class GroupMaker:
             self._rewards.close()
         self._environments.close()
 
-    def _filtered(self, group: Group, keep: Keep) -> GroupOutcome:
-        before = list(group.trajectories)
-        name = group.id
+    async def _filtered(self, group: Group, keep: Keep) -> GroupOutcome:
+        before = replace(group, trajectories=list(group.trajectories))
         hook = str(self.config.rollout.filter)
         try:
-            verdict = keep(group)
-            check_verdict(verdict, group, before, hook)
-            self.check(replace(group, id=name), hook)
+            verdict = await verdict_of(keep, group, before.trajectories, hook)
+            self.check(replace(group, id=before.id), hook)
         except SlimxError as error:
-            group.trajectories = before
+            group.trajectories = before.trajectories
             return GroupOutcome(group, "keep failed", str(error))
         except BaseException as error:
+            if is_cancellation(error):
+                raise
             return GroupOutcome(group, "keep failed", raised(error))
         if isinstance(verdict, str):
             return GroupOutcome(group, f"filter: {verdict}")
@@ -240,7 +243,7 @@ class GroupMaker:
         number: int,
         index: int,
         *,
-        evaluation: bool,
+        evaluation: Eval | None,
         progress: GroupProgress,
         greedy: bool = False,
     ) -> list[Trajectory]:
@@ -288,7 +291,7 @@ class GroupMaker:
         number: int,
         index: int,
         *,
-        evaluation: bool,
+        evaluation: Eval | None,
         greedy: bool,
     ) -> RolloutContext:
         """Returns a rollout's context for the policy `actor`; its `policies` contains the other policies' contexts."""
@@ -307,7 +310,7 @@ class GroupMaker:
                 engine=RolloutEngine(clients[name], sampling, seed, routed, self._affinity(group_id, index), name),
                 tokenizer=prompt_ids[name].tokenizer,
                 version=self.versions[name],
-                evaluation=evaluation,
+                evaluation=evaluation is not None,
                 seed=seed,
                 group_id=group_id,
                 index=index,
@@ -337,7 +340,7 @@ class GroupMaker:
         return trajectories
 
     async def _judge_all(
-        self, prompt: Prompt, trajectories: Sequence[Trajectory], *, evaluation: bool, greedy: bool
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], *, evaluation: Eval | None, greedy: bool
     ) -> None:
         """Computes the rewards of trajectories and, in training rollouts, calls `score` with them, concurrently."""
         work: list[Coroutine[None, None, None]] = []
@@ -355,14 +358,14 @@ class GroupMaker:
         keys = {"group": group_id, "rollout": f"{group_id}/{index}"}
         return keys.get(self.config.rollout.affinity)
 
-    def _sampling(self, *, evaluation: bool, greedy: bool) -> Json:
+    def _sampling(self, *, evaluation: Eval | None, greedy: bool) -> Json:
         options = self.config.rollout.sampling
-        held_out = self.config.eval
-        sampling: Json = {"max_new_tokens": options.max_new_tokens}
-        if greedy or (evaluation and held_out.temperature == 0):
+        limit = evaluation and evaluation.max_new_tokens
+        sampling: Json = {"max_new_tokens": limit or options.max_new_tokens}
+        if greedy or (evaluation and evaluation.temperature == 0):
             sampling["temperature"] = 0.0
         elif evaluation:
-            sampling |= {"temperature": held_out.temperature, "top_p": held_out.top_p}
+            sampling |= {"temperature": evaluation.temperature, "top_p": evaluation.top_p}
         else:
             sampling |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
         if options.stop_token_ids:
@@ -380,18 +383,14 @@ class GroupMaker:
             sampled=self.policies[ACTOR].client is not None,
         )
 
-    async def _judge(self, prompt: Prompt, judged: Trajectory | Group, evaluation: bool) -> None:
-        """Sets the reward of a trajectory, or of every trajectory in a group; if the hook fails, marks the first of
-        these trajectories as failed."""
+    async def _judge(self, prompt: Prompt, judged: Trajectory | Group, evaluation: Eval | None) -> None:
+        """Sets the reward of a trajectory, or of all in a group; if the hook fails, marks the first as failed."""
         if self._rewards is None:
             return
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]
-        responses: list[Response] = []
-        for trajectory in trajectories:
-            responses.append(read_response(trajectory, self.policies[trajectory.policy].tokenizer))
-        ctx = RewardContext(
-            prompt, self.policies[ACTOR].tokenizer, responses[0].text, evaluation, self.engines, responses
-        )
+        responses = [read_response(one, self.policies[one.policy].tokenizer) for one in trajectories]
+        tokenizer = self.policies[ACTOR].tokenizer
+        ctx = RewardContext(prompt, tokenizer, responses[0].text, evaluation is not None, self.engines, responses)
         with marking(trajectories[0], "reward"):
             result = await self._rewards.judge(ctx, judged)
             verdicts = result if isinstance(result, list) else [result]

@@ -23,6 +23,7 @@ from slimx.extras.agents.hubs.openenv import Fields
 from slimx.extras.agents.hubs.views import Words, state_digest
 from slimx.extras.agents.proxy.server import ChatProxy
 from slimx.extras.agents.toolbox import ToolResult
+from slimx.extras.quickstart.make_vision_model import TOKENS, write_tokenizer
 from slimx.extras.vision.images.sources import read_image
 from slimx.extras.vision.images.store import ImageStore
 from slimx.extras.vision.prompts.prepare import ImagePromptIds, Preparation
@@ -31,7 +32,6 @@ from slimx.rollout.hooks import RolloutContext
 from tests.extras.agents.proxy_stand import CALL, TOOLS, Script, bare, client_of
 from tests.refusals import refused
 from tests.unit.rollout.rollout_stand import rollout_context
-from tools.quickstart.make_vision_model import TOKENS, write_tokenizer
 
 PLACEHOLDER = TOKENS["image_token_id"]
 PIXELS = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)

@@ -14,7 +14,7 @@ from aiohttp import web
 from slimx.data.records import Prompt
 from slimx.errors import DeadlineError, SlimxError
 from slimx.extras.agents import multi_turn
-from slimx.extras.agents.hubs.openenv import OpenEnv
+from slimx.extras.agents.hubs.openenv import Fields, OpenEnv
 from slimx.rollout.hook_loading import load_hooks
 from tests.extras.agents.served import program, stand_in
 from tests.needed import hub_python
@@ -147,6 +147,13 @@ async def test_a_server_that_answers_wrongly_is_named(answers):
         assert (caught.value.code, caught.value.about) == ("openenv.server", f"{url}/ws")
 
 
+async def test_a_full_server_is_answered_with_the_setting_that_helps():
+    async with stand_in(speaking(error("CAPACITY_REACHED"))) as url:
+        with pytest.raises(SlimxError) as caught:
+            await play(url, "1")
+    assert "rollout.max_rollouts" in str(caught.value)
+
+
 async def test_a_redirect_is_not_followed():
     async def redirect(request: web.Request) -> web.StreamResponse:
         raise web.HTTPTemporaryRedirect(f"{elsewhere}/ws")
@@ -193,6 +200,21 @@ async def test_actions_may_be_whole_objects_and_observations_too():
     assert [message["type"] for message in heard] == ["reset", "step", "close"]
     assert heard[0]["data"] == {"seed": 5} and heard[1]["data"] == {"to": [1], "kind": "move"}
     assert '{"hint": "Go."}\nJSON.' in spans(trajectory)[1][2] and trajectory.metadata["info"]["invalid"] == 2
+
+
+@pytest.mark.parametrize(
+    ("observation", "shown"),
+    [
+        ({"said": {"line": "one"}}, "one"),
+        ({"said": [{"line": "one"}, {"line": ["t"]}, {}]}, 'one\n["t"]\n'),
+        ({"said": "one"}, ""),
+        ({}, ""),
+    ],
+)
+def test_fields_may_be_nested(observation, shown):
+    view = Fields(None, shows="said.line", action="arguments.text", fixed={"tool": "say", "arguments": {"loud": True}})
+    assert view.show(observation, {}) == shown
+    assert view.action("<answer>two</answer>") == {"tool": "say", "arguments": {"loud": True, "text": "two"}}
 
 
 @pytest.mark.parametrize(

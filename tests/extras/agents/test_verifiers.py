@@ -194,15 +194,83 @@ def test_a_token_that_is_not_there_is_refused_before_the_run(monkeypatch):
 
 
 @pytest.fixture
-def hub_server(monkeypatch):
-    """The server's module; the package, which the tests' environment lacks, is a stand-in that nothing calls."""
-    names = ("verifiers", "verifiers.v1", "verifiers.v1.types", "verifiers.v1.utils", "verifiers.v1.utils.loaders")
-    for name in names:
-        monkeypatch.setitem(sys.modules, name, MagicMock())
+def hub_server():
+    """The server's module, which imports the package only with an environment."""
     spec = importlib.util.spec_from_file_location("hub_server", SERVER)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    return module
+    yield module
+    del sys.modules[spec.name]
+
+
+class Adding:
+    """An environment in the form of verifiers' first interface: sums, asked once."""
+
+    requires_group_rollouts = False
+
+    def __init__(self, most: int = 3, groups: bool = False) -> None:
+        self.most = most
+        self.requires_group_rollouts = groups
+
+    def get_dataset(self) -> list[dict[str, Any]]:
+        system = {"role": "system", "content": "Add."}
+        rows = [[system, {"role": "user", "content": f"{number}+1="}] for number in range(self.most)]
+        return [{"prompt": row, "answer": str(number + 1), "example_id": number} for number, row in enumerate(rows)]
+
+    async def run_rollout(
+        self, row: dict[str, Any], client: Any, model: str, sampling: dict[str, Any], score: bool = True, **more: Any
+    ) -> Any:
+        if row["answer"] == "1":
+            return {"error": {"error": "ModelError", "error_chain_str": "ModelError -> gone"}}
+        if row["answer"] == "3":
+            raise KeyError("no third sum")
+        assert score and set(more) in (set(), {"gen_sem", "score_sem"})
+        said = (await chat(client, row["prompt"])).model_dump()
+        return {
+            "reward": 0.5 * (said["content"] == row["answer"]),
+            "metrics": {"right": 1.0},
+            "completion": [said],
+            "stop_condition": "max_turns_reached",
+            "error": None,
+        }
+
+
+@pytest.fixture(params=["0.1", "0.3"])
+def first_interface(monkeypatch, request):
+    """Stand-ins for the modules of verifiers' first interface, which the tests' environment lacks."""
+    types = SimpleNamespace(ClientConfig=SimpleNamespace)
+    clients = SimpleNamespace(resolve_client=lambda config: client_of(config.api_base_url))
+    if request.param == "0.1":
+        clients = None
+    package = SimpleNamespace(load_environment=lambda name, **options: {"adding": Adding}[name](**options))
+    for name, module in (("", package), (".types", types), (".clients", clients)):
+        monkeypatch.setitem(sys.modules, f"verifiers{name}", module)
+
+
+async def test_an_environment_of_the_first_interface_is_played(hub_server, first_interface):
+    env = hub_server.load({"load_environment": "adding"})
+    failing, prompt, raising = (Prompt(**line) for line in env.prompts())
+    assert prompt.messages == TASK.messages and prompt.id == "task-1"
+    server = hub_server.EpisodeServer(env, 2)
+    async with stand_in(server.episode) as url:
+        (found,), (other,) = await asyncio.gather(play(url, "2", prompt=prompt), play(url, "3", prompt=prompt))
+        with pytest.raises(GivenUp) as caught:
+            await play(url, "1", prompt=failing)
+        with pytest.raises(GivenUp) as raised:
+            await play(url, "3", prompt=raising)
+        with pytest.raises(GivenUp) as unknown:
+            await play(url, "1", prompt=replace(prompt, metadata={"verifiers": {"answer": "1"}}))
+    assert trained(found) == "2<end>" and await verifiers.reward(None, found) == {"reward": 0.5}
+    assert await verifiers.reward(None, other) == {"reward": 0.0}
+    assert found.metadata["result"]["turns"] == 1 and found.metadata["result"]["metrics"] == {"right": 1.0}
+    assert "ModelError -> gone" in str(caught.value) and "no third sum" in str(raised.value)
+    assert "answered 400" in str(unknown.value)
+
+
+def test_an_environment_that_scores_groups_is_refused(hub_server, first_interface):
+    with pytest.raises(SystemExit):
+        hub_server.load({"load_environment": "adding", "args": {"groups": True}})
 
 
 @pytest.mark.parametrize(
@@ -219,8 +287,7 @@ def test_a_server_that_others_reach_does_not_start_without_a_token(hub_server, m
 
 @pytest.mark.parametrize(("authorization", "status"), [("", 401), ("Bearer wrong", 401), ("Bearer secret", 400)])
 async def test_a_request_without_the_token_is_refused(hub_server, authorization, status):
-    tasks = type("Tasks", (), {"task_type": MagicMock()})
-    server = hub_server.EpisodeServer(SimpleNamespace(taskset=tasks()), 1, "secret")
+    server = hub_server.EpisodeServer(MagicMock(), 1, "secret")
     request = MagicMock(headers={"Authorization": authorization}, json=AsyncMock(return_value={}))
     assert (await server.episode(request)).status == status
 

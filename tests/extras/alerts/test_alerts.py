@@ -17,8 +17,8 @@ from slimx.extras.alerts.curves.watch import Curves
 from slimx.extras.alerts.log import FILE, alerts_of, read_log
 from slimx.extras.alerts.receiver import Alerts, alerting
 from slimx.extras.alerts.remedies import NAMES, REMEDIES
+from slimx.extras.report.report import write_report
 from slimx.extras.watch.page.content import Content
-from slimx.extras.watch.report.report import write_report
 from slimx.extras.watch.status import describe_status, run_status
 from slimx.observability.tracking.metrics import StepRecord
 from tests.documents import ROOT

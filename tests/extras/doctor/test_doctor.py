@@ -155,11 +155,11 @@ def test_no_package_is_needed_to_say_that_it_is_absent(absent):
 
 
 def test_a_look_that_fails_is_a_problem_and_not_the_end(screen, monkeypatch):
-    def fails():
+    def machine():
         raise OSError("no /proc here")
         yield
 
-    monkeypatch.setattr(doctor, "machine", fails)
+    monkeypatch.setattr(doctor, "machine", machine)
     assert not doctor.examine(screen.print)
     assert "OSError: no /proc here" in problem(screen, "missing", "machine")
     assert "Kernels" in screen.text

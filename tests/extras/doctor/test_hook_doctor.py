@@ -25,7 +25,7 @@ from tests.refusals import numbers
 
 HOOKS = __name__
 """Where the hooks below are: wrong in one way each, and some that are right."""
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "quickstart" / "make_model.py"
+TOOL = Path(__file__).resolve().parents[3] / "slimx/extras/quickstart" / "make_model.py"
 
 
 async def good(ctx: RolloutContext, prompt: Prompt) -> Trajectory:

@@ -12,12 +12,12 @@ import yaml
 from slimx.config.load import load_config
 from slimx.data.records import Prompt, Trajectory
 from slimx.extras.doctor.hooks.doctor import HookFindings, examine_hooks
+from slimx.extras.quickstart.make_vision_model import write_tokenizer
 from slimx.rollout.hooks import RolloutContext
 from tests.extras.vision.picture_stand import picture
 from tests.extras.vision.vision_stand import write
 from tests.integration.engine_families import MODELS
 from tests.integration.vision_oracle import write_processor
-from tools.quickstart.make_vision_model import write_tokenizer
 
 PICTURES = "tests.integration.pictures"
 

@@ -258,3 +258,37 @@ def test_the_page_on_planning_names_every_key_of_the_record():
     assert [key for key in keys if f"`{key}`" not in text] == []
     described = PlanReport.model_json_schema()["$defs"]["TrainerMemory"]["properties"]
     assert "`host_optimizer`" in described["optimizer"]["description"]
+
+
+def test_long_answers_of_an_evaluation_need_positions_and_kv_cache(plan):
+    engines = "rollout.engines=[{max_total_tokens: 20000, tensor: 4}]"
+    long = "eval={prompts: absent.jsonl, max_new_tokens: 16384}"
+    code, text = plan(QWEN3_30B, *RUN_30B, engines, long)
+    assert code == 0 and "17,408" in text
+    code, text = plan(QWEN3_30B, *RUN_30B, "rollout.engines=[{max_total_tokens: 17000, tensor: 4}]", long)
+    assert code == 2 and "eval.max_new_tokens" in lines_of(text, "slimx: ")[0]
+    too_long = long.replace("16384", "40000")
+    code, text = plan(QWEN3_30B, *RUN_30B, too_long)
+    assert code == 2 and "eval.max_new_tokens=40000" in lines_of(text, "slimx: ")[0]
+    assert plan(QWEN3_30B, *RUN_30B, too_long, "eval.every=0")[0] == 0
+
+
+@pytest.mark.parametrize("colocate", [False, True])
+def test_engines_that_evaluate_have_gpus_of_their_own(plan, colocate):
+    together = ("schedule.colocate=true", "publish.staging=bucket", FULL) if colocate else ()
+    run = (*RUN_30B, *together, H100, "trainer.optimizer.offload_fraction=1")
+    held_out = "eval={prompts: absent.jsonl, engines: [{tensor: 4, expert: 4}]}"
+    before = json.loads(plan(QWEN3_30B, *run, "--json")[1])
+    report = json.loads(plan(QWEN3_30B, *run, held_out, "--json")[1])
+    assert report["rank_map"]["gpus"] == before["rank_map"]["gpus"] + 4
+    (evaluating,) = (place for place in report["rank_map"]["engines"] if place["group"] == "eval")
+    assert evaluating["gpus"] == list(range(before["rank_map"]["gpus"], before["rank_map"]["gpus"] + 4))
+    peaks = {(peak["gpu"], peak["group"]) for peak in report["phases"] if peak["group"]}
+    assert ("engine", "eval") in peaks and (("shared", "actor") in peaks) == colocate
+    assert report["colocated"] == before["colocated"]
+    off = json.loads(plan(QWEN3_30B, *run, held_out, "eval.every=0", "--json")[1])
+    assert off["rank_map"] == before["rank_map"]
+    code, text = plan(
+        QWEN3_30B, *run, held_out, f"cluster.nodes={before['rank_map']['nodes']}", "cluster.gpus_per_node=8"
+    )
+    assert code == 2 and "cluster.nodes" in text

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from slimx.cli import app
+from slimx.extras.quickstart.make_vision_model import write_tokenizer
 from tests.extras.vision.picture_stand import picture
 from tests.integration.engine_families import MODELS
 from tests.integration.vision_oracle import write_processor
-from tools.quickstart.make_vision_model import write_tokenizer
 
 SHOWN = "<|vision_start|><|image_pad|> x {}<|vision_end|>"
 

@@ -7,11 +7,11 @@ import pickle
 import pytest
 
 from slimx.engines.server.keys import Keys
+from slimx.extras.quickstart.make_vision_model import TOKENS
 from slimx.extras.served_models.client import FrozenEngine, image_placeholder
 from slimx.extras.served_models.engines import ServedModels
 from tests.extras.vision.vision_stand import run
 from tests.refusals import refused
-from tools.quickstart.make_vision_model import TOKENS
 
 PLACEHOLDER = TOKENS["image_token_id"]
 URL = "http://127.0.0.1:9"

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from slimx.config.sections.reward import Eval
 from slimx.data.batch import make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
@@ -144,7 +145,7 @@ def test_the_kl_is_looked_at_by_the_effect_check():
 async def test_untrained_rollouts_are_not_scored():
     """Answers of an evaluation, and the greedy rollout that is a baseline."""
     teacher = FakeTeacher()
-    await maker(teacher).make(prompts()[0], group_id="g", number=0, evaluation=True)
+    await maker(teacher).make(prompts()[0], group_id="g", number=0, evaluation=Eval())
     assert not teacher.requests
     remax = {
         "algorithm__name": "remax",

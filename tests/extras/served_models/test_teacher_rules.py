@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("policy")
-    runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))["make_model"](out, seed=1)
+    runpy.run_path(str(ROOT / "slimx/extras/quickstart/make_model.py"))["make_model"](out, seed=1)
     return out
 
 

@@ -62,6 +62,7 @@ async def test_samples_have_global_indices_in_generate_reward_and_filter(mine):
         options={"own": "x"},
         sampling={"max_new_tokens": 8},
         routed_experts=False,
+        eval__prompts="heldout.jsonl",
     )
     async with stand_of(config) as stand:
         batches = [await stand.next_batch(), await stand.next_batch()]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tools.quickstart import make_vision_model
+from slimx.extras.quickstart import make_vision_model
 
 TOKEN = make_vision_model.TOKENS["image_token_id"]
 PATCH, MERGE = 8, 2

@@ -132,7 +132,7 @@ def test_a_run_reads_its_limits_and_keeps_images_only_when_it_starts(tmp_path, m
     uri = "data:image/png;base64," + base64.b64encode(picture(64, 64)).decode()
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": [{"type": "image", "url": uri}]}]}))
-    config = load_config(run_file(tmp_path, model, rows, vision={"max_pixels": 4 * 16**2}))
+    config = load_config(run_file(tmp_path, model, rows, vision={"max_pixels": 4 * 16**2}), [f"eval.prompts={rows}"])
     spec = type("Spec", (), {"vocab_size": VOCABULARY})()
     tokenizer = load_tokenizer(model)
     first = source_prompts(config.rollout, row_images(config, False))[""]

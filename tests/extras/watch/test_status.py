@@ -99,7 +99,7 @@ def test_the_status_of_a_running_run_lists_its_engines(run, monkeypatch, capsys)
     assert head.split()[:3] == ["run", "r:", "running,"] and numbers(head)[:2] == [3, 9] and head.split()[-1] == "train"
     assert "reward/mean 0.3\n" in text
     (engine,) = (line for line in lines if "actor-0" in line)
-    assert all(part in engine for part in ("regular", "member", "http://h:1"))
+    assert all(part in engine for part in ("regular", "member (serving)", "http://h:1"))
     assert numbers(engine)[-2:] == [2, 1], "machines and restarts"
 
 

@@ -26,7 +26,7 @@ from slimx.extras.watch.rollouts import Choice, show_rollouts, step_of
 from slimx.observability.live.run_lock import locked
 from slimx.observability.tracking.run_files import read_config
 from slimx.orchestration.state.directory import write_config
-from tests.extras.watch.page_stand import Page, group, served
+from tests.extras.watch.page_stand import Page, group, row, served
 from tests.refusals import numbers, refused
 from tests.unit.rollout.rollout_stand import the_tokenizer
 
@@ -62,6 +62,11 @@ def test_status_charts_and_rollouts_are_what_the_directory_holds(run, page):
     (reward,) = (chart for chart in found["charts"] if chart["title"].startswith("Reward and"))
     assert reward["block"] == "curves" and {chart["block"] for chart in found["charts"]} == {"curves", "time"}
     assert page.get(f"/api/charts?since={found['version']}").json()["charts"] is None
+    assert [item["metric"] for item in reward["about"]] == ["reward/mean"] and reward["about"][0]["good"]
+    (card,) = found["cards"]
+    assert (card["value"], card["more"]) == ("0.375", ["step 1: 0.25", "step 2: 0.5"])
+    (about,) = card["about"]
+    assert about["metric"] == "reward/mean" and about["section"] == "reward"
     assert page.get("/api/steps").json() == [1, 2]
     step = page.get("/api/steps/2").json()
     assert [item["prompt"]["dataset"] for item in step["groups"]] == ["sums", "math"]
@@ -75,6 +80,34 @@ def test_status_charts_and_rollouts_are_what_the_directory_holds(run, page):
     assert [token["other_experts"] for token in tokens] == [False, False, False, True, False, False]
     for path in ("/api/steps/9", "/api/steps/2/tokens?group=g9"):
         assert page.get(path).status_code == 404 and page.get(path).json()["code"].startswith("rollouts.")
+
+
+def test_responses_have_their_expected_answer_marked(page):
+    step = page.get("/api/steps/2").json()
+    assert step["passing"] == 1.0
+    for shown in step["groups"]:
+        for part in (part for trajectory in shown["trajectories"] for part in trajectory["parts"]):
+            assert "".join(text for text, _ in part["marked"]) == part["text"]
+            assert all(text == shown["prompt"]["answer"] for text, found in part["marked"] if found)
+
+
+def test_the_page_draws_several_runs_in_the_same_charts(run, tmp_path):
+    other = tmp_path / "other" / "run"
+    other.mkdir(parents=True)
+    (other / "config.yaml").write_text((run / "config.yaml").read_text())
+    (other / "metrics.jsonl").write_text(row(1, 1.0))
+    content = Content(run, other)
+    first = content.charts("")
+    (chart,) = (chart for chart in first["charts"] if chart["block"] == "compared")
+    assert [line["name"] for line in chart["figure"]["data"]] == [f"{tmp_path.name}/run", "other/run"]
+    assert content.charts(first["version"])["charts"] is None
+    with (other / "metrics.jsonl").open("a") as file:
+        file.write(row(2, 0.5))
+    assert content.charts(first["version"])["charts"] is not None
+    with refused("report.compare", about=str(run.resolve())):
+        Content(run, run)
+    with refused("run.none", about=str(tmp_path)):
+        Content(run, tmp_path)
 
 
 def test_images_of_prompts_are_listed_and_previewed(run, shown, page):
@@ -183,7 +216,7 @@ def test_a_restarted_page_has_the_same_token_which_its_user_alone_can_read(run, 
 
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
-                serve(run, "127.0.0.1", 0, end)
+                serve([run], "127.0.0.1", 0, end)
             (file,) = Path(temporary).glob("slimx-*/watch-token")
             assert file.stat().st_mode & 0o777 == 0o600
         assert {address.partition("?token=")[2] for address in printed} == {file.read_text()}
@@ -191,9 +224,9 @@ def test_a_restarted_page_has_the_same_token_which_its_user_alone_can_read(run, 
 
 def test_no_run_and_a_port_that_is_taken_are_refused(run, tmp_path):
     with refused("run.none"):
-        serve(tmp_path, "127.0.0.1", 0, print)
+        serve([tmp_path], "127.0.0.1", 0, print)
     with socket.create_server(("127.0.0.1", 0)) as taken, refused("watch.port") as refusal:
-        serve(run, "127.0.0.1", taken.getsockname()[1], print)
+        serve([run], "127.0.0.1", taken.getsockname()[1], print)
     assert os.strerror(errno.EADDRINUSE) in str(refusal.value)
 
 

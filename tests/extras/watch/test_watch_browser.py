@@ -32,6 +32,8 @@ def test_a_browser_follows_a_run(run, tmp_path):
     assert content.requests >= 2 and "step 77 of" in found and 'class="state running"' in found
     charts = re.split(r'class="chart js-plotly-plot"', found)[1:]
     assert charts and all('class="main-svg"' in chart for chart in charts)
+    # A card and each chart have an explanation, which a click, a touch or a key opens.
+    assert found.count('<details class="about"><summary>') == len(re.findall('class="card( wide)?"', found)) + 1
 
 
 EVERY_COLOR = pytest.mark.slow("every color of tokens: a start of the browser for each")
@@ -57,6 +59,7 @@ def test_a_browser_filters_and_compares_and_text_of_a_run_is_no_markup(page, tmp
     chosen = drawn(f"{page.address}/?token=secret&dataset=math#rollouts", tmp_path)
     both = drawn(f"{page.address}/?token=secret&compare=1&highest=0#rollouts", tmp_path)
     assert "g2/0" in chosen and "g1/0" not in chosen
+    assert "✓ passed, reward 1" in chosen and "<mark>4</mark>" in chosen
     # The only one that is left is open: a color per version, what a tool said marked.
     assert "version 1" in chosen and "version 2" in chosen and chosen.count('class="inserted"') == 1
     assert len(set(re.findall(r"background: (rgba?\([^)]*\))", chosen))) >= 3

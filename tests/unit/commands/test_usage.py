@@ -10,8 +10,11 @@ import typer
 from rich.console import Console
 
 from slimx import cli
+from slimx.commands.usage import starts_ray
 from slimx.errors import SlimxError
 from slimx.extras.doctor import command as doctor
+from slimx.extras.evaluation import command as evaluation
+from slimx.extras.generation import command as generation
 from slimx.extras.planner import command as planner
 
 
@@ -47,7 +50,7 @@ def test_a_group_without_a_command_shows_its_help(monkeypatch, capsys, typed, li
 @pytest.mark.parametrize("error", [SystemExit(0), SystemExit(None), SystemExit(75), SystemExit("x"), typer.Exit(0)])
 @pytest.mark.parametrize(
     ("module", "command"),
-    [(cli, "train"), (cli, "generate"), (cli, "eval"), (planner, "plan"), (doctor, "doctor")],
+    [(cli, "train"), (generation, "generate"), (evaluation, "eval"), (planner, "plan"), (doctor, "doctor")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_only_the_last_line_of_a_command_is_success(monkeypatch, capsys, module, command, error):
@@ -61,6 +64,14 @@ def test_only_the_last_line_of_a_command_is_success(monkeypatch, capsys, module,
     refusal = end.value.__context__
     assert end.value.code == 2 and isinstance(refusal, SlimxError) and refusal.code == "cli.exit"
     assert len([line for line in capsys.readouterr().err.splitlines() if line.startswith("slimx: ")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "supervised"),
+    [("train", True), ("generate", True), ("eval", True), ("doctor", True), ("plan", False), ("nosuch", False)],
+)
+def test_commands_that_start_ray_are_known_before_they_run(command, supervised):
+    assert starts_ray(cli.app, command) is supervised
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "latin-1"])
@@ -83,15 +94,15 @@ def test_letters_that_the_output_cannot_show_are_shown_by_their_codes(monkeypatc
     assert written["stderr"].getvalue() == b"slimx: no \\u65e5\n"
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "eval"])
-def test_a_command_says_at_once_which_file_it_checks(monkeypatch, capsys, command):
+@pytest.mark.parametrize(("module", "command"), [(cli, "train"), (generation, "generate"), (evaluation, "eval")])
+def test_a_command_says_at_once_which_file_it_checks(monkeypatch, capsys, module, command):
     printed: list[str] = []
 
     def load(*_: object) -> None:
         printed.extend(capsys.readouterr())
         raise SlimxError("no")
 
-    monkeypatch.setattr(cli, "load_config", load)
+    monkeypatch.setattr(module, "load_config", load)
     monkeypatch.setattr(sys, "argv", ["slimx", command, "a\x1b.yaml"])
     with pytest.raises(SystemExit):
         cli.main()

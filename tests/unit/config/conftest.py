@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from slimx.extras.quickstart.make_model import make_model
 from tests.unit.config.command_stand import PROMPT, Command
-from tools.quickstart.make_model import make_model
 
 
 @pytest.fixture(scope="session")

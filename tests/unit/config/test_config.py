@@ -12,7 +12,7 @@ import yaml
 
 from slimx.config.load import load_config
 from slimx.observability.tracking.run_files import read_config
-from tests.refusals import numbers
+from tests.refusals import numbers, refused
 from tests.unit.config.command_stand import Started
 
 
@@ -154,7 +154,7 @@ def test_a_saved_configuration_contains_no_environment_values(file, tmp_path, mo
 
 
 def test_a_configuration_cannot_be_changed_after_it_was_checked(file):
-    with pytest.raises(ValueError, match="frozen"):
+    with refused("config.frozen", about="seed"):
         load_config(file).run.seed = 2
 
 

@@ -19,7 +19,8 @@ from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.rollout import Eval, PromptSet, Rollout
+from slimx.config.sections.reward import EvalSet
+from slimx.config.sections.rollout import PromptSet, Rollout
 from slimx.config.sections.run import Model, RunSection
 from slimx.config.sections.trainer import Lora, Trainer
 from slimx.errors import SlimxError
@@ -221,8 +222,7 @@ PATHS = [
     (PromptSet, {"name": "a", "path": "~/d"}),
     (Rollout, {"prompts": "~/d", "replay": "~/d"}),
     (Engines, {"model": "~/d"}),
-    (Eval, {"prompts": "~/d"}),
-    (Eval, {"prompts": {"a": "~/d"}}),
+    (EvalSet, {"path": "~/d"}),
     (Publish, {"directory": "~/d"}),
 ]
 

@@ -43,10 +43,46 @@ def test_an_index_behind_the_last_adds_an_entry_with_defaults(file):
         load_config(file, ["rollout.engines.tensor=2"])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key", "value"),
+    [
+        (["rollout.sampling.stop_token_ids+=5"], "rollout.sampling.stop_token_ids", (5,)),
+        (["rollout.sampling.stop_token_ids+=[5, 6]"], "rollout.sampling.stop_token_ids", (5, 6)),
+        (["rollout.sampling.stop_token_ids=[4]", "rollout.sampling.stop_token_ids+=5"],
+         "rollout.sampling.stop_token_ids", (4, 5)),
+        (["trainer.recompute.modules+=moe"], "trainer.recompute.modules", ("core_attn", "moe")),
+        (["trainer.layers_per_stage=null", "trainer.layers_per_stage+=2"], "trainer.layers_per_stage", (2,)),
+        (["rollout.options={tags: [a]}", "rollout.options.tags+=b"], "rollout.options", {"tags": ["a", "b"]}),
+    ],
+)  # fmt: skip
+def test_a_list_is_extended_from_the_command_line(file, overrides, key, value):
+    found = load_config(file, overrides)
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_an_appended_entry_may_have_other_names_and_keeps_the_others(file):
+    config = load_config(file, ["rollout.engines+={name: b, tensor_parallel_size: 2}", "rollout.engines.1.count=3"])
+    groups = [(group.name, group.tensor, group.count, group.max_total_tokens) for group in config.rollout.engines]
+    assert groups == [("a", 1, 1, 99), ("b", 2, 3, None)]
+
+
+@pytest.mark.parametrize("key", ["schedule.steps", "rollout", "rollout.engnes", "rollout.options", "eval.prompts"])
+def test_only_lists_are_extended(file, key):
+    with refused("config.override", about=key):
+        load_config(file, [f"{key}+=3"])
+
+
 @pytest.mark.parametrize("override", ["eval=null", "eval.prompts=null", "eval.every=0"])
 def test_evaluation_is_switched_off(file, override):
     assert load_config(file).eval.files == {"": "h"}
     assert load_config(file, [override]).eval.files == {}
+
+
+def test_evaluation_is_switched_off_in_the_file(file):
+    file.write_text(yaml.safe_dump(BASE | {"eval": None}))
+    assert load_config(file).eval.files == {} and load_config(file, ["eval.prompts=h"]).eval.files == {"": "h"}
 
 
 def test_an_interval_without_any_prompts_is_still_refused(file):

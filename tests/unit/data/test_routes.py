@@ -15,6 +15,7 @@ from slimx.data.batch import make_rows
 from slimx.data.packing import pack
 from slimx.data.records import Span, Trajectory
 from slimx.data.routes import RouteShape, check_routes, for_stage
+from slimx.extras.quickstart.make_model import CONFIG
 from slimx.layout.ranks import Sizes, stage_layers
 from slimx.models.families import read_model
 from slimx.preflight.facts import route_shape
@@ -22,7 +23,6 @@ from slimx.rules import trainer as trainer_rules
 from slimx.trainer.moe.routes import known_routes
 from slimx.trainer.step.metrics import gap_metrics
 from tests.refusals import refused
-from tools.quickstart.make_model import CONFIG
 
 SHAPE = RouteShape(layers=4, moe_layers=(1, 2, 3), experts=8, topk=3)
 

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from slimx.config.schema import Config
+from slimx.extras.quickstart.make_model import CONFIG
 from slimx.layout.patterns import select
 from slimx.models.families import ModelSpec, read_model
 from slimx.rules.layout import check_layout
 from tests.refusals import refused
-from tools.quickstart.make_model import CONFIG
 
 
 @pytest.fixture(scope="module")

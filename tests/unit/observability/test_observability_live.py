@@ -6,6 +6,7 @@ from rich.console import Console
 
 from slimx.observability.live.table import (
     HEADER_EVERY,
+    LEGEND,
     RL_COLUMNS,
     SFT_COLUMNS,
     SHOWN_STEPS,
@@ -62,6 +63,24 @@ def test_a_start_is_shown_with_its_seconds_until_the_first_phase():
         assert "starting" not in "".join(shown(table))
 
 
+def test_without_a_terminal_a_start_accounts_for_its_seconds():
+    clock = Clock()
+    console = plain()
+    with LiveTable(100, 0, console, RL_COLUMNS, clock=clock) as table:
+        table.start("starting 1 engine", since=0.0)
+        clock.now = 12.0
+        table.milestone("engines ready")
+        clock.now = 12.5
+        table.phase("publish")
+        clock.now = 13.0
+        table.phase("generate")
+        table.row(1, METRICS)
+        table.phase("generate")
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert lines[1:4] == [["12.0", "s", "engines", "ready"], ["12.5", "s", "publish"], ["13.0", "s", "generate"]]
+    assert lines[-1][0] == "1"  # later phases have no line
+
+
 def test_without_a_terminal_each_step_is_one_line():
     console = plain()
     with LiveTable(100, 0, console, RL_COLUMNS) as table:
@@ -69,8 +88,9 @@ def test_without_a_terminal_each_step_is_one_line():
             table.phase("generate")
             table.phase("train")
             table.row(step, METRICS)
-    printed = console.file.getvalue().splitlines()
-    assert len(printed) == HEADER_EVERY + 1 + 2
+    legend, *printed = console.file.getvalue().splitlines()
+    printed = printed[2:]  # after the phases of the first step
+    assert legend == LEGEND and len(printed) == HEADER_EVERY + 1 + 2
     headers = [number for number, line in enumerate(printed) if "reward" in line]
     assert headers == [0, HEADER_EVERY + 1]
     assert len({len(line) for line in printed}) == 1  # aligned
@@ -112,7 +132,7 @@ def test_notes_are_printed_as_they_are():
     with LiveTable(10, 0, console, RL_COLUMNS) as table:
         table.note("checkpoint [5] written to /a/very/long/path/that/is/wider/than/the/console")
     assert console.file.getvalue().strip().endswith("than/the/console") and "[5]" in console.file.getvalue()
-    assert len(console.file.getvalue().splitlines()) == 1
+    assert len(console.file.getvalue().splitlines()) == 1 + 1  # the legend, and the note
 
 
 def test_the_display_shows_steps_phase_and_progress():

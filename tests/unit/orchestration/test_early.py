@@ -13,6 +13,9 @@ import yaml
 
 from slimx.config.load import load_config
 from slimx.config.schema import Config
+from slimx.extras.evaluation.checks import evaluation_config
+from slimx.extras.generation.checks import generation_config
+from slimx.extras.quickstart.make_model import make_model
 from slimx.layout.ranks import sizes_of
 from slimx.observability.live.run_lock import locked
 from slimx.orchestration.start import checks
@@ -20,22 +23,24 @@ from slimx.orchestration.start.prompts import make_source, source_prompts
 from slimx.orchestration.state.resume import trainer_state
 from slimx.orchestration.state.saves import RunState, Saves
 from tests.refusals import refused
-from tools.quickstart.make_model import make_model
 
 ROOT = Path(__file__).parents[3]
 STARTS = {
     "train": "start.train(config, console)",
-    "generate": "start.generate(config, None, console)",
-    "eval": "start.evaluate(config, None, print)",
+    "generate": "generation_config(config, None)",
+    "eval": "evaluation_config(config, None)",
     "gap": "doctor._show_gap(config, False)",
-    "script.train": "script.train(config, console=console)",
-    "script.evaluate": "script.evaluate(config)",
+    "script.train": "slimx.train(config, console=console)",
+    "script.evaluate": "slimx.evaluate(config)",
 }
 PROGRAM = """
 import sys
 from rich.console import Console
-from slimx.commands import script, start
+import slimx
+from slimx.commands import start
 from slimx.extras.doctor import command as doctor
+from slimx.extras.evaluation.checks import evaluation_config
+from slimx.extras.generation.checks import generation_config
 from slimx.config.load import load_config
 from slimx.errors import SlimxError
 console = Console()
@@ -143,7 +148,7 @@ def changed(file: Path, checkpoints: str) -> Iterator[tuple[list[str], str]]:
 
 @pytest.mark.parametrize(
     ("folder", "check"),
-    [("checkpoints", checks.check_training), ("cursor", lambda config: checks.generation_config(config, None))],
+    [("checkpoints", checks.check_training), ("cursor", lambda config: generation_config(config, None))],
 )
 def test_a_checkpoint_mismatch_is_refused_without_changes(file: Path, tmp_path: Path, folder: str, check: Any) -> None:
     config, run = load_config(file), tmp_path / "run"
@@ -166,9 +171,9 @@ def test_a_damaged_checkpoint_is_left_to_the_start_which_passes_over_it(file: Pa
 
 def test_a_locked_or_unwritable_directory_is_refused(file: Path, tmp_path: Path) -> None:
     (tmp_path / "afile").write_text("")
-    commands = (checks.check_training, lambda config: checks.generation_config(config, None))
+    commands = (checks.check_training, lambda config: generation_config(config, None))
     for place in (tmp_path / "afile", tmp_path / "afile" / "run", Path("/proc/nosuch/run")):
-        for check in (*commands, lambda config: checks.evaluation_config(config, None)):
+        for check in (*commands, lambda config: evaluation_config(config, None)):
             with refused("run.unwritable", about=None):
                 check(load_config(file, [f"run.dir={place}"]))
     with locked(tmp_path / "run"):

@@ -174,7 +174,7 @@ def test_a_mean_reward_is_called_accuracy_only_if_it_is_one(tmp_path, rewards, s
     records = SimpleNamespace(
         table=LiveTable(1, 0, Console(file=out)), config=config, _write_samples=lambda *_, **__: None
     )
-    Records.evaluation(records, 3, 1, {"eval/accuracy": sum(rewards) / len(rewards)}, groups)
+    Records.evaluation(records, 3, {"eval/accuracy": sum(rewards) / len(rewards)}, groups)
     assert f"held-out {word} " in out.getvalue()
 
 

@@ -147,7 +147,8 @@ class StartedParts:
     """Trainers, and a service with engines: each notes when it starts, and when trainers leave their devices."""
 
     def __init__(self, device: str):
-        self.done, self.device, self.frozen = [], device, SimpleNamespace(groups={})
+        self.done, self.device = [], device
+        self.frozen = self.evaluation = SimpleNamespace(groups={})
 
     async def note(self, what: str) -> None:
         self.done.append(what)

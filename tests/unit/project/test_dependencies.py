@@ -42,7 +42,7 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-BASE = names(PROJECT["dependencies"])
+BASE = names([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["train"]])
 GROUPS = {group: names(requirements) for group, requirements in PROJECT["optional-dependencies"].items()}
 USERS = BASE.union(*(packages for group, packages in GROUPS.items() if group != "dev"))
 DISTRIBUTIONS = importlib.metadata.packages_distributions() | {"mlflow": ["mlflow-skinny"]}

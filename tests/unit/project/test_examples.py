@@ -10,10 +10,10 @@ import pytest
 from examples import single_turn, solver_judge, two_turn, varied
 from slimx.data.chat.tokens import encode_turn
 from slimx.data.records import Group
+from slimx.extras.quickstart.make_model import make_tokenizer
 from slimx.rollout.hooks import RewardContext
 from tests.extras.rewards import reward_stand
 from tests.unit.rollout.scripted_engine import END, PROMPT, ScriptedEngine, context, spans
-from tools.quickstart.make_model import make_tokenizer
 
 
 async def test_single_turn_keeps_prompt_and_answer_apart():

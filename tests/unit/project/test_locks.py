@@ -91,7 +91,7 @@ def test_hashes_are_those_of_the_wheels_or_of_the_source():
 
 def test_both_locks_are_in_the_ranges_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = [Requirement(line) for line in project["dependencies"]]
+    needed = [Requirement(line) for line in (*project["dependencies"], *project["optional-dependencies"]["train"])]
     extra = [Requirement(line) for line in project["optional-dependencies"]["cuda"]]
     for lock, requirements in (("cpu.txt", needed), ("cu130.txt", [*needed, *extra])):
         versions = pins(lock)

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from slimx.extras.install.packages import DRIVER
+
 ROOT = Path(__file__).parents[3]
 SYSTEM = "/usr/bin:/bin"
 TORCH = re.search(r"^torch==(\S+)", (ROOT / "requirements/cpu.txt").read_text(), re.MULTILINE)[1]
@@ -105,6 +107,7 @@ def write_wheel(directory: Path, version: str) -> None:
 
 
 @pytest.mark.slow("creates an environment")
+@pytest.mark.skipif(DRIVER.exists(), reason="a machine with a GPU gets a CUDA build of torch")
 @pytest.mark.parametrize(
     ("reachable", "version"), [(True, f"{TORCH}+cpu"), (False, TORCH)], ids=["an index of CPU builds", "none"]
 )
@@ -118,9 +121,7 @@ def test_torch_is_the_cpu_build_if_an_index_has_it_else_the_default(
     index = f"{indices}/cpu" if reachable else "http://127.0.0.1:1/whl/cpu"
     variables = [f"REQUIREMENTS={lock}", f"VENV={venv}", f"TORCH_CPU_INDEX={index}", f"PYTHON={sys.executable}"]
     path = os.environ["PATH"]
-    done = make(
-        "venv", *variables, "CPU_WHEEL=yes", path=path, PIP_INDEX_URL=f"{indices}/own", PIP_CONFIG_FILE="/dev/null"
-    )
+    done = make("venv", *variables, path=path, PIP_INDEX_URL=f"{indices}/own", PIP_CONFIG_FILE="/dev/null")
     assert done.returncode == 0, done.stderr
     result = subprocess.run([venv / "bin/python", "-c", "import torch; print(torch.__version__)"], capture_output=True)
     assert result.stdout.decode().strip() == version
@@ -134,7 +135,7 @@ def test_nothing_is_installed_that_is_not_the_file_of_the_lock(tmp_path: Path, i
     lock.write_text(f"torch=={TORCH}{hashes}\n")
     variables = [f"REQUIREMENTS={lock}", f"VENV={venv}", f"PYTHON={sys.executable}"]
     done = make(
-        *("venv", *variables, "CPU_WHEEL="),
+        *("venv", *variables, "TORCH_CPU_INDEX="),
         path=os.environ["PATH"],
         PIP_INDEX_URL=f"{indices}/own",
         PIP_CONFIG_FILE="/dev/null",

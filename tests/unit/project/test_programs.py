@@ -7,10 +7,10 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from slimx.extras.quickstart.make_model import make_model
 from tests.documents import COMMANDS, python_program
 from tests.programs import run_program
 from tests.warm.interpreter import ROOT
-from tools.quickstart.make_model import make_model
 
 
 def programs() -> list[list[str]]:
@@ -53,7 +53,7 @@ def test_programs_take_the_options_of_pages_and_refuse_wrong_ones(tmp_path: Path
     refused = [(words, *run_program(words, tmp_path, parse_only=True)) for words in (*wrong, *none)]
     refused += [(words, *run_program(words, tmp_path)) for words in LACKING]
     assert [row for row in refused if row[1] != 2 or "Traceback" in row[2] or not row[2].strip()] == []
-    status, output = run_program(["tools/quickstart/make_model.py", "--out", "there"], tmp_path)
+    status, output = run_program(["-m", "slimx.extras.quickstart.make_model", "--out", "there"], tmp_path)
     assert status == 0, output
     make_model(tmp_path / "here")
     made, again = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("here", "there"))

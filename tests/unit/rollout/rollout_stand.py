@@ -23,7 +23,7 @@ from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import Generate, Keep, Reward, RewardContext, RolloutContext, RolloutEngine
 
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "quickstart" / "make_model.py"
+TOOL = Path(__file__).resolve().parents[3] / "slimx/extras/quickstart" / "make_model.py"
 
 
 @functools.cache

@@ -287,7 +287,7 @@ def test_evaluations_run_while_rollouts_are_interrupted():
         flow = Flow(config, np.random.default_rng(1), PROMPTS)
         await flow.manager.next_batch()
         assert flow.manager.in_flight and flow.engine.out == 0
-        outcome = await flow.maker.make(PROMPTS[0], group_id="eval0", number=1 << 30, evaluation=True)
+        outcome = await flow.maker.make(PROMPTS[0], group_id="eval0", number=1 << 30, evaluation=config.eval)
         assert not outcome.failed
         await asyncio.sleep(10 * config.rollout.rollout_deadline)
         batch = await flow.manager.next_batch()

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slimx.config.sections.reward import Reward
-from slimx.config.sections.rollout import Eval
+from slimx.config.sections.reward import Eval, Reward
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.saved.codec import decode, decode_groups, encode, encode_groups
 from slimx.observability.tracking.names import find
@@ -141,7 +140,7 @@ def test_held_out_answers_have_separate_reward_parts_and_metrics():
     answer = reward_stand.trajectory()
     answer.reward, answer.reward_parts, answer.metrics = 1.0, {"right": 1.0}, {"hits": 4.0}
     batch = batch_of(answer)
-    found = eval_metrics(Eval(), {"": [batch.groups[0].prompt]}, [GroupOutcome(batch.groups[0])])
+    found = eval_metrics(Eval(prompts="held_out"), {"": [batch.groups[0].prompt]}, [GroupOutcome(batch.groups[0])])
     assert (found["eval_reward/part/right/mean"], found["eval_hook/hits/mean"]) == (1.0, 4.0)
     assert [name for name in found if find(name) is None] == []
 

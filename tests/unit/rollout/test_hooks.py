@@ -213,9 +213,9 @@ import functools
 async def generate(ctx, prompt): ...
 async def generate_with_options(ctx, prompt, *, retries=3): ...
 async def generate_one(ctx): ...
-def generate_blocking(ctx, prompt): ...
+def generate_plain(ctx, prompt): ...
 async def reward(ctx, trajectory): ...
-def reward_blocking(ctx, trajectory): ...
+def reward_plain(ctx, trajectory, *, bonus=0): return len(trajectory) + bonus
 async def needs_more(ctx, trajectory, judge): ...
 judged = functools.partial(needs_more, judge=1)
 def keep(group): ...
@@ -245,7 +245,7 @@ def hooks_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("generate", "reward", "keep"),
         ("generate_with_options", "judge", "keep"),
-        ("generate", "judged", "keep"),
+        ("generate", "judged", "keep_async"),
     ],
 )
 def test_hooks_of_the_right_shape_are_loaded(hooks_on_path, generate, reward, keep):
@@ -255,7 +255,7 @@ def test_hooks_of_the_right_shape_are_loaded(hooks_on_path, generate, reward, ke
     import my_hooks
 
     assert hooks.generate is getattr(my_hooks, generate)
-    assert hooks.reward is getattr(my_hooks, reward) and hooks.keep is my_hooks.keep
+    assert hooks.reward is getattr(my_hooks, reward) and hooks.keep is getattr(my_hooks, keep)
 
 
 def test_hooks_that_are_not_configured_are_none(hooks_on_path):
@@ -270,14 +270,11 @@ REFUSED = [
     ("generate", "my_hooks.generat", "dotted.missing"),
     ("generate", "my_hooks.limit", "dotted.callable"),
     ("generate", "my_hooks.generate_one", "dotted.signature"),
-    ("generate", "my_hooks.generate_blocking", "dotted.async"),
-    ("reward__function", "my_hooks.reward_blocking", "dotted.async"),
     ("reward__function", "my_hooks.needs_more", "dotted.signature"),
     ("reward__function", "my_broken_hooks.reward", "dotted.raised"),
     ("reward__function", "my_syntax.reward", "dotted.raised"),
     ("reward__function", "my_needy_hooks.reward", "dotted.import"),
-    ("filter", "my_hooks.keep_async", "dotted.async"),
-    ("filter", "my_hooks.generate_blocking", "dotted.signature"),
+    ("filter", "my_hooks.generate_plain", "dotted.signature"),
 ]
 
 
@@ -310,3 +307,8 @@ def test_a_check_of_prompts_gets_options_and_the_tokenizer_if_it_takes_one(wants
 
     check_generated(partial(generate, depth=3), ["prompt"], "tokenizer")
     assert found == [(["prompt"], 3, *(["tokenizer"] if wants_tokenizer else []))]
+
+
+def test_a_function_of_the_script_that_started_a_run_is_missed_by_that_name():
+    with refused("dotted.script", about="reward.function"):
+        load_hooks(config_of(reward__function="__main__.no_such_reward"))

@@ -76,8 +76,8 @@ async def test_a_rollout_that_cannot_be_trained_or_written_drops_its_group_only(
     assert batch.dropped == Counter({"generate failed": 1})
 
 
-async def later(group: Group) -> bool:
-    return False
+async def later(group: Group) -> None:
+    await asyncio.sleep(0)
 
 
 def empties(group: Group) -> bool:

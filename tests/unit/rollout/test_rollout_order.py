@@ -134,7 +134,7 @@ async def test_a_rollouts_seed_depends_on_run_ticket_and_index_alone():
 async def test_an_evaluation_is_greedy_takes_one_rollout_and_is_not_filtered():
     config = config_of(sampling={"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 5})
     async with Stand(config, reward=one, keep=lambda group: False) as stand:
-        outcome = await stand.maker.make(prompts()[0], group_id="e0", number=0, evaluation=True)
+        outcome = await stand.maker.make(prompts()[0], group_id="e0", number=0, evaluation=config.eval)
         assert outcome.reason is None and [t.reward for t in outcome.group.trajectories] == [1.0]
         assert [request.sampling for request in stand.engine.requests] == [{"temperature": 0.0, "max_new_tokens": 5}]
         dropped = await stand.maker.make(prompts()[0], group_id="g0", number=0)
@@ -144,12 +144,13 @@ async def test_an_evaluation_is_greedy_takes_one_rollout_and_is_not_filtered():
 
 
 async def test_evaluation_settings_override_samples_and_temperature():
-    config = config_of(eval__samples=4, eval__temperature=0.6, eval__top_p=0.95, sampling={"max_new_tokens": 5})
+    held_out = {"eval__temperature": 0.6, "eval__top_p": 0.95, "eval__max_new_tokens": 7}
+    config = config_of(eval__samples=4, **held_out, sampling={"max_new_tokens": 5})
     async with Stand(config, reward=one) as stand:
-        outcome = await stand.maker.make(prompts()[0], group_id="e0", number=0, evaluation=True)
+        outcome = await stand.maker.make(prompts()[0], group_id="e0", number=0, evaluation=config.eval)
         assert len(outcome.group.trajectories) == 4 and len({request.seed for request in stand.engine.requests}) == 4
         assert [request.sampling for request in stand.engine.requests] == [
-            {"temperature": 0.6, "top_p": 0.95, "max_new_tokens": 5}
+            {"temperature": 0.6, "top_p": 0.95, "max_new_tokens": 7}
         ] * 4
 
 

@@ -69,7 +69,6 @@ BROKEN = {
     "hangs in a blocking call": ("blocks", "reward deadline", "trajectory g1/1"),
     "returns NaN": (float("nan"), "reward failed", "returned nan"),
     "returns infinity": (-math.inf, "reward failed", "returned -inf"),
-    "returns a bool": (True, "reward failed", "returned True"),
     "returns a string": ("1.0", "reward failed", "returned '1.0'"),
     "returns None": (None, "reward failed", "returned None"),
     "returns no parts": ({}, "reward failed", "returned an empty dict"),

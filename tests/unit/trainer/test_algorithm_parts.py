@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from slimx.algorithms.advantages.estimate import StepData, all_advantages, finish_advantages
+from slimx.config.sections.reward import Eval
 from slimx.data.batch import TrainBatch
 from slimx.data.packing import pack, zigzag
 from slimx.data.records import Prompt, Trajectory, Turn
@@ -91,7 +92,7 @@ class ColdEngine(FakeEngine):
 async def test_remax_gets_the_reward_of_a_greedy_rollout_that_is_not_trained(name):
     async with Stand(config_of(algorithm__name=name), reward=greedy_scores, engine=ColdEngine()) as stand:
         groups = (await stand.next_batch()).groups
-        evaluated = await stand.maker.make(groups[0].prompt, group_id="eval0", number=0, evaluation=True)
+        evaluated = await stand.maker.make(groups[0].prompt, group_id="eval0", number=0, evaluation=Eval())
         temperatures = [request.temperature for request in stand.engine.requests]
     for made in groups:
         assert [trajectory.reward for trajectory in made.trajectories] == [1.0, 1.0]

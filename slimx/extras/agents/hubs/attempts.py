@@ -72,10 +72,11 @@ class StepEnvironment:
         text = "\n".join(filter(None, [NO_ACTION, reason, self._shown]))
         return self._step(text, self._invalid_reward, done=self._in_a_row >= self._max_invalid, invalid=1)
 
-    def _carried_out(self, reward: float, *, done: bool) -> Step:
-        """Returns the response to a turn whose action was executed: the text of the new state, with `reward`."""
+    def _carried_out(self, reward: float, *, done: bool, steps: int = 1) -> Step:
+        """Returns the response to a turn whose actions were executed: the text of the new state, with `reward`.
+        `steps`: number of actions."""
         self._in_a_row = 0
-        self._steps += 1
+        self._steps += steps
         self._gained += reward
         return self._step(self._shown, reward, done=done, invalid=0)
 

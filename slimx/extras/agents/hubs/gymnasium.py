@@ -49,8 +49,9 @@ class Gymnasium(StepEnvironment):
 
         `id`: argument of `gymnasium.make`, MODULE:ID for an environment that a module registers. `make`: dotted path of
         a function or class that creates the environment, instead of `id`. `make_options`: keyword arguments of
-        `gymnasium.make`, or of the function or class `make`. `text`: dotted path of a
-        `slimx.extras.agents.hubs.views.View`. `text_options`: keyword arguments of the view. `invalid_reward`: reward
+        `gymnasium.make`, or of the function or class `make`. A mapping with the key `make` among them is replaced by an
+        object: the class or function that `make` names is called with the mapping's other keys. `text`: dotted path of
+        a `slimx.extras.agents.hubs.views.View`. `text_options`: keyword arguments of the view. `invalid_reward`: reward
         of a turn without an action. `max_invalid`: number of consecutive turns without an action after which the
         rollout ends.
         """
@@ -71,10 +72,12 @@ class Gymnasium(StepEnvironment):
 
     @classmethod
     def check(cls, **options: Any) -> None:
-        """Creates, resets and renders an environment before the run starts. Raises SlimxError if that fails."""
+        """Creates, resets and renders an environment, and parses a turn, before the run starts. Raises SlimxError if
+        that fails."""
         trial = cls(**options)
         try:
             trial._open(0, None)
+            trial._actions("")
         finally:
             trial._close()
 
@@ -87,28 +90,49 @@ class Gymnasium(StepEnvironment):
         return self._beginning()
 
     async def step(self, text: str) -> Step:
-        """Executes the action of the model's turn `text`. Without a valid action, nothing changes and a notice is
-        returned."""
-        action = self._call("the view's action", self._view.action, text)
-        space = getattr(self._world, "action_space", None)
-        if action is None or not (space is None or self._call("action_space.contains", space.contains, action)):
+        """Executes the actions of the model's turn `text` until one ends the episode; their rewards are added. Without
+        a valid action, nothing changes and a notice is returned."""
+        actions = self._actions(text)
+        if not actions:
             return self._refused()
-        answer = self._call("step", self._world.step, action)
-        if not isinstance(answer, tuple) or len(answer) not in (4, 5):
-            raise self._broken("step", "(observation, reward, terminated, truncated, info)", answer)
-        observation, reward, *ended, info = answer
-        gained = finite(reward)
-        if gained is None:
-            raise self._broken("step", "a finite reward", reward)
+        total, steps = 0.0, 0
+        for action in actions:
+            answer = self._call("step", self._world.step, action)
+            if not isinstance(answer, tuple) or len(answer) not in (4, 5):
+                raise self._broken("step", "(observation, reward, terminated, truncated, info)", answer)
+            observation, reward, *ended, info = answer
+            gained = finite(reward)
+            if gained is None:
+                raise self._broken("step", "a finite reward", reward)
+            total += gained
+            steps += 1
+            if any(map(bool, ended)):
+                break
         self._look(observation, info)
-        return self._carried_out(gained, done=any(map(bool, ended)))
+        return self._carried_out(total, done=any(map(bool, ended)), steps=steps)
 
     async def close(self) -> None:
         """Closes the environment, if it was created."""
         self._close()
 
+    def _actions(self, text: str) -> list[Any]:
+        """Returns the valid actions in a turn of the model, in their order."""
+        several = getattr(self._view, "actions", None)
+        if several is None:
+            action = self._call("the view's action", self._view.action, text)
+            found = [] if action is None else [action]
+        else:
+            found = list(self._call("the view's actions", several, text))
+        space = getattr(self._world, "ACTION_SPACE", None)  # RAGEN's; action_space is then of the class it extends
+        if space is None:
+            space = getattr(self._world, "action_space", None)
+        if space is None:
+            return found
+        return [action for action in found if self._call("action_space.contains", space.contains, action)]
+
     def _open(self, seed: int, options: Any) -> None:
-        self._world = self._call("its constructor", self._maker, **self._make_options)
+        made = {name: self._made(name, value) for name, value in self._make_options.items()}
+        self._world = self._call("its constructor", self._maker, **made)
         self._view = self._call("its view", self._text, self._world, **self._text_options)
         keywords = {"seed": seed}
         if options is not None:
@@ -119,6 +143,15 @@ class Gymnasium(StepEnvironment):
             self._look(observation, info)
         else:
             self._look(begun, {})
+
+    def _made(self, name: str, value: Any) -> Any:
+        """Returns the value of a constructor's argument: the object that `value` describes if it is a mapping with the
+        key `make`, or else `value`."""
+        if not isinstance(value, Mapping) or "make" not in value:
+            return value
+        options = {key: option for key, option in value.items() if key != "make"}
+        maker = imported(f"{KEY}.make_options.{name}.make", str(value["make"]))
+        return self._call(f"make_options.{name}", maker, **options)
 
     def _close(self) -> None:
         close = getattr(self._world, "close", None)

@@ -65,8 +65,8 @@ def to_prompt(row: Json) -> Json:
     return {"messages": turns, "metadata": {ROW: row}}
 
 
-class NemoGym:
-    """Toolbox with the tools of one NeMo Gym resources server. Each rollout uses them in a separate session."""
+class ResourcesServer:
+    """One session with a resources server over HTTP, which a cookie identifies."""
 
     def __init__(self, *, url: str) -> None:
         """Stores the base URL of the resources server."""
@@ -74,16 +74,8 @@ class NemoGym:
         self._http: aiohttp.ClientSession | None = None
         self._row: Json = {}
 
-    @classmethod
-    def check(cls, *, url: str) -> None:
-        """Raises SlimxError for an invalid URL."""
-        check_url(url, f"{KEY}.url", code="nemo_gym.url")
-
-    async def open(self, prompt: Prompt, seed: int) -> list[Json]:
-        """Starts a session with the prompt's row and returns the tools that the row names.
-
-        Raises ToolsLost if the server fails or cannot be reached, SlimxError for a prompt without a row.
-        """
+    def _begin(self, prompt: Prompt) -> None:
+        """Stores the prompt's row and opens the HTTP session. Raises SlimxError for a prompt without a row."""
         row = prompt.metadata.get(ROW)
         if not isinstance(row, dict) or not isinstance(row.get("responses_create_params"), dict):
             raise SlimxError(
@@ -92,35 +84,11 @@ class NemoGym:
                 about=prompt.id,
             )
         self._row = row
-        # A cookie identifies the session. unsafe=True accepts cookies of servers that are addressed by IP.
+        # unsafe=True accepts cookies of servers that are addressed by IP.
         self._http = aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True), timeout=aiohttp.ClientTimeout())
-        status, text = await self._post("seed_session", row)
-        if status != 200:
-            raise self._lost("seed_session", f"answered {status} ({text[:MAX_SHOWN]})")
-        return [_description(tool) for tool in row["responses_create_params"].get("tools") or []]
-
-    async def call(self, name: str, arguments: Json) -> ToolResult:
-        """Calls a tool by posting `arguments` to its path.
-
-        A response with a status other than 200 is returned to the model as the tool's result, as in NeMo Gym's own
-        agent. Raises ToolsLost if the server is unreachable.
-        """
-        status, text = await self._post(name, arguments)
-        return ToolResult(text=text, error=None if status == 200 else f"status_{status}")
-
-    async def judge(self, messages: Sequence[Json]) -> dict[str, float]:
-        """Returns the server's reward as {"reward": ...}. Raises ToolsLost if the server returns none."""
-        status, text = await self._post("verify", self._row | {"response": self._response(messages)})
-        reward = math.nan
-        if status == 200:
-            with suppress(ValueError, KeyError, TypeError):
-                reward = float(json.loads(text)["reward"])
-        if not math.isfinite(reward):
-            raise self._lost("verify", f"answered {status} without a finite reward ({text[:MAX_SHOWN]})")
-        return {"reward": reward}
 
     async def close(self) -> None:
-        """Closes the HTTP session; the server offers no request that ends its session."""
+        """Closes the HTTP session; the session on the server remains."""
         if self._http is not None:
             await self._http.close()
 
@@ -138,35 +106,77 @@ class NemoGym:
         text = f"the NeMo Gym server at {self._url}: /{path} {problem}; read the server's log for the cause"
         return ToolsLost(text, about=self._url)
 
-    def _response(self, messages: Sequence[Json]) -> Json:
-        """Converts the turns after the prompt to a response in the format of OpenAI's Responses API, which the server
-        expects for verification."""
-        output: list[Json] = []
-        for index, message in enumerate(messages):
-            if message["role"] == "user":  # inserted after an unreadable call, and not part of the response
-                continue
-            if message["role"] == "tool":
-                result = {"call_id": message["tool_call_id"], "output": message["content"]}
-                output.append({"type": "function_call_output", **result})
-                continue
-            if message["content"] or not message.get("tool_calls"):
-                text: Json = {"type": "output_text", "text": message["content"] or "", "annotations": []}
-                fields = {"id": f"msg_{index}", "role": "assistant", "status": "completed", "content": [text]}
-                output.append({"type": "message", **fields})
-            for call in message.get("tool_calls", []):
-                fields = {"call_id": call["id"], "id": call["id"], "status": "completed", **call["function"]}
-                output.append({"type": "function_call", **fields})
-        parameters = self._row["responses_create_params"]
-        return {
-            "id": "resp_slimx",
-            "object": "response",
-            "created_at": 0.0,
-            "model": "policy",
-            "output": output,
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": parameters.get("tools") or [],
-        }
+
+class NemoGym(ResourcesServer):
+    """Toolbox with the tools of one NeMo Gym resources server. Each rollout uses them in a separate session."""
+
+    @classmethod
+    def check(cls, *, url: str) -> None:
+        """Raises SlimxError for an invalid URL."""
+        check_url(url, f"{KEY}.url", code="nemo_gym.url")
+
+    async def open(self, prompt: Prompt, seed: int) -> list[Json]:
+        """Starts a session with the prompt's row and returns the tools that the row names.
+
+        Raises ToolsLost if the server fails or cannot be reached, SlimxError for a prompt without a row.
+        """
+        self._begin(prompt)
+        row = self._row
+        status, text = await self._post("seed_session", row)
+        if status != 200:
+            raise self._lost("seed_session", f"answered {status} ({text[:MAX_SHOWN]})")
+        return [_description(tool) for tool in row["responses_create_params"].get("tools") or []]
+
+    async def call(self, name: str, arguments: Json) -> ToolResult:
+        """Calls a tool by posting `arguments` to its path.
+
+        A response with a status other than 200 is returned to the model as the tool's result, as in NeMo Gym's own
+        agent. Raises ToolsLost if the server is unreachable.
+        """
+        status, text = await self._post(name, arguments)
+        return ToolResult(text=text, error=None if status == 200 else f"status_{status}")
+
+    async def judge(self, messages: Sequence[Json]) -> dict[str, float]:
+        """Returns the server's reward as {"reward": ...}. Raises ToolsLost if the server returns none."""
+        status, text = await self._post("verify", self._row | {"response": response_of(messages, self._row)})
+        reward = math.nan
+        if status == 200:
+            with suppress(ValueError, KeyError, TypeError):
+                reward = float(json.loads(text)["reward"])
+        if not math.isfinite(reward):
+            raise self._lost("verify", f"answered {status} without a finite reward ({text[:MAX_SHOWN]})")
+        return {"reward": reward}
+
+
+def response_of(messages: Sequence[Json], row: Json) -> Json:
+    """Converts turns after the prompt of `row` to a response in the format of OpenAI's Responses API, which servers
+    expect."""
+    output: list[Json] = []
+    for index, message in enumerate(messages):
+        if message["role"] == "user":  # inserted after an unreadable call, and not part of the response
+            continue
+        if message["role"] == "tool":
+            result = {"call_id": message["tool_call_id"], "output": message["content"]}
+            output.append({"type": "function_call_output", **result})
+            continue
+        if message["content"] or not message.get("tool_calls"):
+            text: Json = {"type": "output_text", "text": message["content"] or "", "annotations": []}
+            fields = {"id": f"msg_{index}", "role": "assistant", "status": "completed", "content": [text]}
+            output.append({"type": "message", **fields})
+        for call in message.get("tool_calls", []):
+            fields = {"call_id": call["id"], "id": call["id"], "status": "completed", **call["function"]}
+            output.append({"type": "function_call", **fields})
+    parameters = row["responses_create_params"]
+    return {
+        "id": "resp_slimx",
+        "object": "response",
+        "created_at": 0.0,
+        "model": "policy",
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": parameters.get("tools") or [],
+    }
 
 
 def _description(tool: Json) -> Json:

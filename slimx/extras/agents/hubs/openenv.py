@@ -57,9 +57,11 @@ class Fields:
         `environment`: unused, because the environment is on a server. `action`: field of an action that receives the
         text of a turn (the last <answer> or <action> in it, or else all of it); None if that text is the whole action
         as a JSON object. `fixed`: fields and values that every action contains. `shows`: field of an observation that
-        the model sees; None for the whole observation as JSON. `image`: field of an observation that contains an image,
-        as a data URI or a PNG or JPEG file in base64; None if there is none. `ask`: text that is appended to every
-        observation. `max_text`: maximum length of an observation's text in characters.
+        the model sees; None for the whole observation as JSON. A field of a nested object is written as a path, such as
+        `arguments.message`; in `shows`, a path leads through all items of a list, and their texts become lines.
+        `image`: field of an observation that contains an image, as a data URI or a PNG or JPEG file in base64; None if
+        there is none. `ask`: text that is appended to every observation. `max_text`: maximum length of an observation's
+        text in characters.
         """
         self._action = action
         self._fixed = dict(fixed or {})
@@ -72,7 +74,7 @@ class Fields:
         """Returns the configured field, or the whole observation, as text for the model."""
         shown: Any = {name: value for name, value in observation.items() if name != self._image}
         if self._shows is not None:
-            shown = observation.get(self._shows, "")
+            shown = _found(observation, self._shows.split("."))
         text = shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
         return "\n".join(filter(None, [text[: self._max_text], self._ask]))
 
@@ -87,12 +89,31 @@ class Fields:
         """Returns the action in a turn; None if the turn is empty, or must be a JSON object and is not."""
         words = answered(text)
         if self._action is not None:
-            return {**self._fixed, self._action: words} if words else None
+            return _nested(self._fixed, self._action.split("."), words) if words else None
         try:
             fields = json.loads(words)
         except (ValueError, RecursionError):
             return None
         return {**fields, **self._fixed} if isinstance(fields, dict) else None
+
+
+def _found(value: Any, path: list[str]) -> Any:
+    """Returns the field at a path, "" if there is none. In a list, it is the text of all items, one line each."""
+    if isinstance(value, list) and path:
+        texts = [_found(item, path) for item in value]
+        return "\n".join(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False) for text in texts)
+    if not path:
+        return value
+    return _found(value.get(path[0], ""), path[1:]) if isinstance(value, dict) else ""
+
+
+def _nested(fields: Json, path: list[str], value: str) -> Json:
+    """Returns a copy of `fields` with `value` at a path."""
+    name, *rest = path
+    if not rest:
+        return {**fields, name: value}
+    inner = fields.get(name)
+    return {**fields, name: _nested(inner if isinstance(inner, dict) else {}, rest, value)}
 
 
 class OpenEnv(StepEnvironment):
@@ -193,14 +214,17 @@ class OpenEnv(StepEnvironment):
         if kind == "error" and isinstance(data, dict):
             if data.get("code") in UNFIT:
                 return str(data.get("errors") or data.get("message"))[:MAX_SHOWN]
-            raise self._lost(f"answered with the error {data.get('code')} ({str(data.get('message'))[:MAX_SHOWN]})")
+            problem = f"answered with the error {data.get('code')} ({str(data.get('message'))[:MAX_SHOWN]})"
+            if data.get("code") == "CAPACITY_REACHED":
+                raise self._lost(problem, "set rollout.max_rollouts to the number of sessions that the server allows")
+            raise self._lost(problem)
         if kind != "observation" or not isinstance(data, dict) or not isinstance(data.get("observation"), dict):
             raise self._lost(f"answered with something other than an observation ({response.data[:MAX_SHOWN]})")
         return data
 
-    def _lost(self, problem: str) -> SlimxError:
+    def _lost(self, problem: str, remedy: str = "read the log of the OpenEnv server for the cause") -> SlimxError:
         return SlimxError(
-            f"the OpenEnv server at {self._url} {problem}; read the log of the OpenEnv server for the cause",
+            f"the OpenEnv server at {self._url} {problem}; {remedy}",
             code="openenv.server",
             about=self._url,
         )

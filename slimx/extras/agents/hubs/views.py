@@ -24,7 +24,8 @@ class View(Protocol):
 
     An optional method `state(observation, info)` returns a string that identifies the state; without it, `state_digest`
     of the observation does. An optional method `images(observation, info)` returns the images that precede the text, in
-    the forms of `RolloutContext.turn_with_images`.
+    the forms of `RolloutContext.turn_with_images`. An optional method `actions(text)` returns a list with all actions
+    in a turn, for turns of several actions.
     """
 
     def show(self, observation: Any, info: Mapping[str, Any]) -> str:
@@ -39,26 +40,36 @@ class View(Protocol):
 class Words:
     """View of an environment whose actions are selected by name or are free text.
 
-    The action of a turn is the text in its last <answer> or <action>, or else the whole turn.
+    The actions of a turn are in the text of its last <answer> or <action>, or else in the whole turn.
     """
 
     def __init__(
         self,
         environment: Any,
         *,
-        actions: Mapping[str, Any] | None = None,
+        actions: Mapping[str, Any] | str | None = None,
+        separator: str | None = None,
         ask: str = "",
         image: str | None = None,
         max_text: int = MAX_TEXT,
     ) -> None:
         """Stores the mapping from names to actions.
 
-        `actions`: actions by name; names are matched case-insensitively. None if the text itself is the action. `ask`:
-        text that is appended to every observation. `image`: image that the model sees instead of the observation's
-        text: `observation`, if observations are images, or `render`, the rendering of an environment whose
-        `render_mode` is rgb_array. `max_text`: maximum length of an observation's text in characters. Raises SlimxError
-        for any other `image`.
+        `actions`: actions by name; names are matched case-insensitively. A string is the path of an attribute of the
+        environment, such as `config.action_lookup`, that maps actions to names, and is read in every turn. None if the
+        text itself is the action. `separator`: text between the actions of a turn, or None if a turn is one action.
+        `ask`: text that is appended to every observation. `image`: image that the model sees instead of the
+        observation's text: `observation`, if observations are images, or `render`, the rendering of an environment
+        whose `render_mode` is rgb_array. `max_text`: maximum length of an observation's text in characters. Raises
+        SlimxError for any other `image`, an empty `separator`, or an environment without the attribute `actions`.
         """
+        if separator == "":
+            raise SlimxError(
+                "text_options.separator is empty; set text_options.separator to the text between two actions, or "
+                "remove it",
+                code="environment.separator",
+                about="text_options.separator",
+            )
         if image not in (None, "observation", "render"):
             raise SlimxError(
                 f"text_options.image is {image!r}; set text_options.image to observation or render, or remove it",
@@ -69,8 +80,10 @@ class Words:
         self._ask = ask
         self._image = image
         self._max_text = max_text
+        self._separator = separator
+        self._lookup = actions if isinstance(actions, str) else None
         self._actions: dict[str, Any] | None = None
-        if actions is not None:
+        if isinstance(actions, Mapping):
             self._actions = {str(name).casefold(): action for name, action in actions.items()}
 
     def show(self, observation: Any, info: Mapping[str, Any]) -> str:
@@ -89,13 +102,35 @@ class Words:
             return []
         return [observation if self._image == "observation" else self._environment.render()]
 
-    def action(self, text: str) -> Any:
-        """Returns the action in a turn: the one that its text names or, if actions have no names, the text itself. None
-        for an unknown name or an empty string."""
+    def actions(self, text: str) -> list[Any]:
+        """Returns the actions in a turn, in their order: those that its text names or, if actions have no names, the
+        text itself. Leaves out unknown names and empty strings."""
         words = answered(text)
-        if self._actions is None:
-            return words or None
-        return self._actions.get(words.casefold())
+        parts = [words] if self._separator is None else [part.strip() for part in words.split(self._separator)]
+        known = self._actions if self._lookup is None else _by_name(self._environment, self._lookup)
+        if known is None:
+            return [part for part in parts if part]
+        return [known[part.casefold()] for part in parts if part.casefold() in known]
+
+    def action(self, text: str) -> Any:
+        """Returns the first action in a turn, or None if there is none."""
+        return next(iter(self.actions(text)), None)
+
+
+def _by_name(environment: Any, path: str) -> dict[str, Any]:
+    """Returns actions by case-folded name, from the attribute `path` of an environment, which maps actions to names.
+    Raises SlimxError if the environment has no such mapping."""
+    found = environment
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    if not isinstance(found, Mapping):
+        raise SlimxError(
+            f"text_options.actions is {path!r}, but the environment {type(environment).__name__} has no mapping there; "
+            "name an attribute that maps actions to names, or list the actions by name",
+            code="environment.actions",
+            about="text_options.actions",
+        )
+    return {str(name).casefold(): action for action, name in found.items()}
 
 
 def answered(text: str) -> str:

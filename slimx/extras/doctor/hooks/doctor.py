@@ -8,7 +8,7 @@ prompt's answer, a different response, and one that is cut off."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -254,6 +254,8 @@ def _keep(hooks: Hooks, group: Group, findings: HookFindings) -> None:
         return
     try:
         verdict = hooks.keep(group)
+        if isinstance(verdict, Coroutine):
+            verdict = asyncio.run(verdict)
     except Exception as error:
         sentence = f"rollout.filter, called with these rollouts as a group, raised {raised(error)}"
         findings.problem("hooks.filter_raised", "rollout.filter", sentence)

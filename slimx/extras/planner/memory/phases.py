@@ -19,7 +19,7 @@ state and read into it, without additional memory. The order of phases is that o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Literal, get_args
 
@@ -50,13 +50,14 @@ def phase_memory(
     separate_critic: bool,
     colocate: bool,
     offload: bool,
+    apart: Collection[str] = (),
 ) -> tuple[PhasePeak, ...]:
     """Returns, for each kind of GPU and each of its phases, the memory of the fullest GPU; () if the size of GPU memory
     is unknown.
 
     `trainers`: ranks of the policy and of the critic. `engines`: ranks of the policy's engines, one per group.
     `separate_critic`: True if the critic has separate ranks. `colocate`, `offload`: `schedule.colocate` and
-    `trainer.offload`."""
+    `trainer.offload`. `apart`: names of the engine groups that share no GPUs even if `colocate` is True."""
     if machine.memory is None:
         return ()
     ranks, critics = by_gpu(trainers, separate_critic)
@@ -64,15 +65,15 @@ def phase_memory(
     if colocate and engines:
         for phase in PHASES:
             peaks = []
-            for engine, rank in product(engines, ranks):
+            for engine, rank in product((engine for engine in engines if engine.group not in apart), ranks):
                 parts = _turn(rank, phase, offload) | _engine(engine, phase, shared=True)
                 peaks.append(_peak(phase, engine.group, parts))
             out.append(max(peaks, key=lambda peak: peak.nbytes))
     else:
         out += _fullest("trainer", ranks, engines)
     out += _fullest("critic", critics, ())
-    if not colocate:
-        for engine in engines:
+    for engine in engines:
+        if not colocate or engine.group in apart:
             for phase in _ENGINES:
                 out.append(_peak(phase, engine.group, _engine(engine, phase, shared=False), gpu="engine"))
     return tuple(out)

@@ -33,7 +33,8 @@ def rank_map(
     if critic is not None:
         critics = _places(spec, critic, first + sizes.world, per_node)
     trainers_end = first + len(trainers) + len(critics)
-    engines, end = _servers(rollout.policy_engines, first if schedule.colocate else trainers_end, per_node)
+    engines, end = _servers(rollout.sampling_engines, first if schedule.colocate else trainers_end, per_node)
+    evaluating, end = _servers(rollout.evaluating, max(end, trainers_end), per_node)
     frozen, end = _servers(rollout.frozen_engines, max(end, trainers_end), per_node)
     return RankMap(
         gpus=end - first,
@@ -41,7 +42,7 @@ def rank_map(
         per_node=per_node,
         trainer=trainers,
         critic=critics,
-        engines=engines,
+        engines=engines + evaluating,
         frozen=frozen,
     )
 

@@ -221,6 +221,7 @@ def _of_layout(
         separate_critic=separate_critic,
         colocate=colocate,
         offload=config.trainer.offload,
+        apart={group.name for group in config.rollout.evaluating},
     )
     batch = batch_plan(config, sizes)
     host = host_memory(
@@ -266,7 +267,8 @@ def _engine_records(
     out = []
     for group in config.rollout.policy_engines:
         if not group.borrowed:
-            out.append(engine_memory(config, spec, group, machine, staged=staged, occupied=occupied))
+            shared = 0 if group in config.rollout.evaluating else occupied
+            out.append(engine_memory(config, spec, group, machine, staged=staged, occupied=shared))
     return tuple(out)
 
 

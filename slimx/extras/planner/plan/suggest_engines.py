@@ -24,7 +24,7 @@ def suggest_engines(config: Config, spec: ModelSpec, machine: Machine) -> tuple[
     If no size fits, the number of GPUs is doubled until one does, up to 64 times the configured number."""
     require_gpu(machine)
     out = []
-    for group in config.rollout.policy_engines:
+    for group in config.rollout.sampling_engines:
         table = engine_table(spec, group)
         gpus = group.started * group.tensor
         largest = LARGEST * gpus

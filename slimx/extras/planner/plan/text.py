@@ -128,7 +128,7 @@ def _batch(batch: BatchPlan) -> Iterator[str]:
     yield (
         f"  update    {batch.rollouts_per_data_rank} rollouts per data-parallel rank in "
         f"{batch.microbatches_per_update} micro-batches of {batch.tokens_per_microbatch:,} tokens, if all have the "
-        f"maximum length of {batch.tokens_per_rollout:,}; pipeline stages wait {batch.bubble:.0%} of it"
+        f"maximum length of {batch.longest}; pipeline stages wait {batch.bubble:.0%} of it"
     )
 
 

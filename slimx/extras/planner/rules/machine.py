@@ -147,7 +147,7 @@ def start_warnings(config: Config, spec: ModelSpec, device: str) -> Iterator[str
 def idle_warnings(schedule: Schedule, trainer: Trainer, rollout: Rollout) -> Iterator[str]:
     """Yields warnings about GPUs that are idle while engines generate. The warnings depend on which parts of the run
     can work at the same time, not on predicted generation times."""
-    generating = sum(group.started * group.ranks for group in rollout.policy_engines)
+    generating = sum(group.started * group.ranks for group in rollout.sampling_engines)
     if not generating:
         return
     if schedule.colocate:
@@ -171,7 +171,7 @@ def crowded_warnings(rollout: Rollout, engines: Iterable[EngineMemory], requests
     because the remaining rollouts then wait or are recomputed.
 
     `engines`: memory of the engine groups. `requests`: maximum number of requests in flight in all groups together."""
-    sampling = {group.name for group in rollout.policy_engines if group.role != "prefill"}
+    sampling = {group.name for group in rollout.sampling_engines if group.role != "prefill"}
     fitting = 0
     for engine in engines:
         if engine.group in sampling and engine.concurrency:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.critic import Critic
+from slimx.config.sections.reward import Eval
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
+from slimx.extras.evaluation.settings import lengths
 
 if TYPE_CHECKING:
     from slimx.extras.planner.memory_record import EngineMemory, HostMemory, PhasePeak, TrainerMemory
@@ -62,6 +64,19 @@ def serves(rollout: Rollout, machine: Machine, engine_memory: tuple[EngineMemory
                 f"rollout may have {rollout.longest} tokens; raise rollout.engines.tensor or "
                 "rollout.engines.sglang.max_total_tokens, or lower rollout.sampling.max_new_tokens"
             )
+
+
+@rule("memory.engine_eval", "eval.max_new_tokens")
+def answers_at_length(rollout: Rollout, eval: Eval, engine_memory: tuple[EngineMemory, ...]) -> Problems:
+    for engine in engine_memory:
+        for key, answer in lengths(eval).items():
+            longest = rollout.max_prompt_tokens + answer
+            if engine.concurrency and engine.kv_tokens is not None and engine.kv_tokens < longest:
+                yield (
+                    key,
+                    f"engine {engine.group} has memory for the KV cache of only {engine.kv_tokens} tokens, but an "
+                    f"evaluated answer and its prompt may have {longest}; raise rollout.engines.tensor, or lower {key}",
+                )
 
 
 @rule("memory.colocated", "schedule.colocate")

@@ -15,14 +15,18 @@ import msgspec
 from slimx.data.saved.step_files import DIRECTORY, step_files
 from slimx.data.saved.trained_tokens import SUFFIX
 from slimx.errors import SlimxError
+from slimx.extras.report.cards import cards
+from slimx.extras.report.charts import Chart, PhaseColors
+from slimx.extras.report.comparison import check_different, overlaid, run_names
+from slimx.extras.report.curves import curves
+from slimx.extras.report.meanings import TERMS
+from slimx.extras.report.phase_charts import phase_charts
+from slimx.extras.report.previews import image_store
+from slimx.extras.report.samples import least_passing, marked
 from slimx.extras.vision.images.pictures import preview
 from slimx.extras.vision.images.sources import read_image
-from slimx.extras.watch.previews import image_store
-from slimx.extras.watch.report.charts import Chart, PhaseColors
-from slimx.extras.watch.report.curves import curves
-from slimx.extras.watch.report.phase_charts import phase_charts
 from slimx.extras.watch.rollouts import Choice, step_of
-from slimx.extras.watch.status import describe_status, run_status
+from slimx.extras.watch.status import STATES, describe_status, run_status
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.phases import Phase
 from slimx.observability.tracking.run_files import check_run
@@ -81,10 +85,18 @@ class Growing[T]:
 class Content:
     """Content of one run's page. Its methods may be called from several threads."""
 
-    def __init__(self, directory: Path) -> None:
-        """Prepares to read the files of the run in `directory`. Raises SlimxError if there is no run."""
-        check_run(directory)
+    def __init__(self, directory: Path, *compared: Path) -> None:
+        """Prepares to read the files of the run in `directory`, and the metrics of the `compared` runs. Raises
+        SlimxError if there is no run, and for a directory given twice."""
+        for path in (directory, *compared):
+            check_run(path)
+        if compared:
+            check_different((directory, *compared))
         self.directory = directory
+        self._names = run_names((directory, *compared))
+        self._compared: list[Growing[StepRecord]] = []
+        for path in compared:
+            self._compared.append(Growing(path / "metrics.jsonl", StepRecord.from_json))
         self._steps = Growing(directory / "metrics.jsonl", StepRecord.from_json)
         self._phases = Growing(
             directory / "timeline.jsonl", lambda values: msgspec.convert(values, type=Phase), keep=PHASES_KEPT
@@ -96,19 +108,23 @@ class Content:
         """For each cached step, the modification times of its files and the values that `rollouts` returns."""
 
     def status(self) -> Json:
-        """Returns the values that `slimx status` shows; `lines` contains the text that the command prints."""
+        """Returns the values that `slimx status` shows; `lines` contains the text that the command prints, `states` and
+        `terms` descriptions of states of engines and of terms."""
         values = run_status(self.directory)
-        return {**values, "lines": describe_status(values), "now": time.time()}
+        return {**values, "lines": describe_status(values), "states": STATES, "terms": TERMS, "now": time.time()}
 
     def charts(self, since: str) -> Json:
-        """Returns {version, charts}, where `charts` contains all charts, or is None if the files have not changed since
-        version `since`."""
+        """Returns {version, charts, cards} with all charts and the cards of the report; both are None if the files have
+        not changed since version `since`."""
         with self._lock:
             self._steps.refresh()
             self._phases.refresh()
             version = f"{self._steps.read}-{self._phases.read}"
+            for other in self._compared:
+                other.refresh()
+                version += f"-{other.read}"
             if version == since:
-                return {"version": version, "charts": None}
+                return {"version": version, "charts": None, "cards": None}
             steps = list(self._steps.records)
             phases = list(self._phases.records)
             charts: list[Json] = []
@@ -118,7 +134,10 @@ class Content:
             if phases:
                 timed = phase_charts(phases, points=POINTS // 2, colors=self._colors)
                 charts += _cards(timed, "time")
-            return {"version": version, "charts": charts}
+            if self._compared:
+                runs = [steps, *(list(other.records) for other in self._compared)]
+                charts += _cards(overlaid(runs, self._names), "compared")
+            return {"version": version, "charts": charts, "cards": [card.to_json() for card in cards(steps)]}
 
     def steps(self) -> list[int]:
         """Returns the steps whose rollouts are saved, in ascending order."""
@@ -133,10 +152,12 @@ class Content:
                 written = _written(file, file.with_suffix(SUFFIX))
             if self._rollouts.get(step, ((), {}))[0] != written or not written:
                 values = step_of(self.directory, step, Choice(limit=0))
+                values["passing"] = least_passing(self.directory)
                 for group in values["groups"]:
                     for trajectory in group["trajectories"]:
                         for part in trajectory["parts"]:
                             part["text"] = cut(part["text"])
+                            part["marked"] = marked(part["text"], group["prompt"]["answer"])
                 self._rollouts.pop(step, None)
                 if len(self._rollouts) == STEPS_KEPT:
                     self._rollouts.pop(next(iter(self._rollouts)))
@@ -185,5 +206,6 @@ def _cards(charts: Sequence[Chart], block: str) -> Iterator[Json]:
             "height": chart.figure.layout.height,
             "figure": json.loads(chart.figure.to_json(validate=False)),
             "notes": chart.notes,
+            "about": [item.to_json() for item in chart.about],
             "wide": chart.wide,
         }

@@ -4,10 +4,7 @@
 const EVERY_MS = 3000;
 const SHADES = ["#4a86cf", "#dd8a33", "#3f9f7f", "#b05c9f", "#c8574f", "#8f8340", "#3aa3b4", "#8a78c9"];
 const GOOD = "#3f9f7f", BAD = "#c8574f";
-const NUMBERS = [["reward/mean", "Reward"], ["eval/accuracy", "Held-out reward"], ["loss/sft", "Loss"],
-  ["time/step", "Seconds per step"], ["perf/tokens_per_second", "Tokens per second"], ["gap/mean", "Log-prob gap"],
-  ["staleness/max", "Staleness, versions"], ["dropped/total", "Dropped groups"],
-  ["memory/train_peak_mib", "Trainer memory, MiB"]];
+const CHARTS = ["curves", "time", "compared"];  // tabs with charts
 const byId = (id) => document.getElementById(id);
 let chartsVersion = "";
 let steps = [];
@@ -40,38 +37,84 @@ function drawStatus(status) {
   byId("state").textContent = `${status.state}, step ${status.step} of ${status.steps}`;
   byId("state").className = `state ${status.state}`;
   byId("lines").textContent = status.lines.join("\n");
-  const numbers = NUMBERS.filter(([key]) => status.metrics[key] !== undefined && status.metrics[key] !== null);
-  byId("numbers").replaceChildren(...numbers.map(([key, label]) => {
-    const cell = element("div");
-    cell.append(element("dt", "", label), element("dd", "", shown(status.metrics[key])));
-    return cell;
-  }));
+  drawTerms(status.terms);
   byId("engines").hidden = status.engines.length === 0;
   byId("engines").previousElementSibling.hidden = status.engines.length === 0;
   byId("engines").tBodies[0].replaceChildren(...status.engines.map((engine) => {
     const row = element("tr");
-    const standing = status.running ? engine.standing : `was ${engine.standing}`;
+    const state = engine.standing in status.states ? `${status.states[engine.standing]} (${engine.standing})` : engine.standing;
+    const standing = status.running ? state : `ended; before: ${state}`;
     for (const cell of [engine.name, engine.frozen ? "frozen" : engine.role, standing, engine.restarts, engine.url || ""])
       row.append(element("td", "", cell));
     return row;
   }));
 }
 
+function drawTerms(terms) {
+  if (byId("terms").children.length) return;
+  for (const [term, meaning] of Object.entries(terms)) {
+    const words = element("dd");
+    words.append(...coded(meaning));
+    byId("terms").append(element("dt", "", term), words);
+  }
+}
+
+// A title that opens the explanation of a card or chart. Texts contain names in backticks.
+function explained(title, about) {
+  const made = element("details", "about"), summary = element("summary"), body = element("div");
+  summary.append(title);
+  for (const item of about) {
+    const line = element("p");
+    if (item.label) line.append(element("b", "", `${item.label}: `));
+    line.append(...coded(item.meaning));
+    if (item.good) line.append(" ", element("b", "", "Good: "), ...coded(item.good));
+    line.append(" ", element("code", "", `${item.metric} (docs/metrics.md#${item.section})`));
+    body.append(line);
+  }
+  made.append(summary, body);
+  return made;
+}
+
+const coded = (text) => text.split("`").map((part, at) => at % 2 ? element("code", "", part) : part);
+
+// Updates existing cards in place, so that open explanations stay open.
+function drawCards(cards) {
+  const container = byId("numbers");
+  const old = new Map([...container.children].map((cell) => [cell.dataset.title, cell]));
+  container.replaceChildren(...cards.map((card) => {
+    const cell = old.get(card.title) ?? element("div");
+    if (!cell.dataset.title) {
+      const title = element("dt");
+      title.append(explained(card.title, card.about));
+      cell.append(title);
+      cell.dataset.title = card.title;
+    }
+    while (cell.children.length > 1) cell.lastChild.remove();
+    cell.append(element("dd", "value", card.value), ...[card.scope, ...card.more].map((line) => element("dd", "", line)));
+    return cell;
+  }));
+}
+
 // Updates existing charts in place, so that zoom and hover are kept.
 function drawCharts(charts) {
-  for (const block of ["curves", "time"]) {
+  for (const block of CHARTS) {
     const wanted = charts.filter((chart) => chart.block === block);
+    if (block === "compared") document.querySelector("[data-tab=compared]").hidden = wanted.length === 0;
     const container = byId(block);
     while (container.children.length > wanted.length) container.lastChild.remove();
     wanted.forEach((chart, number) => {
       let card = container.children[number];
       if (!card) {
         card = element("div", "card");
-        card.append(element("h4"), element("div", "chart"), element("div", "notes"));
+        card.append(element("div"), element("div", "chart"), element("div", "notes"));
         container.append(card);
       }
       card.className = chart.wide ? "card wide" : "card";
-      card.children[0].textContent = chart.title;
+      const words = JSON.stringify([chart.title, chart.about]);
+      if (card.words !== words) {
+        card.words = words;
+        card.children[0].replaceChildren(explained(element("h4", "", chart.title), chart.about));
+      }
       card.children[2].replaceChildren(...chart.notes.map((note) => element("p", "soft", note)));
       card.children[1].style.height = `${chart.height}px`;
       chart.figure.layout.uirevision = chart.title;
@@ -83,8 +126,22 @@ function drawCharts(charts) {
 
 function draw(card) {
   if (!card.chart) return;
-  Plotly.react(card.children[1], card.chart.figure.data, card.chart.figure.layout, {displayModeBar: false, responsive: true});
+  const {data, layout} = card.chart.figure, chart = card.children[1], first = !chart.on;
+  card.whole = structuredClone(layout.xaxis);  // plotly.js changes the figure
+  if (card.zoomed) layout.xaxis = {...layout.xaxis, tickmode: "auto"};
+  Plotly.react(chart, data, layout, {displayModeBar: false, responsive: true});
+  if (first) retick(card, chart);
   card.chart = null;
+}
+
+// Ticks are fixed for the whole run. In a part of it that a reader zooms into, plotly.js chooses them.
+function retick(card, chart) {
+  chart.on("plotly_relayout", (change) => {
+    const whole = card.whole, start = change["xaxis.range[0]"], reset = start === whole.range?.[0] || change["xaxis.autorange"];
+    if (!whole.tickvals || start === undefined && !reset) return;
+    card.zoomed = !reset;
+    Plotly.relayout(chart, reset ? {"xaxis.tickmode": "array", "xaxis.range": [...whole.range]} : {"xaxis.tickmode": "auto"});
+  });
 }
 
 // Rollouts -------------------------------------------------------------------------------------------------------------
@@ -125,6 +182,7 @@ async function load(side) {
 
 const known = (value) => value !== null && value !== undefined;
 const sampled = (each) => each.tokens.sampled;
+const passed = (side, each) => known(each.reward) && each.reward >= side.found.passing;
 const textOf = (each) => each.parts.map((part) => part.text).join("");
 
 function chosenOf(group) {
@@ -168,8 +226,7 @@ function drawImage(side, group, name, index) {
 function drawGroup(side, group) {
   const card = element("div", "group");
   const set = group.prompt.dataset ? `, ${group.prompt.dataset}` : "";
-  const answer = group.prompt.answer === null ? "" : `, answer ${group.prompt.answer}`;
-  card.append(element("div", "soft", `group ${group.id}, prompt ${group.prompt.id}${set}${answer}, reward ${shown(group.reward)}`));
+  card.append(element("div", "soft", `group ${group.id}, prompt ${group.prompt.id}${set}, mean reward ${shown(group.reward)}`));
   card.append(element("div", "prompt", group.prompt.text));
   card.append(...group.prompt.images.map((name, index) => drawImage(side, group.id, name, index)));
   for (const each of group.kept) {
@@ -177,19 +234,27 @@ function drawGroup(side, group) {
     const versions = [...new Set(each.versions.map((version) => version[2]))].join("+") || "none";
     const parts = Object.entries(each.reward_parts).map(([name, reward]) => `${name} ${shown(reward)}`).join(", ");
     const turns = new Set(each.parts.filter((part) => part.source === "sampled").map((part) => part.turn)).size;
+    const verdict = element("div"), right = passed(side, each);
+    verdict.append(element("b", right ? "up" : "down", `${right ? "✓ passed" : "✗ failed"}, reward ${shown(each.reward)}`));
+    if (parts) verdict.append(` (parts: ${parts})`);
+    if (known(group.prompt.answer)) verdict.append(", expected ", element("mark", "", shortened(group.prompt.answer)));
     const head = element("div", "soft", `${each.id}${each.policy === "actor" ? "" : " of " + each.policy}: ${each.status} (${each.finish_reason}), version ${versions}, ` +
-      `${sampled(each)} tokens, ${turns} ${turns === 1 ? "turn" : "turns"}${parts ? ", " + parts : ""} `);
-    head.append(element("b", each.reward > 0 ? "up" : "down", `reward ${shown(each.reward)}`));
-    if (known(each.advantage)) head.append(` advantage ${shown(each.advantage)}`);
+      `${sampled(each)} tokens, ${turns} ${turns === 1 ? "turn" : "turns"}`);
+    if (known(each.advantage)) head.append(`, advantage ${shown(each.advantage)}`);
     if (known(each.gap)) head.append(`, largest log-prob gap ${shown(each.gap)}`);
     if (known(each.other_experts)) head.append(`, ${each.other_experts} tokens routed to other experts`);
-    const text = element("div", "text", textOf(each));
-    row.append(head, text);
+    const text = element("div", "text");
+    for (const [part, found] of each.parts.flatMap((part) => part.marked)) text.append(found ? element("mark", "", part) : part);
+    row.append(verdict, head, text);
+    row.tabIndex = 0;
+    row.addEventListener("keydown", (event) => { if (event.key === "Enter") row.click(); });
     row.addEventListener("click", () => openTokens(side, group.id, each.id, row, text), {once: true});
     card.append(row);
   }
   return card;
 }
+
+const shortened = (text) => text.length > 160 ? text.slice(0, 160) + " ..." : text;
 
 // Tokens of one trajectory ---------------------------------------------------------------------------------------------
 
@@ -289,7 +354,10 @@ async function refresh() {
     drawStatus(await request("/api/status"));
     const found = await request(`/api/charts?since=${chartsVersion}`);
     chartsVersion = found.version;
-    if (found.charts) drawCharts(found.charts);
+    if (found.charts) {
+      drawCards(found.cards);
+      drawCharts(found.charts);
+    }
     drawSteps(await request("/api/steps"));
     byId("stale").hidden = true;
   } catch (error) {
@@ -302,7 +370,7 @@ async function refresh() {
 function choose(tab) {
   document.querySelectorAll("nav button").forEach((button) => button.classList.toggle("chosen", button.dataset.tab === tab));
   document.querySelectorAll("main > section").forEach((section) => { section.hidden = section.id !== tab; });
-  if (tab === "curves" || tab === "time") [...byId(tab).children].forEach(draw);
+  if (CHARTS.includes(tab)) [...byId(tab).children].forEach(draw);
   if (tab === "rollouts") document.querySelectorAll(".side").forEach((side) => { if (!side.found) load(side); });
   remember(tab);
 }
@@ -347,5 +415,5 @@ byId("compare").addEventListener("input", () => {
   load(second);
 });
 recall();
-if (["curves", "time", "rollouts"].includes(location.hash.slice(1))) choose(location.hash.slice(1));
+if ([...CHARTS, "rollouts"].includes(location.hash.slice(1))) choose(location.hash.slice(1));
 refresh();

@@ -8,7 +8,7 @@ import hmac
 import os
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,8 +16,8 @@ from aiohttp import web
 
 from slimx.errors import SlimxError
 from slimx.extras.http.connections import Connections, Listening
+from slimx.extras.report.report import PLOTLY
 from slimx.extras.watch.page.content import Content
-from slimx.extras.watch.report.report import PLOTLY
 from slimx.runtime.user_files import private_directory, private_token
 
 HOST = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?", re.ASCII)
@@ -45,11 +45,12 @@ IDLE_S = 60.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def serve(directory: Path, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serves the page of the run in `directory` until Ctrl-C. `say` receives the page's URL.
+def serve(directories: Sequence[Path], host: str, port: int, say: Callable[[str], None]) -> None:
+    """Serves the page of the run in the first of `directories` until Ctrl-C, with curves of the runs in the others.
+    `say` receives the page's URL.
 
-    Raises SlimxError if there is no run in the directory, or if the server cannot listen on `host` and `port`."""
-    content = Content(directory)
+    Raises SlimxError if there is no run in a directory, or if the server cannot listen on `host` and `port`."""
+    content = Content(*directories)
     token = private_token(private_directory() / "watch-token")
 
     async def run() -> None:

@@ -1,0 +1,180 @@
+"""Evaluation beside training, by engines that do nothing else.
+
+    step N is published --> begin: wait for the previous evaluation, publish N to these engines --> train step N + 1 ...
+                                         |
+                                         +--> answers --> metrics of step N, as a further line of metrics.jsonl
+
+An evaluation that has begun is marked by the metric `eval/begun` in its step's line. If the process ends before the
+result is there, the next process repeats the evaluation if it resumes at this step, and else counts it as lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from slimx.cluster.restarts import Restart
+from slimx.cluster.waiting import first_line
+from slimx.config.sections.policies import ACTOR
+from slimx.engines.fleet.group import EngineGroup
+from slimx.errors import SlimxError
+from slimx.observability.tracking.jsonl import load_records
+from slimx.observability.tracking.metrics import StepRecord
+from slimx.observability.tracking.phases import Phase
+from slimx.orchestration.engines.service import EngineService, EvaluationEngines
+from slimx.orchestration.publications import EnginePublications
+from slimx.orchestration.run import Run
+from slimx.orchestration.step.evaluation import answer_all, judged
+from slimx.reshard.parties import NoReceiverLeft, TransportLost
+from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
+from slimx.runtime.tasks import cancelled, while_served
+
+BEGUN = "eval/begun"
+"""Metric of a step whose evaluation began beside training."""
+LOST = "eval/lost"
+"""Metric of a step whose evaluation ended without a result."""
+
+
+class EvaluationLost(SlimxError):
+    """Raised if an evaluation cannot be finished, although later ones can."""
+
+
+class EnginesBeside(EvaluationEngines):
+    """The engine groups of `eval.engines`, with a router of their own, and the evaluation that they work on."""
+
+    def __init__(self, service: EngineService, group: EngineGroup, note: Callable[[str], None]):
+        """Prepares evaluations by the engines of `group`. `service`: the run's other engines. `note`: called with a
+        line of text about every event."""
+        super().__init__(service.config)
+        self._service = service
+        self._note = note
+        self.group = group
+        self.groups = {ACTOR: group}
+        self._maker: GroupMaker | None = None
+        self._step = 0
+        """Step of the current or most recent evaluation."""
+        self._work: asyncio.Task[dict[str, float]] | None = None
+        """The evaluation that goes on; None between evaluations."""
+
+    async def begin(self, run: Run) -> dict[str, float]:
+        """Waits for the previous evaluation, publishes the current weights to these engines, and begins to evaluate
+        them. After the run's last step, waits for the result and returns it."""
+        step = run.step
+        if self._maker is None:
+            self.group.members.watch()
+            self._maker = self._service.make_maker(self)
+        await self._finish(run)
+        async with run.trainers_turn():
+            await self._publish(run, step)
+        self._step = step
+        self._work = asyncio.create_task(self._evaluate(run, self._maker, step))
+        if step == run.config.schedule.steps:
+            return await self._result(run)
+        return {BEGUN: 1.0}
+
+    async def resume(self, run: Run) -> None:
+        """Repeats the evaluation of the step at which the run resumes if it has no result, and counts those of earlier
+        steps without a result as lost."""
+        file = Path(run.config.run.dir) / "metrics.jsonl"
+        records = load_records(file, StepRecord.from_json)[0] if file.exists() else []
+        begun = [record.step for record in records if BEGUN in record.metrics]
+        ended = {record.step for record in records if {"eval/accuracy", LOST} & record.metrics.keys()}
+        for step in begun:
+            if step == run.step and step not in ended:
+                self._note(f"the evaluation of step {step} is repeated, because the earlier process did not finish it")
+                with run.phase("eval"):
+                    await self.begin(run)
+            elif step not in ended:
+                self._lose(run, step, "the earlier process ended, and the weights of this step are gone")
+
+    async def stop(self) -> None:
+        """Cancels the evaluation that goes on, and stops the router and the servers that slimx started."""
+        if self._work is not None and not self._work.done():
+            self._note(f"the evaluation of step {self._step} is not finished")
+        await cancelled(self._work)
+        if self._maker is not None:
+            self._maker.close()
+        await self.group.stop()
+
+    async def _publish(self, run: Run, step: int) -> None:
+        """Publishes the weights to these engines, again and again until at least one has received them."""
+        publications = cast(EnginePublications, run.policies[ACTOR].publications)
+        members = self.group.members
+        while True:
+            await members.available()
+            try:
+                await publications.publish_to(members, step)
+                return
+            except (NoReceiverLeft, TransportLost) as error:
+                self._note(first_line(error))
+
+    async def _evaluate(self, run: Run, maker: GroupMaker, step: int) -> dict[str, float]:
+        since = time.time()
+        clock = time.perf_counter()
+        maker.version = step
+        members = self.group.members
+
+        async def lose() -> None:
+            raise EvaluationLost(
+                "all engines of eval.engines were lost, and the weights of this step are gone",
+                code="eval.lost",
+                about="eval.engines",
+            )
+
+        outcomes: list[GroupOutcome] = await while_served(answer_all(maker, run.eval_prompts), members.starved, lose)
+        metrics = await judged(run, outcomes, step)
+        seconds = time.perf_counter() - clock
+        detail = f"step {step}"
+        run.records.timeline.add(
+            Phase(name="eval", step=None, track="evaluation", start=since, seconds=seconds, detail=detail)
+        )
+        if step < run.config.schedule.steps:  # the training loop logs the metrics of the last step
+            run.records.tracker.log(step, metrics, version=step)
+        return metrics
+
+    async def _finish(self, run: Run) -> None:
+        """Waits for the evaluation that goes on, if there is one."""
+        if self._work is not None:
+            await self._result(run)
+
+    async def _result(self, run: Run) -> dict[str, float]:
+        """Waits for the evaluation that goes on and returns its metrics; {} if it has no result, which is then counted.
+        Raises SlimxError if later evaluations cannot succeed either."""
+        work = self._work
+        self._work = None
+        assert work is not None
+        limit = run.config.eval.deadline
+        try:
+            async with asyncio.timeout(limit):
+                return await work
+        except TimeoutError:
+            reason = f"it has no result after another {limit:g} s (eval.deadline)"
+        except EvaluationLost as error:
+            reason = str(error)
+        self._lose(run, self._step, reason)
+        return {}
+
+    def _lose(self, run: Run, step: int, reason: str) -> None:
+        self._note(f"the evaluation of step {step} is lost: {reason}")
+        run.records.tracker.log(step, {LOST: 1.0}, version=step)
+
+
+def make_engines(
+    service: EngineService, *, note: Callable[[str], None], record: Callable[[Restart], None]
+) -> EnginesBeside:
+    """Creates the engines of `eval.engines` without starting servers. `service`: the run's other engines. `note`:
+    called with a line of text about every event. `record`: called with every restart."""
+    group = EngineGroup(
+        service.config,
+        service.device,
+        service.logs,
+        moe=service.sources.policies[ACTOR].spec.experts > 0,
+        note=note,
+        record=record,
+        router="router-eval",
+        groups=service.config.rollout.evaluating,
+    )
+    return EnginesBeside(service, group, note)

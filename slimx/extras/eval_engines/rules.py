@@ -1,0 +1,56 @@
+"""Rules about engines that evaluate beside training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from slimx.config.rule import Problems, rule
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.policies import Policy
+from slimx.config.sections.publish import Publish
+from slimx.config.sections.reward import Eval
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.trainer import Trainer
+
+
+@rule("eval.engines_idle", "eval.engines")
+def has_prompts(eval: Eval) -> Problems:
+    if eval.engines and not eval.prompts and eval.every != 0 and "prompts" not in eval.model_fields_set:
+        yield "eval.engines is set, but eval.prompts is missing; set eval.prompts to a file, or remove eval.engines"
+
+
+@rule("eval.engines_scores", "eval.engines")
+def samples(algorithm: Algorithm, rollout: Rollout) -> Problems:
+    if algorithm.scores and rollout.evaluating:
+        yield "eval.engines has no use, because the trainers evaluate a reward model; remove eval.engines"
+
+
+@rule("eval.engines_role", "eval.engines")
+def serves_alone(rollout: Rollout) -> Problems:
+    for group in rollout.evaluating:
+        for key in ("role", "frozen", "urls"):
+            if getattr(group, key) != type(group).model_fields[key].default:
+                yield f"{group.where} sets {key}, which works only in rollout.engines; remove {key}"
+
+
+@rule("eval.engines_name", "eval.engines")
+def has_unique_names(rollout: Rollout) -> Problems:
+    names = [group.name for group in rollout.served]
+    for group in rollout.evaluating:
+        if names.count(group.name) > 1:
+            yield f"several engine groups are named {group.name!r}, one of them in eval.engines; change its name"
+            return
+
+
+@rule("eval.engines_unproven", "eval.engines")
+def is_proven(rollout: Rollout, publish: Publish, trainer: Trainer, policies: Mapping[str, Policy]) -> Problems:
+    """Rejects combinations that were never tested."""
+    keys = {
+        "policies": bool(policies),
+        "publish.delta": publish.delta is not None,
+        "publish.adapters": publish.adapters == "alone",
+        "trainer.vision": trainer.vision is not None,
+    }
+    for key, is_set in keys.items():
+        if is_set and rollout.evaluating:
+            yield f"eval.engines was never tested with {key}; remove eval.engines, or {key}"

@@ -1,0 +1,1 @@
+"""Evaluation of a checkpoint without training: the command `slimx eval` and `slimx.evaluate`."""

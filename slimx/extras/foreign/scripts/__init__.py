@@ -1,0 +1,1 @@
+"""Launch scripts of other frameworks, turned into configurations."""

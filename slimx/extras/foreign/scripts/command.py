@@ -1,0 +1,174 @@
+"""The commands `slimx from-slime`, `from-verl` and `from-trl`: a launch script becomes a configuration."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slimx.durable import write_atomic
+from slimx.errors import SlimxError
+from slimx.extras.foreign.scripts.draft import Draft
+from slimx.extras.foreign.scripts.from_slime import PROGRAMS, read_slime
+from slimx.extras.foreign.scripts.from_trl import is_program as is_trl
+from slimx.extras.foreign.scripts.from_trl import launch_values, read_trl, yaml_values
+from slimx.extras.foreign.scripts.from_verl import is_program, read_verl
+from slimx.extras.foreign.scripts.python_file import arguments_in
+from slimx.extras.foreign.scripts.shell.options import Launch, launch_of
+from slimx.extras.foreign.scripts.shell.script import commands_of
+from slimx.observability.live.safe_text import one_line, visible
+
+slime_app = typer.Typer(add_completion=False)
+verl_app = typer.Typer(add_completion=False)
+trl_app = typer.Typer(add_completion=False)
+
+_SIGNS = {
+    "slime": r"\btrain(_async)?\.py\b.*|--rollout-batch-size",
+    "verl": r"\bverl\.\w+|actor_rollout_ref\.",
+    "trl": r"\btrl\b|\w+(Config|Trainer)\(|--num_generations|num_generations:",
+}
+"""Patterns of text that occurs in the scripts of each framework."""
+_KINDS = {".py": "a Python program", ".yaml": "a YAML file", ".yml": "a YAML file", ".json": "a JSON file"}
+_STARTS = {"slime": "train.py or train_async.py", "verl": "a trainer of verl", "trl": "a trainer of TRL"}
+
+Script = Annotated[Path, typer.Argument(help="Launch script, or a file with only the flags.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[NAME=VALUE]...",
+        help="Variables of the script's environment; for a Python or YAML file, its settings.",
+    ),
+]
+Out = Annotated[Path | None, typer.Option(help="File to write instead of standard output.")]
+
+
+@slime_app.command()
+def from_slime(script: Script, variables: Settings = None, out: Out = None) -> None:
+    """Write the configuration that SCRIPT, a launch script of slime or Miles, corresponds to."""
+    draft = Draft(f"{script.name} by `slimx from-slime`")
+    text = _text(script, "slime")
+    commands = commands_of(script, text, _values(variables or []))
+    launch = launch_of(commands, lambda word: Path(word).name in PROGRAMS)
+    if launch is None:
+        launch = _flags_alone(commands)
+    if launch is None:
+        raise _no_launch(script, text, "slime")
+    read_slime(launch, draft)
+    _print(draft, script, out)
+
+
+@verl_app.command()
+def from_verl(script: Script, variables: Settings = None, out: Out = None) -> None:
+    """Write the configuration that SCRIPT, a launch script of verl, corresponds to."""
+    draft = Draft(f"{script.name} by `slimx from-verl`")
+    text = _text(script, "verl")
+    commands = commands_of(script, text, _values(variables or []))
+    launch = launch_of(commands, is_program)
+    if launch is None and commands and all("=" in word for words in commands for word in words):
+        launch = Launch("verl.trainer.main_ppo", tuple(word for words in commands for word in words))
+    if launch is None:
+        raise _no_launch(script, text, "verl")
+    read_verl(launch, draft)
+    _print(draft, script, out)
+
+
+@trl_app.command()
+def from_trl(script: Script, variables: Settings = None, out: Out = None) -> None:
+    """Write the configuration that SCRIPT, a launch script, Python file or YAML file of TRL, corresponds to."""
+    draft = Draft(f"{script.name} by `slimx from-trl`")
+    text = _text(script, "trl")
+    settings = _values(variables or [])
+    if script.suffix == ".py":
+        values = arguments_in(script, text)
+    elif script.suffix in (".yaml", ".yml"):
+        values = yaml_values(text)
+    else:
+        commands = commands_of(script, text, settings)
+        launch = launch_of(commands, is_trl) or _flags_alone(commands)
+        values = {} if launch is None else launch_values(launch)
+    if not values.keys() & {"trainer", "model_name_or_path", "output_dir"}:
+        raise _no_launch(script, text, "trl")
+    if script.suffix in _KINDS:
+        values |= {name: [value] for name, value in settings.items()}
+        if "TrlParser" in text:
+            draft.left["TrlParser"] = "the program has more flags on its command line; read the launch script instead"
+        if "trainer" not in values:
+            draft.supply["algorithm.name"] = (
+                "the file does not name a trainer; add trainer=sft or another to the command"
+            )
+    read_trl(values, draft)
+    _print(draft, script, out)
+
+
+def _text(script: Path, framework: str) -> str:
+    if not script.is_file():
+        raise SlimxError(
+            f"there is no file {script}; give the path of a launch script of {framework}",
+            code="foreign.no_script",
+            about=str(script),
+        )
+    kind = _KINDS.get(script.suffix)
+    if kind is not None and framework != "trl":
+        raise SlimxError(
+            f"{script} is {kind}, but from-{framework} reads shell scripts; give the script that starts "
+            f"{_STARTS[framework]}, or write the {'keys' if framework == 'verl' else 'flags'} of its command into a "
+            "text file",
+            code="foreign.kind",
+            about=str(script),
+        )
+    return script.read_text(errors="replace")
+
+
+def _values(variables: list[str]) -> dict[str, str]:
+    values = {}
+    for variable in variables:
+        name, equals, value = variable.partition("=")
+        if not equals:
+            raise SlimxError(
+                f"{variable!r} is no variable; write NAME=VALUE after the script",
+                code="foreign.no_variable",
+                about=variable,
+            )
+        values[name] = value
+    return values
+
+
+def _flags_alone(commands: list[list[str]]) -> Launch | None:
+    """Returns the command that a file with only flags stands for; None if the file has other commands."""
+    if not commands or not all(words[0].startswith("-") for words in commands):
+        return None
+    return Launch("train.py", tuple(word for words in commands for word in words))
+
+
+def _no_launch(script: Path, text: str, framework: str) -> SlimxError:
+    """Returns the error for a script in which nothing of `framework` is started; it names the command for the framework
+    that is."""
+    other = next((name for name, sign in _SIGNS.items() if name != framework and re.search(sign, text)), None)
+    if other is not None:
+        return SlimxError(
+            f"{script} is a script of {other}, not of {framework}; use slimx from-{other}",
+            code="foreign.other_framework",
+            about=str(script),
+        )
+    return SlimxError(
+        f"{script} starts {_STARTS[framework]} nowhere; give the launch script, or a file with only its "
+        f"{'keys' if framework == 'verl' else 'flags'}",
+        code="foreign.no_launch",
+        about=str(script),
+    )
+
+
+def _print(draft: Draft, script: Path, out: Path | None) -> None:
+    text, refusals = draft.text()
+    if out is None:
+        print(visible(text), end="")
+    else:
+        write_atomic(out, text.encode())
+        print(f"wrote {out}", file=sys.stderr)
+    for sentence in refusals:
+        print(f"slimx: {one_line(sentence)}", file=sys.stderr)
+    if refusals:
+        raise typer.Exit(2)

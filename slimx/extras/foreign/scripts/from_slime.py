@@ -1,0 +1,310 @@
+"""Configuration from a launch command of slime or Miles (train.py, train_async.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slimx.extras.foreign.megatron import MEGATRON
+from slimx.extras.foreign.scripts.draft import Draft, joined, scalar
+from slimx.extras.foreign.scripts.names import Names, whole
+from slimx.extras.foreign.scripts.shared import (
+    NODE,
+    PROMPT_TOKENS,
+    put_engines,
+    put_epochs,
+    put_family,
+    put_mtp,
+    put_ranks,
+    put_stages,
+    put_tokens,
+    put_transport,
+    put_updates,
+)
+from slimx.extras.foreign.scripts.shell.options import Launch, flags_of
+from slimx.extras.foreign.scripts.slime_algorithm import put_algorithm, put_demonstrations, put_evaluation
+from slimx.extras.foreign.scripts.translate import put_outputs, sets_key, translate
+from slimx.extras.foreign.slime import SLIME
+
+PROGRAMS = ("train.py", "train_async.py")
+_FULLY_ASYNC = "fully_async"
+_SFT = "sft_rollout"
+
+
+def read_slime(launch: Launch, draft: Draft) -> None:
+    """Adds what `launch` means to `draft`. Raises SlimxError for a flag whose value is not known or no number."""
+    flags = Names(
+        draft.origin.partition(" ")[0], flags_of(launch.arguments), lambda name: f"--{name.replace('_', '-')}"
+    )
+    sft = (flags.text("loss_type") == "sft_loss") or _SFT in (flags.text("rollout_function_path") or "")
+    if launch.broken:
+        draft.left["the launch command"] = "a backslash is missing at the end of one of its lines; all flags are read"
+    asynchronous = launch.program == "train_async.py"
+    _model(flags, draft)
+    _prompts(flags, draft)
+    _sampling(flags, draft, sft=sft)
+    _ranks(flags, draft, sft=sft, asynchronous=asynchronous)
+    _batches(flags, draft)
+    _trainer(flags, draft)
+    _optimizer(flags, draft)
+    if sft:
+        put_demonstrations(flags, draft)
+    else:
+        put_algorithm(flags, draft)
+        put_evaluation(flags, draft)
+    for name in flags.rest():
+        words = list(flags.values[name])
+        if sets_key((SLIME, MEGATRON), name):
+            words = [flags.known(name, word) for word in words]
+        translate(draft, (SLIME, MEGATRON), name, joined(words) if words else None, flags.shown(name))
+    put_outputs(draft, flags)
+    put_family(draft, " ".join(flags.values.get("spec", [])))
+    put_transport(draft, colocate=bool(draft.get("schedule.colocate")))
+
+
+def _model(flags: Names, draft: Draft) -> None:
+    path = flags.text("hf_checkpoint")
+    name = Path(path or "run").name
+    if path is None:
+        draft.put("model.path", "MODEL", "")
+        draft.supply["model.path"] = "directory of the Hugging Face checkpoint"
+    else:
+        draft.put("model.path", path.rstrip("/"), "--hf-checkpoint")
+    save = flags.text("save")
+    draft.put("run.name", Path(save).name if save else name, "")
+    draft.put("run.dir", save.rstrip("/") if save else f"runs/{name}", "--save" if save else "the script saves nothing")
+    load = flags.text("load")
+    reference = flags.text("ref_load")
+    if load is not None and load == save:
+        draft.unneeded["--load"] = "a run resumes from its own checkpoints in run.dir"
+    elif load is not None and load != reference:
+        draft.left[f"--load {load}"] = (
+            "set trainer.load to this directory if it has the initial weights; a run resumes from its checkpoints in "
+            "run.dir"
+        )
+    if reference is not None:
+        draft.unneeded["--ref-load"] = "the run starts from model.path, and the reference has these weights"
+    if "FP8" in name or "INT4" in name:
+        _quantized(draft, path or "", name)
+
+
+def _quantized(draft: Draft, path: str, name: str) -> None:
+    """Sets up engines that load the quantized copy at `path`, while trainers start from the checkpoint that it was made
+    from."""
+    for ending in ("-FP8", "-fp8", "-INT4", "-int4"):
+        name = name.removesuffix(ending)
+    draft.put("model.path", str(Path(path).parent / name), "the checkpoint from which the quantized one was made")
+    draft.supply["model.path"] = "the checkpoint in bfloat16, with which trainers start"
+    draft.put("rollout.engines.0.model", path.rstrip("/"), "--hf-checkpoint, which the engines load")
+    if "FP8" in path:
+        draft.put("publish.quantize", "triton", "engines in fp8; docs/numerics.md has other rules")
+    else:
+        draft.put("publish.quantize", "int4", "engines in INT4")
+        draft.put("rollout.engines.0.sglang.moe_runner_backend", "triton", "the expert kernels that INT4 needs")
+        draft.put("trainer.qat", "int4", "training rounds as the engines do")
+
+
+def _prompts(flags: Names, draft: Draft) -> None:
+    prompts = flags.text("prompt_data")
+    if prompts is None:
+        draft.put("rollout.prompts", "PROMPTS", "")
+        draft.supply["rollout.prompts"] = "file of prompts"
+    else:
+        draft.put("rollout.prompts", prompts.partition("@")[0], "--prompt-data")
+        if "@" in prompts:
+            draft.left[f"--prompt-data {prompts}"] = "a file is read as a whole; write the rows to a file of their own"
+    draft.put("rollout.fields.prompt", flags.text("input_key") or "input", "--input-key")
+    for name, key in (("label_key", "answer"), ("tool_key", "tools")):
+        value = flags.text(name)
+        if value is not None:
+            draft.put(f"rollout.fields.{key}", value, flags.shown(name))
+    metadata = flags.text("metadata_key")
+    if metadata is not None:
+        draft.put("rollout.fields.metadata", [metadata], "--metadata-key")
+    images = flags.text("multimodal_keys")
+    if images is not None:
+        columns = scalar(images)
+        column = columns.get("image") if isinstance(columns, dict) else None
+        draft.put("rollout.fields.images", str(column or images), "--multimodal-keys")
+        draft.put("trainer.vision", {"train": "none"}, "--multimodal-keys")
+    if not flags.has("apply_chat_template") and draft.get("algorithm.name") != "sft":
+        draft.left["no --apply-chat-template"] = (
+            "slimx always applies the chat template to messages; give rows with token_ids to apply none"
+        )
+
+
+def _sampling(flags: Names, draft: Draft, *, sft: bool) -> None:
+    longest = flags.count("rollout_max_response_len", 1024)
+    limit = flags.text("rollout_max_prompt_len")
+    context = flags.number("rollout_max_context_len")
+    if limit is not None:
+        draft.put("rollout.max_prompt_tokens", int(limit), "--rollout-max-prompt-len")
+    elif context is not None and context > longest:
+        draft.put("rollout.max_prompt_tokens", int(context) - longest, "--rollout-max-context-len less the answer")
+    else:
+        draft.put("rollout.max_prompt_tokens", PROMPT_TOKENS, "slime has no limit; raise it for longer prompts")
+    if sft:
+        return
+    if context is not None:
+        draft.left[f"--rollout-max-context-len {context:g}"] = (
+            "rollout.max_prompt_tokens limits prompts and rollout.sampling.max_new_tokens every turn, nothing their sum"
+        )
+    draft.put("rollout.sampling.max_new_tokens", longest, "--rollout-max-response-len")
+    ids = flags.words("rollout_stop_token_ids")
+    if ids:
+        draft.put("rollout.sampling.stop_token_ids", [int(word) for word in ids], "--rollout-stop-token-ids")
+
+
+def _ranks(flags: Names, draft: Draft, *, sft: bool, asynchronous: bool) -> None:
+    per_node = flags.count("num_gpus_per_node", NODE)
+    trainers = flags.count("actor_num_nodes", 1) * flags.count("actor_num_gpus_per_node", NODE)
+    colocate = flags.has("colocate")
+    generates = not (sft or flags.has("debug_train_only"))
+    gpus = flags.count("rollout_num_gpus", trainers if colocate else per_node)
+    source = "--actor-num-nodes x --actor-num-gpus-per-node"
+    put_ranks(draft, trainers, 0 if colocate or not generates else gpus, per_node, source)
+    if not generates:
+        return
+    per_engine = flags.count("rollout_num_gpus_per_engine", 1)
+    counted = "--rollout-num-gpus / --rollout-num-gpus-per-engine"
+    put_engines(draft, gpus, per_engine, per_node, counted, flags.count("sglang_pp_size", 1))
+    if flags.number("rollout_num_gpus") is None and not colocate:
+        draft.supply["rollout.engines.0.count"] = "the script gives no --rollout-num-gpus; one node is assumed"
+    if flags.number("sglang_ep_size") is not None:
+        draft.put("rollout.engines.0.expert", flags.count("sglang_ep_size", 1), "--sglang-ep-size")
+    copies = flags.count("sglang_dp_size", 1)
+    if flags.has("sglang_enable_dp_attention"):
+        draft.put("rollout.engines.0.dp_attention", copies, "--sglang-dp-size with --sglang-enable-dp-attention")
+    elif copies > 1:
+        draft.left[f"--sglang-dp-size {copies}"] = "without DP-attention, more copies are a larger count of engines"
+    requests = flags.number("sglang_server_concurrency")
+    if requests is not None:
+        servers = max(1, gpus // per_engine)
+        draft.put("rollout.concurrency", int(requests) * servers, f"--sglang-server-concurrency x {servers} engines")
+    prefill = flags.count("prefill_num_servers", 0)
+    if prefill and colocate:
+        draft.left[f"--prefill-num-servers {prefill}"] = (
+            "prefill and decode servers cannot share GPUs with trainers; all engines do both"
+        )
+    elif prefill:
+        _disaggregated(draft, prefill)
+    if colocate:
+        draft.put("schedule.colocate", True, "--colocate")
+    elif asynchronous:
+        far = _FULLY_ASYNC in (flags.text("rollout_function_path") or "")
+        interval = flags.count("update_weights_interval", 1)
+        draft.put("schedule.max_staleness", max(interval, 2 if far else 1), "train_async.py")
+        if far:
+            draft.unneeded["--rollout-function-path"] = "schedule.max_staleness above 1 generates without a break"
+            draft.supply["schedule.max_staleness"] = "slime's fully asynchronous rollout has no limit; 2 is assumed"
+
+
+def _disaggregated(draft: Draft, prefill: int) -> None:
+    """Divides the engines into `prefill` servers that read prompts and the others, which sample."""
+    group = {key.removeprefix("rollout.engines.0."): value for key, value in draft.settings.items() if ".0." in key}
+    count = group.pop("count")
+    for index, (role, number) in enumerate((("prefill", prefill), ("decode", int(str(count)) - prefill))):
+        source = "--prefill-num-servers"
+        for key, value in {"name": role, "role": role, "count": number, **group}.items():
+            draft.put(f"rollout.engines.{index}.{key}", value, source)
+    draft.put("rollout.routed_experts", False, "decode servers do not know the experts of the prompt's tokens")
+
+
+def _batches(flags: Names, draft: Draft) -> None:
+    prompts = flags.count("rollout_batch_size", 32)
+    samples = flags.count("n_samples_per_prompt", 1)
+    draft.put("rollout.prompts_per_step", prompts, "--rollout-batch-size")
+    draft.put("rollout.group_size", samples, "--n-samples-per-prompt")
+    updates = flags.number("num_steps_per_rollout")
+    batch = flags.number("global_batch_size")
+    if updates is not None:
+        draft.put("schedule.updates_per_step", int(updates), "--num-steps-per-rollout")
+    elif batch is not None:
+        source = f"--global-batch-size {batch:g}: {prompts} x {samples} / {batch:g}"
+        put_updates(draft, prompts * samples / batch, source)
+    steps = flags.number("num_rollout")
+    epochs = flags.number("num_epoch")
+    if steps is not None:
+        draft.put("schedule.steps", int(steps), "--num-rollout")
+    elif epochs is not None:
+        put_epochs(draft, epochs, str(draft.get("rollout.prompts")), prompts, "--num-epoch")
+    sampled = flags.number("over_sampling_batch_size")
+    if sampled is not None and sampled > prompts:
+        draft.put(
+            "rollout.over_sampling", whole(sampled / prompts), "--over-sampling-batch-size / --rollout-batch-size"
+        )
+    if flags.has("partial_rollout"):
+        draft.put("rollout.partial", True, "--partial-rollout")
+        draft.put(
+            "schedule.max_staleness", max(1, int(str(draft.get("schedule.max_staleness", 0)))), "--partial-rollout"
+        )
+
+
+def _trainer(flags: Names, draft: Draft) -> None:
+    context = flags.count("context_parallel_size", 1)
+    tokens = flags.number("max_tokens_per_gpu")
+    sequences = flags.count("micro_batch_size", 1)
+    if tokens is None:
+        length = flags.count("seq_length", 0)
+        put_tokens(draft, sequences * length, "--micro-batch-size")
+    else:
+        put_tokens(draft, tokens * context, "--max-tokens-per-gpu x --context-parallel-size")
+    draft.put("trainer.context", context, "--context-parallel-size")
+    stages = flags.count("pipeline_model_parallel_size", 1)
+    draft.put("trainer.pipeline", stages, "--pipeline-model-parallel-size")
+    layers = flags.number("num_layers")
+    ends = []
+    for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+        number = flags.number(name)
+        ends.append(None if number is None else int(number))
+    count = None if layers is None else int(layers)
+    put_stages(draft, count, ends[0], ends[1], stages, "--decoder-first/last-pipeline-num-layers")
+    chunk = flags.number("num_layers_per_virtual_pipeline_stage")
+    if chunk is not None and layers is not None:
+        draft.put("trainer.virtual_pipeline", int(layers / stages / chunk), "--num-layers-per-virtual-pipeline-stage")
+    experts = flags.count("expert_model_parallel_size", 1)
+    draft.put("trainer.expert", experts, "--expert-model-parallel-size")
+    if experts == 1:
+        flags.number("expert_tensor_parallel_size")
+        draft.unneeded["--expert-tensor-parallel-size"] = "it needs trainer.expert above 1"
+    if flags.text("recompute_granularity") is not None:
+        draft.put("trainer.recompute.granularity", flags.text("recompute_granularity"), "--recompute-granularity")
+    modules = flags.words("recompute_modules")
+    if modules:
+        draft.put("trainer.recompute.modules", list(modules), "--recompute-modules")
+    if flags.number("moe_aux_loss_coeff"):
+        draft.put("trainer.moe.aux_loss_coef", flags.number("moe_aux_loss_coeff"), "--moe-aux-loss-coeff")
+    elif flags.text("moe_router_load_balancing_type") is not None:
+        draft.unneeded["--moe-router-load-balancing-type"] = "a coefficient of 0 balances nothing"
+    if flags.has("enable_mtp_training"):
+        scale = flags.number("mtp_loss_scaling_factor")
+        put_mtp(draft, flags.count("mtp_num_layers", 1), scale, "--enable-mtp-training")
+    elif flags.number("mtp_loss_scaling_factor") is not None:
+        draft.unneeded["--mtp-loss-scaling-factor"] = "it needs --enable-mtp-training"
+    if flags.has("deterministic_mode"):
+        draft.put("trainer.megatron.deterministic_mode", True, "--deterministic-mode")
+    if flags.has("fp8_format") or flags.has("fp8_recipe"):
+        recipe = flags.text("fp8_recipe") or "blockwise"
+        draft.put("trainer.fp8", "mxfp8" if recipe == "mxfp8" else "blockwise", "--fp8-recipe")
+        if draft.get("publish.quantize"):
+            draft.put("publish.quantize", "te", "engines round as trainers with --fp8-recipe do")
+    bucket = flags.number("update_weight_buffer_size")
+    if bucket is not None:
+        draft.put("publish.bucket_mib", max(1, int(bucket) >> 20), "--update-weight-buffer-size in MiB")
+
+
+def _optimizer(flags: Names, draft: Draft) -> None:
+    put = draft.put
+    put("trainer.optimizer.lr", flags.number("lr") or 1e-6, "--lr")
+    put("trainer.optimizer.decay", flags.text("lr_decay_style") or "linear", "--lr-decay-style")
+    decay = flags.number("weight_decay")
+    put("trainer.optimizer.weight_decay", 0.01 if decay is None else whole(decay), "--weight-decay")
+    betas = [flags.number("adam_beta1") or 0.9, flags.number("adam_beta2") or 0.999]
+    put("trainer.optimizer.betas", betas, "--adam-beta1, --adam-beta2")
+    warmup = flags.number("lr_warmup_fraction")
+    steps = draft.get("schedule.steps")
+    if warmup is not None and isinstance(steps, int):
+        updates = steps * int(str(draft.get("schedule.updates_per_step", 1)))
+        put("trainer.optimizer.warmup_steps", int(warmup * updates), f"--lr-warmup-fraction {warmup:g} of all updates")
+    if flags.has("optimizer_cpu_offload"):
+        fraction = flags.number("optimizer_offload_fraction")
+        put("trainer.optimizer.offload_fraction", 1.0 if fraction is None else fraction, "--optimizer-cpu-offload")

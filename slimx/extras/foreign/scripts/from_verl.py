@@ -1,0 +1,335 @@
+"""Configuration from a launch command of verl: main_ppo, its fully asynchronous trainer, and sft_trainer."""
+
+from __future__ import annotations
+
+import re
+
+from slimx.extras.foreign.scripts.draft import Draft, scalar
+from slimx.extras.foreign.scripts.names import Names, whole
+from slimx.extras.foreign.scripts.shared import (
+    NODE,
+    layers_of,
+    put_engines,
+    put_epochs,
+    put_family,
+    put_mtp,
+    put_ranks,
+    put_stages,
+    put_tokens,
+    put_transport,
+    put_updates,
+)
+from slimx.extras.foreign.scripts.shell.options import Launch, keys_of
+from slimx.extras.foreign.scripts.translate import put_outputs, sets_key, translate
+from slimx.extras.foreign.scripts.verl_algorithm import (
+    ACTOR,
+    ROLLOUT,
+    files_in,
+    names_of,
+    put_algorithm,
+    put_demonstrations,
+    put_distillation,
+    put_evaluation,
+    put_reward,
+)
+from slimx.extras.foreign.verl import VERL
+
+MODEL = "actor_rollout_ref.model"
+MEGATRON = f"{ACTOR}.megatron"
+CHANGED = f"{MEGATRON}.override_transformer_config"
+_SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+"""Names of parallel sizes in verl's engine Megatron Lite."""
+_SFT = {"model.": f"{MODEL}.", "optim.": f"{ACTOR}.optim.", "engine.": f"{MEGATRON}."}
+"""Sections of verl's sft_trainer, and those with the same keys in main_ppo."""
+
+
+def is_program(word: str) -> bool:
+    """Returns True if `word` is the module of one of verl's trainers."""
+    return re.fullmatch(r"verl\.(\w+\.)*(main_\w+|\w+_main|sft_trainer)", word) is not None
+
+
+def read_verl(launch: Launch, draft: Draft) -> None:
+    """Adds what `launch` means to `draft`. Raises SlimxError for a key whose value is not known or no number."""
+    sft = launch.program.endswith("sft_trainer")
+    values = {}
+    for key, value in keys_of(launch.arguments).items():
+        values[_plain(key, sft=sft)] = [value.strip("'\"") if value[:1] in ("'", '"') else value]
+    keys = Names(draft.origin.partition(" ")[0], values, lambda name: name)
+    _model(keys, draft)
+    _prompts(keys, draft, sft=sft)
+    if sft:
+        for name in ("data.val_files", "trainer.test_freq", "trainer.nnodes", "trainer.n_gpus_per_node"):
+            if keys.words(name) is not None:
+                draft.unneeded[name] = "torchrun starts the ranks, and sft evaluates nothing without engines"
+        _sft_ranks(keys, draft, launch)
+    else:
+        _ranks(keys, draft)
+        _batches(keys, draft)
+    _trainer(keys, draft, sft=sft)
+    _optimizer(keys, draft)
+    if sft:
+        put_demonstrations(draft)
+    else:
+        put_algorithm(keys, draft)
+        put_reward(keys, draft)
+        put_evaluation(keys, draft)
+        put_distillation(keys, draft)
+    for name in keys.rest():
+        (value,) = values[name]
+        if sets_key((VERL,), name):
+            value = keys.known(name, value)
+        translate(draft, (VERL,), name, value, name)
+    put_outputs(draft, keys)
+    put_family(draft, "")
+    put_transport(draft, colocate=bool(draft.get("schedule.colocate")))
+
+
+def _plain(key: str, *, sft: bool) -> str:
+    """Returns `key` by the name that it has for main_ppo with the engine megatron."""
+    if sft:
+        section = next((start for start in _SFT if key.startswith(start)), None)
+        if section is not None:
+            key = _SFT[section] + key.removeprefix(section)
+    for section in (f"{ACTOR}.engine.", f"{MEGATRON}."):
+        rest = key.removeprefix(section)
+        if rest != key:
+            return f"{MEGATRON}.{_SHORT.get(rest, rest)}"
+    return key
+
+
+def _model(keys: Names, draft: Draft) -> None:
+    path = keys.text(f"{MODEL}.path")
+    if path is None:
+        draft.put("model.path", "MODEL", "")
+        draft.supply["model.path"] = "directory of the Hugging Face checkpoint"
+    else:
+        draft.put("model.path", path.rstrip("/"), f"{MODEL}.path")
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+            draft.supply["model.path"] = f"the directory to which you download {path}"
+    project = keys.text("trainer.project_name") or "verl_examples"
+    name = keys.text("trainer.experiment_name") or "gsm8k"
+    folder = keys.text("trainer.default_local_dir")
+    draft.put("run.name", name, "trainer.experiment_name")
+    draft.put("run.dir", folder or f"checkpoints/{project}/{name}", "trainer.default_local_dir")
+    draft.put("track.project", project, "trainer.project_name")
+    logger = keys.text("trainer.logger")
+    if logger is not None:
+        for tracker in ("wandb", "swanlab"):
+            if tracker in logger:
+                draft.put(f"track.{tracker}", True, "trainer.logger")
+        if "mlflow" in logger:
+            draft.left["trainer.logger: mlflow"] = "set track.mlflow to the URI of its server"
+
+
+def _prompts(keys: Names, draft: Draft, *, sft: bool) -> None:
+    files = files_in(keys.text("data.train_files") or "~/data/rlhf/gsm8k/train.parquet")
+    if len(files) == 1:
+        draft.put("rollout.prompts", files[0], "data.train_files")
+    else:
+        for index, (name, path) in enumerate(names_of(files).items()):
+            draft.put(f"rollout.sources.{index}.path", path, "data.train_files")
+            draft.put(f"rollout.sources.{index}.name", name, "the name of its folder")
+    draft.put(
+        "rollout.prompts_per_step", keys.count("data.train_batch_size", 256 if sft else 1024), "data.train_batch_size"
+    )
+    if sft:
+        column = keys.text("data.messages_key") or "messages"
+        draft.put("rollout.fields.prompt", column, "data.messages_key")
+        draft.supply["rollout.fields.prompt"] = (
+            "verl's column has whole conversations, whose last turn slimx reads from the column `answer`"
+        )
+        draft.put("rollout.max_prompt_tokens", keys.count("data.max_length", 1024), "data.max_length")
+        return
+    draft.put("rollout.fields.prompt", keys.text("data.prompt_key") or "prompt", "data.prompt_key")
+    draft.put("rollout.fields.answer", "reward_model.ground_truth", "verl's format")
+    if len(files) == 1:
+        draft.put("rollout.fields.dataset", keys.text("data.reward_fn_key") or "data_source", "data.reward_fn_key")
+    images = keys.text("data.image_key")
+    if images is not None:
+        draft.put("rollout.fields.images", images, "data.image_key")
+        draft.put("trainer.vision", {"train": "none"}, "data.image_key")
+    draft.put("rollout.max_prompt_tokens", keys.count("data.max_prompt_length", 512), "data.max_prompt_length")
+    longest = keys.count("data.max_response_length", 512)
+    draft.put("rollout.sampling.max_new_tokens", longest, "data.max_response_length")
+    draft.put("rollout.group_size", keys.count(f"{ROLLOUT}.n", 1), f"{ROLLOUT}.n")
+
+
+def _ranks(keys: Names, draft: Draft) -> None:
+    per_node = keys.count("trainer.n_gpus_per_node", NODE)
+    trainers = keys.count("trainer.nnodes", 1) * per_node
+    apart = keys.count("rollout.nnodes", 0) or keys.count(f"{ROLLOUT}.nnodes", 0)
+    if keys.text("trainer.device") == "npu":
+        draft.left["trainer.device=npu"] = "slimx supports only CUDA GPUs"
+    engine_gpus = apart * (
+        keys.count("rollout.n_gpus_per_node", 0) or keys.count(f"{ROLLOUT}.n_gpus_per_node", per_node)
+    )
+    put_ranks(
+        draft,
+        trainers,
+        engine_gpus,
+        max(per_node, NODE) if engine_gpus else per_node,
+        "trainer.nnodes x trainer.n_gpus_per_node",
+    )
+    tensor = keys.count(f"{ROLLOUT}.tensor_model_parallel_size", 2)
+    copies = keys.count(f"{ROLLOUT}.data_parallel_size", 1)
+    stages = keys.count(f"{ROLLOUT}.pipeline_model_parallel_size", 1)
+    experts = keys.count(f"{ROLLOUT}.expert_parallel_size", 1)
+    source = f"all GPUs / {ROLLOUT}.tensor_model_parallel_size"
+    size = tensor * stages
+    if copies > 1 and experts > 1:
+        size *= copies
+        draft.put("rollout.engines.0.dp_attention", copies, f"{ROLLOUT}.data_parallel_size")
+    put_engines(draft, engine_gpus or trainers, size, max(per_node, NODE), source, stages)
+    if experts > 1:
+        draft.put("rollout.engines.0.expert", min(experts, size), f"{ROLLOUT}.expert_parallel_size")
+    share = keys.number(f"{ROLLOUT}.gpu_memory_utilization")
+    share_source = f"{ROLLOUT}.gpu_memory_utilization"
+    draft.put("rollout.engines.0.sglang.mem_fraction_static", 0.5 if share is None else share, share_source)
+    for name, key in (("max_num_seqs", "max_running_requests"), ("max_num_batched_tokens", "chunked_prefill_size")):
+        number = keys.number(f"{ROLLOUT}.{name}")
+        if number is not None:
+            draft.put(f"rollout.engines.0.sglang.{key}", int(number), f"{ROLLOUT}.{name}")
+    if not engine_gpus:
+        draft.put("schedule.colocate", True, "trainers and engines share the GPUs (hybrid_engine)")
+
+
+def _batches(keys: Names, draft: Draft) -> None:
+    small = keys.count(f"{ACTOR}.ppo_mini_batch_size", 256)
+    threshold = keys.number("async_training.staleness_threshold")
+    updates = keys.count("async_training.trigger_parameter_sync_step", 4)
+    batches = keys.count("async_training.require_batches", 1)
+    if threshold is not None:
+        draft.put(
+            "rollout.prompts_per_step", small * batches * updates, "ppo_mini_batch_size x batches of a weight update"
+        )
+        draft.put("schedule.updates_per_step", updates, "async_training.trigger_parameter_sync_step")
+        partial = keys.has("async_training.partial_rollout")
+        draft.put("schedule.max_staleness", max(1, int(threshold + 0.999)), "async_training.staleness_threshold")
+        draft.put("rollout.partial", partial, "async_training.partial_rollout")
+    else:
+        prompts = int(str(draft.get("rollout.prompts_per_step")))
+        put_updates(draft, prompts / min(small, prompts), f"{ACTOR}.ppo_mini_batch_size {small}: {prompts} / {small}")
+    sampled = keys.number("data.gen_batch_size")
+    prompts = int(str(draft.get("rollout.prompts_per_step")))
+    if sampled is not None and sampled > prompts:
+        draft.put("rollout.over_sampling", whole(sampled / prompts), "data.gen_batch_size / data.train_batch_size")
+    samples = keys.number("rollout.total_rollout_steps")
+    if samples is not None:
+        draft.put(
+            "schedule.steps", max(1, int(samples / prompts)), f"rollout.total_rollout_steps {samples:g} / {prompts}"
+        )
+        keys.number("trainer.total_epochs")
+        draft.unneeded["trainer.total_epochs"] = "schedule.steps ends the run"
+    else:
+        _steps(keys, draft, 30)
+
+
+def _steps(keys: Names, draft: Draft, epochs: int) -> None:
+    total = keys.number("trainer.total_training_steps")
+    passes = keys.number("trainer.total_epochs")
+    if total is not None:
+        draft.put("schedule.steps", int(total), "trainer.total_training_steps")
+        return
+    prompts = draft.get("rollout.prompts")
+    batch = float(str(draft.get("rollout.prompts_per_step")))
+    put_epochs(draft, epochs if passes is None else passes, prompts if isinstance(prompts, str) else None, batch,
+               "trainer.total_epochs")  # fmt: skip
+
+
+def _sft_ranks(keys: Names, draft: Draft, launch: Launch) -> None:
+    """Sets ranks and steps of sft_trainer, whose ranks torchrun starts."""
+    sizes = {}
+    for word in launch.before:
+        name, equals, value = word.lstrip("-").replace("-", "_").partition("=")
+        if equals and name in ("nnodes", "nproc_per_node") and value.isdigit():
+            sizes[name] = int(value)
+    per_node = sizes.get("nproc_per_node", NODE)
+    put_ranks(draft, sizes.get("nnodes", 1) * per_node, 0, per_node, "torchrun's --nnodes x --nproc-per-node")
+    _steps(keys, draft, 4)
+
+
+def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
+    context = keys.count(f"{MEGATRON}.context_parallel_size", 1)
+    draft.put("trainer.context", context, f"{MEGATRON}.context_parallel_size")
+    dynamic = keys.has("data.use_dynamic_bsz" if sft else f"{ACTOR}.use_dynamic_bsz")
+    limit = keys.number("data.max_token_len_per_gpu" if sft else f"{ACTOR}.ppo_max_token_len_per_gpu")
+    sequences = keys.number("data.micro_batch_size_per_gpu" if sft else f"{ACTOR}.ppo_micro_batch_size_per_gpu")
+    if dynamic or sequences is None:
+        put_tokens(draft, (limit or 16384) * context, "tokens per GPU x context_parallel_size")
+    else:
+        longest = int(str(draft.get("rollout.max_prompt_tokens"))) + int(
+            str(draft.get("rollout.sampling.max_new_tokens", 0))
+        )
+        put_tokens(draft, sequences * longest, "micro-batch size per GPU x the longest rollout")
+    stages = keys.count(f"{MEGATRON}.pipeline_model_parallel_size", 1)
+    draft.put("trainer.pipeline", stages, f"{MEGATRON}.pipeline_model_parallel_size")
+    chunks = keys.number(f"{MEGATRON}.virtual_pipeline_model_parallel_size")
+    if chunks is not None and stages > 1:
+        draft.put("trainer.virtual_pipeline", int(chunks), f"{MEGATRON}.virtual_pipeline_model_parallel_size")
+    _stages(keys, draft, stages)
+    experts = keys.count(f"{MEGATRON}.expert_model_parallel_size", 1)
+    draft.put("trainer.expert", experts, f"{MEGATRON}.expert_model_parallel_size")
+    if experts == 1 and keys.text(f"{MEGATRON}.expert_tensor_parallel_size") is not None:
+        draft.unneeded[f"{MEGATRON}.expert_tensor_parallel_size"] = "it needs trainer.expert above 1"
+    if keys.number(f"{CHANGED}.moe_aux_loss_coeff"):
+        source = "override_transformer_config.moe_aux_loss_coeff"
+        draft.put("trainer.moe.aux_loss_coef", keys.number(f"{CHANGED}.moe_aux_loss_coeff"), source)
+    elif keys.text(f"{CHANGED}.moe_router_load_balancing_type") is not None:
+        draft.unneeded["moe_router_load_balancing_type"] = "a coefficient of 0 balances nothing"
+    mode = keys.text(f"{MEGATRON}.router_replay.mode") or keys.text(f"{ACTOR}.router_replay.mode")
+    if mode in ("R2", "R3"):
+        draft.put("trainer.moe.routing_replay", mode, "router_replay.mode")
+    if keys.has(f"{MODEL}.mtp.enable") and keys.has(f"{MODEL}.mtp.enable_train"):
+        scale = keys.number(f"{MODEL}.mtp.mtp_loss_scaling_factor")
+        put_mtp(draft, 1, scale, f"{MODEL}.mtp.enable_train")
+    rank = keys.number(f"{MODEL}.lora.rank") or keys.number(f"{MODEL}.lora_rank")
+    alpha = keys.number(f"{MODEL}.lora.alpha") or keys.number(f"{MODEL}.lora_alpha")
+    if rank:
+        draft.put("trainer.lora", {"rank": int(rank), "alpha": whole(alpha or 16)}, f"{MODEL}.lora")
+    bucket = keys.number(f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes")
+    if bucket is not None:
+        draft.put("publish.bucket_mib", int(bucket), "checkpoint_engine.update_weights_bucket_megabytes")
+
+
+def _stages(keys: Names, draft: Draft, stages: int) -> None:
+    """Sets the layers of every pipeline stage, if the first or the last has fewer than the others."""
+    layers = layers_of(str(draft.get("model.path")))
+    ends = []
+    parts = [keys.has(f"{CHANGED}.account_for_{part}_in_pipeline_split") for part in ("embedding", "loss")]
+    for name, counts in zip(("first", "last"), parts, strict=True):
+        number = keys.number(f"{CHANGED}.num_layers_in_{name}_pipeline_stage")
+        if number is None and counts and layers is not None:  # the embedding or the loss takes the place of a layer
+            number = (layers + sum(parts)) // stages - 1
+        ends.append(None if number is None else int(number))
+    if any(parts) and layers is None and stages > 1:
+        draft.left["account_for_embedding/loss_in_pipeline_split"] = "set trainer.layers_per_stage"
+    put_stages(draft, layers, ends[0], ends[1], stages, "num_layers_in_first/last_pipeline_stage")
+
+
+def _optimizer(keys: Names, draft: Draft) -> None:
+    optim = f"{ACTOR}.optim"
+    put = draft.put
+    rate = keys.number(f"{optim}.lr")
+    put("trainer.optimizer.lr", 1e-6 if rate is None else rate, f"{optim}.lr")
+    decay = keys.number(f"{optim}.weight_decay")
+    put("trainer.optimizer.weight_decay", 0.01 if decay is None else whole(decay), f"{optim}.weight_decay")
+    betas = keys.text(f"{optim}.betas")
+    put("trainer.optimizer.betas", [0.9, 0.999] if betas is None else scalar(betas), f"{optim}.betas")
+    warmup = keys.number(f"{optim}.lr_warmup_steps")
+    share = keys.number(f"{optim}.lr_warmup_steps_ratio")
+    if warmup is not None and warmup > 0:
+        put("trainer.optimizer.warmup_steps", int(warmup), f"{optim}.lr_warmup_steps")
+    elif share:
+        updates = int(str(draft.get("schedule.steps", 1))) * int(str(draft.get("schedule.updates_per_step", 1)))
+        put("trainer.optimizer.warmup_steps", int(share * updates), f"{share:g} of all updates (lr_warmup_steps_ratio)")
+    other = f"{optim}.override_optimizer_config"
+    if keys.has(f"{other}.optimizer_cpu_offload"):
+        fraction = keys.number(f"{other}.optimizer_offload_fraction") or keys.number(f"{other}.offload_fraction")
+        put("trainer.optimizer.offload_fraction", fraction or 1.0, "optimizer_offload_fraction")

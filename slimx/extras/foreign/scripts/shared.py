@@ -1,0 +1,165 @@
+"""Parts of a configuration that the scripts of all frameworks have: ranks, engines, batches and the KL term."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from slimx.extras.foreign.meaning import KL_KINDS
+from slimx.extras.foreign.scripts.draft import Draft
+from slimx.extras.foreign.scripts.names import rows_of, whole
+
+_RECURRENT = re.compile(r"qwen3[._][56]|qwen3[-_]next|nemotron[-_](3|h)|nemotron-nano-v3", re.IGNORECASE)
+"""Names of families with delta nets or state-space layers."""
+_NO_MTP = re.compile(r"mimo|minimax|qwen3|gpt-oss|nemotron", re.IGNORECASE)
+"""Names of families whose layers of multi-token prediction slimx does not train."""
+NODE = 8
+"""GPUs of a node where a script does not say how many there are."""
+PROMPT_TOKENS = 2048
+"""Maximum length of a prompt in tokens where the other framework has no limit."""
+
+
+def put_ranks(draft: Draft, trainers: int, engines: int, per_node: int, source: str) -> None:
+    """Sets the number of trainer ranks, and the nodes for these and for `engines`, the GPUs of engines that do not
+    share the trainers' GPUs."""
+    nodes = math.ceil(trainers / per_node) + math.ceil(engines / per_node)
+    if trainers + engines <= per_node:
+        nodes = 1
+    draft.put("cluster.device", "cuda", "add `gpu: h100`, h200 or gb300 for a plan of the memory")
+    draft.put("cluster.nodes", nodes, f"{trainers} GPUs of trainers, {engines} more of engines")
+    if per_node != NODE:
+        draft.put("cluster.gpus_per_node", per_node, source)
+    if nodes > 1:
+        draft.put("cluster.ray_address", "auto", "several nodes are a running Ray cluster")
+    draft.put("trainer.world_size", trainers, source)
+
+
+def put_engines(draft: Draft, gpus: int, per_engine: int, per_node: int, source: str, stages: int) -> None:
+    """Sets the number and the size of the engines. `gpus`: GPUs of all engines. `per_engine`: GPUs of one. `stages`:
+    its pipeline stages."""
+    draft.put("rollout.engines.0.count", max(1, gpus // per_engine), source)
+    draft.put("rollout.engines.0.tensor", per_engine, source)
+    if stages > 1:
+        draft.left[f"{stages} pipeline stages of an engine"] = "all GPUs of an engine are tensor parallel ranks"
+    if per_engine > per_node:
+        draft.put(
+            "rollout.engines.0.nodes", math.ceil(per_engine / per_node), f"{per_engine} GPUs, {per_node} per node"
+        )
+        draft.put("cluster.trusted_network", True, "engines over several nodes run what their addresses send them")
+
+
+def put_transport(draft: Draft, *, colocate: bool) -> None:
+    """Sets how weights reach the engines: from GPU to GPU on one machine."""
+    if draft.get("rollout.engines") == []:
+        return
+    if colocate:
+        one = draft.get("cluster.nodes") == 1
+        draft.put("publish.transport", "cuda_ipc" if one else "nixl", "trainers and engines share GPUs")
+    draft.put("publish.staging", "bucket", "engines pause while weights arrive, as in the other framework")
+
+
+def put_updates(draft: Draft, updates: float, source: str) -> None:
+    """Sets the number of updates per step, if it is a whole number of groups."""
+    if updates >= 1 and updates == int(updates):
+        draft.put("schedule.updates_per_step", int(updates), source)
+    else:
+        draft.left[source] = f"a step would have {updates:g} updates; choose batch sizes that divide each other"
+
+
+def put_epochs(draft: Draft, epochs: float, prompts: str | None, batch: float, shown: str) -> None:
+    """Sets the number of steps for a number of epochs, which needs the number of prompts."""
+    rows = None if prompts is None else rows_of(prompts)
+    if rows is None:
+        draft.put("schedule.steps", 100, f"{shown} {epochs:g}")
+        draft.supply["schedule.steps"] = (
+            f"number of prompts * {epochs:g} / {batch:g}; {prompts or 'the file of prompts'} is not here to be counted"
+        )
+    else:
+        draft.put("schedule.steps", max(1, int(rows * epochs / batch)), f"{rows} prompts * {epochs:g} / {batch:g}")
+
+
+def put_kl(draft: Draft, coef: float, kind: str | None, shown: Mapping[str, str]) -> None:
+    """Sets the KL term of the loss. With a weight of 0 the reference only logs the KL, and the estimator has no effect.
+    `shown`: names of `coef` and `kind` in the script."""
+    draft.put("algorithm.reference", True, shown["on"])
+    if not coef:
+        draft.unneeded[shown["coef"]] = "a weight of 0 leaves the term off; algorithm.reference logs the KL"
+        return
+    draft.put("algorithm.kl_coef", whole(coef), shown["coef"])
+    translated = KL_KINDS.get(kind or "", kind or "k1")
+    draft.put("algorithm.kl_estimator", translated, shown["kind"])
+    if translated == "k1" and not draft.get("algorithm.kl_unbiased"):
+        draft.left[f"{shown['kind']} k1"] = (
+            "this estimator in the loss has a gradient of mean 0, so slimx refuses it; k2 is set, whose gradient is "
+            "that of the KL"
+        )
+        draft.put("algorithm.kl_estimator", "k2", "instead of k1")
+
+
+def put_family(draft: Draft, spec: str) -> None:
+    """Sets what engines need for models with delta nets or state-space layers, by the name of the model. `spec`: other
+    text that names the family."""
+    if not _RECURRENT.search(f"{draft.get('model.path')} {spec}") or draft.get("rollout.engines") == []:
+        return
+    options = "rollout.engines.0.sglang"
+    draft.put(f"{options}.disable_radix_cache", True, "reuse of such layers' states was never tested")
+    speculative = [key for key in draft.settings if key.startswith(f"{options}.speculative_")]
+    for key in speculative:
+        draft.left[key.removeprefix(f"{options}.")] = (
+            "speculative decoding was never tested with such layers; without it, engines sample the same tokens"
+        )
+        draft.remove(key)
+
+
+def put_mtp(draft: Draft, layers: int, scale: float | None, source: str) -> None:
+    """Sets training of `layers` layers of multi-token prediction. `scale`: weight of their loss; None: the default."""
+    if _NO_MTP.search(str(draft.get("model.path"))):
+        draft.left[source] = "slimx keeps this family's layer of multi-token prediction as it is"
+        return
+    draft.put("trainer.megatron.mtp_num_layers", layers, source)
+    if scale is not None:
+        draft.put("trainer.megatron.mtp_loss_scaling_factor", scale, source)
+
+
+def put_tokens(draft: Draft, tokens: float, source: str) -> None:
+    """Sets the tokens of a micro-batch: `tokens`, or the longest rollout where that is longer."""
+    longest = 0
+    for key in ("rollout.max_prompt_tokens", "rollout.sampling.max_new_tokens"):
+        value = draft.get(key)
+        longest += value if isinstance(value, int) else 0
+    if longest > tokens:
+        source = f"the longest rollout; {source} is less, {tokens:g}"
+    draft.put("trainer.max_tokens_per_microbatch", int(max(tokens, longest)), source)
+
+
+def layers_of(path: str) -> int | None:
+    """Returns the number of layers in config.json of the model's directory `path`; None if it is not here."""
+    file = Path(path).expanduser() / "config.json"
+    if not file.is_file():
+        return None
+    content = json.loads(file.read_text())
+    layers = (content.get("text_config") or content).get("num_hidden_layers")
+    return layers if isinstance(layers, int) else None
+
+
+def put_stages(draft: Draft, layers: int | None, first: int | None, last: int | None, stages: int, source: str) -> None:
+    """Sets the layers of every pipeline stage if the first or the last has another number than the others. `layers`:
+    layers of the model; None if the script does not say."""
+    if first is None and last is None:
+        return
+    if layers is None:
+        draft.left[source] = (
+            "set trainer.layers_per_stage: the model's number of layers is in config.json, which is not at model.path"
+        )
+        return
+    middle = stages - (first is not None) - (last is not None)
+    middle_layers = (layers - (first or 0) - (last or 0)) // max(1, middle)
+    counts = [middle_layers] * middle
+    if first is not None:
+        counts = [first, *counts]
+    if last is not None:
+        counts = [*counts, last]
+    draft.put("trainer.layers_per_stage", counts, source)

@@ -1,0 +1,77 @@
+"""Translation of single names by the tables: each becomes keys of slimx, or a reason why it becomes none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slimx.config.schema import Config
+from slimx.config.suggestions import OFF, known_keys
+from slimx.extras.foreign.find import meaning
+from slimx.extras.foreign.meaning import Meaning, Table
+from slimx.extras.foreign.scripts.draft import Draft, scalar
+from slimx.extras.foreign.scripts.names import Names
+
+UNKNOWN = "slimx has no counterpart for this name"
+
+
+def translate(draft: Draft, tables: Sequence[Table], name: str, value: str | None, shown: str) -> None:
+    """Adds to `draft` what `name` with `value` means by `tables`. `value`: None for a flag without one. `shown`: the
+    name as in the script."""
+    text = "true" if value is None else value
+    found = meaning(tables, name, text)
+    if found is None:
+        draft.left[shown if value is None else f"{shown} {value}"] = UNKNOWN
+        return
+    _apply(draft, found, text, shown)
+
+
+def sets_key(tables: Sequence[Table], name: str) -> bool:
+    """Returns True if the value of `name` becomes the value of a key, by `tables`."""
+    found = meaning(tables, name, "")
+    return found is not None and bool(found.key or found.sets) and not found.note
+
+
+def put_outputs(draft: Draft, names: Names) -> None:
+    """Notes the commands whose outputs the values of `names` lack."""
+    for name, command in names.outputs.items():
+        draft.left[f"$({command.strip('()')}) in {names.shown(name)}"] = (
+            "slimx runs no command; write the value instead"
+        )
+
+
+def _apply(draft: Draft, found: Meaning, text: str, shown: str) -> None:
+    is_flag = found.closed and {*found.values} == {"true"}
+    if (is_flag or found.sets) and text.lower() in OFF:
+        draft.unneeded[shown] = "the feature is off unless a key turns it on"
+        return
+    if found.sets:
+        for key, value in found.sets.items():
+            draft.put(_first(key), scalar(value.replace("VALUE", text)), shown)
+        return
+    if found.note and not found.key:
+        (draft.unneeded if found.not_needed else draft.left)[shown] = found.note
+        return
+    if found.note:
+        draft.left[shown] = f"set {found.key.replace('.*', '[]')}: {found.note}"
+        return
+    translated = found.translate("true" if is_flag else text)
+    if isinstance(translated, Meaning):
+        _apply(draft, translated, text, shown)
+    elif translated is None:
+        draft.left[shown] = f"{found.key} has no value for {text}"
+    elif _inside(found.key):
+        draft.put(_first(found.key), scalar(translated), shown)
+    else:
+        draft.left[shown] = f"this version of slimx has no key {found.key}"
+
+
+def _inside(key: str) -> bool:
+    """Returns True if `key` is a key of this version of slimx, or below one that takes any names."""
+    keys = known_keys(Config)
+    free = ("sglang", "megatron", "options", "template")
+    return key in keys or any(part in free for part in key.split(".")) or key.startswith("algorithm.")
+
+
+def _first(key: str) -> str:
+    """Returns `key` for the first entry of a list."""
+    return key.replace(".*", ".0")

@@ -1,0 +1,1 @@
+"""Generation of rollouts without training: the command `slimx generate`, and engines without trainers."""

@@ -1,0 +1,1 @@
+"""Installs what trainers and engines need from the lock files: `slimx setup`."""

@@ -1,0 +1,29 @@
+"""A run inside a script or a notebook, which may have an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from slimx.errors import SlimxError
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Lets the `with` block run an event loop although one is already running, as in a notebook; the outer loop is
+    paused meanwhile. Raises SlimxError in a worker process that imports the script."""
+    if multiprocessing.parent_process() is not None:
+        raise SlimxError(
+            "a worker process imports this script and would start the run again; put the call that starts the run "
+            'under `if __name__ == "__main__":`',
+            code="script.main",
+            about="__main__",
+        )
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(outer)

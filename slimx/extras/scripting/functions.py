@@ -1,0 +1,76 @@
+"""Functions of a script as the hooks of a run.
+
+The configuration names such functions by their dotted paths, so that `config.yaml`, reward processes and the rest of
+slimx do not differ from those of an ordinary run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from slimx.config.schema import Config
+from slimx.errors import SlimxError
+from slimx.extras.scripting.trl import PREFIX, is_trl
+from slimx.rollout.hook_loading import in_process
+
+Hook = Callable[..., object] | str
+"""A plain or async function, or its dotted path."""
+
+
+def with_hooks(
+    config: Config, *, generate: Hook | None = None, reward: Hook | None = None, keep: Hook | None = None
+) -> Config:
+    """Returns `config` with the dotted paths of the given functions as its hooks.
+
+    Raises SlimxError if a function cannot be imported by its path, in this process or in the reward processes, or if
+    `reward` is given although the configuration has reward.parts."""
+    rollout: dict[str, str] = {}
+    if generate is not None:
+        rollout["generate"] = _path("generate", generate)
+    if keep is not None:
+        rollout["filter"] = _path("keep", keep)
+    sections: dict[str, object] = {}
+    if rollout:
+        sections["rollout"] = config.rollout.model_copy(update=rollout)
+    if reward is not None:
+        if config.reward.parts:
+            raise SlimxError(
+                "the argument `reward` cannot be combined with reward.parts; omit `reward`, or remove reward.parts",
+                code="script.reward_parts",
+                about="reward.parts",
+            )
+        path = _path("reward", reward)
+        if callable(reward):
+            if in_process(config.reward, reward) and not _has_file(reward.__module__):  # type: ignore[arg-type]
+                raise SlimxError(
+                    f"reward: {path} is defined in an interactive session, from which another process cannot import; "
+                    "move the function into a .py file, or set reward.isolation=thread",
+                    code="script.reward_process",
+                    about=path,
+                )
+            if is_trl(reward):
+                path = PREFIX + path
+        sections["reward"] = config.reward.model_copy(update={"function": path})
+    return config.model_copy(update=sections)
+
+
+def _path(argument: str, function: Hook) -> str:
+    """Returns the dotted path of `function`. `argument`: name under which the function was passed, for errors. Raises
+    SlimxError if the function is not at the top level of a module."""
+    if isinstance(function, str):
+        return function
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", None)
+    if module is None or name is None or getattr(sys.modules.get(module), name, None) is not function:
+        raise SlimxError(
+            f"{argument}: {name or repr(function)} is not defined at the top level of a module, so a run cannot import "
+            "the function; define the function at the top level of the script or in a notebook cell with `def`",
+            code="script.hook",
+            about=argument,
+        )
+    return f"{module}.{name}"
+
+
+def _has_file(module: str) -> bool:
+    return getattr(sys.modules[module], "__file__", None) is not None

@@ -1,0 +1,135 @@
+"""Reward functions written for TRL, `def reward(prompts, completions, **columns) -> list[float]`, as reward hooks: the
+prefix `trl:` of `reward.function`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from slimx.config.schema import Config
+from slimx.data.records import Group, Trajectory
+from slimx.dotted import imported
+from slimx.errors import SlimxError, safe_repr
+from slimx.json_types import Json
+
+PREFIX = "trl:"
+SHAPE = "def reward(prompts, completions, **kwargs)"
+ABSENT = ("trainer_state", "log_extra")
+"""Arguments of TRL's trainer that slimx cannot pass."""
+
+
+def is_trl(function: object) -> bool:
+    """Returns True if `function` takes completions, as TRL's reward functions do."""
+    try:
+        return "completions" in inspect.signature(function).parameters  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+
+
+def is_form_of(path: str) -> bool:
+    """Returns True if the function at the dotted path `path` is a reward function of TRL."""
+    try:
+        return is_trl(imported("", path))
+    except SlimxError:
+        return False
+
+
+def load_generate(path: str, config: Config) -> NoReturn:
+    raise _no_hook("rollout.generate", path)
+
+
+def load_keep(path: str, config: Config) -> NoReturn:
+    raise _no_hook("rollout.filter", path)
+
+
+def _no_hook(key: str, path: str) -> SlimxError:
+    return SlimxError(
+        f"{key} is {PREFIX}{path}, but only reward functions of TRL can be used; write this hook for slimx "
+        "(docs/hooks.md)",
+        code="trl.hook",
+        about=key,
+    )
+
+
+def load_reward(key: str, path: str, options: Json, *, group: bool, facts: Json) -> TrlReward:
+    """Loads the reward function at the dotted path `path`. `key`: configuration section of the reward; `options`:
+    further keyword arguments. Raises SlimxError if it is not a reward function of TRL."""
+    function = imported(f"{key}.function", path)
+    if not is_trl(function):
+        raise SlimxError(
+            f"{key}.function: {path} does not take completions, as reward functions of TRL do; define it as `{SHAPE}`, "
+            "or remove the prefix",
+            code="trl.signature",
+            about=path,
+        )
+    for name in ABSENT:
+        parameter = inspect.signature(function).parameters.get(name)
+        if parameter is not None and parameter.default is parameter.empty:
+            raise SlimxError(
+                f"{key}.function: {path} needs {name} of TRL's trainer, which slimx does not have; give {name} a "
+                "default value",
+                code="trl.signature",
+                about=path,
+            )
+    return TrlReward(function, path, options)
+
+
+def facts(config: Config) -> Json:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class TrlReward:
+    """Reward hook that calls a reward function of TRL with a batch: one trajectory, or all trajectories of a group."""
+
+    function: Callable[..., Any]
+    path: str
+    options: Mapping[str, object]
+
+    @property
+    def hook_name(self) -> str:
+        """Name by which error messages refer to the hook."""
+        return self.path
+
+    @property
+    def needs_process(self) -> bool:
+        """True if the function is marked with `slimx.rewards.needs.needs_process`."""
+        return getattr(self.function, "needs_process", False)
+
+    async def __call__(self, ctx: Any, judged: Trajectory | Group) -> float | list[float]:
+        """Returns the reward of a trajectory, or of each trajectory of a group. None, with which the function says that
+        it does not apply, is 0. `ctx`: RewardContext."""
+        trajectories = judged.trajectories if isinstance(judged, Group) else [judged]
+        texts = ctx.texts if isinstance(judged, Group) else [ctx.text]
+        values = self.function(**self._arguments(ctx, trajectories, texts))
+        if inspect.isawaitable(values):
+            values = await values
+        if not isinstance(values, list | tuple) or len(values) != len(trajectories):
+            raise SlimxError(
+                f"{self.path} returned {safe_repr(values)} for {len(trajectories)} completions; return a list with one "
+                "reward per completion",
+                code="trl.returned",
+                about=self.path,
+            )
+        numbers = [0.0 if value is None else value for value in values]
+        return numbers if isinstance(judged, Group) else numbers[0]
+
+    def _arguments(self, ctx: Any, trajectories: list[Trajectory], texts: list[str]) -> Json:
+        """Returns the keyword arguments of a call: those that the function takes of prompts, completions,
+        completion_ids, log_metric, the options, and the answer and metadata of the prompt, once per completion."""
+        prompt, count = ctx.prompt, len(texts)
+        shown: object = prompt.messages
+        completions: list[object] = [[{"role": "assistant", "content": text}] for text in texts]
+        if prompt.messages is None:
+            shown = ctx.tokenizer.decode(prompt.token_ids)
+            completions = [*texts]
+        ids = [trajectory.token_ids[trajectory.versions() >= 0].tolist() for trajectory in trajectories]
+        columns = {"answer": prompt.answer, **prompt.metadata, "prompts": shown}
+        known: Json = {name: [value] * count for name, value in columns.items()}
+        known |= {"completions": completions, "completion_ids": ids, "log_metric": ctx.log, **self.options}
+        parameters = inspect.signature(self.function).parameters.values()
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return known
+        return {name: value for name, value in known.items() if name in {one.name for one in parameters}}

@@ -1,0 +1,153 @@
+"""Launch scripts are read without being run: variables, arrays, conditions and files that they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slimx.extras.foreign.scripts.python_file import arguments_in
+from slimx.extras.foreign.scripts.shell.options import flags_of, keys_of, launch_of
+from slimx.extras.foreign.scripts.shell.script import commands_of
+from tests.refusals import refused
+
+SCRIPT = r"""#!/bin/bash
+set -ex
+pkill -9 python  # never run
+HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+source "${HERE}/models/tiny.sh"
+COUNT=$(nvidia-smi -L | wc -l)
+if [ "$COUNT" -gt 0 ]; then FAST=1; else FAST=0; fi
+SIZE=${SIZE:-4}
+NAME=tiny-$((SIZE * 2))
+DATA=(
+   --prompt-data "${ROOT:-/data}/train set.jsonl"
+   # --rollout-shuffle
+   --batches 1 2 $(seq 4 2 8)
+)
+case "${MODE:-sync}" in
+    async) DATA+=(--late) ;;
+    sync|plain) DATA+=(--early "${NAME,,}") ;;
+    *) echo "unknown"; exit 1 ;;
+esac
+[ -n "${EXTRA:-}" ] && DATA+=(--extra "$EXTRA")
+[[ "$SIZE" -gt 2 && -z "${NONE:-}" ]] && WIDE=(--wide) || WIDE=()
+for worker in a b; do
+  ssh "$worker" "ray start"
+done
+cat > note.txt <<'END'
+python3 train.py --from-a-document 1
+END
+launch() {
+  ray job submit --address="http://127.0.0.1:8265" --runtime-env-json="{\"a\": \"$FAST\"}" \
+    -- python3 -u train.py "$@" ${MODEL_ARGS[@]} "${DATA[@]}" ${WIDE[@]} 2>&1 | tee log.txt
+}
+launch --first "$SIZE" --rate=-1
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.sh").write_text("LAYERS=3\nMODEL_ARGS=(\n --num-layers $LAYERS\n --swiglu\n)\n")
+    return tmp_path
+
+
+def flags_in(folder: Path, text: str, **given: str) -> dict[str, list[str]]:
+    launch = launch_of(commands_of(folder / "run.sh", text, given), lambda word: word == "train.py")
+    assert launch is not None
+    return flags_of(launch.arguments)
+
+
+def test_a_script_is_read_as_a_shell_would_run_it(folder):
+    assert flags_in(folder, SCRIPT) == {
+        "first": ["4"],
+        "rate": ["-1"],
+        "num_layers": ["3"],
+        "swiglu": [],
+        "prompt_data": ["/data/train set.jsonl"],
+        "batches": ["1", "2", "4", "6", "8"],
+        "early": ["tiny-8"],
+        "wide": [],
+    }
+
+
+def test_variables_that_the_user_gives_replace_those_of_the_script(folder):
+    flags = flags_in(folder, SCRIPT, SIZE="2", MODE="async", EXTRA="x y", ROOT="/mine")
+    assert flags["prompt_data"] == ["/mine/train set.jsonl"] and flags["extra"] == ["x y"]
+    assert "late" in flags and "wide" not in flags and flags["first"] == ["2"]
+
+
+def test_nothing_of_a_script_is_run(folder):
+    target = folder / "made"
+    text = f"touch {target}; X=$(touch {target}); X=`touch {target}`\npython train.py --a $X\n"
+    flags_in(folder, text)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("${A:-b}", "b"),
+        ("${A-b}", "b"),
+        ("${SET:+yes}", "yes"),
+        ("${SET%.jsonl}", "one.two"),
+        ("${SET%%.*}", "one"),
+        ("${SET#*.}", "two.jsonl"),
+        ("${SET##*.}", "jsonl"),
+        ("${SET/o/0}", "0ne.two.jsonl"),
+        ("${SET^^}", "ONE.TWO.JSONL"),
+        ("${#SET}", "13"),
+        ("$((2 + 3 * 4 / 5))", "4"),
+        ("'$SET'", "$SET"),
+        ("\\$SET", "$SET"),
+        ("${LIST[1]}", "b c"),
+        ("${#LIST[@]}", "2"),
+        ('"${LIST[*]}"', "a b c"),
+        ("$(basename /x/y.sh)", "y.sh"),
+        ("$(probe 2>/dev/null || echo gpu)", "gpu"),
+        ("~/data", "~/data"),
+    ],
+)
+def test_expansions_have_the_values_of_a_shell(folder, word, value):
+    text = f"SET=one.two.jsonl\nLIST=(a 'b c')\npython train.py --a {word}\n"
+    assert " ".join(flags_in(folder, text)["a"]) == value
+
+
+def test_flags_after_a_missing_backslash_are_read(folder):
+    assert flags_in(folder, "python train.py --a 1\n --b 2 \\\n --c 3\n") == {"a": ["1"], "b": ["2"], "c": ["3"]}
+
+
+def test_overrides_of_hydra_are_read_without_their_signs():
+    words = ["+a.b=1", "++c=[1,2]", "~d", "e='x y'", "--config-name=z", "f"]
+    assert keys_of(words) == {"a.b": "1", "c": "[1,2]", "d": "null", "e": "'x y'"}
+
+
+def test_a_quote_that_is_never_closed_is_named_with_its_line(folder):
+    with refused("foreign.open_quote", about='"'):
+        commands_of(folder / "run.sh", 'A=1\nB="x\n', {})
+
+
+def test_arguments_of_python_are_read_without_running_the_file():
+    text = """
+from rewards import right, long as length
+from trl import GRPOConfig, GRPOTrainer
+RATE = 2e-6
+data = load_dataset("owner/set", "main", split="train")
+settings = GRPOConfig(output_dir="out", learning_rate=RATE, use_vllm=True, num_generations=4, seed=int("3"))
+GRPOTrainer(model="owner/model", reward_funcs=[right, length, local], args=settings, train_dataset=data).train()
+raise SystemExit
+"""
+    assert arguments_in(Path("grpo.py"), text) == {
+        "trainer": ["GRPOConfig"],
+        "output_dir": ["out"],
+        "learning_rate": ["2e-06"],
+        "use_vllm": ["True"],
+        "num_generations": ["4"],
+        "model_name_or_path": ["owner/model"],
+        "reward_funcs": ["rewards.right", "rewards.length", "grpo.local"],
+        "dataset_name": ["owner/set/main"],
+        "dataset_train_split": ["train"],
+    }
+    with refused("foreign.not_python", about="x.py"):
+        arguments_in(Path("x.py"), "def\n")

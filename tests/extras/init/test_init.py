@@ -1,0 +1,186 @@
+"""`slimx init` writes a file that passes `slimx plan`, for this machine and for others, and never overwrites one."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slimx import cli
+from slimx.config.load import load_config
+from slimx.errors import SlimxError
+from slimx.extras.init import machine
+from slimx.extras.init.prompts import examine
+from slimx.extras.planner.plan.report import plan_report
+from slimx.extras.quickstart.make_model import make_model
+from slimx.extras.quickstart.make_task import make_task
+from slimx.preflight.hardware import DRIVER, GIB
+from tests.documents import ROOT
+
+MODELS = ROOT / "configs/moe/models"
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("quickstart")
+    make_model(directory / "model")
+    make_task(directory / "data")
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "this_machine", lambda: ("", 0, 0.0))
+
+
+def rows(file: Path, *rows: dict) -> str:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *words: object) -> SlimxError | None:
+    monkeypatch.setattr(sys, "argv", ["slimx", "init", *map(str, words)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    refusal = end.value.__context__
+    assert end.value.code == (2 if isinstance(refusal, SlimxError) else 0)
+    return refusal if isinstance(refusal, SlimxError) else None
+
+
+def test_the_quickstarts_task_is_configured_for_this_machine(monkeypatch, tmp_path, quickstart) -> None:
+    data, out = quickstart / "data", tmp_path / "first.yaml"
+    refusal = typed(
+        monkeypatch, "--model", quickstart / "model", "--prompts", data / "train.jsonl",
+        "--eval", data / "heldout.jsonl", "--steps", 2, "--out", out,
+    )  # fmt: skip
+    config = load_config(out)
+    assert refusal is None and plan_report(config).report.violations == ()
+    assert (config.cluster.device, config.numerics.dtype, config.trainer.world_size) == ("cpu", "float32", 1)
+    assert (config.reward.function, config.schedule.steps, config.run.dir) == ("exact", 2, "runs/first")
+    assert config.rollout.sampling.max_new_tokens < 10 and config.rollout.max_prompt_tokens == 8
+    assert config.eval.prompts == {"heldout": str(data / "heldout.jsonl")}
+
+
+def test_each_line_has_a_comment_and_each_page_exists(monkeypatch, tmp_path, quickstart) -> None:
+    out = tmp_path / "run.yaml"
+    typed(monkeypatch, "--model", quickstart / "model", "--prompts", quickstart / "data/train.jsonl", "--out", out)
+    lines = [line for line in out.read_text().splitlines() if line]
+    assert [line for line in lines if not re.search("# .", line)] == []
+    pages = {page for line in lines for page in re.findall(r"docs/[\w./-]+\.md", line)}
+    assert len(pages) > 8 and [page for page in pages if not (ROOT / page).is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "nodes"),
+    [
+        ("Qwen3-30B-A3B", "h100", 4),
+        ("Qwen3-30B-A3B", "h200", 3),
+        pytest.param("Qwen3-235B-A22B", "h100", 8, marks=pytest.mark.slow("a search of half a minute")),
+    ],
+)
+def test_a_layout_of_a_large_model_fits_the_machine(monkeypatch, tmp_path, model, gpu, nodes) -> None:
+    prompts = rows(
+        tmp_path / "p.jsonl", *[{"question": f"What is {n} plus 1?", "answer": f"a #### {n}"} for n in range(64)]
+    )
+    out = tmp_path / "big.yaml"
+    words = ("--model", MODELS / model, "--prompts", prompts, "--gpu", gpu, "--nodes", nodes, "--out", out)
+    assert typed(monkeypatch, *words) is None
+    config = load_config(out)
+    assert (config.trainer.world_size, config.cluster.nodes, config.reward.function) == (8 * nodes, nodes, "math")
+    (group,) = config.rollout.engines
+    assert group.count * group.tensor == 8 * nodes
+    assert plan_report(config).report.violations == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "about"),
+    [
+        ([], "init.missing", "--model"),
+        (["--model", "MODEL"], "init.missing", "--prompts"),
+        (["--model", "nowhere", "--prompts", "SUMS"], "model.directory", "nowhere"),
+        (["--model", "MODEL", "--prompts", "nowhere.jsonl"], "prompts.unreadable", "nowhere.jsonl"),
+        (["--model", "MODEL", "--prompts", "LONG"], "init.missing", "--reward"),
+        (["--model", "MODEL", "--prompts", "SUMS", "--out", "OLD"], "init.exists", "OLD"),
+        (["--model", "MODEL", "--prompts", "SUMS", "--gpu", "a100"], "init.gpu", "a100"),
+        (["--model", "MODEL", "--prompts", "SUMS", "--gpus", "8"], "init.machine", "--gpus"),
+        (
+            ["--model", "MODEL", "--prompts", "SUMS", "--gpu", "h100", "--gpus", "16", "--nodes", "1"],
+            "init.machine",
+            "--gpus",
+        ),
+        (["--model", "LARGE", "--prompts", "SUMS"], "init.memory", "LARGE"),
+        (["--model", "LARGE", "--prompts", "SUMS", "--gpu", "h100", "--gpus", "4"], "init.memory", "--gpus"),
+        (["--model", "MODEL", "--prompts", "SUMS", "--algorithm", "grop"], "config.value", "algorithm.name"),
+        (["--model", "MODEL", "--prompts", "SUMS", "--reward", "nothing"], "dotted.name", "reward.function"),
+    ],
+)
+def test_what_is_missing_or_impossible_is_refused(monkeypatch, tmp_path, quickstart, words, code, about) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.yaml").write_text("kept")
+    long = {"messages": [{"role": "user", "content": "Why?"}], "answer": "because " * 20}
+    places = {
+        "MODEL": str(quickstart / "model"),
+        "LARGE": str(MODELS / "Qwen3-235B-A22B"),
+        "SUMS": str(quickstart / "data/train.jsonl"),
+        "LONG": rows(tmp_path / "long.jsonl", long),
+        "OLD": "old.yaml",
+    }
+    refusal = typed(monkeypatch, *[places.get(word, word) for word in words])
+    assert refusal is not None
+    assert (refusal.code, refusal.about) == (code, places.get(about, about))
+    assert (tmp_path / "old.yaml").read_text() == "kept" and not (tmp_path / "run.yaml").exists()
+
+
+def asked(text: str, answer: str) -> dict:
+    return {"messages": [{"role": "user", "content": text}], "answer": answer}
+
+
+@pytest.mark.parametrize(
+    ("row", "reward", "columns"),
+    [
+        ({"question": "How many legs?", "answer": "Four times two. #### 8"}, "math", ["question", "answer", "####"]),
+        ({"problem": "What is the sine?", "solution": "\\frac{1}{2}"}, "math", ["problem", "solution"]),
+        (asked("A, B or C?", "C"), "choice", []),
+        (asked("Which capital?", "Rome"), "exact", []),
+        (asked("1+1=", "2"), "exact", []),
+        (asked("Follow.", "") | {"metadata": {"dataset": "ifeval"}}, "ifeval", []),
+        ({"messages": [{"role": "user", "content": "Write."}]}, None, []),
+        (asked("Why?", "because " * 20), None, []),
+    ],
+)
+def test_a_reward_that_can_grade_the_answers_is_found(tmp_path, row, reward, columns) -> None:
+    found = examine(rows(tmp_path / "p.jsonl", row), str(MODELS / "Qwen3-30B-A3B"))
+    assert (found.reward, [*(found.fields or {}).values()], found.longest) == (reward, columns, None)
+
+
+def test_the_gpus_of_this_machine_are_used(monkeypatch) -> None:
+    monkeypatch.setattr(machine, "this_machine", lambda: ("NVIDIA H200", 4, 140.4))
+    assert machine.target(None, None, None) == machine.Target("h200", 4, 1, 4)
+    monkeypatch.setattr(machine, "this_machine", lambda: ("NVIDIA A100-SXM4-40GB", 8, 40.0))
+    other = machine.target(None, None, None)
+    assert (other.gpu, other.gpus, other.name) == ("h100", 8, "NVIDIA A100-SXM4-40GB")
+    assert other.memory_gib == round(40.0 - DRIVER / GIB, 1)
+
+
+def test_on_a_terminal_what_is_missing_is_asked_for(tmp_path, quickstart) -> None:
+    (tmp_path / "models").symlink_to(quickstart)
+    (tmp_path / "data").symlink_to(quickstart / "data")
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "slimx", "init", "--out", "asked.yaml"],
+        cwd=tmp_path, stdin=terminal, stdout=terminal, stderr=subprocess.PIPE, env={**os.environ, "TERM": "dumb"},
+    )  # fmt: skip
+    os.close(terminal)
+    os.write(controller, b"\ndata/train.jsonl\ndata/heldout.jsonl\n\n")
+    assert process.wait(300) == 0, process.stderr and process.stderr.read()
+    os.close(controller)
+    written = yaml.safe_load((tmp_path / "asked.yaml").read_text())
+    assert written["model"]["path"] == "models/model"
+    assert written["eval"]["prompts"] == {"heldout": "data/heldout.jsonl"}

@@ -1,0 +1,63 @@
+"""`slimx quickstart` places its runs where the option says, and ends as the stage that failed."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slimx.config.load import load_config
+from slimx.errors import SlimxError
+from slimx.extras.quickstart import run as stages
+from slimx.extras.quickstart.run import commands, make, run
+from tests.documents import ROOT
+
+
+def test_stages_are_two_runs_and_a_report(tmp_path: Path) -> None:
+    sft, grpo, report = commands(tmp_path, steps=5)
+    assert [words[0] for words in (sft, grpo, report)] == ["train", "train", "report"]
+    first, second = load_config(sft[1], sft[2:]), load_config(grpo[1], grpo[2:])
+    assert (first.schedule.steps, second.schedule.steps) == (20, 5)
+    assert second.trainer.load == f"{first.run.dir}/hf"
+    assert report[1:3] == [first.run.dir, second.run.dir]
+    for config in (first, second):
+        paths = [config.run.dir, config.model.path, config.rollout.prompts]
+        assert all(Path(path).is_relative_to(tmp_path) for path in paths)
+    assert Path(second.eval.prompts).is_relative_to(tmp_path)
+
+
+def test_the_default_is_what_the_configurations_say() -> None:
+    sft, grpo, _ = commands(Path("runs"), steps=None)
+    assert [Path(words[1]).resolve() for words in (sft, grpo)] == [
+        ROOT / "configs/moe/quickstart-sft.yaml",
+        ROOT / "configs/moe/quickstart.yaml",
+    ]
+    assert (sft[2:], grpo[2:]) == ([], [])
+    written = stages.overrides("quickstart", Path("runs"), None)
+    assert load_config(grpo[1], written) == load_config(grpo[1])
+    assert load_config(sft[1], stages.overrides("quickstart-sft", Path("runs"), None)) == load_config(sft[1])
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SlimxError) as refusal:
+        make(tmp_path / "file")
+    assert (refusal.value.code, refusal.value.about) == ("quickstart.dir", str(tmp_path / "file"))
+
+
+def test_a_stage_that_fails_ends_the_quickstart_with_its_status(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "no-such-file.yaml"]) == 2
+    assert "no-such-file.yaml" in capfd.readouterr().err
+
+
+def test_signals_reach_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    monkeypatch.setattr(stages, "python_argv", lambda *words: [sys.executable, "-c", sleep])
+    before = signal.getsignal(signal.SIGTERM)
+    start = time.monotonic()
+    assert run([]) == 128 + signal.SIGTERM
+    assert time.monotonic() - start < 30
+    assert signal.getsignal(signal.SIGTERM) is before

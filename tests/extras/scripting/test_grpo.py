@@ -1,0 +1,100 @@
+"""`slimx.grpo` chooses a run's values for this machine, and writes the file that it stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import slimx
+from slimx.commands import start
+from slimx.errors import SlimxError
+from slimx.extras.init.machine import Target
+from slimx.extras.quickstart.make_model import make_model
+from slimx.extras.scripting import grpo as room
+from tests.refusals import refused
+
+ROWS = [{"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:02d}"} for a in range(8) for b in range(8)]
+
+
+def digits(ctx: slimx.RewardContext, trajectory: slimx.Trajectory) -> bool:
+    return ctx.text.isdigit()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("model")
+    make_model(out, seed=1)
+    return out
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[slimx.Config]:
+    """Configurations of the runs that would have been trained."""
+    configs: list[slimx.Config] = []
+
+    def train(config: slimx.Config, console: Console) -> tuple[Path, None]:
+        configs.append(config)
+        return Path(config.run.dir), None
+
+    monkeypatch.setattr(start, "train", train)
+    monkeypatch.setattr(room, "target", lambda *_: Target(None, 0, 1, 0))
+    monkeypatch.chdir(tmp_path)
+    return configs
+
+
+def quiet(*arguments: Any, **keywords: Any) -> Any:
+    return slimx.grpo(*arguments, console=Console(quiet=True), **keywords)
+
+
+def test_three_lines_stand_for_a_file_that_anyone_can_start(model: Path, started: list[slimx.Config]):
+    overrides = {"trainer.optimizer.lr": 2e-3, "rollout.engines.0.max_total_tokens": 4096, "algorithm.loss.high": 0.3}
+    result = quiet(model, ROWS, digits, steps=3, overrides=overrides, eval=ROWS[:4])
+    (config,) = started
+    assert slimx.load_config(result / "run.yaml") == config and str(result) == "runs/grpo"
+    assert (config.schedule.steps, config.trainer.optimizer.lr, config.algorithm.loss.high) == (3, 2e-3, 0.3)
+    assert config.reward.function == f"{__name__}.digits" and config.rollout.engines[0].max_total_tokens == 4096
+    assert len((result / "prompts.jsonl").read_text().splitlines()) == len(ROWS) and config.eval.files
+    assert "  # " in (result / "run.yaml").read_text()
+
+
+def test_a_second_call_is_another_run_unless_it_names_the_directory(model: Path, started: list[slimx.Config]):
+    names = [str(quiet(model, ROWS, digits)), str(quiet(model, ROWS)), str(quiet(model, ROWS, directory="runs/grpo"))]
+    assert names == ["runs/grpo", "runs/grpo-2", "runs/grpo"] and started[1].reward.function == "exact"
+
+
+def test_prompts_may_be_a_file_texts_or_rows_of_any_iterable(model: Path, started: list[slimx.Config], tmp_path: Path):
+    quiet(model, ROWS, digits)
+    file = started[0].rollout.prompts
+    for prompts in (file, Path(file), (row["prompt"] for row in ROWS), tuple(ROWS)):
+        quiet(model, prompts, digits)
+    assert [config.rollout.prompts for config in started[1:3]] == [file, file] and len(started) == 5
+
+
+@pytest.mark.parametrize(
+    ("prompts", "reward", "code"),
+    [
+        ([1, 2], digits, "script.prompts"),
+        ([{"prompt": object()}], digits, "script.prompts"),
+        ([], digits, "prompts.empty"),
+        ("nothing.jsonl", digits, "prompts.unreadable"),
+        ([{"prompt": "a"}] * 8, None, "script.reward"),
+        (ROWS, lambda ctx, trajectory: 1.0, "script.hook"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_and_leaves_no_files(
+    model: Path, started: list[slimx.Config], prompts: Any, reward: Any, code: str
+):
+    with refused(code, about=None):
+        quiet(model, prompts, reward)
+    assert not Path("runs/grpo").exists() and not started
+
+
+def test_a_directory_with_other_files_is_kept_after_a_refusal(model: Path, started: list[slimx.Config]):
+    Path("mine").mkdir()
+    Path("mine/notes.txt").write_text("")
+    with pytest.raises(SlimxError):
+        quiet(model, ROWS, digits, directory="mine", overrides={"schedule.steps": 0})
+    assert Path("mine/notes.txt").exists()

@@ -1,0 +1,83 @@
+"""A script trains by functions, which become the dotted paths of an ordinary run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+import slimx
+from examples import quickstart
+from slimx.extras.scripting.alone import alone
+from slimx.extras.scripting.functions import with_hooks
+from slimx.rollout.hook_loading import load_rewards
+from tests.refusals import refused
+
+ROOT = Path(__file__).parents[3]
+
+
+async def generate(ctx: slimx.RolloutContext, prompt: slimx.Prompt) -> slimx.Trajectory:
+    return ctx.draft(prompt).finish()
+
+
+def keep(group: slimx.Group) -> bool:
+    return True
+
+
+@pytest.fixture
+def config() -> slimx.Config:
+    return slimx.load_config(ROOT / "configs/moe/quickstart.yaml")
+
+
+def test_functions_become_the_paths_that_the_run_imports_and_records(config):
+    changed = with_hooks(config, generate=generate, reward=quickstart.reward, keep=keep)
+    assert changed.rollout.generate == f"{__name__}.generate" and changed.rollout.filter == f"{__name__}.keep"
+    assert load_rewards(changed) is quickstart.reward
+    assert "function: examples.quickstart.reward" in changed.to_text()
+    assert with_hooks(config) == config
+
+
+def test_a_function_that_no_path_leads_to_is_refused(config):
+    async def local(ctx, trajectory):
+        return 1.0
+
+    for reward in (local, lambda ctx, trajectory: 1.0):
+        with refused("script.hook", about="reward"):
+            with_hooks(config, reward=reward)
+
+
+def test_a_reward_of_a_session_without_a_file_cannot_have_processes(config, monkeypatch):
+    monkeypatch.delattr(quickstart, "__file__")
+    assert with_hooks(config, reward=quickstart.reward).reward.function == "examples.quickstart.reward"
+    isolated = config.model_copy(update={"reward": config.reward.model_copy(update={"isolation": "process"})})
+    with refused("script.reward_process", about="examples.quickstart.reward"):
+        with_hooks(isolated, reward=quickstart.reward)
+
+
+def test_a_reward_next_to_reward_parts_is_refused(config):
+    parts = slimx.load_config(
+        ROOT / "configs/moe/quickstart.yaml",
+        ["reward={parts: [{name: a, function: exact}]}", "reward.function=null"],
+    )
+    with refused("script.reward_parts", about="reward.parts"):
+        with_hooks(parts, reward=quickstart.reward)
+
+
+async def test_a_notebooks_event_loop_stands_aside_and_comes_back():
+    outer = asyncio.get_running_loop()
+    with alone():
+        assert asyncio.run(asyncio.sleep(0, result=7)) == 7
+    assert asyncio.get_running_loop() is outer
+
+
+def test_a_script_without_a_guard_does_not_start_again_in_a_worker(config, monkeypatch):
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
+    with refused("script.main"):
+        slimx.train(config)
+
+
+def test_training_is_refused_as_the_command_refuses_it(config, tmp_path):
+    nowhere = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "none")})})
+    with refused("model.directory", about=str(tmp_path / "none")):
+        slimx.train(nowhere, reward=quickstart.reward)

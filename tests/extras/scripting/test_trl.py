@@ -1,0 +1,90 @@
+"""Reward functions written for TRL score a batch of one trajectory, or of the trajectories of a group."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from slimx.data.records import Group, Prompt
+from slimx.extras.scripting.functions import with_hooks
+from slimx.rewards.needs import asks_for_process, needs_process
+from slimx.rollout.hook_loading import form_facts, load_hooks, load_rewards, name_of
+from slimx.rollout.hooks import RewardContext
+from tests.extras.rewards.reward_stand import context, trajectory
+from tests.refusals import refused
+from tests.unit.rollout.rollout_stand import config_of, the_tokenizer
+
+SEEN: list[dict[str, Any]] = []
+
+
+def right(completions, answer, **kwargs):
+    SEEN.append(kwargs)
+    return [float(said[-1]["content"] == wanted) for said, wanted in zip(completions, answer, strict=True)]
+
+
+async def length(prompts, completions, completion_ids, scale=1.0, log_metric=None):
+    log_metric("batch", len(prompts))
+    return [scale * len(ids) if text else None for ids, text in zip(completion_ids, completions, strict=True)]
+
+
+@needs_process
+def heavy(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
+def one_number(completions, **kwargs):
+    return 1.0
+
+
+def with_state(completions, trainer_state, **kwargs):
+    return []
+
+
+def loaded(function: str, **keys: Any) -> Any:
+    return load_rewards(config_of(reward__function=f"trl:{__name__}.{function}", **keys))
+
+
+def test_a_message_is_scored_with_the_columns_of_its_prompt():
+    hook = loaded("right")
+    assert asyncio.run(hook(context("4", "4", level=3), trajectory())) == 1.0
+    assert asyncio.run(hook(context("5", "4", level=3), trajectory())) == 0.0
+    assert SEEN[-1]["level"] == [3] and SEEN[-1]["prompts"] == [[{"role": "user", "content": "Why?"}]]
+    assert name_of(hook) == f"{__name__}.right" and not asks_for_process(hook) and asks_for_process(loaded("heavy"))
+
+
+def test_a_group_is_one_batch_of_texts_if_its_prompt_has_no_messages():
+    hook = loaded("length", reward__scope="group", reward__options={"scale": 2.0})
+    prompt = Prompt(id="p", token_ids=[5, 6])
+    ctx = RewardContext(prompt, the_tokenizer(), "a", False)
+    ctx.responses.append(RewardContext(prompt, the_tokenizer(), "", False).responses[0])
+    group = Group(id="g", prompt=prompt, trajectories=[trajectory(1), trajectory(3)])
+    assert asyncio.run(hook(ctx, group)) == [2.0, 0.0] and ctx.metrics == {"batch": 2}
+
+
+@pytest.mark.parametrize(
+    ("keys", "code"),
+    [
+        ({"reward__function": f"trl:{__name__}.loaded"}, "trl.signature"),
+        ({"reward__function": f"trl:{__name__}.with_state"}, "trl.signature"),
+        ({"reward__function": f"trl:{__name__}.nothing"}, "dotted.missing"),
+        ({"reward__function": f"{__name__}.right"}, "hooks.prefix"),
+        ({"generate": f"trl:{__name__}.right"}, "trl.hook"),
+        ({"filter": f"trl:{__name__}.right"}, "trl.hook"),
+    ],
+)
+def test_what_is_no_reward_of_trl_is_refused(keys: dict[str, Any], code: str):
+    with refused(code, about=None):
+        load_hooks(config_of(**keys))
+
+
+def test_a_single_number_for_a_batch_is_refused():
+    with refused("trl.returned", about=f"{__name__}.one_number"):
+        asyncio.run(loaded("one_number")(context("4"), trajectory()))
+
+
+def test_a_script_passes_such_a_function_as_it_is():
+    config = with_hooks(config_of(), reward=right)
+    assert config.reward.function == f"trl:{__name__}.right" and form_facts(config) == {"trl": {}}
+    assert asyncio.run(load_rewards(config)(context("4", "4"), trajectory())) == 1.0

@@ -1,1 +1,0 @@
-"""Makes the model and the task of the quickstart, which therefore needs no download."""
