@@ -9,6 +9,7 @@ import torch
 
 pynvml = pytest.importorskip("pynvml")
 
+from slimx.extras.alerts.machine.gpus import gpus_here, look_at  # noqa: E402
 from slimx.trainer.device.gpu import check_health, gpu_of  # noqa: E402
 
 
@@ -22,3 +23,9 @@ def test_nvml_answers_for_torchs_device(device: torch.device):
     assert free - gpu.memory()[0] >= 0.9 * block.nbytes
     assert gpu.cpus() <= set(range(os.cpu_count() or 1))
     assert all(gpu.uuid in warning for warning in check_health(gpu))
+
+
+def test_alerts_read_the_temperature_of_each_gpu(device: torch.device):
+    gpus = gpus_here()
+    assert len(gpus) == pynvml.nvmlDeviceGetCount()
+    assert all(10 < finding.value < 110 for finding in look_at(gpus))

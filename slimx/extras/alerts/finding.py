@@ -34,9 +34,15 @@ class Gate:
 
     def passes(self, finding: Finding) -> bool:
         """Counts a finding. Returns True if it opens or closes the alert; `is_open` is then the new state."""
-        counts = finding.good if self.is_open else finding.bad
-        self._count = self._count + 1 if counts else 0
-        if self._count < (self.closes if self.is_open else self.opens):
+        counts = finding.bad
+        needed = self.opens
+        if self.is_open:
+            counts = finding.good
+            needed = self.closes
+        self._count += 1
+        if not counts:
+            self._count = 0
+        if self._count < needed:
             return False
         self.is_open = not self.is_open
         self._count = 0

@@ -31,7 +31,9 @@ def form_of(url: str, form: Literal["auto"] | Form) -> Form:
 
 def body_of(event: Event, form: Form) -> Json:
     """Returns the body of the request that posts an event."""
-    text = event.text if len(event.text) <= MOST else f"{event.text[:MOST]}..."
+    text = event.text
+    if len(text) > MOST:
+        text = f"{text[:MOST]}..."
     if form == "slack":
         # Slack interprets these three characters in texts.
         escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
@@ -54,4 +56,6 @@ def refusal_of(content: bytes, form: Form) -> str | None:
     except ValueError:
         return "an answer that is not JSON"
     code = answer.get("code", answer.get("StatusCode", 0)) if isinstance(answer, dict) else 0
-    return None if code == 0 else f"code {code}"
+    if code == 0:
+        return None
+    return f"code {code}"

@@ -49,7 +49,9 @@ class Alert:
     @property
     def title(self) -> str:
         """Name of the alert and, in parentheses, what it concerns."""
-        return f"{self.name} ({self.about})" if self.about else self.name
+        if not self.about:
+            return self.name
+        return f"{self.name} ({self.about})"
 
     @property
     def line(self) -> str:
@@ -181,4 +183,6 @@ def alert_lines(alerts: Sequence[Alert]) -> Iterator[str]:
 
 def _when(step: int | None, at: float) -> str:
     moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
-    return moment if step is None else f"step {step} ({moment})"
+    if step is None:
+        return moment
+    return f"step {step} ({moment})"

@@ -132,13 +132,17 @@ class Alerts(Events):
             return
         self._resumed = True
         file = self._directory / "metrics.jsonl"
-        records = load_records(file, StepRecord.from_json)[0] if file.is_file() else []
+        records = []
+        if file.is_file():
+            records = load_records(file, StepRecord.from_json)[0]
         earlier = [record for record in records if self.step is not None and record.step < self.step]
         kept = []
         for alert in self.log.alerts:
             if alert.name in CLOSES:
                 left = alert.closed is None and alert.opened < self._began  # by a process that was killed
-                kept.append(replace(alert, closed=self._began) if left else alert)
+                if left:
+                    alert = replace(alert, closed=self._began)
+                kept.append(alert)
         self.log.restart([*kept, *replayed(curves, earlier)])
 
     def _report(self, changes: Iterable[Change]) -> None:

@@ -87,7 +87,9 @@ def _directory_of(run: Path) -> Path | None:
             directory = Path(load_config(run).run.dir)
         except SlimxError:  # a file that is refused; the archive shows it
             return None
-        return directory if directory.is_dir() else None
+        if not directory.is_dir():
+            return None
+        return directory
     if not (run / "config.yaml").is_file() and not (run / "logs").is_dir():
         raise SlimxError(
             f"{run} is not a run directory, because it contains neither config.yaml nor logs; pass the directory of a "
@@ -107,7 +109,9 @@ def _found(run: Path, directory: Path | None) -> Iterator[Taken | LeftOut]:
 
 
 def _member(found: Taken, redactor: Redactor) -> Member:
-    note = f"the last lines of {found.size:,} bytes" if found.cut else ""
+    note = ""
+    if found.cut:
+        note = f"the last lines of {found.size:,} bytes"
     text = found.text
     if found.name.endswith(".yaml"):
         try:

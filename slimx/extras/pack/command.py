@@ -42,8 +42,7 @@ def pack(
 
     packed = write_archive(run, out, rollouts, os.environ)
     for member in packed.members:
-        note = f"  {member.note}" if member.note else ""
-        print(visible(f"{len(member.data):>12,}  {member.name}{note}"))
+        print(visible(f"{len(member.data):>12,}  {member.name}  {member.note}".rstrip()))
     for file in packed.left_out:
         print(visible(f"    left out  {file.name}: {file.why}"))
     print(f"secrets and names removed: {packed.removed}")

@@ -81,8 +81,9 @@ def taken(directory: Path, name: str, limit: int) -> Taken | LeftOut:
         # Without O_NONBLOCK, opening a named pipe would wait for a writer.
         descriptor = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        link = (directory / name).is_symlink()
-        return LeftOut(name, "it is a link" if link else str(error.strerror))
+        if (directory / name).is_symlink():
+            return LeftOut(name, "it is a link")
+        return LeftOut(name, str(error.strerror))
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)

@@ -61,7 +61,9 @@ def environment_lines(environment: Mapping[str, str]) -> Iterator[str]:
 
 def _line(finding: Finding) -> str:
     line = f"{finding.name}: {finding.text}"
-    return line if finding.problem is None else f"{line} ({finding.problem})"
+    if finding.problem is not None:
+        line += f" ({finding.problem})"
+    return line
 
 
 def _system() -> str:

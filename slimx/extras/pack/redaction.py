@@ -141,7 +141,9 @@ class Redactor:
         if not is_secret(name, value.strip("\"'")) or REMOVED[:-1] in value:
             return match[0]
         self.count += 1
-        mark = value[0] if value[0] in "\"'" else ""
+        mark = ""
+        if value[0] in "\"'":
+            mark = value[0]
         return f"{quote}{name}{quote}{between}{mark}{REMOVED}{mark}"
 
     def _after(self, match: re.Match[str]) -> str:

@@ -333,7 +333,8 @@ class _Decoders:
                 tokenizer = load_tokenizer(source)
         except SlimxError as error:
             shown = "tokens" if policy == ACTOR else f"tokens of the policy {policy}"
-            self.problems.append(f"{shown} are shown as ids: {error}")
+            reason = str(error).partition(";")[0]
+            self.problems.append(f"{shown} are shown as ids: {reason}; copy the tokenizer's files to {kept}")
             return lambda ids: " ".join(map(str, ids))
         return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 

@@ -18,6 +18,7 @@ from slimx.extras.alerts.log import FILE, alerts_of, read_log
 from slimx.extras.alerts.receiver import Alerts, alerting
 from slimx.extras.alerts.remedies import NAMES, REMEDIES
 from slimx.extras.report.report import write_report
+from slimx.extras.watch.page.content import Content
 from slimx.extras.watch.status import describe_status, run_status
 from slimx.observability.tracking.metrics import StepRecord
 from tests.documents import ROOT
@@ -53,13 +54,15 @@ class Process:
 
     def train(self, first: int, last: int) -> None:
         file = self.run / "metrics.jsonl"
-        kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] < first] if first > 1 else []
-        for step in range(first, last + 1):
-            record = StepRecord(step=step, version=1, time=1e9 + step, metrics=metrics_at(step))
-            kept.append(json.dumps(record.to_json()))
-            file.write_text("\n".join(kept) + "\n")
-            self.alerts.step = step
-            self.alerts.recorded(record.metrics)
+        kept = file.read_text().splitlines(keepends=True)[: first - 1] if first > 1 else []
+        file.write_text("".join(kept))
+        with file.open("a") as lines:
+            for step in range(first, last + 1):
+                record = StepRecord(step=step, version=1, time=1e9 + step, metrics=metrics_at(step))
+                lines.write(json.dumps(record.to_json()) + "\n")
+                lines.flush()
+                self.alerts.step = step
+                self.alerts.recorded(record.metrics)
 
 
 def told(run: Path) -> list[tuple[Any, ...]]:
@@ -119,6 +122,8 @@ def test_status_report_and_page_show_open_alerts(run, tmp_path):
     Process(run).train(1, ILL + 15)
     (line,) = (line for line in describe_status(run_status(run)) if line.startswith("alert "))
     assert REMEDIES["gap"] in line
+    page = Content(run).status()
+    assert line in page["lines"] and [REMEDIES["gap"] in alert for alert in page["alerts"]] == [True]
     write_report([run], tmp_path / "report.html", "t")
     assert REMEDIES["gap"] in (tmp_path / "report.html").read_text()
 

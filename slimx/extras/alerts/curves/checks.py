@@ -369,4 +369,6 @@ def allowed_fall(best: float, lowest: float, spread: float) -> float:
 def number(metrics: Metrics, name: str) -> float | None:
     """Returns a metric; None if it is absent or not finite."""
     value = metrics.get(name)
-    return value if value is not None and math.isfinite(value) else None
+    if value is None or not math.isfinite(value):
+        return None
+    return value

@@ -72,10 +72,11 @@ def look_at(gpus: list[Gpu]) -> Iterator[Finding]:
         now, limit = gpu.temperatures()
         hot = limit is not None and now > limit - MARGIN
         text = f"{gpu.name}: {now} degrees Celsius"
+        usual = ""
         if limit is not None:
             text += f", slows down at {limit}"
+            usual = f"at most {limit - MARGIN}"
         if reasons:
             text += f"; its clocks are lowered by {', '.join(sorted(reasons))}"
         bad = bool(reasons) or hot
-        usual = "" if limit is None else f"at most {limit - MARGIN}"
         yield Finding(name="gpu", about=gpu.name, bad=bad, good=not bad, text=text, value=float(now), usual=usual)

@@ -25,8 +25,12 @@ class Machine:
 
     def __init__(self, disks: Iterable[Disk], gpus: list[Gpu], off: Collection[str] = ()) -> None:
         """Stores what to look at; does not look yet. `off`: names of alerts that are never opened."""
-        self._disks = [] if "disk" in off else list(disks)
-        self._gpus = [] if "gpu" in off else gpus
+        self._disks: list[Disk] = []
+        self._gpus: list[Gpu] = []
+        if "disk" not in off:
+            self._disks += disks
+        if "gpu" not in off:
+            self._gpus += gpus
         self._gates: dict[tuple[str, str], Gate] = {}
 
     def look(self, now: float) -> Iterator[tuple[bool, Finding]]:
@@ -74,4 +78,7 @@ class MachineWatch:
 
 def this_machine(directory: Path, off: Collection[str]) -> Machine:
     """Returns the disks that the run in `directory` writes to and the GPUs of this machine."""
-    return Machine(disks_of(directory), [] if "gpu" in off else gpus_here(), off)
+    gpus = []
+    if "gpu" not in off:
+        gpus = gpus_here()
+    return Machine(disks_of(directory), gpus, off)
