@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tools.quickstart.make_model import make_model
 
 import slimx
 from slimx.commands import start
 from tests.documents import blocks
 from tests.extras.scripting.run_stand import write_run
-from tools.quickstart.make_model import make_model
 
 RUN = "run: {dir: runs/a}\nmodel: {path: models/tiny}\nrollout: {prompts: prompts.jsonl}\ncheckpoint: {every: 20}\n"
 
