@@ -4,7 +4,7 @@ from slimx.data.records import Group as Group
 from slimx.data.records import Prompt as Prompt
 from slimx.data.records import Trajectory as Trajectory
 from slimx.errors import SlimxError as SlimxError
-from slimx.extras.evaluation.script import evaluate as evaluate
+from slimx.extras.scripting.evaluating import evaluate as evaluate
 from slimx.extras.scripting.grpo import grpo as grpo
 from slimx.extras.scripting.tables import metrics as metrics
 from slimx.extras.scripting.tables import rollouts as rollouts
