@@ -104,7 +104,8 @@ class AlertLog:
     def _append(self, alerts: Iterable[Alert]) -> None:
         try:
             with self._file.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(asdict(alert)) + "\n" for alert in alerts)
+                for alert in alerts:
+                    file.write(json.dumps(asdict(alert)) + "\n")
         except OSError as error:
             self._fail(error)
 

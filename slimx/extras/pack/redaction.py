@@ -97,7 +97,9 @@ class Redactor:
         for host in hosts:
             if _IP4.fullmatch(host) or ":" in host:
                 continue
-            self._hosts |= {name for name in (host, host.partition(".")[0]) if len(name) > 2 and name != "localhost"}
+            for name in (host, host.partition(".")[0]):
+                if len(name) > 2 and name != "localhost":
+                    self._hosts.add(name)
 
     def text(self, text: str) -> str:
         """Returns `text` without secrets and names."""
