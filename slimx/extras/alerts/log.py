@@ -89,7 +89,11 @@ class AlertLog:
 
     def put(self, alert: Alert) -> None:
         """Adds an alert, or replaces the open one with the same name and concern."""
-        self.alerts = [*(old for old in self.alerts if old.closed is not None or old.key != alert.key), alert]
+        kept = []
+        for old in self.alerts:
+            if old.closed is not None or old.key != alert.key:
+                kept.append(old)
+        self.alerts = [*kept, alert]
         self._append([alert])
 
     def restart(self, alerts: Iterable[Alert]) -> None:
