@@ -39,7 +39,7 @@ def alerts(
     """
     found = alerts_of(run)
     if as_json:
-        print(json.dumps([asdict(alert) for alert in found], indent=1))
+        print(json.dumps(list(map(asdict, found)), indent=1))
     else:
         print(visible("\n".join(alert_lines(found))))
     if check and any(alert.closed is None for alert in found):

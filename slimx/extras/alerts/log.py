@@ -89,7 +89,11 @@ class AlertLog:
 
     def put(self, alert: Alert) -> None:
         """Adds an alert, or replaces the open one with the same name and concern."""
-        self.alerts = [*(old for old in self.alerts if old.closed is not None or old.key != alert.key), alert]
+        kept = []
+        for old in self.alerts:
+            if old.closed is not None or old.key != alert.key:
+                kept.append(old)
+        self.alerts = [*kept, alert]
         self._append([alert])
 
     def restart(self, alerts: Iterable[Alert]) -> None:
@@ -104,7 +108,8 @@ class AlertLog:
     def _append(self, alerts: Iterable[Alert]) -> None:
         try:
             with self._file.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(asdict(alert)) + "\n" for alert in alerts)
+                for alert in alerts:
+                    file.write(json.dumps(asdict(alert)) + "\n")
         except OSError as error:
             self._fail(error)
 

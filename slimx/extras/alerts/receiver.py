@@ -135,7 +135,10 @@ class Alerts(Events):
         records = []
         if file.is_file():
             records = load_records(file, StepRecord.from_json)[0]
-        earlier = [record for record in records if self.step is not None and record.step < self.step]
+        earlier = []
+        for record in records:
+            if self.step is not None and record.step < self.step:
+                earlier.append(record)
         kept = []
         for alert in self.log.alerts:
             if alert.name in CLOSES:

@@ -57,7 +57,12 @@ class Webhook:
             if not sent.is_set():
                 with self._lock:
                     self._lost["all events that were still waiting"] += 1
-        return [text if count == 1 else f"{count} times {text}" for text, count in self._lost.items()]
+        lost = []
+        for text, count in self._lost.items():
+            if count > 1:
+                text = f"{count} times {text}"
+            lost.append(text)
+        return lost
 
     def _post(self, event: Event) -> None:
         retry_after_s = 0.0

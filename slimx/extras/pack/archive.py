@@ -132,8 +132,9 @@ def _without_rewards(text: str) -> str:
         except ValueError:
             continue
         if isinstance(record, dict):
-            kept.append(json.dumps({name: record.get(name) for name in ("step", "reason", "detail")}))
-    return "".join(f"{line}\n" for line in kept)
+            explained = {"step": record.get("step"), "reason": record.get("reason"), "detail": record.get("detail")}
+            kept.append(json.dumps(explained) + "\n")
+    return "".join(kept)
 
 
 def _described(directory: Path | None, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -65,7 +65,10 @@ def files_of(directory: Path) -> Iterator[Taken | LeftOut]:
 
 
 def _files_in(directory: Path, folder: str, limit: int) -> Iterator[Taken | LeftOut]:
-    names = [name for name in os.listdir(directory / folder) if name.endswith(SUFFIXES)]
+    names = []
+    for name in os.listdir(directory / folder):
+        if name.endswith(SUFFIXES):
+            names.append(name)
     names.sort(key=lambda name: os.lstat(directory / folder / name).st_mtime, reverse=True)
     for name in names[FILES:]:
         yield LeftOut(f"{folder}/{name}", f"{FILES} files of {folder} are newer")

@@ -56,7 +56,8 @@ def environment_lines(environment: Mapping[str, str]) -> Iterator[str]:
             yield f"{name}={environment[name]}"
     yield ""
     versions = {found.name.lower(): found.version for found in importlib.metadata.distributions()}
-    yield from (f"{name}=={version}" for name, version in sorted(versions.items()))
+    for name, version in sorted(versions.items()):
+        yield f"{name}=={version}"
 
 
 def _line(finding: Finding) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import getpass
 import re
 import socket
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -89,6 +90,8 @@ class Redactor:
         self._users = _people(users)
         self._names: dict[str, str] = {}
         """Replacements of machines and addresses, which stay the same in all texts."""
+        self._counts: Counter[str] = Counter()
+        """Number of names of each kind, "host" or "ip"."""
         self._hosts: set[str] = set()
         self.add_hosts(hosts)
 
@@ -97,7 +100,9 @@ class Redactor:
         for host in hosts:
             if _IP4.fullmatch(host) or ":" in host:
                 continue
-            self._hosts |= {name for name in (host, host.partition(".")[0]) if len(name) > 2 and name != "localhost"}
+            for name in (host, host.partition(".")[0]):
+                if len(name) > 2 and name != "localhost":
+                    self._hosts.add(name)
 
     def text(self, text: str) -> str:
         """Returns `text` without secrets and names."""
@@ -152,8 +157,10 @@ class Redactor:
 
     def _named(self, kind: str, name: str) -> str:
         self.count += 1
-        known = sum(replacement.startswith(kind) for replacement in self._names.values())
-        return self._names.setdefault(name, f"{kind}-{known + 1}")
+        if name not in self._names:
+            self._counts[kind] += 1
+            self._names[name] = f"{kind}-{self._counts[kind]}"
+        return self._names[name]
 
 
 def _people(users: Iterable[str]) -> set[str]:

@@ -50,8 +50,10 @@ class Curves:
         for about, of_policy in by_policy.items():
             if about not in self._by_policy:
                 self._by_policy[about] = [kind(about) for kind in BY_POLICY]
-            pairs += [(check, of_policy) for check in self._by_policy[about]]
-        pairs += [(check, metrics) for check in self._held_out.values()]
+            for check in self._by_policy[about]:
+                pairs.append((check, of_policy))
+        for held in self._held_out.values():
+            pairs.append((held, metrics))
         for check, values in pairs:
             finding = check.look(values)
             if finding is not None and finding.name not in self._off and check.gate.passes(finding):
