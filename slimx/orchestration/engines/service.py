@@ -45,6 +45,8 @@ from slimx.runtime.tasks import while_served
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from slimx.orchestration.run import Run
+
 FROZEN = "slimx.frozen_engines"
 """Entry-point group for subclasses of `FrozenEngines`. A subclass is called with the configuration, the device, the log
 directory, and the keyword arguments `note` and `record` of `EngineService`."""
@@ -85,12 +87,12 @@ class EvaluationEngines(FrozenEngines):
     """Engine groups of `eval.engines`, under the name of the policy that they serve. This base class has no groups, so
     that the policy's other engines evaluate."""
 
-    async def begin(self, run: Any) -> dict[str, float] | None:
+    async def begin(self, run: Run) -> dict[str, float] | None:
         """Begins to evaluate the current weights. Returns metrics of the step, among them the result unless the
         evaluation goes on beside training; None if other engines must evaluate."""
         return None
 
-    async def resume(self, run: Any) -> None:
+    async def resume(self, run: Run) -> None:
         """Begins the evaluation of the step at which the run resumes again, if an earlier process did not finish it."""
 
 
