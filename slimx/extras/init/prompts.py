@@ -98,7 +98,7 @@ def _reward(prompts: Sequence[Prompt]) -> tuple[str | None, str]:
             rewards.add(entry_points.load(DATASETS, source).reward)
     if len(rewards) == 1 and sources <= known.keys():
         return rewards.pop(), f"suits {', '.join(sorted(map(str, sources)))}"
-    answers = [prompt.answer for prompt in prompts if prompt.answer is not None]
+    answers = [prompt.answer for prompt in prompts if prompt.answer]
     if len(answers) < len(prompts):
         return None, "not all prompts have an answer"
     if all(LETTER.fullmatch(answer.strip()) for answer in answers):

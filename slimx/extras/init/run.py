@@ -94,7 +94,9 @@ def settings_of(wishes: Wishes, prompts: Prompts, target: Target) -> list[Settin
     if prompts.fields:
         settings.append(Setting("rollout.fields", prompts.fields, "columns of the file"))
     settings += [
-        Setting("rollout.prompts_per_step", per_step, f"{epoch:,} steps see every prompt once"),
+        Setting(
+            "rollout.prompts_per_step", per_step, f"an epoch has {epoch:,}" + (" step" if epoch == 1 else " steps")
+        ),
         Setting("rollout.group_size", group, "responses per prompt, compared with each other"),
         Setting("rollout.max_prompt_tokens", longest_prompt, note),
         Setting("rollout.sampling.max_new_tokens", new_tokens, "longer responses are cut off"),
@@ -128,6 +130,14 @@ def checked_file(settings: Iterable[Setting], title: str, name: str) -> str:
     settings = list(settings)
     text = file_of(settings, title)
     config = _loaded(text, name)
+    algorithm = config.algorithm
+    if algorithm.loss.demonstrated or algorithm.advantages.demonstrated or algorithm.scores:
+        raise SlimxError(
+            f"slimx init writes runs that sample and grade responses, but {algorithm.name} learns from given "
+            "ones; start from configs/moe/quickstart-sft.yaml or configs/moe/quickstart-rm.yaml",
+            code="init.algorithm",
+            about="--algorithm",
+        )
     load_hooks(config)
     violations = run_plan(config).violations
     if violations:
@@ -230,10 +240,13 @@ def _laid_out(settings: Sequence[Setting], spec: ModelSpec, target: Target) -> l
             placed = _placed(chosen, suggestion.overrides)
             if not run_plan(_config(placed)).violations:
                 return placed
-    more = -(-needed // target.per_node) if needed else 2 * target.nodes
+    remedy = f"try --nodes {-(-needed // target.per_node) if needed else 2 * target.nodes}"
+    power = 2 ** int(math.log2(target.gpus))
+    if power < target.gpus:
+        remedy = f"try --gpus {power}, a power of two"
     raise SlimxError(
-        f"no layout was found that fits on {target.gpus} GPUs of {target.nodes} nodes ({target.gpu}); try --nodes "
-        f"{more}, or choose a smaller model or a smaller --max-tokens",
+        f"no layout was found that fits on {target.gpus} GPUs of {target.nodes} nodes ({target.gpu}); "
+        f"{remedy}, or choose a smaller model or a smaller --max-tokens",
         code="init.memory",
         about="--gpus",
     )

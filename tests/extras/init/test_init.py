@@ -118,6 +118,8 @@ def test_a_layout_of_a_large_model_fits_the_machine(monkeypatch, tmp_path, model
         (["--model", "LARGE", "--prompts", "SUMS"], "init.memory", "LARGE"),
         (["--model", "LARGE", "--prompts", "SUMS", "--gpu", "h100", "--gpus", "4"], "init.memory", "--gpus"),
         (["--model", "MODEL", "--prompts", "SUMS", "--algorithm", "grop"], "config.value", "algorithm.name"),
+        (["--model", "MODEL", "--prompts", "SUMS", "--algorithm", "sft"], "init.algorithm", "--algorithm"),
+        (["--model", "MODEL", "--prompts", "SUMS", "--algorithm", "dpo"], "init.algorithm", "--algorithm"),
         (["--model", "MODEL", "--prompts", "SUMS", "--reward", "nothing"], "dotted.name", "reward.function"),
     ],
 )
@@ -153,6 +155,7 @@ def asked(text: str, answer: str) -> dict:
         (asked("Follow.", "") | {"metadata": {"dataset": "ifeval"}}, "ifeval", []),
         ({"messages": [{"role": "user", "content": "Write."}]}, None, []),
         (asked("Why?", "because " * 20), None, []),
+        (asked("Why?", ""), None, []),
     ],
 )
 def test_a_reward_that_can_grade_the_answers_is_found(tmp_path, row, reward, columns) -> None:
