@@ -89,7 +89,7 @@ class EvaluationEngines(FrozenEngines):
 
     async def begin(self, run: Run) -> dict[str, float] | None:
         """Begins to evaluate the current weights. Returns metrics of the step, among them the result unless the
-        evaluation goes on beside training; None if other engines must evaluate."""
+        evaluation goes on during training; None if other engines must evaluate."""
         return None
 
     async def resume(self, run: Run) -> None:
@@ -135,7 +135,9 @@ class EngineService:
             self.frozen = served(config, self.device, self.logs, note=note, record=record)
         self.evaluation = EvaluationEngines(config)
         if config.rollout.evaluating:
-            self.evaluation = entry_points.load("slimx.evaluation_engines", "beside")(self, note=note, record=record)
+            self.evaluation = entry_points.load("slimx.evaluation_engines", "concurrent")(
+                self, note=note, record=record
+            )
         self.groups: dict[str, EngineGroup] = {}
         """Engine group of each policy by the policy's name; empty if the command samples nothing."""
         self.clients: dict[str, GenerationClient] = {}

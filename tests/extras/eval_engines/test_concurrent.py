@@ -1,4 +1,4 @@
-"""Evaluations beside training belong to the step whose weights they have, whenever their results arrive."""
+"""Evaluations during training belong to the step whose weights they have, whenever their results arrive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slimx.errors import SlimxError
-from slimx.extras.eval_engines.beside import EnginesBeside
+from slimx.extras.eval_engines.concurrent import EnginesBeside
 from slimx.extras.generation.checks import without_trainers
 from slimx.orchestration.loop import train
 from slimx.orchestration.publications import Publications
@@ -208,11 +208,11 @@ def test_what_cannot_work_is_refused(keys, code):
         config_of(**BESIDE | keys)
 
 
-def test_engines_beside_training_are_started_only_if_the_run_evaluates():
+def test_engines_during_training_are_started_only_if_the_run_evaluates():
     config = config_of(**BESIDE)
     assert [group.name for group in config.rollout.evaluating] == ["eval"]
     assert config.rollout.sampling_engines == config.rollout.engines
     assert config.rollout.served == (*config.rollout.engines, *config.eval.engines)
-    assert without_trainers(config, None).rollout.evaluating == (), "slimx eval needs no engines beside training"
+    assert without_trainers(config, None).rollout.evaluating == (), "slimx eval needs no engines during training"
     for off in ({"eval__every": 0}, {"eval__prompts": None}):
         assert config_of(**BESIDE | off).rollout.evaluating == ()
