@@ -52,8 +52,8 @@ class Curves:
                 self._by_policy[about] = [kind(about) for kind in BY_POLICY]
             for check in self._by_policy[about]:
                 pairs.append((check, of_policy))
-        for held_out_check in self._held_out.values():
-            pairs.append((held_out_check, metrics))
+        for of_set in self._held_out.values():
+            pairs.append((of_set, metrics))
         for check, values in pairs:
             finding = check.look(values)
             if finding is not None and finding.name not in self._off and check.gate.passes(finding):
