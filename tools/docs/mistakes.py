@@ -262,13 +262,10 @@ MISTAKES = (
     Mistake("a first file without a terminal to ask", "init --out new.yaml"),
     Mistake("a first file without prompts", "init --model model --out new.yaml"),
     Mistake("a first file that exists", "init --model model --prompts prompts.jsonl"),
-    Mistake("a model that is not there", "init --model modle --prompts prompts.jsonl --out new.yaml"),
+    Mistake("a first file for a model that is not there", "init --model modle --prompts prompts.jsonl --out new.yaml"),
     Mistake("an unknown machine", "init --model model --prompts prompts.jsonl --out new.yaml --gpu a100"),
     Mistake(
         "nodes without their GPUs", "init --model model --prompts prompts.jsonl --out new.yaml --gpu cpu --nodes 2"
-    ),
-    Mistake(
-        "GPUs that no layout can use", "init --model model --prompts prompts.jsonl --out new.yaml --gpu h100 --gpus 6"
     ),
     Mistake("an option of init that is spelt wrong", "init --modle model"),
 )

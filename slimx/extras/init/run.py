@@ -243,7 +243,7 @@ def _laid_out(settings: Sequence[Setting], spec: ModelSpec, target: Target) -> l
     remedy = f"try --nodes {-(-needed // target.per_node) if needed else 2 * target.nodes}"
     power = 2 ** int(math.log2(target.gpus))
     if power < target.gpus:
-        remedy = f"try --gpus {power}, a power of two"
+        remedy = f"choose another number of GPUs, such as --gpus {power}"
     raise SlimxError(
         f"no layout was found that fits on {target.gpus} GPUs of {target.nodes} nodes ({target.gpu}); "
         f"{remedy}, or choose a smaller model or a smaller --max-tokens",
