@@ -3,6 +3,7 @@ their flags and values: scripts/slime.json of slime (2026-08-21), scripts/verl.j
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 from pathlib import Path
@@ -108,10 +109,8 @@ def test_a_published_script_is_planned_without_a_line_by_hand(tmp_path, script):
     if script not in UNPLANNED:
         assert run_plan(config).violations == ()
         return
-    try:
+    with contextlib.suppress(SlimxError):  # a family that slimx does not have
         assert run_plan(config).violations != ()
-    except SlimxError as error:
-        assert error.code
 
 
 def test_most_published_scripts_need_no_line_by_hand():
