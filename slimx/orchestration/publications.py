@@ -227,7 +227,7 @@ class EnginePublications(Publications):
 
     async def publish_to(self, members: Membership, step: int) -> Publication:
         """Publishes the weights after `step` steps to other engines that the transport reaches, such as those that
-        evaluate beside training. Raises NoReceiverLeft if none of them received the weights."""
+        evaluate during training. Raises NoReceiverLeft if none of them received the weights."""
 
         async def once() -> Publication:
             stored = await in_thread(self.delivery.kept, step)

@@ -1,4 +1,4 @@
-"""Engines that evaluate beside training: a step's weights are judged at that step, across a kill as well."""
+"""Engines that evaluate during training: a step's weights are judged at that step, across a kill as well."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow("four whole runs")]
 
 
 @pytest.mark.parametrize("colocate", [False, True])
-def test_evaluations_beside_training_belong_to_their_step_across_a_kill(
+def test_evaluations_during_training_belong_to_their_step_across_a_kill(
     tiny_model: Path, task_of_sums: Path, tmp_path: Path, colocate: bool
 ) -> None:
     held_out, go, run = tmp_path / "held_out.jsonl", tmp_path / "go", tmp_path / "run"

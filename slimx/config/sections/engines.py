@@ -236,7 +236,7 @@ class Engines(Section):
 
 
 class EvaluationEngines(Engines):
-    """A group of engine servers that evaluate beside training, and generate no training data (`eval.engines`)."""
+    """A group of engine servers that evaluate during training, and generate no training data (`eval.engines`)."""
 
     section = "eval"
     name: str = "eval"

@@ -256,7 +256,7 @@ class Rollout(Section):
 
     @property
     def evaluating(self) -> tuple[EvaluationEngines, ...]:
-        """Engine groups that evaluate beside training; empty if the other engines of the policy evaluate."""
+        """Engine groups that evaluate during training; empty if the other engines of the policy evaluate."""
         return () if self.replay else self._evaluating
 
     @property

@@ -84,7 +84,7 @@ class EngineGroup:
         """Keys of the router and of all servers that slimx starts."""
         self.engines = [self._create(group, index, log_dir) for group in groups for index in range(group.servers)]
         self.receivers = [*self.engines]
-        """Engines to which the transport brings weights: these, and those that evaluate beside training."""
+        """Engines to which the transport brings weights: these, and those that evaluate during training."""
         self.router = Router(
             free_port(),
             free_port(),

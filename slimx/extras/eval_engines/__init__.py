@@ -1,1 +1,1 @@
-"""Engines that evaluate beside training (`eval.engines`)."""
+"""Engines that evaluate during training (`eval.engines`)."""

@@ -1,4 +1,4 @@
-"""Evaluation beside training, by engines that do nothing else.
+"""Evaluation during training, by engines that do nothing else.
 
     step N is published --> begin: wait for the previous evaluation, publish N to these engines --> train step N + 1 ...
                                          |
@@ -33,7 +33,7 @@ from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 from slimx.runtime.tasks import cancelled, while_served
 
 BEGUN = "eval/begun"
-"""Metric of a step whose evaluation began beside training."""
+"""Metric of a step whose evaluation began during training."""
 LOST = "eval/lost"
 """Metric of a step whose evaluation ended without a result."""
 

@@ -1,4 +1,4 @@
-"""Rules about engines that evaluate beside training."""
+"""Rules about engines that evaluate during training."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def table(result: Json) -> Iterator[str]:
         if key.count("/") == 1 and key != "eval/failed":
             columns.append(key.removeprefix("eval/"))
     settings = result.get("sets") or {"": result}
-    sampled = {(own["samples"], own["temperature"]) for own in settings.values()}
+    sampled = {(used["samples"], used["temperature"]) for used in settings.values()}
     if len(sampled) == 1:
         ((samples, temperature),) = sampled
         yield (
@@ -112,10 +112,10 @@ def table(result: Json) -> Iterator[str]:
         )
     else:
         yield f"{result['checkpoint']}:"
-        for name, own in settings.items():
+        for name, used in settings.items():
             yield (
-                f"{name}: {own['samples']} answers per prompt (accuracy is avg@{own['samples']}), temperature "
-                f"{own['temperature']:g}"
+                f"{name}: {used['samples']} answers per prompt (accuracy is avg@{used['samples']}), temperature "
+                f"{used['temperature']:g}"
             )
     yield f"{'set':<20}{'prompts':>8}" + "".join(f"{name:>10}" for name in columns)
     rows = {}

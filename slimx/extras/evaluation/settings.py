@@ -10,8 +10,8 @@ def by_key(options: Eval) -> dict[str, Eval]:
     own."""
     settings = {}
     for name, of_set in options.sets.items():
-        own = options.prompts is not None and options.prompts[name].own
-        settings[f"eval.prompts.{name}" if own else "eval"] = of_set
+        changed = options.prompts is not None and options.prompts[name].changes
+        settings[f"eval.prompts.{name}" if changed else "eval"] = of_set
     return settings or {"eval": options}
 
 

@@ -98,7 +98,7 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
             group = group.model_copy(update={"model": str(weights), "sglang": sglang})
         groups.append(group)
     rollout = config.rollout.model_copy(update={"engines": tuple(groups)})
-    rollout._evaluating = ()  # there is no training beside which they could evaluate
+    rollout._evaluating = ()  # there is no training during which they could evaluate
     return config.model_copy(
         update={
             "rollout": rollout,

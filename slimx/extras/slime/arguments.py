@@ -52,7 +52,7 @@ class RunFacts:
         return cls(
             _values(config),
             group_size,
-            max((own.samples for own in config.eval.sets.values()), default=config.eval.samples),
+            max((options.samples for options in config.eval.sets.values()), default=config.eval.samples),
         )
 
     def indices(self, group_id: str, index: int) -> tuple[int | None, int]:

@@ -63,7 +63,7 @@ class PrometheusSink:
 
     def log(self, record: StepRecord) -> None:
         newest = self._steps.record
-        if newest is not None and record.step < newest.step:  # the result of an evaluation beside training
+        if newest is not None and record.step < newest.step:  # the result of an evaluation during training
             record = replace(newest, metrics=newest.metrics | record.metrics)
         self._steps.record = record
 

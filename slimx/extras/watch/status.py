@@ -177,7 +177,7 @@ def _restarts(part: dict[str, Any]) -> list[str]:
 
 
 def _last_step(file: Path) -> dict[str, Any]:
-    """Returns the line of the newest step in metrics.jsonl; {} if there is none. Results of evaluations beside training
+    """Returns the line of the newest step in metrics.jsonl; {} if there is none. Results of evaluations during training
     are lines of earlier steps. Reads at most 256 KiB."""
     last: dict[str, Any] = {}
     for line in last_lines(file, 2**18):

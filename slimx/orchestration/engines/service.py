@@ -131,7 +131,7 @@ class EngineService:
             self.frozen = served(config, self.device, self.logs, note=note, record=record)
         self.evaluation = EvaluationEngines(config)
         if config.rollout.evaluating:
-            self.evaluation = entry_points.load("slimx.evaluation_engines", "beside")(self, note=note, record=record)
+            self.evaluation = entry_points.load("slimx.evaluation_engines", "engines")(self, note=note, record=record)
         self.groups: dict[str, EngineGroup] = {}
         """Engine group of each policy by the policy's name; empty if the command samples nothing."""
         self.clients: dict[str, GenerationClient] = {}

@@ -27,7 +27,7 @@ every evaluation, all evaluations use the same seeds, and training never uses th
 
 async def evaluate(run: Run) -> dict[str, float]:
     """Generates answers to every held-out prompt, and returns metrics of their rewards (see `score`); {} if there are
-    no held-out prompts, or if an evaluation goes on beside training. If generation fails for a prompt, its answers
+    no held-out prompts, or if an evaluation goes on during training. If generation fails for a prompt, its answers
     score 0, and `eval/failed` counts the prompt. Raises SlimxError if all prompts failed."""
     if not any(run.eval_prompts.values()):
         return {}
@@ -81,7 +81,7 @@ def eval_metrics(
         else:
             rewards[name].append(answers(outcome.group))
     answered = trajectories_of(answered_groups(outcomes))
-    ks = {name: own.ks for name, own in sets.items()}
+    ks = {name: of_set.ks for name, of_set in sets.items()}
     metrics = score(rewards, options.passing, ks) | {"eval/failed": float(len(failed))}
     return metrics | part_metrics(answered, "eval_reward") | hook_metrics(answered, "eval_hook")
 

@@ -1,4 +1,4 @@
-"""Evaluations beside training belong to the step whose weights they have, whenever their results arrive."""
+"""Evaluations during training belong to the step whose weights they have, whenever their results arrive."""
 
 from __future__ import annotations
 
@@ -213,6 +213,6 @@ def test_engines_beside_training_are_started_only_if_the_run_evaluates():
     assert [group.name for group in config.rollout.evaluating] == ["eval"]
     assert config.rollout.sampling_engines == config.rollout.engines
     assert config.rollout.served == (*config.rollout.engines, *config.eval.engines)
-    assert without_trainers(config, None).rollout.evaluating == (), "slimx eval needs no engines beside training"
+    assert without_trainers(config, None).rollout.evaluating == (), "slimx eval needs no engines during training"
     for off in ({"eval__every": 0}, {"eval__prompts": None}):
         assert config_of(**BESIDE | off).rollout.evaluating == ()

@@ -76,7 +76,7 @@ def test_the_newest_step_is_served_under_names_that_prometheus_takes(sink, tmp_p
     tracker = Tracker(JsonlFile(tmp_path / "metrics.jsonl", resume_step=None), [sink])
     tracker.log(1, {"reward/mean": 0.25, "eval/my-data/pass@2": 1.0, "a/b-c": 1.0, "a/b_c": 2.0})
     tracker.log(2, {"reward/mean": 0.5, "a/b-c": 1.0, "a/b_c": 2.0, "gap/mean": float("nan")}, version=1)
-    tracker.log(1, {"eval/late": 0.75})  # by an evaluation beside training
+    tracker.log(1, {"eval/late": 0.75})  # by an evaluation during training
     found = scraped(sink)
     assert found["slimx_reward_mean", "reward/mean"] == 0.5 and found["slimx_step", "step"] == 2
     assert found["slimx_eval_late", "eval/late"] == 0.75
