@@ -115,12 +115,12 @@ class EvalSet(Section):
     """Maximum number of tokens sampled per turn; null: `eval.max_new_tokens`."""
 
     @property
-    def settings(self) -> dict[str, object]:
+    def changes(self) -> dict[str, object]:
         """Values of this set, by key, that replace those of section `eval`."""
-        settings = {key: value for key, value in self if key != "path" and value is not None}
+        values = {key: value for key, value in self if key != "path" and value is not None}
         if self.fields or self.map:
-            settings |= {"fields": self.fields, "map": self.map}
-        return settings
+            values |= {"fields": self.fields, "map": self.map}
+        return values
 
 
 def _entries(prompts: object) -> object:
@@ -181,4 +181,4 @@ class Eval(Section):
     @property
     def sets(self) -> dict[str, Eval]:
         """Settings of each set of held-out prompts by its name in `files`: this section with the set's own values."""
-        return {name: self.model_copy(update=entry.settings) for name, entry in self._used.items()}
+        return {name: self.model_copy(update=entry.changes) for name, entry in self._used.items()}

@@ -59,9 +59,12 @@ class EnginesBeside(EvaluationEngines):
         self._work: asyncio.Task[dict[str, float]] | None = None
         """The evaluation that goes on; None between evaluations."""
 
-    async def begin(self, run: Run) -> dict[str, float]:
+    async def begin(self, run: Run, *, resumed: bool = False) -> dict[str, float]:
         """Waits for the previous evaluation, publishes the current weights to these engines, and begins to evaluate
         them. After the run's last step, waits for the result and returns it."""
+        if resumed:
+            await self._resume(run)
+            return {}
         step = run.step
         if self._maker is None:
             self.group.members.watch()
@@ -75,7 +78,7 @@ class EnginesBeside(EvaluationEngines):
             return await self._result(run)
         return {BEGUN: 1.0}
 
-    async def resume(self, run: Run) -> None:
+    async def _resume(self, run: Run) -> None:
         """Repeats the evaluation of the step at which the run resumes if it has no result, and counts those of earlier
         steps without a result as lost."""
         file = Path(run.config.run.dir) / "metrics.jsonl"

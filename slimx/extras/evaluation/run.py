@@ -103,7 +103,7 @@ def table(result: Json) -> Iterator[str]:
         if key.count("/") == 1 and key != "eval/failed":
             columns.append(key.removeprefix("eval/"))
     settings = result.get("sets") or {"": result}
-    sampled = {(of_set["samples"], of_set["temperature"]) for of_set in settings.values()}
+    sampled = {(used["samples"], used["temperature"]) for used in settings.values()}
     if len(sampled) == 1:
         ((samples, temperature),) = sampled
         yield (
@@ -112,10 +112,10 @@ def table(result: Json) -> Iterator[str]:
         )
     else:
         yield f"{result['checkpoint']}:"
-        for name, of_set in settings.items():
+        for name, used in settings.items():
             yield (
-                f"{name}: {of_set['samples']} answers per prompt (accuracy is avg@{of_set['samples']}), temperature "
-                f"{of_set['temperature']:g}"
+                f"{name}: {used['samples']} answers per prompt (accuracy is avg@{used['samples']}), temperature "
+                f"{used['temperature']:g}"
             )
     yield f"{'set':<20}{'prompts':>8}" + "".join(f"{name:>10}" for name in columns)
     rows = {}

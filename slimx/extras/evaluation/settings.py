@@ -10,8 +10,8 @@ def by_key(options: Eval) -> dict[str, Eval]:
     own."""
     settings = {}
     for name, of_set in options.sets.items():
-        differs = options.prompts is not None and options.prompts[name].settings
-        settings[f"eval.prompts.{name}" if differs else "eval"] = of_set
+        changed = options.prompts is not None and options.prompts[name].changes
+        settings[f"eval.prompts.{name}" if changed else "eval"] = of_set
     return settings or {"eval": options}
 
 

@@ -52,7 +52,7 @@ class RunFacts:
         return cls(
             _values(config),
             group_size,
-            max((of_set.samples for of_set in config.eval.sets.values()), default=config.eval.samples),
+            max((options.samples for options in config.eval.sets.values()), default=config.eval.samples),
         )
 
     def indices(self, group_id: str, index: int) -> tuple[int | None, int]:

@@ -45,8 +45,6 @@ from slimx.runtime.tasks import while_served
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from slimx.orchestration.run import Run
-
 FROZEN = "slimx.frozen_engines"
 """Entry-point group for subclasses of `FrozenEngines`. A subclass is called with the configuration, the device, the log
 directory, and the keyword arguments `note` and `record` of `EngineService`."""
@@ -87,13 +85,11 @@ class EvaluationEngines(FrozenEngines):
     """Engine groups of `eval.engines`, under the name of the policy that they serve. This base class has no groups, so
     that the policy's other engines evaluate."""
 
-    async def begin(self, run: Run) -> dict[str, float] | None:
+    async def begin(self, run: Run, *, resumed: bool = False) -> dict[str, float] | None:
         """Begins to evaluate the current weights. Returns metrics of the step, among them the result unless the
-        evaluation goes on during training; None if other engines must evaluate."""
+        evaluation continues during training; None if other engines must evaluate. `resumed`: True for the weights from
+        which the run resumes, which are evaluated only if an earlier process did not finish their evaluation."""
         return None
-
-    async def resume(self, run: Run) -> None:
-        """Begins the evaluation of the step at which the run resumes again, if an earlier process did not finish it."""
 
 
 class EngineService:
@@ -135,9 +131,7 @@ class EngineService:
             self.frozen = served(config, self.device, self.logs, note=note, record=record)
         self.evaluation = EvaluationEngines(config)
         if config.rollout.evaluating:
-            self.evaluation = entry_points.load("slimx.evaluation_engines", "concurrent")(
-                self, note=note, record=record
-            )
+            self.evaluation = entry_points.load("slimx.evaluation_engines", "engines")(self, note=note, record=record)
         self.groups: dict[str, EngineGroup] = {}
         """Engine group of each policy by the policy's name; empty if the command samples nothing."""
         self.clients: dict[str, GenerationClient] = {}
