@@ -45,6 +45,8 @@ from slimx.runtime.tasks import while_served
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from slimx.orchestration.run import Run
+
 FROZEN = "slimx.frozen_engines"
 """Entry-point group for subclasses of `FrozenEngines`. A subclass is called with the configuration, the device, the log
 directory, and the keyword arguments `note` and `record` of `EngineService`."""

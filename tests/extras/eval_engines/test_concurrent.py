@@ -69,7 +69,7 @@ class Published(Publications):
 
 @dataclass
 class Stand:
-    """A run with engines that evaluate beside it."""
+    """A run with engines that evaluate while it trains."""
 
     run: Run
     parts: Parts
@@ -84,7 +84,7 @@ class Stand:
             await stopped(self.run)
 
 
-def beside(directory: Path, *, held: bool = False, **keys: Any) -> Stand:
+def evaluating(directory: Path, *, held: bool = False, **keys: Any) -> Stand:
     """Returns a run that evaluates every step. `held`: evaluations take until `client.go` is set."""
     parts, client, members = Parts(), HeldEngine(), EvaluationMembers()
     run = run_of(directory, parts, **({"eval__prompts": "held_out.jsonl", "eval__every": 1} | keys))
@@ -120,7 +120,7 @@ def evaluated(directory: Path) -> dict[int, list[dict[str, float]]]:
 
 
 async def test_every_result_belongs_to_the_step_of_its_weights(tmp_path):
-    stand = beside(tmp_path, schedule__steps=3)
+    stand = evaluating(tmp_path, schedule__steps=3)
     await stand.train()
     found = evaluated(tmp_path)
     assert found.keys() == {0, 1, 2, 3}
@@ -133,7 +133,7 @@ async def test_every_result_belongs_to_the_step_of_its_weights(tmp_path):
 
 
 async def test_training_goes_on_meanwhile_and_the_next_evaluation_waits(tmp_path):
-    stand = beside(tmp_path, held=True, schedule__steps=4, eval__every=2)
+    stand = evaluating(tmp_path, held=True, schedule__steps=4, eval__every=2)
     training = asyncio.create_task(stand.train())
     await until(lambda: "train 1 at version 1" in stand.parts.done)
     await asyncio.sleep(0.2)
@@ -149,13 +149,13 @@ async def test_training_goes_on_meanwhile_and_the_next_evaluation_waits(tmp_path
 
 
 async def test_a_late_evaluation_is_counted_and_training_goes_on(tmp_path):
-    stand = beside(tmp_path, held=True, schedule__steps=2, eval__deadline=0.1)
+    stand = evaluating(tmp_path, held=True, schedule__steps=2, eval__deadline=0.1)
     await stand.train()
     assert [metrics[-1] for _, metrics in sorted(evaluated(tmp_path).items())] == [{"eval/lost": 1.0}] * 3
 
 
 async def test_an_evaluation_whose_engines_are_all_lost_is_counted(tmp_path):
-    stand = beside(tmp_path, held=True, schedule__steps=1)
+    stand = evaluating(tmp_path, held=True, schedule__steps=1)
     training = asyncio.create_task(stand.train())
     await until(lambda: "train 0 at version 0" in stand.parts.done)
     stand.members.out.set()
@@ -167,7 +167,7 @@ async def test_an_evaluation_whose_engines_are_all_lost_is_counted(tmp_path):
 
 
 async def test_the_run_ends_if_no_engine_can_be_started_again(tmp_path):
-    stand = beside(tmp_path, held=True, schedule__steps=2)
+    stand = evaluating(tmp_path, held=True, schedule__steps=2)
 
     async def failed() -> None:
         raise SlimxError("no engine is left", code="engines.gone", about="eval-0")
@@ -179,7 +179,7 @@ async def test_the_run_ends_if_no_engine_can_be_started_again(tmp_path):
 
 async def test_a_resumed_run_repeats_its_steps_evaluation_and_counts_others(tmp_path):
     begun = {"eval/begun": 1.0}
-    stand = beside(tmp_path, schedule__steps=3)
+    stand = evaluating(tmp_path, schedule__steps=3)
     for step, metrics in ((0, begun), (0, {"eval/accuracy": 1.0}), (1, begun), (2, begun)):
         stand.run.records.tracker.log(step, metrics)
     stand.run.step = 2
