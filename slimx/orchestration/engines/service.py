@@ -45,7 +45,6 @@ from slimx.runtime.tasks import while_served
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from slimx.orchestration.run import Run
 
 FROZEN = "slimx.frozen_engines"
 """Entry-point group for subclasses of `FrozenEngines`. A subclass is called with the configuration, the device, the log
@@ -87,7 +86,7 @@ class EvaluationEngines(FrozenEngines):
     """Engine groups of `eval.engines`, under the name of the policy that they serve. This base class has no groups, so
     that the policy's other engines evaluate."""
 
-    async def begin(self, run: Run, *, resumed: bool = False) -> dict[str, float] | None:
+    async def begin(self, run: Any, *, resumed: bool = False) -> dict[str, float] | None:
         """Begins to evaluate the current weights. Returns metrics of the step, among them the result unless the
         evaluation continues during training; None if other engines must evaluate. `resumed`: True for the weights from
         which the run resumes, which are evaluated only if an earlier process did not finish their evaluation."""
