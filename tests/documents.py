@@ -92,6 +92,7 @@ ELSEWHERE = {
     "ln -s": "links files that git clone brings",
     "pip check": "takes a minute of CPU time and is no part of slimx",
     "python -m nltk.downloader": "needs a network",
+    "python -m uvicorn": "serves an environment of another project",
     "python -m slimx.engines.server.launch": "parses SGLang's options after importing SGLang",
     "ray status": "needs a Ray cluster",
 }

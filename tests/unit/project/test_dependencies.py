@@ -24,6 +24,7 @@ ELSEWHERE = {
     "resources_servers": "in an environment of its server, build/hubs",
     "openenv": "in an environment of its server, build/hubs",
     "verifiers": "in an environment of its server, build/hubs",
+    "openai": "a requirement of verifiers, in the environment of its server",
     "nltk": "data of IFEval's checkers",
     "trl": "a peer that a benchmark measures, installed by hand",
     "program": "a file of a box's program",
