@@ -22,9 +22,9 @@ from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
+from slimx.extras.generation.serving import serving
 from slimx.models.families import configured_model
 from slimx.orchestration.engines.service import EngineService
-from slimx.orchestration.engines.serving import serving
 from slimx.orchestration.start.prepare import check_sources
 from slimx.orchestration.start.prompts import make_source
 from slimx.rollout.flow.manager import RolloutManager

@@ -17,7 +17,8 @@ SECTIONS = {
     "publish": ("transfer of new weights to engines", "publication.md"),
     "checkpoint": ("what is saved, and how often", "checkpoints.md"),
     "eval": ("held-out prompts", "rollouts.md"),
-    "track": ("metrics, reports, alerts and saved rollouts", "metrics.md"),
+    "track": ("metrics, reports and saved rollouts", "metrics.md"),
+    "alerts": ("alerts that are off, and the form of messages to a webhook", "operations.md"),
     "recovery": ("replacement of lost trainers", "fault-tolerance.md"),
 }
 """Purpose of each section in a few words, and its page in docs/."""

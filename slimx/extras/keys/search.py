@@ -148,7 +148,8 @@ def _nothing(words: Sequence[str]) -> SlimxError:
         parts.setdefault(key.name, path)
     last = words[-1].rpartition(".")[2]
     near = [path for path, key in all_keys().items() if key.name == last][:2]
-    for known in (names, parts, {name: f"--{name.replace('_', '-')}" for name in plain_names()}):
+    sections = {heading.path: heading.path for heading in headings()}
+    for known in (sections, names, parts, {name: f"--{name.replace('_', '-')}" for name in plain_names()}):
         for name in difflib.get_close_matches(words[-1], known, n=2, cutoff=0.75):
             near.append(known[name])
     hint = "run `slimx keys` for all sections"

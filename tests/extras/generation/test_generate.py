@@ -114,7 +114,7 @@ def test_a_checkpoint_that_engines_cannot_load_is_refused(model, tmp_path):
     with refused("engines.urls", about="far"):
         without_trainers(external, model)
     with refused("eval.prompts", about="eval.prompts"):
-        evaluation_config(config, model)
+        evaluation_config(config_in(tmp_path, model, eval__prompts=None), model)
     replaying = config_in(tmp_path, model, replay="elsewhere")
     with refused("engines.none", about="rollout.replay"):
         without_trainers(replaying, None)

@@ -65,7 +65,7 @@ def test_the_quickstarts_task_is_configured_for_this_machine(monkeypatch, tmp_pa
     assert (config.cluster.device, config.numerics.dtype, config.trainer.world_size) == ("cpu", "float32", 1)
     assert (config.reward.function, config.schedule.steps, config.run.dir) == ("exact", 2, "runs/first")
     assert config.rollout.sampling.max_new_tokens < 10 and config.rollout.max_prompt_tokens == 8
-    assert config.eval.prompts == {"heldout": str(data / "heldout.jsonl")}
+    assert config.eval.files == {"heldout": str(data / "heldout.jsonl")}
 
 
 def test_each_line_has_a_comment_and_each_page_exists(monkeypatch, tmp_path, quickstart) -> None:

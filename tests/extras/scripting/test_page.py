@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tools.quickstart.make_model import make_model
 
 import slimx
 from slimx.commands import start
+from slimx.extras.quickstart.make_model import make_model
 from tests.documents import blocks
 from tests.extras.scripting.run_stand import write_run
 

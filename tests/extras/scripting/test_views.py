@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tools.quickstart.make_model import make_model
 
 import slimx
+from slimx.extras.quickstart.make_model import make_model
 
 
 def right(ctx: slimx.RewardContext, trajectory: slimx.Trajectory) -> bool:

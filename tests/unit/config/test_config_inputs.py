@@ -87,11 +87,9 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(
         ("rollout.generate=hooks.generat", "dotted.missing", "generat"),
         ("rollout.generate=generate", "dotted.name", "'generate'"),
         ("rollout.generate=hooks/generate", "dotted.path", "hooks.generate"),
-        ("rollout.generate=hooks.not_async", "dotted.async", "async def not_async(ctx, prompt)"),
-        ("rollout.generate=hooks.one_argument", "dotted.signature", "async def one_argument(ctx, prompt)"),
-        ("reward.function=hooks.NUMBER", "dotted.callable", "async def NUMBER(ctx, trajectory)"),
+        ("rollout.generate=hooks.one_argument", "dotted.signature", "def one_argument(ctx, prompt)"),
+        ("reward.function=hooks.NUMBER", "dotted.callable", "def NUMBER(ctx, trajectory)"),
         ("rollout.filter=hooks.generate", "dotted.signature", "def generate(group)"),
-        ("rollout.filter=hooks.async_keep", "dotted.async", "`def async_keep(group)"),
         ("rollout.generate=broken.generate", "dotted.raised", "NameError"),
     ],
 )
@@ -99,11 +97,7 @@ def test_an_unsuitable_hook_is_refused_with_the_right_signature(
     command, file, override, code, named, tmp_path, monkeypatch
 ):
     (tmp_path / "hooks.py").write_text(
-        "NUMBER = 5\n"
-        "async def generate(ctx, prompt): ...\n"
-        "def not_async(ctx, prompt): ...\n"
-        "async def one_argument(ctx): ...\n"
-        "async def async_keep(group): ...\n"
+        "NUMBER = 5\nasync def generate(ctx, prompt): ...\nasync def one_argument(ctx): ...\n"
     )
     (tmp_path / "broken.py").write_text("no_such_name\n")
     for name in ("hooks", "broken"):

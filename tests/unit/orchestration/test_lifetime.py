@@ -43,7 +43,7 @@ def run(work):
     from slimx import cli
     def main():
         lifetime.run_with_ray(config, "cpu", work)
-    cli.app, cli.starts_ray = lambda standalone_mode: main(), lambda *_: False
+    cli.app, cli.starts_ray = lambda **options: main(), lambda *_: False
     cli.entry()
 """
 
