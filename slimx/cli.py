@@ -77,7 +77,7 @@ def train(
     from slimx.commands import start
 
     directory, report = start.train(config, console)
-    summary = f"run {directory} (see it with slimx watch, slimx rollouts)"
+    summary = f"run {directory}"
     if report:
         summary += f", report {report}"
     console.print(plain(summary))
