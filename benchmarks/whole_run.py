@@ -43,4 +43,4 @@ async def started(
 
 def make_records(config: Config, prepared: Prepared, table: LiveTable) -> Records:
     """Returns the records of a run in `config.run.dir`, without a receiver of events."""
-    return Records(config, table, prepared.policies[ACTOR].tokenizer, Events())
+    return Records(config, table, {ACTOR: prepared.policies[ACTOR].tokenizer}, Events())

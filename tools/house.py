@@ -56,8 +56,8 @@ BOUNDS = {
     "type: ignore in the core": 20,
 }
 """Idioms per 100,000 nodes of the syntax tree: no more than the densest of six projects of the field."""
-LOADED = 413
-"""Most modules of slimx that the processes of the quickstart may load, all together."""
+LOADED = 439
+"""Most modules of slimx that the processes of the quickstart may load, all together; alerts are 18 of them."""
 LAYOUT = frozenset(
     (
         tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,

@@ -64,7 +64,7 @@ def test_a_run_publishes_to_a_receiver_of_each_machine_or_gpu() -> None:
     several = [SimpleNamespace(name="wide", nodes=2), SimpleNamespace(name="narrow", nodes=1)]
     for device, count in (("cpu", 3), ("cuda", 2 * plan().targets)):
         config, trainers = config_of(staging="bucket"), Trainers()
-        transport, engines = transport_of(config.publish), SimpleNamespace(engines=several, device=device)
+        transport, engines = transport_of(config.publish), SimpleNamespace(receivers=several, device=device)
         source, delivery = transport.connect(config, trainers, engines, None)
         assert isinstance(source, DirectSource) and isinstance(delivery, DirectDelivery)
         assert len(delivery.edges) - 1 == count and delivery.on_gpus == (device == "cuda")

@@ -117,9 +117,6 @@ async def unknown_parameter(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     return draft.finish()
 
 
-def blocking(ctx: RolloutContext, prompt: Prompt) -> Trajectory: ...
-
-
 async def right(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]:
     return {"right": float(ctx.text.strip() == ctx.prompt.answer), "form": 0.5}
 
@@ -231,7 +228,6 @@ def test_hooks_of_every_kind_work_with_the_scripted_engines(run_file, overrides)
 GENERATE = "rollout.generate"
 PROBLEMS = [
     ([f"{GENERATE}=no.such.hook"], "dotted.import", GENERATE, ["no.such.hook"]),
-    ([f"{GENERATE}={HOOKS}.blocking"], "dotted.async", GENERATE, ["blocking(ctx, prompt)"]),
     (["rollout.options.retries=3"], "dotted.options", "rollout.options", [f"{HOOKS}.good", "'retries'"]),
     ([f"{GENERATE}={HOOKS}.untrained"], "hooks.untrained", f"{HOOKS}.untrained", []),
     ([f"{GENERATE}={HOOKS}.without_logprobs"], "hooks.failed", "generate failed", ["0/0", "log-prob"]),
