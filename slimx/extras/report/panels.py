@@ -35,12 +35,11 @@ class Panel:
         self.legend = legend or len(series) > 1
 
 
-HELD_OUT = "Held-out reward (reward model: accuracy)"
 PANELS = (
     Panel(
         "Reward and held-out reward",
         Series("reward/mean", "sampled reward", running_mean=True, alone="Reward"),
-        Series("eval/accuracy", HELD_OUT.lower(), sparse=True, alone=HELD_OUT),
+        Series("eval/accuracy", "held-out reward", sparse=True, alone="Held-out reward"),
     ),
     Panel(
         "Fraction of groups without signal and of truncated responses",

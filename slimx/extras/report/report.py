@@ -170,11 +170,13 @@ def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
 
 
 def _alerts(directory: Path) -> list[str]:
-    """Returns a line for each alert of the run in `directory`; [] if its configuration cannot be read."""
+    """Returns a line for each alert of the run in `directory`; [] if it has none, or if its configuration cannot be
+    read."""
     try:
-        return list(alert_lines(alerts_of(directory)))
+        alerts = alerts_of(directory)
     except SlimxError:
         return []
+    return list(alert_lines(alerts)) if alerts else []
 
 
 def _extent(run: RunFiles) -> str:
