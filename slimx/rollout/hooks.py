@@ -5,7 +5,7 @@
     async def reward(ctx: RewardContext, group: Group) -> list[float | dict[str, float]]     # reward.scope: group
     def keep(group: Group) -> bool | str
 
-Each may be a plain or an async function (slimx.rollout.plain_hooks).
+Each may be a plain or an async function (slimx.rollout.hook_loading).
 
 `slimx.rollout.hook_loading` imports and checks the configured hooks before a run starts.
 """
