@@ -121,10 +121,10 @@ def _card(figure: Figure, metric: str, steps: Sequence[int], values: Sequence[fl
         scope = f"mean of the last {min(RECENT_STEPS, len(steps))} steps"
         more = [first, last]
     elif figure.over is Over.SUM:
-        value = sum(values)
+        value = sum(filter(math.isfinite, values))
         scope = f"sum of steps {steps[0]} to {steps[-1]}"
     else:
-        value = max(values)
+        value = max(filter(math.isfinite, values), default=math.nan)
         scope = f"highest of steps {steps[0]} to {steps[-1]}"
     if len(steps) == 1:
         scope = f"step {steps[0]}"

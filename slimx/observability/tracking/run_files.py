@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -95,7 +95,7 @@ def read_run(directory: Path) -> RunFiles:
             code="run.none",
             about=str(directory),
         )
-    run.steps = _records(run, "metrics.jsonl", StepRecord.from_json)
+    run.steps = by_step(_records(run, "metrics.jsonl", StepRecord.from_json))
     run.phases = _records(run, "timeline.jsonl", partial(msgspec.convert, type=Phase))
     run.samples = _records(run, "samples.jsonl", partial(msgspec.convert, type=RecordedSample))
     if "config.yaml" not in run.missing:
@@ -106,6 +106,16 @@ def read_run(directory: Path) -> RunFiles:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             run.problems.append(f"summary.json cannot be read ({error})")
     return run
+
+
+def by_step(records: Iterable[StepRecord]) -> list[StepRecord]:
+    """Returns one record per step, in ascending order. The result of an evaluation during training is a further line of
+    its step, after those of later steps."""
+    steps: dict[int, StepRecord] = {}
+    for record in records:
+        step = steps.setdefault(record.step, record)
+        steps[record.step] = replace(step, metrics=step.metrics | record.metrics)
+    return [steps[step] for step in sorted(steps)]
 
 
 def _records[T](run: RunFiles, name: str, parse: Callable[[Json], T]) -> list[T]:

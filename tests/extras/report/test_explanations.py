@@ -85,6 +85,13 @@ def test_a_card_names_the_steps_of_its_figure():
     assert "optim/skipped" not in found, "not skipped"
 
 
+def test_a_step_without_a_number_hides_no_other():
+    steps = [record(n, staleness__max=float("nan") if n == 1 else n, dropped__total=float("nan")) for n in (1, 2, 3)]
+    steps[2].metrics["dropped/total"] = 2.0
+    found = {card.about.metric: card.value for card in cards(steps)}
+    assert found["staleness/max"] == "3" and found["dropped/total"] == "2"
+
+
 def test_a_run_without_numbers_has_cards_too():
     found = cards([record(1, reward__mean=float("nan")), record(2, reward__mean=float("nan"))])
     assert [card.value for card in found] == ["nan"] and cards([]) == []

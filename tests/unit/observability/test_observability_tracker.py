@@ -22,6 +22,7 @@ from slimx.observability.tracking.jsonl import JsonlFile, load_records
 from slimx.observability.tracking.metrics import StepRecord, flatten
 from slimx.observability.tracking.names import METRICS, find
 from slimx.observability.tracking.phases import Timeline
+from slimx.observability.tracking.run_files import by_step
 from slimx.observability.tracking.tracker import TrackedRun, Tracker, make_tracker
 from tests.refusals import numbers, refused
 
@@ -326,3 +327,12 @@ def test_each_metric_has_one_entry_in_the_table_and_is_found_by_its_name():
     assert [find(metric.name) for metric in plain] == plain
     assert find("eval/gsm8k/pass@4").name == "eval/{set}/pass@{k}" and find("time/train").name == "time/{phase}"
     assert find("hits") is None and find("rewards/mean") is None
+
+
+def test_late_results_belong_to_the_records_of_their_steps():
+    records = [StepRecord(step=step, version=step, time=1.0 + step, metrics={"loss/policy": 0.5}) for step in (1, 2, 3)]
+    records.insert(2, StepRecord(step=1, version=1, time=9.0, metrics={"eval/accuracy": 0.25}))
+    merged = by_step(records)
+    assert [(record.step, record.time) for record in merged] == [(1, 2.0), (2, 3.0), (3, 4.0)]
+    assert merged[0].metrics == {"loss/policy": 0.5, "eval/accuracy": 0.25}
+    assert records[0].metrics == {"loss/policy": 0.5}

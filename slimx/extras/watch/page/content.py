@@ -29,7 +29,7 @@ from slimx.extras.watch.rollouts import Choice, step_of
 from slimx.extras.watch.status import STATES, describe_status, run_status
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.phases import Phase
-from slimx.observability.tracking.run_files import check_run
+from slimx.observability.tracking.run_files import by_step, check_run
 
 POINTS = 600
 """Maximum number of points of a curve; longer curves are averaged."""
@@ -125,7 +125,7 @@ class Content:
                 version += f"-{other.read}"
             if version == since:
                 return {"version": version, "charts": None, "cards": None}
-            steps = list(self._steps.records)
+            steps = by_step(self._steps.records)
             phases = list(self._phases.records)
             charts: list[Json] = []
             if steps:
@@ -135,7 +135,7 @@ class Content:
                 timed = phase_charts(phases, points=POINTS // 2, colors=self._colors)
                 charts += _cards(timed, "time")
             if self._compared:
-                runs = [steps, *(list(other.records) for other in self._compared)]
+                runs = [steps, *(by_step(other.records) for other in self._compared)]
                 charts += _cards(overlaid(runs, self._names), "compared")
             return {"version": version, "charts": charts, "cards": [card.to_json() for card in cards(steps)]}
 
