@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Literal
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ HOSTS: dict[str, Form] = {
     "open.larksuite.com": "feishu",
 }
 """Hosts whose webhooks need a form other than JSON with all fields."""
+SLACK_ESCAPES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 MOST = 2900
 """Maximum number of characters of a message. Slack accepts 3,000 in one block."""
 
@@ -31,19 +33,27 @@ def form_of(url: str, form: Literal["auto"] | Form) -> Form:
 
 def body_of(event: Event, form: Form) -> Json:
     """Returns the body of the request that posts an event."""
-    text = event.text
-    if len(text) > MOST:
-        text = f"{text[:MOST]}..."
     if form == "slack":
-        # Slack interprets these three characters in texts.
-        escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        # Slack interprets these three characters in texts, and counts them as they are escaped.
+        escaped = _shortened([SLACK_ESCAPES.get(character, character) for character in event.text])
         return {"text": escaped, "blocks": [{"type": "section", "text": {"type": "mrkdwn", "text": escaped}}]}
     if form == "feishu":
-        return {"msg_type": "text", "content": {"text": text}}
+        return {"msg_type": "text", "content": {"text": _shortened(event.text)}}
     body = asdict(event)
     if event.alert is None:
         del body["alert"]
     return body
+
+
+def _shortened(characters: Iterable[str]) -> str:
+    """Returns the text of `characters`, some of which may be escaped, with at most `MOST` characters and an ellipsis if
+    it is longer."""
+    text = ""
+    for character in characters:
+        if len(text) + len(character) > MOST:
+            return f"{text}..."
+        text += character
+    return text
 
 
 def refusal_of(content: bytes, form: Form) -> str | None:

@@ -127,6 +127,16 @@ def test_a_gpu_whose_clocks_change_back_and_forth_opens_one_alert():
     assert found == [(True, "gpu", "GPU 3")]
 
 
+class LostGpu(HotGpu):
+    def temperatures(self) -> tuple[int, int | None]:
+        raise OSError("GPU is lost")
+
+
+def test_a_gpu_that_does_not_answer_opens_an_alert_and_hides_no_other():
+    machine = Machine([], [LostGpu(name="GPU 0"), HotGpu(name="GPU 1", reasons={"power brake"})])
+    assert looks(machine, 20) == [(True, "gpu", "GPU 0"), (True, "gpu", "GPU 1")]
+
+
 def test_a_gpu_that_does_not_tell_its_limit_is_judged_by_its_clocks():
     gpu = HotGpu(now=99, limit=None)
     assert looks(Machine([], [gpu]), 20) == []

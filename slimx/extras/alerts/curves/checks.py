@@ -100,7 +100,9 @@ class NoSignal(Check):
         rare = False
         if silent is not None and reward is not None:
             rare = self._is_rare(silent, reward)
-        if steps or not rare:
+        if steps == 0 and not rare:
+            text = "groups have a training signal"
+        elif steps:
             why = (
                 "because all rollouts of each group have the same reward"
                 if silent == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+from slimx.errors import SlimxError, one_line
 from slimx.extras.alerts.finding import Finding
 
 MARGIN = 3
@@ -61,15 +62,20 @@ def gpus_here() -> list[Gpu]:
     try:
         pynvml.nvmlInit()
         return [_NvmlGpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:
+    except (pynvml.NVMLError, SlimxError):
         return []
 
 
 def look_at(gpus: list[Gpu]) -> Iterator[Finding]:
     """Yields a finding for each GPU."""
     for gpu in gpus:
-        reasons = gpu.throttled()
-        now, limit = gpu.temperatures()
+        try:
+            reasons = gpu.throttled()
+            now, limit = gpu.temperatures()
+        except Exception as error:  # NVML raises one of its errors if the GPU has fallen off the bus
+            text = f"{gpu.name} does not answer: {one_line(error)}"
+            yield Finding(name="gpu", about=gpu.name, bad=True, good=False, text=text)
+            continue
         hot = limit is not None and now > limit - MARGIN
         text = f"{gpu.name}: {now} degrees Celsius"
         usual = ""
