@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
@@ -18,7 +19,17 @@ from packaging.utils import canonicalize_name
 from tests.documents import ROOT
 from tests.extras.watch.run_stand import write_run
 
-SOURCES = ("LICENSE", "README.md", "csrc", "configs/moe", "pyproject.toml", "requirements", "setup.py", "slimx")
+SOURCES = (
+    "LICENSE",
+    "MANIFEST.in",
+    "README.md",
+    "csrc",
+    "configs/moe",
+    "pyproject.toml",
+    "requirements",
+    "setup.py",
+    "slimx",
+)
 """What a build reads of the repository."""
 HEAVY = {"torch", "megatron-core", "sglang", "ray", "transformers"}
 LIBRARIES = {f"slimx/_lib/libslimx_{name}.so" for name in ("cpu", "exact", "int4")}
@@ -36,6 +47,8 @@ COMMANDS = [
     (["plan", str(ROOT / "configs/moe/qwen3-30b-a3b.yaml")], 0, "proven"),
     (["status", "run"], 0, "step 2"),
     (["report", "run"], 0, "report report.html"),
+    (["alerts", "run"], 0, "no alerts"),
+    (["pack", "run"], 0, "archive "),
     (["rollouts", "run", "--step", "2"], 0, "2+2="),
     (["doctor"], 1, "missing  torch"),
     (["train", str(ROOT / "configs/moe/quickstart-sft.yaml")], 2, "slimx setup"),
@@ -161,6 +174,9 @@ def test_a_source_archive_becomes_a_wheel_that_pip_installs(
     sources = copy_of_sources(tmp_path_factory.mktemp("sources"))
     build(sources, "sdist", compiler="g++")
     (archive,) = (sources / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        inside = {name.partition("/")[2] for name in packed.getnames()}
+    assert {str(file.relative_to(ROOT)) for file in (ROOT / "csrc").iterdir()} <= inside
     venv, wheels = desk / "venv", desk / "wheels"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"SLIMX_CUDA": "0"}
 
