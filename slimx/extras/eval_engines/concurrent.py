@@ -93,13 +93,16 @@ class EnginesBeside(EvaluationEngines):
             elif step not in ended:
                 self._lose(run, step, "the earlier process ended, and the weights of this step are gone")
 
-    async def stop(self) -> None:
-        """Cancels the evaluation that goes on, and stops the router and the servers that slimx started."""
+    async def cancel(self) -> None:
+        """Cancels the evaluation that goes on."""
         if self._work is not None and not self._work.done():
             self._note(f"the evaluation of step {self._step} is not finished")
         await cancelled(self._work)
         if self._maker is not None:
             self._maker.close()
+
+    async def stop(self) -> None:
+        """Stops the router and the servers that slimx started."""
         await self.group.stop()
 
     async def _publish(self, run: Run, step: int) -> None:

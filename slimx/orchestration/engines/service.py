@@ -92,6 +92,9 @@ class EvaluationEngines(FrozenEngines):
         which the run resumes, which are evaluated only if an earlier process did not finish their evaluation."""
         return None
 
+    async def cancel(self) -> None:
+        """Cancels the evaluation that continues during training."""
+
 
 class EngineService:
     """The engines of a command, their clients, and the server through which agents sample.
@@ -214,6 +217,7 @@ class EngineService:
             engines.members.probe = prober(client.shape, self.config, client.adapters)
         self.proxy = make_agent_server(self.config.rollout.proxy, context)
         self._stack.push_async_callback(self.proxy.stop)
+        self._stack.push_async_callback(self.evaluation.cancel)  # before the clients close
 
     def make_maker(self, served: EngineService | FrozenEngines | None = None) -> GroupMaker:
         """Returns a `GroupMaker` that generates rollouts with the engines of `served`, by default those of this

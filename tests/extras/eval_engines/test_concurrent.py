@@ -80,7 +80,7 @@ class Stand:
         try:
             await asyncio.wait_for(train(self.run), LIMIT_S)
         finally:
-            await self.run.evaluation.stop()
+            await self.run.evaluation.cancel()
             await stopped(self.run)
 
 

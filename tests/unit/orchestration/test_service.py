@@ -92,6 +92,20 @@ async def test_parts_end_in_reverse_order_and_engines_take_their_places(tmp_path
     assert parts.done == ["frozen engines checked", "restarts noted", "engines stopped", "frozen engines stopped"]
 
 
+async def test_an_evaluation_is_cancelled_while_clients_are_open(tmp_path, monkeypatch):
+    Parts(monkeypatch)
+    opened = []
+    async with service_in(tmp_path, []) as service:
+        service.place()
+
+        async def cancel() -> None:
+            opened.append(service.clients["actor"]._session is not None)
+
+        monkeypatch.setattr(service.evaluation, "cancel", cancel)
+        await service.open(context=100)
+    assert opened == [True]
+
+
 async def test_a_part_that_does_not_stop_is_reported_and_hides_no_error(tmp_path, monkeypatch):
     parts, notes = Parts(monkeypatch, stubborn="engines"), []
     with refused("loop", about="step 3"):
