@@ -4,6 +4,7 @@ message of one sentence."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
@@ -21,7 +22,7 @@ from slimx.config.schema import Config
 from slimx.config.section import echoed
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.objectives import OBJECTIVES, merged_objective
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, safe_repr
 from slimx.json_types import Json
 
 Overrides = str | Sequence[str] | Mapping[str, object]
@@ -76,8 +77,18 @@ def _beyond(values: Json, base: Json) -> Json:
 def _texts(overrides: Overrides) -> Sequence[str]:
     """Returns `overrides` as `section.key=value`."""
     if isinstance(overrides, Mapping):
-        return [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
+        return [f"{key}={json.dumps(value, ensure_ascii=False, default=_path)}" for key, value in overrides.items()]
     return [overrides] if isinstance(overrides, str) else overrides
+
+
+def _path(value: object) -> str:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise SlimxError(
+        f"the overrides contain {safe_repr(value)}, which YAML cannot contain; pass hooks to slimx.train by name",
+        code="config.override",
+        about=type(value).__name__,
+    )
 
 
 def _load(path: Path, tree: DictConfig, overrides: Sequence[str]) -> Config:

@@ -85,6 +85,8 @@ async def in_thread[**P, T](function: Callable[P, T], *arguments: P.args, **keyw
     def work() -> None:
         try:
             value = function(*arguments, **keywords)
+        except StopIteration as error:  # a future refuses it
+            outcome = partial(result.set_exception, RuntimeError(f"StopIteration: {error}"))
         except BaseException as error:
             outcome = partial(result.set_exception, error)
         else:

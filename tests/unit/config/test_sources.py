@@ -41,7 +41,7 @@ def test_overrides_are_texts_or_nested_or_dotted_keys(file: Path, overrides):
     assert load_config(file, "schedule.steps=3").schedule.steps == 3
 
 
-@pytest.mark.parametrize("text", ["null", "1e3", "true", "a: b", "é\n'\""])
+@pytest.mark.parametrize("text", ["null", "1e3", "true", "a: b", "é\n'\"", "\U0001f600"])
 def test_a_text_of_a_mapping_stays_a_text(file: Path, text: str):
     assert load_config(file, {"run.name": text}).run.name == text
 
@@ -81,6 +81,12 @@ def test_a_wrong_mapping_is_refused_in_one_sentence(source, overrides, code, abo
         load_config(source, overrides)
     error: BaseException = caught.value
     assert isinstance(error, Refusal) and error.__cause__ is None and error.__suppress_context__
+
+
+def test_a_function_among_overrides_is_refused(file: Path):
+    with refused("config.override", about="builtin_function_or_method"):
+        load_config(file, {"reward.function": len})
+    assert load_config(file, {"run.dir": Path("runs/a")}).run.dir == "runs/a"
 
 
 def test_a_mapping_inside_itself_is_refused():

@@ -18,6 +18,7 @@ from slimx.rollout.flow.returned import verdict_of
 from slimx.rollout.flow.reward_pool import RewardPool
 from slimx.rollout.hook_loading import PlainGenerate, PlainReward, load_generate, load_reward, load_rewards, name_of
 from slimx.rollout.hooks import RewardContext, RolloutContext
+from slimx.runtime.tasks import in_thread
 from tests.extras.rewards.reward_stand import context, trajectory
 from tests.unit.rollout.rollout_stand import FakeEngine, config_of, prompts, rollout_context
 
@@ -105,6 +106,11 @@ async def test_a_plain_generate_hook_samples_in_a_thread():
     assert isinstance(hook, PlainGenerate)
     made = await hook(rollout_context(FakeEngine(), {}), prompts()[0])
     assert [span.source for span in made.spans] == ["prompt", "sampled", "sampled"] and made.metadata == {"turns": 2}
+
+
+async def test_a_plain_hook_that_raises_stop_iteration_ends():
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await asyncio.wait_for(in_thread(next, iter(())), 60)
 
 
 async def test_a_plain_generate_hook_gets_nothing_after_its_deadline():
