@@ -80,7 +80,7 @@ def _named(word: str) -> Found | None:
     through = _through(plain)
     if through:
         return Found((through,), whole=True)
-    if word not in plain_names() or "." in word and plain in map(same_key, all_keys()):
+    if word not in plain_names():
         return None
     sentence = for_flag(Config, f"--{word}", PLACEHOLDER)
     if sentence is None:

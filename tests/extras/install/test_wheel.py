@@ -30,7 +30,7 @@ SOURCES = (
     "setup.py",
     "slimx",
 )
-"""What a build reads of the repository."""
+"""Files and folders of the repository that a build reads."""
 HEAVY = {"torch", "megatron-core", "sglang", "ray", "transformers"}
 LIBRARIES = {f"slimx/_lib/libslimx_{name}.so" for name in ("cpu", "exact", "int4")}
 CONFIGS = {f"slimx/extras/quickstart/configs/{name}.yaml" for name in ("quickstart", "quickstart-sft")}
