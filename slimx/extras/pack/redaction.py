@@ -19,11 +19,12 @@ SHORTEST = 6
 as 1 or true, occur in most texts."""
 
 _SECRET = (
-    r"(?:[A-Z0-9_]{0,64}(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|COOKIE|DSN)"
+    r"(?:[A-Z0-9_]{0,64}(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|COOKIE|DSN|_PASS)"
+    r"|[A-Za-z0-9]{1,64}(?:Key|Token|Secret|Password)"
     r"|(?i:(?:[\w.-]{0,64}[_.-])?(?:api|admin|access|secret|private|auth|ssh|signing|encryption)[_-]?key"
     r"|(?:[\w.-]{0,64}[_.-])?(?:password|passwd|passphrase|pwd|secret|client[_-]?secret|credentials?|authorization|cookie|dsn)"
     r"|(?:[\w.-]{0,64}(?:api|admin|access|auth|bearer|refresh|id|session|bot|user|hub|hf)[_-]?)?token"
-    r"|[\w.-]{0,64}key(?:file)?[_-]password|webhook(?:[_-]url)?))"
+    r"|[\w.-]{0,64}key(?:file)?[_-]password|(?:[\w.-]{0,64}[_.-])?webhook(?:[_-]url)?))"
 )
 SECRET_NAME = re.compile(_SECRET)
 """Names of keys and variables whose values are removed. Names of token ids, such as eos_token, are not among them."""
@@ -36,7 +37,7 @@ _FORMS = [
         r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[\w+/=\s\\:,]|-(?!----))*(?:-----END [A-Z ]*PRIVATE KEY-----)?",
         r"(?<![A-Za-z0-9])hf_[A-Za-z0-9]{8,}",
         r"(?<![A-Za-z0-9])sk-[A-Za-z0-9_-]{8,}",
-        r"(?<![A-Za-z0-9])(?:gh[pousr]_|github_pat_|glpat-|xox[a-z]-|nvapi-|wandb_v\d_)[A-Za-z0-9_-]{8,}",
+        r"(?<![A-Za-z0-9])(?:gh[pousr]_|github_pat_|glpat-|gsk_|npm_|pypi-|r8_|xox[a-z]-|nvapi-|wandb_v\d_)[A-Za-z0-9_-]{8,}",
         r"(?<![A-Z0-9])(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])",
         r"(?<![A-Za-z0-9])AIza[A-Za-z0-9_-]{30,}",
         r"(?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*",
@@ -54,6 +55,11 @@ _FORMS = [
 _AFTER = [
     # The key of Weights & Biases has 40 hexadecimal digits, like a commit.
     re.compile(r"(?i)(wandb[^\n]{0,80}?)(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"),
+    re.compile(
+        r"(?i)(?<![\w-])(--?[\w-]{0,64}(?:key|token|secret|password|passwd)"
+        r"[\"']?(?:\n[ \t]{0,40}- |[\s,]{1,8})[\"']?)(?!-)[^\s\"',]+"
+    ),
+    re.compile(r"(?<![\w-])((?:-u|--user) [\"']?[\w.-]+:)[^\s\"']+"),
     re.compile(r"(?i)(authorization[\"']?\s*[:=]\s*[\"']?)[^\n\"',}]+"),
 ]
 """Secrets that only the words before them show."""

@@ -45,6 +45,14 @@ def redactor(**environment: str) -> Redactor:
         f"-----BEGIN RSA PRIVATE KEY-----\\n{KEY}\n{KEY}\n-----END RSA PRIVATE KEY-----",
         f"eyJhbGciOiJIUzI1NiJ9.{KEY}abc.{KEY}",
         f"said {KEY} again",
+        f"serve --api-key {KEY} --port 1",
+        f"['--admin-api-key', '{KEY}', '--port', '1']",
+        f"args:\n- --password\n- {KEY}\n",
+        f"curl -u alice:{KEY} x",
+        f"DB_PASS={KEY}",
+        f"AccountKey={KEY};x=1",
+        f"track.webhook=https://chat.example/api/{KEY}",
+        f"gsk_{KEY} npm_{KEY} pypi-{KEY} r8_{KEY}",
     ],
 )
 def test_a_secret_is_removed(text):
@@ -65,6 +73,7 @@ def test_a_secret_is_removed(text):
         "gap/mean 1.2e-07 perf/tokens_per_second 3164.26",
         "KeyError: 'messages'; the tokenizer of the root folder",
         "the monkey: a",
+        "--max-tokens 512 --eos-token-id 5 --key-value-heads 8 -u 5",
     ],
 )
 def test_what_a_maintainer_needs_is_kept(text):
