@@ -34,7 +34,7 @@ def find(names: tuple[str, ...]) -> typer.core.TyperCommand | TyperGroup:
     return command
 
 
-@pytest.mark.parametrize("names", commands(PROGRAM), ids=" ".join)
+@pytest.mark.parametrize("names", [*commands(PROGRAM)], ids=" ".join)
 def test_the_help_of_a_command_shows_examples_and_a_page(names: tuple[str, ...]) -> None:
     command = find(names)
     text = command.help or ""

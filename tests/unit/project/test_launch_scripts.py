@@ -197,10 +197,14 @@ def test_a_single_node_starts_a_run_only_if_it_is_healthy():
 
 
 def test_a_node_without_a_first_node_gives_up_at_the_deadline(tmp_path):
-    before = set(Path("/tmp").glob("slimx-ray.*"))
-    done = launch("node.sh", "x.yaml", NODE_RANK="1", NODES="2", JOB_DIR=str(tmp_path), SLIMX_JOIN_S="1")
+    # Other tests make such directories meanwhile: this node's is the one that its mktemp names.
+    (tmp_path / "mktemp").write_text(f'#!/bin/bash\n/usr/bin/mktemp "$@" | tee {tmp_path}/made\n')
+    (tmp_path / "mktemp").chmod(0o755)
+    environment = {"NODE_RANK": "1", "NODES": "2", "JOB_DIR": str(tmp_path), "SLIMX_JOIN_S": "1"}
+    done = launch("node.sh", "x.yaml", PATH=f"{tmp_path}:/usr/bin:/bin", **environment)
     assert done.returncode == 1 and f"{tmp_path}/head" in done.stderr and "1 s" in done.stderr
-    assert set(Path("/tmp").glob("slimx-ray.*")) <= before
+    made = Path((tmp_path / "made").read_text().strip())
+    assert made.name.startswith("slimx-ray.") and not made.exists()
 
 
 RAY = """#!/bin/bash
