@@ -1,4 +1,4 @@
-"""Measures the seconds from a command to its first finished training step: `python benchmarks/start.py [TRL]`.
+"""Measures the seconds from a command to its first word and first training step: `python benchmarks/start.py [TRL]`.
 
 Compares slimx with TRL, the directory of another set of packages, so that none of them can change what slimx runs with;
 without it slimx is measured alone:
@@ -7,8 +7,8 @@ without it slimx is measured alone:
         dill==0.4.1 multiprocess==0.70.19 pandas==3.1.1 fsspec==2026.9.0 python-dateutil==2.9.0.post0 six==1.17.0
 
 Both train the warm start of `make quickstart`, which must have been run unless --model and --task name others, on the
-same prompts: 32 prompts, 8 rollouts of each, one optimizer step. Starts alternate. `end` is the time of the whole
-command.
+same prompts: 32 prompts, 8 rollouts of each, one optimizer step. Starts alternate. `first word` is the first output;
+`end` is the time of the whole command.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ DEADLINE_S = 600.0
 class Start:
     """Seconds since the start of the command."""
 
+    word: float
+    """First output."""
     step: float
     """End of the first step."""
     end: float
@@ -50,12 +52,14 @@ class Start:
 def measured(argv: list[str], env: dict[str, str], log: Path, done: Callable[[], bool]) -> Start:
     """Runs a command until it ends; returns its times. Raises RuntimeError if it fails."""
     with log.open("wb") as output:
-        began, step = time.time(), 0.0
+        began, word, step = time.time(), 0.0, 0.0
         process = subprocess.Popen(
             argv, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | env, cwd=ROOT
         )
         try:
             while process.poll() is None and time.time() < began + DEADLINE_S:
+                if not word and log.stat().st_size:
+                    word = time.time() - began
                 if not step and done():
                     step = time.time() - began
                 time.sleep(0.02)
@@ -64,7 +68,7 @@ def measured(argv: list[str], env: dict[str, str], log: Path, done: Callable[[],
             status = process.wait(60)
     if status or not step:
         raise RuntimeError(f"{argv} ended with status {status}; its output is in {log}")
-    return Start(step, time.time() - began, {})
+    return Start(word, step, time.time() - began, {})
 
 
 def start_slimx(directory: Path, model: Path, task: Path) -> Start:
@@ -129,6 +133,7 @@ def main() -> None:
         print(f"slimx {name:18}{begins:10.1f}{ends:10.1f}")
     for name, several in starts.items():
         if several:
+            print(f"{name + ' first word':24}{'':10}{median(one.word for one in several):10.1f}")
             print(f"{name + ' first step':24}{'':10}{median(one.step for one in several):10.1f}")
             print(f"{name + ' end':24}{'':10}{median(one.end for one in several):10.1f}")
     if starts["TRL"]:
