@@ -30,7 +30,6 @@ class HttpResponse:
     status: int
     content: bytes
     headers: Mapping[str, str]
-    """Headers; their names are found in any case."""
 
 
 def fetch(
@@ -113,7 +112,7 @@ async def _fetch(
                 most = MAX_ERROR
                 to = None
             content = await _read(response, most, to, progress)
-            return HttpResponse(response.status, content, response.headers)
+            return HttpResponse(response.status, content, dict(response.headers))
 
 
 async def _pieces(file: IO[bytes], progress: Callable[[], None]) -> AsyncIterator[bytes]:

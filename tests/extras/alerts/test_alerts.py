@@ -120,6 +120,11 @@ def test_a_checkpoint_that_is_skipped_in_the_same_process_repeats_alerts(run):
     process.train(ILL + 2, 90)  # from an earlier checkpoint
     logged = alerts_of(run)
     assert logged == computed(run) and len(logged) == 1
+    JsonlFile(run / "metrics.jsonl", resume_step=ILL).close()
+    for step in range(ILL, 120):  # more than were there before
+        log(run, step, HEALTHY[50])
+    process.alerts.look(IDLE)
+    assert (run / FILE).read_bytes() == b""
 
 
 def test_alerts_of_a_run_without_a_log_come_from_its_metrics(run):
@@ -131,22 +136,22 @@ def test_alerts_of_a_run_without_a_log_come_from_its_metrics(run):
     assert alerts_of(run) == []
 
 
-@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("delay", [0, 2, 4])
 def test_evaluations_that_are_no_steps_open_alerts_as_from_the_file(run, delay):
-    """Evaluates before the first step and every 2 steps; results are there `delay` steps later, the last one after the
-    last step. Held-out rewards fall in the last two evaluations."""
+    """Evaluates before the first step and every 2 of 17 steps; results are there `delay` steps later. Held-out rewards
+    fall in the last two evaluations, those of the steps 12 and 14."""
     process = Process(run)
     held_out = [0.5, 0.7, 0.9, 0.91, 0.9, 0.92, 0.2, 0.21]
     process.alerts.look(IDLE)
-    for step in range(15 + delay):
-        evaluated, late = divmod(step - delay, 2)
-        if late == 0 and evaluated >= 0:
+    for step in range(19):
+        evaluated, odd = divmod(step - delay, 2)
+        if not odd and 0 <= evaluated < len(held_out):
             log(run, 2 * evaluated, {"eval/accuracy": held_out[evaluated]})
-        if 0 < step < 15:
+        if 0 < step < 18:
             process.alerts.step = step
             log(run, step, metrics_at(step))
             process.alerts.recorded(metrics_at(step))
-    assert len(process.notes) == (delay == 0)
+    assert len(process.notes) == (delay < 4)
     process.alerts.look(IDLE)
     assert len(process.notes) == 1
     logged = alerts_of(run)
