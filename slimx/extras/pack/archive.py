@@ -58,7 +58,7 @@ def pack(run: Path, out: Path | None, rollouts: int, environment: Mapping[str, s
     directory = _directory_of(run)
     redactor = redactor_of(directory or run, environment)
     name = re.sub(r"[^\w.-]+", "-", redactor.text(run.resolve().stem))
-    file = out or Path(f"slimx-{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.tar.gz")
+    file = out or Path(f"slimx-{name}-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
     if os.path.lexists(file):
         raise SlimxError(f"{file} exists; choose another file with --out", code="pack.out", about=str(file))
     if directory is not None:

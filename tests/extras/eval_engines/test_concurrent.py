@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +12,6 @@ from typing import Any
 import pytest
 
 from slimx.errors import SlimxError
-from slimx.extras.alerts.curves.watch import Curves
-from slimx.extras.alerts.finding import Finding
-from slimx.extras.alerts.receiver import Alerts
 from slimx.extras.eval_engines.concurrent import EnginesBeside
 from slimx.extras.generation.checks import without_trainers
 from slimx.orchestration.loop import train
@@ -134,24 +130,6 @@ async def test_every_result_belongs_to_the_step_of_its_weights(tmp_path):
     assert [metrics["eval/accuracy"] for metrics in found[3]] == [1.0], "the run's end waits for the last result"
     samples = [line for line in lines(tmp_path / "samples.jsonl") if line["evaluation"]]
     assert {(line["step"], line["version"]) for line in samples} == {(step, step) for step in range(4)}
-
-
-async def test_every_result_reaches_the_alerts_as_it_is_in_the_file(tmp_path):
-    seen: list[dict[str, float]] = []
-
-    class Seen(Curves):
-        def look(self, metrics: Mapping[str, float]) -> Iterator[tuple[bool, Finding]]:
-            seen.append(dict(metrics))
-            return iter(())
-
-    stand = evaluating(tmp_path, schedule__steps=3)
-    alerts = Alerts("r", tmp_path, print, factor=10, at_least=1e9, curves=lambda: Seen(1))
-    stand.run.records.events = alerts
-    alerts.look({"phase": "start", "number": 0, "since": time.time()})
-    await stand.train()
-    alerts.close()
-    assert seen == [line["metrics"] for line in lines(tmp_path / "metrics.jsonl")]
-    assert sum("eval/accuracy" in metrics for metrics in seen) == 4
 
 
 async def test_training_goes_on_meanwhile_and_the_next_evaluation_waits(tmp_path):
