@@ -15,7 +15,7 @@ WAIT_S = 120.0
 
 
 class Received:
-    """Keeps what was posted. The next answers have the `statuses`, and all after them 200."""
+    """Keeps what was posted. The next answers to posts have the `statuses`, and all others 200."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -26,6 +26,8 @@ class Received:
         self.posts = 0
         self.body = b""
         """Body of answers with the status 200."""
+        self.bodies: list[bytes] = []
+        """Bodies of the next such answers, before `body`."""
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == kind]
@@ -48,7 +50,9 @@ def webhook_server() -> Iterator[Received]:
             if status == 200:
                 received.events.append(json.loads(body))
             self.send_response(status)
-            body = received.body if status == 200 else b""
+            body = b""
+            if status == 200:
+                body = received.bodies.pop(0) if received.bodies else received.body
             for name, value in {
                 "Content-Length": str(len(body)),
                 **(received.headers if status != 200 else {}),
@@ -56,6 +60,11 @@ def webhook_server() -> Iterator[Received]:
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
         def log_message(self, *_: object) -> None:
             """Nothing is printed."""

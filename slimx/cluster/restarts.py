@@ -32,7 +32,7 @@ class Restart:
     """Reason why the restart failed; "" if it succeeded."""
 
     def __str__(self) -> str:
-        when = time.strftime("%H:%M:%S", time.localtime(self.at))
+        when = time.strftime("%H:%M:%S UTC", time.gmtime(self.at))
         # Messages end with a remedy after a semicolon, which would be repeated for every restart.
         reason, error = (message.partition("; ")[0] for message in (self.reason, self.error))
         how = f"failed ({error})" if error else "succeeded"

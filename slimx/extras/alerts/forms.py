@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -20,6 +20,10 @@ HOSTS: dict[str, Form] = {
 }
 """Hosts whose webhooks need a form other than JSON with all fields."""
 SLACK_ESCAPES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+BUSY_CODES = (9499, 11232, 2200)
+"""Codes by which Feishu and Lark refuse a message that they may accept later: two for too many messages, 5 in a second
+or 100 in a minute, and one for internal errors. Others, such as 19024 for a missing keyword and 19021 for a wrong
+signature, are final."""
 MOST = 2900
 """Maximum number of characters of a message. Slack accepts 3,000 in one block."""
 
@@ -56,16 +60,27 @@ def _shortened(characters: Iterable[str]) -> str:
     return text
 
 
-def refusal_of(content: bytes, form: Form) -> str | None:
-    """Returns the reason for which a server that answered with a status below 300 did not accept a message; None if it
-    did. Feishu and Lark give the reason as a code other than 0 in the body."""
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Answer of a server that did not accept a message although its status is below 300."""
+
+    reason: str
+    again: bool = False
+    """True if the server may accept the message later."""
+
+
+def refusal_of(content: bytes, form: Form) -> Refused | None:
+    """Returns the refusal of a server that answered with a status below 300; None if it accepted the message. Feishu
+    and Lark give the reason as a code other than 0 in the body."""
     if form != "feishu":
         return None
     try:
         answer = json.loads(content)
     except ValueError:
-        return "an answer that is not JSON"
-    code = answer.get("code", answer.get("StatusCode", 0)) if isinstance(answer, dict) else 0
+        return Refused("an answer that is not JSON")
+    if not isinstance(answer, dict):
+        return Refused("an answer that is no JSON object")
+    code = answer.get("code", answer.get("StatusCode", 0))
     if code == 0:
         return None
-    return f"code {code}"
+    return Refused(f"code {code}", code in BUSY_CODES)

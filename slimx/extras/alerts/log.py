@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from slimx.durable import write_atomic
 from slimx.extras.alerts.curves.watch import Curves
 from slimx.extras.alerts.finding import Finding
 from slimx.extras.alerts.remedies import REMEDIES
-from slimx.json_types import Json
 from slimx.observability.tracking.jsonl import load_records
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.run_files import read_config
@@ -77,8 +77,8 @@ class AlertLog:
     """Open and past alerts of a run, which are also written to `RUN/alerts.jsonl`."""
 
     def __init__(self, directory: Path, warn: Callable[[str], None]) -> None:
-        """Reads the alerts that an earlier process has left. `warn` is called once with a message if the file cannot
-        be written."""
+        """Reads the alerts that an earlier process has left. `warn` is called once with a message if a file cannot
+        be read or written."""
         self._file = directory / FILE
         self._warn: Callable[[str], None] | None = warn
         self.alerts = read_log(self._file)
@@ -94,29 +94,30 @@ class AlertLog:
             if old.closed is not None or old.key != alert.key:
                 kept.append(old)
         self.alerts = [*kept, alert]
-        self._append([alert])
+        try:
+            with self._file.open("ab") as file:
+                file.write(_line(alert))
+        except OSError as error:
+            self.fail(FILE, error)
 
     def restart(self, alerts: Iterable[Alert]) -> None:
         """Replaces all alerts."""
         self.alerts = list(alerts)
         try:
-            self._file.unlink(missing_ok=True)
+            write_atomic(self._file, *map(_line, self.alerts))
         except OSError as error:
-            self._fail(error)
-        self._append(self.alerts)
+            self.fail(FILE, error)
 
-    def _append(self, alerts: Iterable[Alert]) -> None:
-        try:
-            with self._file.open("a", encoding="utf-8") as file:
-                for alert in alerts:
-                    file.write(json.dumps(asdict(alert)) + "\n")
-        except OSError as error:
-            self._fail(error)
-
-    def _fail(self, error: OSError) -> None:
+    def fail(self, name: str, error: OSError) -> None:
+        """Reports once that a file of the run's directory cannot be read or written."""
         if self._warn is not None:
-            self._warn(f"{self._file} cannot be written ({error.strerror}); slimx alerts will miss alerts of this run")
+            file = self._file.with_name(name)
+            self._warn(f"{file} cannot be used ({error.strerror}); slimx alerts will miss alerts of this run")
             self._warn = None
+
+
+def _line(alert: Alert) -> bytes:
+    return json.dumps(asdict(alert)).encode() + b"\n"
 
 
 def read_log(file: Path) -> list[Alert]:
@@ -142,20 +143,21 @@ def alerts_of(directory: Path) -> list[Alert]:
     if not metrics.is_file():
         return []
     status = metrics.stat()
-    return list(_computed(metrics, groups_of(config), status.st_mtime_ns, status.st_size))
-
-
-def groups_of(config: Json) -> int:
-    """Returns `rollout.prompts_per_step` of a configuration as plain values; 1 if it is not set."""
     rollout = config.get("rollout") or {}
-    return int(rollout.get("prompts_per_step") or 1)
+    off = (config.get("alerts") or {}).get("disabled") or ()
+    passing = (config.get("eval") or {}).get("passing", 1.0)
+    groups = int(rollout.get("prompts_per_step") or 1)
+    return list(_computed(metrics, groups, tuple(off), float(passing), status.st_mtime_ns, status.st_size))
 
 
 @lru_cache(maxsize=4)
-def _computed(metrics: Path, groups: int, mtime_ns: int, size: int) -> tuple[Alert, ...]:
+def _computed(
+    metrics: Path, groups: int, off: tuple[str, ...], passing: float, mtime_ns: int, size: int
+) -> tuple[Alert, ...]:
     """Returns the alerts that the metrics in a file would have opened. The file's time and size are part of the cache's
     key."""
-    return tuple(replayed(Curves(groups), load_records(metrics, StepRecord.from_json)[0]))
+    curves = Curves(groups, off, passing=passing)
+    return tuple(replayed(curves, load_records(metrics, StepRecord.from_json)[0]))
 
 
 def replayed(curves: Curves, records: Iterable[StepRecord]) -> list[Alert]:
@@ -187,7 +189,7 @@ def alert_lines(alerts: Sequence[Alert]) -> Iterator[str]:
 
 
 def _when(step: int | None, at: float) -> str:
-    moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+    moment = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
     if step is None:
         return moment
     return f"step {step} ({moment})"

@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from slimx.extras.alerts.lines import last_lines
+
 RECENT = 20
 """Number of most recent durations of a phase whose median counts as the phase's usual duration."""
 TAIL_BYTES = 2**20
@@ -58,13 +60,3 @@ def usual_seconds(directory: Path, phase: str) -> float | None:
         if len(durations) == RECENT:
             break
     return median(durations) if durations else None
-
-
-def last_lines(file: Path, nbytes: int) -> list[bytes]:
-    """Returns the lines that end within the last `nbytes` bytes of a file. The first one may be incomplete. Returns []
-    if there is no file."""
-    if not file.exists():
-        return []
-    with file.open("rb") as lines:
-        lines.seek(max(0, file.stat().st_size - nbytes))
-        return lines.read().split(b"\n")[:-1]

@@ -11,19 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
 from slimx.extras.alerts.curves.watch import Curves
 from slimx.extras.alerts.event import Event
 from slimx.extras.alerts.finding import Finding
 from slimx.extras.alerts.forms import form_of
+from slimx.extras.alerts.lines import NewRecords
 from slimx.extras.alerts.log import Alert, AlertLog, opened, replayed
 from slimx.extras.alerts.machine.watch import CLOSES, MachineWatch, this_machine
 from slimx.extras.alerts.pace import PhasePace, phase_pace
 from slimx.extras.alerts.section import AlertSettings, settings_of
 from slimx.observability.events import Events, Kind
-from slimx.observability.tracking.jsonl import load_records
-from slimx.observability.tracking.metrics import StepRecord
 
 if TYPE_CHECKING:
     from slimx.extras.alerts.webhook import Webhook
@@ -44,11 +44,11 @@ class Alerts(Events):
         *,
         factor: float,
         at_least: float,
-        curves: Curves | None = None,
+        curves: Callable[[], Curves] | None = None,
     ):
         """Stores the run's `name` and `directory`; no webhook is set yet. `note` receives messages for the user: about
         stalls and alerts, and at the end about undelivered events. `factor` and `at_least`: settings of `track.stall`,
-        which determine when a phase counts as stalled. `curves`: checks of the metrics; None: none."""
+        which determine when a phase counts as stalled. `curves` creates the checks of the metrics; None: none."""
         self.webhook: Webhook | None = None
         self.machine: MachineWatch | None = None
         """Checks of this machine; None: none."""
@@ -58,10 +58,11 @@ class Alerts(Events):
         self._directory = directory
         self._factor = factor
         self._at_least = at_least
-        self._curves = curves
+        self._make_curves = curves
+        self._curves: Curves | None = None
+        """Checks that have seen the records read so far; None before the first record."""
+        self._records = NewRecords(directory / "metrics.jsonl")
         self._began = time.time()
-        self._resumed = False
-        """True once the checks have seen the steps before the first one of this process."""
         self._reported: tuple[str, int] | None = None
         """Name and number of a phase whose stall was reported and whose end has not been reported yet; None if there is
         no such phase."""
@@ -95,9 +96,10 @@ class Alerts(Events):
 
     def look(self, activity: Mapping[str, Any]) -> None:
         """Reports once if the phase that `activity` describes has stalled; a later call reports that the stalled phase
-        has ended. Also reports what the checks of this machine have found since the last call."""
+        has ended. Also reports what the checks of this machine and of the metrics have found since the last call."""
         if self.machine is not None:
-            self._report(self.machine.changes())
+            self._report(self.machine.changes(), self.step, time.time())
+        self._check_records()
         current = (activity["phase"], activity["number"])
         if self._reported is not None and self._reported != current:
             phase, _ = self._reported
@@ -121,24 +123,34 @@ class Alerts(Events):
             if name.endswith(("optim/skipped", "critic/skipped")) and count:
                 about = name.removesuffix("/skipped").removesuffix("optim").strip("/")
                 self.tell("step_skipped", skipped, about=about)
-        if self._curves is not None:
-            self._resume(self._curves)
-            self._report(self._curves.look(metrics))
+        self._check_records(newest=1)
 
-    def _resume(self, curves: Curves) -> None:
-        """Shows the steps before the current one to the checks, and removes alerts of later steps from the log, once
-        for each process. Alerts about machines stay in the log; those of an earlier process are closed."""
-        if self._resumed:
+    def _check_records(self, newest: int = 0) -> None:
+        """Shows the records that were added to metrics.jsonl since the last call to the checks, and reports the alerts
+        that they open and close. The file is read, because evaluations before the first step and during training are
+        records but no steps: the alerts are those that are computed from the file.
+
+        The records of an earlier process, which are all but the `newest` last ones when the file is read from its
+        start, are not reported: their alerts replace those of the log."""
+        if self._make_curves is None:
             return
-        self._resumed = True
-        file = self._directory / "metrics.jsonl"
-        records = []
-        if file.is_file():
-            records = load_records(file, StepRecord.from_json)[0]
-        earlier = []
+        try:
+            begins, records = self._records.read()
+        except OSError as error:
+            self.log.fail("metrics.jsonl", error)
+            return
+        if begins:
+            self._curves = self._make_curves()
+            earlier = records[: len(records) - newest]
+            records = records[len(earlier) :]
+            self._restart_log(replayed(self._curves, earlier))
         for record in records:
-            if self.step is not None and record.step < self.step:
-                earlier.append(record)
+            assert self._curves is not None, "the first call begins at the file's start"
+            self._report(self._curves.look(record.metrics), record.step, record.time)
+
+    def _restart_log(self, alerts: Iterable[Alert]) -> None:
+        """Replaces the alerts about metrics in the log by `alerts`. Alerts about machines stay in the log; those of an
+        earlier process are closed."""
         kept = []
         for alert in self.log.alerts:
             if alert.name in CLOSES:
@@ -146,13 +158,13 @@ class Alerts(Events):
                 if left:
                     alert = replace(alert, closed=self._began)
                 kept.append(alert)
-        self.log.restart([*kept, *replayed(curves, earlier)])
+        self.log.restart([*kept, *alerts])
 
-    def _report(self, changes: Iterable[Change]) -> None:
-        """Opens and closes alerts, and reports each change."""
+    def _report(self, changes: Iterable[Change], step: int | None, at: float) -> None:
+        """Opens and closes alerts at Unix time `at`, and reports each change. `step`: step that the changes concern."""
         for opens, finding in changes:
             if opens:
-                alert = opened(finding, self.step, time.time())
+                alert = opened(finding, step, at)
                 sentence = f"alert {alert.line}"
                 self.note(sentence)
                 self._send("alert", sentence, alert.title, alert)
@@ -160,15 +172,17 @@ class Alerts(Events):
                 known = self.log.open_alerts().get((finding.name, finding.about))
                 if known is None:  # its line could not be read
                     continue
-                alert = replace(known, closed=time.time(), closed_step=self.step)
+                alert = replace(known, closed=at, closed_step=step)
                 sentence = f"alert {alert.title} is over: {finding.text}"
                 self.note(sentence)
                 self._send("alert_over", sentence, alert.title, alert)
             self.log.put(alert)
 
     def close(self) -> None:
-        """Ends the checks of this machine and closes their alerts. Waits for the webhook to post the last events, and
-        reports undelivered ones to `note`."""
+        """Checks the last records of metrics, ends the checks of this machine, and closes their alerts. Waits for the
+        webhook to post the last events, and reports undelivered ones to `note`."""
+        if self._curves is not None:
+            self._check_records()
         if self.machine is not None:
             self.machine.close()
             for alert in self.log.open_alerts().values():
@@ -209,10 +223,13 @@ def open_alerts(config: Config, note: Callable[[str], None]) -> Iterator[Alerts]
     stall = config.track.stall
     settings = settings_of(config)
     directory = Path(config.run.dir)
-    curves = Curves(config.rollout.prompts_per_step, settings.disabled)
+    disabled = set(settings.disabled)
+    if device_of(config) == "cpu":  # the GPUs of this machine, if any, belong to others
+        disabled.add("gpu")
+    curves = partial(Curves, config.rollout.prompts_per_step, settings.disabled, passing=config.eval.passing)
     alerts = Alerts(config.run.name, directory, note, factor=stall.factor, at_least=stall.at_least, curves=curves)
-    if not {"disk", "gpu"} <= set(settings.disabled):
-        alerts.machine = MachineWatch(partial(this_machine, directory, settings.disabled))
+    if not {"disk", "gpu"} <= disabled:
+        alerts.machine = MachineWatch(partial(this_machine, directory, disabled))
     with alerting(alerts, config.track.webhook, settings):
         yield alerts
 

@@ -7,14 +7,16 @@ import time
 from collections import Counter
 from contextlib import suppress
 from functools import partial
+from urllib.parse import urljoin
 
 import aiohttp
 
 from slimx.errors import SlimxError
 from slimx.extras.alerts.event import Event
 from slimx.extras.alerts.forms import Form, body_of, refusal_of
-from slimx.extras.alerts.in_order import InOrder
-from slimx.extras.http.blocking import fetch
+from slimx.extras.http.blocking import HttpResponse, fetch
+from slimx.extras.http.in_order import InOrder
+from slimx.json_types import Json
 
 TIMEOUT_S = 10.0
 """Timeout in seconds for connecting to the server, and for periods without progress after that."""
@@ -22,6 +24,12 @@ PAUSES_S = (1.0, 2.0)
 """Pauses in seconds before the second and the third attempt to post an event."""
 RETRIED = (429, 500, 502, 503, 504)
 """HTTP statuses after which an event is posted again."""
+REDIRECTS = (307, 308)
+"""HTTP statuses after which an event is posted to the URL in the response; with others, the request would lose its
+body."""
+MAX_REDIRECTS = 5
+BUSY_S = 10.0
+"""Pause in seconds before a message is posted again that Feishu or Lark refused because there were too many."""
 MAX_PAUSE_S = 30.0
 """Maximum pause in seconds that a Retry-After header of a response can request."""
 CLOSE_S = 60.0
@@ -71,29 +79,38 @@ class Webhook:
             time.sleep(max(pause_s, retry_after_s))
             retry_after_s = 0.0
             try:
-                response = fetch(
-                    "POST",
-                    self._url,
-                    json=body_of(event, self._form),
-                    connect_s=TIMEOUT_S,
-                    read_s=TIMEOUT_S,
-                    redirects=True,
-                )
-            except (aiohttp.ClientError, TimeoutError) as error:
+                response = self._answer(body_of(event, self._form))
+            except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: of a Location
                 problem = type(error).__name__  # without its text, which contains the URL, which may be a secret
                 continue
             if response.status < 300:
                 refusal = refusal_of(response.content, self._form)
                 if refusal is None:
                     return
-                problem = refusal
-                break
+                problem = refusal.reason
+                if not refusal.again:
+                    break
+                retry_after_s = BUSY_S
+                continue
             problem = f"HTTP status {response.status}"
             if response.status not in RETRIED:
                 break
             with suppress(ValueError):  # Retry-After may be a date
                 retry_after_s = min(float(response.headers.get("Retry-After", 0)), MAX_PAUSE_S)
         self._lose(event, problem)
+
+    def _answer(self, body: Json) -> HttpResponse:
+        """Posts `body` and returns the response, that of the last URL if there are redirects."""
+        post = partial(fetch, "POST", json=body, connect_s=TIMEOUT_S, read_s=TIMEOUT_S)
+        url = self._url
+        response = post(url)
+        for _ in range(MAX_REDIRECTS):
+            target = response.headers.get("Location")
+            if response.status not in REDIRECTS or target is None:
+                break
+            url = urljoin(url, target)
+            response = post(url)
+        return response
 
     def _lose(self, event: Event, problem: str) -> None:
         with self._lock:

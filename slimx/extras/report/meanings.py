@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from slimx.extras.alerts.curves.watch import policy_of
 from slimx.observability.tracking.names import find
 
 
@@ -103,8 +104,6 @@ TERMS: Mapping[str, str] = {
 }
 """Terms that the pages use, with the usual words for them."""
 
-_OF_POLICY = re.compile(r"policy/[^/]+/(?=.+/)")
-"""Prefix of the metrics of a policy other than the actor; the rest of the name is that of the actor's metric."""
 _OF_CRITIC = re.compile(r"critic/(?=grad_norm|lr|skipped|zero_gradient)")
 
 
@@ -153,4 +152,4 @@ def good(metric: str) -> Good:
 
 def _of_actor(metric: str) -> str:
     """Returns the name of the actor's metric for a metric of a critic or of another policy."""
-    return _OF_CRITIC.sub("optim/", _OF_POLICY.sub("", metric))
+    return _OF_CRITIC.sub("optim/", policy_of(metric)[1])

@@ -1,1 +1,1 @@
-"""Views of a run: terminal commands, the live page, trackers, Prometheus and the webhook."""
+"""Views of a run: terminal commands, the live page, trackers and Prometheus."""

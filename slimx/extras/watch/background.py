@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from slimx.extras.alerts.in_order import InOrder
+from slimx.extras.http.in_order import InOrder
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.samples import RecordedSample
 from slimx.observability.tracking.tracker import Sink

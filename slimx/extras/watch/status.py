@@ -4,7 +4,6 @@ running, and its engines. The second shows the Python stacks of the run's proces
 from __future__ import annotations
 
 import json
-import re
 import socket
 import time
 from collections.abc import Mapping
@@ -15,8 +14,10 @@ from typing import Any
 
 from slimx.config.sections.run import Stall
 from slimx.errors import SlimxError
+from slimx.extras.alerts.curves.watch import policy_of
+from slimx.extras.alerts.lines import last_lines
 from slimx.extras.alerts.log import alerts_of
-from slimx.extras.alerts.pace import SILENT_S, PhasePace, last_lines, phase_pace
+from slimx.extras.alerts.pace import SILENT_S, PhasePace, phase_pace
 from slimx.observability.live.activity import activity_lines, read_activity
 from slimx.observability.live.run_lock import is_locked
 from slimx.observability.live.stacks import stacks, stacks_text
@@ -116,8 +117,6 @@ WORDS: Mapping[str, str] = {
 
 SHOWN = ("reward/mean", "loss/policy", "loss/sft", "gap/mean", "staleness/max", "time/step")
 
-_OF_POLICY = re.compile(r"policy/([^/]+)/[^/]+/")
-
 
 def describe_status(status: dict[str, Any]) -> list[str]:
     """Returns the result of `run_status` as lines of text. Engines of a run that is not running are omitted."""
@@ -166,9 +165,9 @@ def _policies(metrics: Mapping[str, float]) -> list[str]:
     """Returns the names of the policies for which `metrics` contains separate metrics."""
     names: dict[str, None] = {}
     for key in metrics:
-        match = _OF_POLICY.match(key)
-        if match is not None:
-            names[match[1]] = None
+        name = policy_of(key)[0]
+        if name:
+            names[name] = None
     return list(names)
 
 
@@ -187,7 +186,7 @@ def _restarts(part: dict[str, Any]) -> list[str]:
     """Returns a line for each recent restart of `part`, an engine or a router."""
     lines = []
     for restart in part.get("history", []):
-        when = time.strftime("%H:%M:%S", time.localtime(restart["at"]))
+        when = time.strftime("%H:%M:%S UTC", time.gmtime(restart["at"]))
         result = "succeeded"
         if restart["error"]:
             result = f"failed: {restart['error']}"

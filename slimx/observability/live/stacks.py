@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
@@ -84,7 +84,7 @@ def write_stacks(directory: Path, why: str) -> Path:
     """Writes `why`, a line that says why the stacks are written, and the stacks of the run's processes to
     RUN/stacks/TIME.txt, and returns the path of this file. Only the newest `KEPT` files are kept."""
     # With microseconds, engines that are lost at the same time get separate files.
-    file = directory / DIRECTORY / f"{datetime.now():%Y%m%d-%H%M%S-%f}.txt"
+    file = directory / DIRECTORY / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}.txt"
     file.parent.mkdir(exist_ok=True)
     file.write_text(f"{why}\n\n{stacks_text(stacks(directory))}")
     for old in sorted(file.parent.glob("*.txt"))[:-KEPT]:

@@ -175,10 +175,10 @@ class LiveTable:
     def phase(self, name: str) -> None:
         """Starts phase `name` and ends the previous phase. On a terminal, the elapsed seconds of the phase appear in
         the column with key `time/NAME`, if there is one; elsewhere, a line announces each phase before the first
-        row."""
-        self._end_phase()
-        if self._live is None and not self._rows:
+        row, unless the same phase is resumed."""
+        if self._live is None and not self._rows and name != self._phase:
             self.milestone(name)
+        self._end_phase()
         self._start = None
         self._phase = name
         self._phase_start = self._clock()

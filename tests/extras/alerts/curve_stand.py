@@ -22,9 +22,9 @@ def longer(rows: Sequence[dict[str, float]], steps: int) -> Iterator[dict[str, f
         yield rows[step % 20 - 20]
 
 
-def changes(rows: Sequence[dict[str, float]], groups: int = GROUPS, off: Sequence[str] = ()) -> list[tuple]:
+def changes(rows: Sequence[dict[str, float]], off: Sequence[str] = (), passing: float = 1.0) -> list[tuple]:
     """(index of the row, True if it opens, name, about) of all alerts."""
-    curves = Curves(groups, off)
+    curves = Curves(GROUPS, off, passing=passing)
     found = []
     for index, row in enumerate(rows):
         found += [(index, opens, finding.name, finding.about) for opens, finding in curves.look(row)]

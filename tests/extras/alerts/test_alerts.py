@@ -5,27 +5,36 @@ from __future__ import annotations
 import json
 import re
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+from slimx import durable
+from slimx.extras.alerts import lines as lines_module
+from slimx.extras.alerts import receiver
 from slimx.extras.alerts.command import OPEN_STATUS, app
 from slimx.extras.alerts.curves.watch import Curves
-from slimx.extras.alerts.log import FILE, alerts_of, read_log
-from slimx.extras.alerts.receiver import Alerts, alerting
+from slimx.extras.alerts.log import FILE, Alert, alert_lines, alerts_of, read_log
+from slimx.extras.alerts.machine.watch import Machine
+from slimx.extras.alerts.receiver import Alerts, alerting, open_alerts
 from slimx.extras.alerts.remedies import NAMES, REMEDIES
 from slimx.extras.report.report import write_report
 from slimx.extras.watch.page.content import Content
 from slimx.extras.watch.status import describe_status, run_status
+from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.observability.tracking.metrics import StepRecord
 from tests.documents import ROOT
 from tests.extras.alerts.curve_stand import GROUPS, HEALTHY
 from tests.refusals import refused
+from tests.unit.rollout.rollout_stand import config_of
 from tests.webhook_server import webhook_server
 
+IDLE = {"phase": "train", "number": 1, "since": float("inf")}
 ILL = 40
 """First step of 20 with a large gap."""
 
@@ -50,23 +59,31 @@ class Process:
     def __init__(self, run: Path) -> None:
         self.run = run
         self.notes: list[str] = []
-        self.alerts = Alerts("r", run, self.notes.append, factor=10, at_least=5, curves=Curves(GROUPS))
+        self.alerts = Alerts("r", run, self.notes.append, factor=10, at_least=5, curves=partial(Curves, GROUPS))
 
     def train(self, first: int, last: int) -> None:
-        file = self.run / "metrics.jsonl"
-        kept = file.read_text().splitlines(keepends=True)[: first - 1] if first > 1 else []
-        file.write_text("".join(kept))
-        with file.open("a") as lines:
-            for step in range(first, last + 1):
-                record = StepRecord(step=step, version=1, time=1e9 + step, metrics=metrics_at(step))
-                lines.write(json.dumps(record.to_json()) + "\n")
-                lines.flush()
-                self.alerts.step = step
-                self.alerts.recorded(record.metrics)
+        JsonlFile(self.run / "metrics.jsonl", resume_step=first).close()
+        for step in range(first, last + 1):
+            self.alerts.step = step
+            log(self.run, step, metrics_at(step))
+            self.alerts.recorded(metrics_at(step))
+
+
+def log(run: Path, step: int, metrics: dict[str, float]) -> None:
+    """Appends a record, as the tracker does."""
+    record = StepRecord(step=step, version=1, time=1e9 + step, metrics=metrics)
+    with (run / "metrics.jsonl").open("a") as lines:
+        lines.write(json.dumps(record.to_json()) + "\n")
 
 
 def told(run: Path) -> list[tuple[Any, ...]]:
     return [(alert.name, alert.step, alert.closed_step) for alert in alerts_of(run)]
+
+
+def computed(run: Path) -> list[Alert]:
+    """Returns the alerts that are computed from the run's metrics, without its log."""
+    (run / FILE).unlink()
+    return alerts_of(run)
 
 
 def test_an_alert_is_noted_logged_and_posted_once_and_so_is_its_end(run):
@@ -94,14 +111,119 @@ def test_a_resumed_run_has_the_alerts_of_an_uninterrupted_one(run, killed_at, ba
     Process(whole).train(1, 90)
     Process(run).train(1, killed_at)
     Process(run).train(killed_at + 1 - back, 90)
-    assert told(run) == told(whole)
+    assert alerts_of(run) == alerts_of(whole) == computed(run) and told(whole)
+
+
+def test_a_checkpoint_that_is_skipped_in_the_same_process_repeats_alerts(run):
+    process = Process(run)
+    process.train(1, ILL + 15)
+    process.train(ILL + 2, 90)  # from an earlier checkpoint
+    logged = alerts_of(run)
+    assert logged == computed(run) and len(logged) == 1
+    JsonlFile(run / "metrics.jsonl", resume_step=ILL).close()
+    for step in range(ILL, 120):  # more than were there before
+        log(run, step, HEALTHY[50])
+    process.alerts.look(IDLE)
+    assert (run / FILE).read_bytes() == b""
 
 
 def test_alerts_of_a_run_without_a_log_come_from_its_metrics(run):
     Process(run).train(1, ILL + 15)
-    logged = told(run)
-    (run / FILE).unlink()
-    assert told(run) == logged == [("gap", logged[0][1], None)]
+    logged = alerts_of(run)
+    assert computed(run) == logged and told(run) == [("gap", logged[0].step, None)]
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"alerts": {"disabled": ["gap"]}}))
+    assert alerts_of(run) == []
+
+
+@pytest.mark.parametrize("delay", [0, 2, 4])
+def test_evaluations_that_are_no_steps_open_alerts_as_from_the_file(run, delay):
+    """Evaluates before the first step and every 2 of 17 steps; results are there `delay` steps later. Held-out rewards
+    fall in the last two evaluations, those of the steps 12 and 14."""
+    process = Process(run)
+    held_out = [0.5, 0.7, 0.9, 0.91, 0.9, 0.92, 0.2, 0.21]
+    process.alerts.look(IDLE)
+    for step in range(19):
+        evaluated, odd = divmod(step - delay, 2)
+        if not odd and 0 <= evaluated < len(held_out):
+            log(run, 2 * evaluated, {"eval/accuracy": held_out[evaluated]})
+        if 0 < step < 18:
+            process.alerts.step = step
+            log(run, step, metrics_at(step))
+            process.alerts.recorded(metrics_at(step))
+    assert len(process.notes) == (delay < 4)
+    process.alerts.look(IDLE)
+    assert len(process.notes) == 1
+    logged = alerts_of(run)
+    assert logged == computed(run) and told(run) == [("heldout_fell", 14, None)]
+
+
+def test_the_last_evaluation_reaches_the_alerts_at_the_end(run):
+    process = Process(run)
+    process.train(1, 2)
+    for step, reward in enumerate((0.5, 0.7, 0.9, 0.91, 0.9, 0.92, 0.2, 0.21)):
+        log(run, step, {"eval/accuracy": reward})
+    with webhook_server() as server, alerting(process.alerts, server.url):
+        pass
+    assert [event["about"] for event in server.events] == ["heldout_fell"]
+
+
+def test_metrics_that_cannot_be_read_cost_alerts_and_not_the_run(run, monkeypatch):
+    process = Process(run)
+    process.train(1, 2)
+    file = run / "metrics.jsonl"
+    with file.open("ab") as lines:
+        lines.write(b'\xff\n[1]\n{"step": "x"}\n{"step": 3, "ver')
+    process.alerts.look(IDLE)
+    assert process.notes == []
+
+    def fail(descriptor: int) -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(lines_module, "os", SimpleNamespace(fstat=fail))
+    process.alerts.look(IDLE)
+    process.alerts.close()
+    assert [file.name in note for note in process.notes] == [True]
+    file.unlink()
+    process.alerts.look(IDLE)
+
+
+def test_a_log_that_is_replaced_is_never_seen_half_written(run, monkeypatch):
+    Process(run).train(1, 90)
+    before = (run / FILE).read_bytes()
+
+    def fail(path: Path, *pieces: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(durable, "write_synced", fail)
+    process = Process(run)
+    process.alerts.look(IDLE)
+    assert (run / FILE).read_bytes() == before and [FILE in note for note in process.notes] == [True]
+
+
+@pytest.mark.parametrize(("device", "watched"), [("cpu", False), ("cuda", True)])
+def test_gpus_are_watched_in_runs_that_use_them(run, monkeypatch, device, watched):
+    off: list[set[str]] = []
+
+    def machine(directory: Path, disabled: set[str]) -> Machine:
+        off.append(disabled)
+        return Machine([], [])
+
+    monkeypatch.setattr(receiver, "this_machine", machine)
+    config = config_of(cluster__device=device, run__dir=str(run))
+    with open_alerts(config, print):
+        ends = time.monotonic() + 60
+        while not off and time.monotonic() < ends:
+            time.sleep(0.01)
+    assert off == [set() if watched else {"gpu"}]
+    with open_alerts(config_of(cluster__device=device, run__dir=str(run), alerts__disabled=["disk"]), print) as alerts:
+        assert (alerts.machine is not None) == watched
+
+
+def test_times_of_alerts_are_in_utc(run):
+    Process(run).train(1, ILL + 15)
+    (line,) = alert_lines(alerts_of(run))
+    assert "2001-09-09 01:47 UTC" in line  # 1e9 s
 
 
 def test_a_damaged_line_of_the_log_is_left_out(run):

@@ -9,6 +9,7 @@ import pytest
 
 from slimx.extras.alerts.curves.checks import SILENT_STEPS
 from slimx.extras.alerts.curves.history import START, noise
+from slimx.extras.alerts.curves.watch import policy_of
 from tests.extras.alerts.curve_stand import HEALTHY, changes, longer
 
 BEGINS = 60
@@ -18,7 +19,8 @@ Row = dict[str, float]
 
 ILLNESSES: dict[str, Callable[[Row, int], Row]] = {
     "no_signal": lambda row, step: {
-        "reward/groups_without_signal": 1.0,
+        "reward/groups_without_signal": 0.5,
+        "optim/grad_norm": 0.0,
         "optim/steps_without_signal": float(step + 1),
     },
     "gap": lambda row, step: {"gap/mean": row["gap/mean"] * 1.3 ** min(step, 40)},
@@ -143,6 +145,64 @@ def test_a_rare_signal_is_no_signal_unless_the_reward_has_risen():
     assert [change[:3] for change in changes(stuck)] == [(START, True, "no_signal")]
     learned = [rare | {"reward/mean": min(0.99, 0.05 * step)} for step in range(60)]
     assert changes(learned) == []
+
+
+def silent(mean: float, std: float, groups: float = 1.0, steps: int = 60) -> list[Row]:
+    """Steps in which `groups` of the groups have no signal."""
+    without = {"reward/groups_without_signal": groups, "reward/mean": mean, "reward/std": std}
+    return [without | {"optim/steps_without_signal": float(step) if groups == 1 else 0.0} for step in range(1, steps)]
+
+
+SILENT_AT = [(SILENT_STEPS - 1, True, "no_signal", "")]
+RARE_AT = [(START, True, "no_signal", "")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "passing", "expected"),
+    [
+        (silent(1.0, 0.0), 1.0, []),
+        (silent(0.95, 0.218), 1.0, []),
+        (silent(0.95, 0.218, 0.95), 1.0, []),
+        (silent(10.0, 0.0), 10.0, []),
+        (silent(-0.1, 0.0), -0.1, []),
+        (silent(0.0, 0.0), 1.0, SILENT_AT),
+        (silent(0.2, 0.0), 1.0, SILENT_AT),
+        (silent(0.5, 0.5), 0.5, SILENT_AT),
+        (silent(0.8, 0.4, 0.95), 0.5, RARE_AT),
+        (silent(1.0, 0.0), 10.0, SILENT_AT),
+    ],
+)
+def test_a_task_that_is_solved_from_the_start_needs_no_signal(rows, passing, expected):
+    assert changes(rows, passing=passing) == expected
+
+
+def test_a_task_that_is_learned_within_the_first_steps_needs_no_signal():
+    for top, std in ((1.0, 0.01), (0.6, 0.3)):  # all are correct, or rewards can be no higher
+        learned = silent(0.1, 0.3, 0.3, 4) + silent(top, std, 0.95)
+        assert changes(learned) == [], top
+    assert changes(silent(0.1, 0.3, 0.3, 4) + silent(1.0, 0.0)) == []
+
+
+def test_an_alert_about_the_signal_closes_when_the_task_is_solved():
+    opened, closed = changes(silent(0.0, 0.0, steps=20) + silent(1.0, 0.0))
+    assert opened[:2] == (SILENT_STEPS - 1, True) and not closed[1] and 20 < closed[0] < 30
+
+
+def test_a_gradient_of_0_is_reported_although_rewards_are_high():
+    assert changes([row | {"reward/groups_without_signal": 0.9} for row in silent(0.97, 0.1)]) == SILENT_AT
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        ("policy/solver/reward/mean", ("solver", "reward/mean")),
+        ("policy/a-b/policy/entropy", ("a-b", "policy/entropy")),
+        ("policy/entropy", ("", "policy/entropy")),
+        ("reward/mean", ("", "reward/mean")),
+    ],
+)
+def test_the_policy_of_a_metric_is_its_prefix(metric, expected):
+    assert policy_of(metric) == expected
 
 
 def test_the_noise_of_a_line_is_0():

@@ -100,8 +100,12 @@ def test_undelivered_events_are_counted_by_kind_and_reason(server, alerts, notes
 def test_retries_wait_as_long_as_the_server_asks_up_to_a_limit(server, alerts, monkeypatch):
     pauses: list[float] = []
     monkeypatch.setattr(webhook, "time", SimpleNamespace(sleep=pauses.append))
-    for retry_after, pause in (("7", 7.0), ("900", webhook.MAX_PAUSE_S), ("Wed, 21 Oct 2026 07:28:00 GMT", 1.0)):
-        server.statuses, server.headers = [429], {"Retry-After": retry_after}
+    for name, retry_after, pause in (
+        ("Retry-After", "7", 7.0),
+        ("retry-after", "900", webhook.MAX_PAUSE_S),
+        ("Retry-After", "Wed, 21 Oct 2026 07:28:00 GMT", 1.0),
+    ):
+        server.statuses, server.headers = [429], {name: retry_after}
         with alerting(alerts, server.url):
             alerts.tell("restarted", "it is back")
         assert pauses == [0.0, pause]
@@ -109,11 +113,40 @@ def test_retries_wait_as_long_as_the_server_asks_up_to_a_limit(server, alerts, m
     assert len(server.events) == 3
 
 
-def test_events_follow_a_redirect(server, alerts, notes):
-    server.statuses, server.headers = [307], {"Location": "/moved"}
+@pytest.mark.parametrize("status", [307, 308])
+def test_events_follow_a_redirect_that_keeps_their_body(server, alerts, notes, status):
+    server.statuses, server.headers = [status, status], {"location": "/moved"}
     with alerting(alerts, server.url):
         alerts.tell("restarted", "it is back")
-    assert [event["event"] for event in server.events] == ["restarted"] and not notes
+    assert [event["event"] for event in server.events] == ["restarted"] and not notes and server.posts == 3
+
+
+@pytest.mark.parametrize(
+    ("statuses", "location", "posts"),
+    [
+        ([301], "/moved", 1),
+        ([302], "/moved", 1),
+        ([303], "/moved", 1),
+        ([307], None, 1),
+        ([308] * 30, "/moved", 1 + webhook.MAX_REDIRECTS),
+    ],
+)
+def test_events_are_lost_by_other_redirects_and_the_status_is_named(server, alerts, notes, statuses, location, posts):
+    server.statuses, server.headers = statuses[:], {} if location is None else {"Location": location}
+    with alerting(alerts, server.url):
+        alerts.tell("restarted", "it is back")
+    (note,) = notes
+    assert not server.events and str(statuses[0]) in note and server.posts == posts
+
+
+@pytest.mark.parametrize("location", ["ftp://h/moved", "http://["])
+def test_a_redirect_to_no_url_loses_the_event_but_not_the_run(server, alerts, notes, monkeypatch, location):
+    monkeypatch.setattr(webhook, "PAUSES_S", ())
+    server.statuses, server.headers = [307], {"Location": location}
+    with alerting(alerts, server.url):
+        alerts.tell("restarted", "it is back")
+    (note,) = notes
+    assert "restarted" in note
 
 
 def test_an_unreachable_url_loses_an_event_but_not_the_run(alerts, notes, monkeypatch):

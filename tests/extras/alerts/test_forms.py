@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from slimx.config.load import load_config
 from slimx.errors import SlimxError
+from slimx.extras.alerts import webhook
 from slimx.extras.alerts.event import Event
 from slimx.extras.alerts.forms import MOST, body_of, form_of
 from slimx.extras.alerts.receiver import Alerts, alerting
@@ -52,7 +54,9 @@ def test_a_server_receives_each_form(form, tmp_path):
         assert body["msg_type"] == "text" and body["content"]["text"].endswith(TEXT)
 
 
-@pytest.mark.parametrize("answer", [b'{"code":19024,"msg":"Key Words Not Found"}', b"<html>", b'{"StatusCode":9}'])
+@pytest.mark.parametrize(
+    "answer", [b'{"code":19024,"msg":"Key Words Not Found"}', b'{"code":19021}', b"<html>", b"[]", b'{"StatusCode":9}']
+)
 def test_a_refusal_of_feishu_with_the_status_200_counts(answer, tmp_path):
     notes: list[str] = []
     alerts = Alerts("r", tmp_path, notes.append, factor=10, at_least=5)
@@ -62,6 +66,21 @@ def test_a_refusal_of_feishu_with_the_status_200_counts(answer, tmp_path):
             alerts.tell("restarted", TEXT)
     (note,) = notes
     assert "restarted" in note and server.posts == 1
+
+
+@pytest.mark.parametrize(("refusals", "arrives"), [(1, True), (2, True), (3, False)])
+@pytest.mark.parametrize("code", [9499, 11232])
+def test_a_message_that_feishu_has_no_time_for_is_posted_again(code, refusals, arrives, tmp_path, monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(webhook, "time", SimpleNamespace(sleep=pauses.append))
+    notes: list[str] = []
+    alerts = Alerts("r", tmp_path, notes.append, factor=10, at_least=5)
+    with webhook_server() as server:
+        server.body, server.bodies = b'{"code":0}', [b'{"code":%d}' % code] * refusals
+        with alerting(alerts, server.url, AlertSettings(webhook_form="feishu")):
+            alerts.tell("restarted", TEXT)
+    assert server.posts == min(refusals + 1, 3) and pauses == [0.0, *[webhook.BUSY_S] * (server.posts - 1)]
+    assert [str(code) in note for note in notes] == ([] if arrives else [True])
 
 
 @pytest.mark.parametrize(("form", "text"), [("slack", "x" * 9000), ("slack", "<a>" * 3000), ("feishu", "x" * 9000)])

@@ -81,6 +81,43 @@ def test_a_disk_that_fills_up_is_reported_hours_before(space, tmp_path):
     assert 500 - 2 * first == pytest.approx(120 * HOURS, abs=4) and not any(found[:first])
 
 
+def minutes(disk: Disk, space: FakeSpace, first: int, last: int, fall: float) -> list[bool]:
+    """Looks every half minute, while the free space falls by `fall` GiB a minute. Returns which findings are bad."""
+    found = []
+    for number in range(2 * first, 2 * last):
+        found.append(disk.look(number * 30.0).bad)
+        space.free -= int(fall * GIB / 2)
+    return found
+
+
+@pytest.mark.parametrize("lasts", [3, 12, 20, 24])
+def test_a_start_that_fills_a_disk_is_not_extrapolated(space, tmp_path, lasts):
+    disk = Disk(tmp_path)
+    found = minutes(disk, space, 0, lasts, 10)  # caches and the first checkpoint: at most 240 GiB of 500
+    found += minutes(disk, space, lasts, lasts + 5, 0)
+    found += minutes(disk, space, lasts + 5, 90, 0.1)  # metrics and rollouts
+    assert not any(found)
+
+
+def test_a_checkpoint_that_is_written_at_once_is_not_extrapolated(space, tmp_path):
+    disk = Disk(tmp_path)
+    found = minutes(disk, space, 0, 60, 0)
+    space.free -= 200 * GIB
+    found += minutes(disk, space, 60, 90, 0)
+    assert not any(found)
+
+
+def test_a_disk_that_checkpoints_fill_in_bursts_opens_one_alert(space, tmp_path):
+    disk = Disk(tmp_path)
+    machine = Machine([disk], [])
+    found = []
+    for number in range(2 * 240):  # 30 GiB in each quarter of an hour, which is full after 250 minutes
+        if number % 30 == 29:
+            space.free -= 30 * GIB
+        found += [opens for opens, _ in machine.look(number * 30.0)]
+    assert found == [True]
+
+
 def test_disks_of_a_run_are_looked_at_once_each(tmp_path):
     found = list(disks_of(tmp_path))
     assert found[0].directory == tmp_path and len({disk.directory.stat().st_dev for disk in found}) == len(found)

@@ -13,9 +13,11 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+import typer
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from slimx import cli
 from tests.documents import ROOT
 from tests.extras.watch.run_stand import write_run
 
@@ -50,12 +52,27 @@ COMMANDS = [
     (["alerts", "run"], 0, "no alerts"),
     (["pack", "run"], 0, "archive "),
     (["rollouts", "run", "--step", "2"], 0, "2+2="),
+    (["watch", "nothing"], 2, "nothing"),
+    (["stacks", "run"], 2, "process"),
+    (["from-slime", "slime.sh"], 0, "prompts_per_step: 8"),
+    (["from-verl", "verl.sh"], 0, "prompts_per_step: 8"),
+    (["from-trl", "trl.yaml", "trainer=grpo"], 0, "group_size: 4"),
+    (["health", "--disk", "0", "--shm", "0"], 0, ""),
     (["doctor"], 1, "missing  torch"),
     (["train", str(ROOT / "configs/moe/quickstart-sft.yaml")], 2, "slimx setup"),
+    (["doctor", str(ROOT / "configs/moe/quickstart-sft.yaml")], 1, "is not checked"),
+    (["generate", str(ROOT / "configs/moe/quickstart.yaml"), "trainer.load=null"], 2, "slimx setup"),
+    (["eval", str(ROOT / "configs/moe/quickstart.yaml"), "trainer.load=null"], 2, "slimx setup"),
+    (["convert", "hf-to-megatron", "configs/moe/models/Qwen3-30B-A3B", "out"], 2, "slimx setup"),
     (["quickstart"], 2, "slimx setup"),
     (["setup"], 2, "--system"),
 ]
 """Arguments of commands, their exit status, and a part of their output."""
+SCRIPTS = {
+    "slime.sh": "python train.py --hf-checkpoint model --rollout-batch-size 8 --n-samples-per-prompt 4\n",
+    "verl.sh": "python -m verl.trainer.main_ppo data.train_batch_size=8\n",
+    "trl.yaml": "model_name_or_path: model\nnum_generations: 4\n",
+}
 
 
 def copy_of_sources(directory: Path) -> Path:
@@ -149,6 +166,8 @@ def desk(tmp_path: Path) -> Path:
     model = tmp_path / "configs/moe/models/Qwen3-30B-A3B"
     model.mkdir(parents=True)
     shutil.copy(ROOT / "configs/moe/models/Qwen3-30B-A3B/config.json", model)
+    for name, text in SCRIPTS.items():
+        (tmp_path / name).write_text(text)
     (tmp_path / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}\n')
     return tmp_path
 
@@ -165,6 +184,17 @@ def test_commands_need_only_what_the_wheel_requires(
     assert done.returncode == status, done.stdout + done.stderr
     assert says in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_page_names_the_packages_that_each_command_needs() -> None:
+    section = (ROOT / "docs/install.md").read_text().partition("## What each command needs")[2].partition("\n## ")[0]
+    wheel, setup = ([*re.findall(r"`([^`]+)`", row)] for row in re.findall(r"^\| (`.+?) \|", section, re.MULTILINE))
+    program = typer.main.get_command(cli.app)
+    commands = program.list_commands(typer.Context(program))
+    assert sorted(wheel + [name for name in setup if " " not in name]) == sorted(commands)
+    refused = {arguments[0] for arguments, _, says in COMMANDS if says == "slimx setup"}
+    run = {arguments[0] for arguments, _, _ in COMMANDS} - {"--help"}
+    assert run - refused == {*wheel} and refused == {*setup} - {"doctor FILE"}
 
 
 @pytest.mark.slow("compiles the libraries, and installs 20 packages from the package index")

@@ -81,6 +81,15 @@ def test_without_a_terminal_a_start_accounts_for_its_seconds():
     assert lines[-1][0] == "1"  # later phases have no line
 
 
+def test_a_phase_that_is_resumed_is_announced_once():
+    console = plain()
+    with LiveTable(100, 0, console, SFT_COLUMNS) as table:
+        for phase in ("publish", "prepare", "prepare", "train", "publish"):
+            table.phase(phase)
+    phases = [line.split()[-1] for line in console.file.getvalue().splitlines()]
+    assert phases == ["publish", "prepare", "train", "publish"]
+
+
 def test_without_a_terminal_each_step_is_one_line():
     console = plain()
     with LiveTable(100, 0, console, RL_COLUMNS) as table:

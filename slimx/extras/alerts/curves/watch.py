@@ -18,19 +18,29 @@ from slimx.extras.alerts.curves.checks import (
 )
 from slimx.extras.alerts.finding import Finding
 
-_OF_POLICY = re.compile(r"(policy/[^/]+)/([^/]+/.+)")
+_OF_POLICY = re.compile(r"policy/([^/]+)/([^/]+/.+)")
 _HELD_OUT = re.compile(r"eval/(?:(.+)/)?accuracy")
-BY_POLICY: tuple[type[Check], ...] = (NoSignal, Gap, RewardFell, Entropy, Stale, Truncated)
-"""Checks that each policy has, if its metrics are logged."""
+BY_POLICY: tuple[type[Check], ...] = (Gap, RewardFell, Entropy, Stale, Truncated)
+"""Checks that each policy has besides `NoSignal`, if its metrics are logged."""
+
+
+def policy_of(metric: str) -> tuple[str, str]:
+    """Returns the name of the policy to which a metric belongs, "" for the policy `actor`, and the metric's name
+    without the policy's prefix."""
+    match = _OF_POLICY.fullmatch(metric)
+    if match is None:
+        return "", metric
+    return match[1], match[2]
 
 
 class Curves:
     """Checks of a run's metrics. Their findings depend only on the metrics of all steps, in order."""
 
-    def __init__(self, groups: int, off: Collection[str] = ()) -> None:
+    def __init__(self, groups: int, off: Collection[str] = (), *, passing: float = 1.0) -> None:
         """Creates checks without a history. `groups`: `rollout.prompts_per_step`; `off`: names of alerts that are
-        never opened."""
+        never opened; `passing`: `eval.passing`, the minimum reward of a correct answer."""
         self._off = off
+        self._passing = passing
         self._drops = Drops("", groups)
         self._by_policy: dict[str, list[Check]] = {}
         self._held_out: dict[str, HeldOutFell] = {}
@@ -40,17 +50,18 @@ class Curves:
         close."""
         by_policy: dict[str, dict[str, float]] = {"": {}}
         for name, value in metrics.items():
-            match = _OF_POLICY.fullmatch(name)
-            about, rest = ("", name) if match is None else (match[1], match[2])
-            by_policy.setdefault(about, {})[rest] = value
+            policy, rest = policy_of(name)
+            by_policy.setdefault(policy, {})[rest] = value
             held_out = _HELD_OUT.fullmatch(name)
             if held_out is not None and name not in self._held_out:
                 self._held_out[name] = HeldOutFell(held_out[1] or "", name)
         pairs: list[tuple[Check, Mapping[str, float]]] = [(self._drops, metrics)]
-        for about, of_policy in by_policy.items():
-            if about not in self._by_policy:
-                self._by_policy[about] = [kind(about) for kind in BY_POLICY]
-            for check in self._by_policy[about]:
+        for policy, of_policy in by_policy.items():
+            if policy not in self._by_policy:
+                about = policy and f"policy/{policy}"
+                checks = [kind(about) for kind in BY_POLICY]
+                self._by_policy[policy] = [NoSignal(about, self._passing), *checks]
+            for check in self._by_policy[policy]:
                 pairs.append((check, of_policy))
         for of_set in self._held_out.values():
             pairs.append((of_set, metrics))

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import tempfile
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,12 @@ LEAST = 2 * GIB
 CHECKPOINTS = 1.2
 """Multiple of the newest checkpoint's size below which the free space on the disk of the checkpoints is too small."""
 HOURS = 2.0
-"""Hours until the disk is full, at the rate of the last hour, below which the disk is nearly full."""
-RATE_S = (900.0, 3600.0)
-"""Shortest and longest time in seconds over which that rate is measured."""
+"""Hours until the disk is full, at the rate at which free space falls, below which the disk is nearly full."""
+RATE_S = (1800.0, 3600.0)
+"""Shortest and longest time in seconds over which that rate is measured. It is the slowest of the rates in the first
+half of this time, in its second half, and in the last `RECENT_S` seconds, so that caches that a start fills, and a
+single checkpoint, are not extrapolated."""
+RECENT_S = 300.0
 
 
 class Disk:
@@ -43,7 +47,12 @@ class Disk:
             self._free.popleft()
         checkpoint = self._checkpoint()
         limit = max(min(LEAST, usage.total // 20), CHECKPOINTS * checkpoint)
-        hours = self._hours()
+        oldest = self._free[0][0]
+        hours = of_last_hour = math.inf
+        if now - oldest >= RATE_S[0]:
+            middle = (oldest + now) / 2
+            of_last_hour = self._hours(oldest, now)
+            hours = max(self._hours(oldest, middle), self._hours(middle, now), self._hours(now - RECENT_S, now))
         text = f"{self.directory}: {_gib(usage.free)} of {_gib(usage.total)} free"
         if checkpoint:
             text += f", enough for {usage.free // checkpoint} checkpoints of {_gib(checkpoint)}"
@@ -53,20 +62,20 @@ class Disk:
             name="disk",
             about=str(self.directory),
             bad=usage.free < limit or hours < HOURS,
-            good=usage.free > 1.5 * limit and hours > 2 * HOURS,
+            good=usage.free > 1.5 * limit and of_last_hour > 2 * HOURS,
             text=text,
             value=usage.free / GIB,
             usual=f"at least {_gib(limit)}",
         )
 
-    def _hours(self) -> float:
-        """Returns the hours until the disk is full if its free space falls as during the last hour; infinity if it does
-        not fall or the time is too short to tell."""
-        since, before = self._free[0]
-        now, free = self._free[-1]
-        if now - since < RATE_S[0] or free >= before:
+    def _hours(self, begin: float, end: float) -> float:
+        """Returns the hours until the disk is full if its free space falls as between the times `begin` and `end`;
+        infinity if it has not fallen."""
+        since, before = self._free[bisect_left(self._free, (begin, 0))]
+        until, after = self._free[bisect_left(self._free, (end, 0))]
+        if after >= before:
             return math.inf
-        return free / (before - free) * (now - since) / 3600
+        return self._free[-1][1] / (before - after) * (until - since) / 3600
 
     def _checkpoint(self) -> int:
         """Returns the size of the newest checkpoint in bytes; 0 if there is none."""

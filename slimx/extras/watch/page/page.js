@@ -363,7 +363,7 @@ async function refresh() {
     drawSteps(await request("/api/steps"));
     byId("stale").hidden = true;
   } catch (error) {
-    byId("stale").textContent = `no update since ${new Date().toLocaleTimeString()}: ${error.message}`;
+    byId("stale").textContent = `no update since ${new Date().toISOString().slice(11, 19)} UTC: ${error.message}`;
     byId("stale").hidden = false;
   }
   setTimeout(refresh, EVERY_MS);
