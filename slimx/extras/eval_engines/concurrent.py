@@ -181,6 +181,6 @@ def make_engines(
         note=note,
         record=record,
         router="router-eval",
-        groups=service.config.rollout.evaluating,
+        groups=service.config.served.evaluating,
     )
     return EnginesBeside(service, group, note)

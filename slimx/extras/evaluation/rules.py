@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
-from slimx.config.sections.reward import Eval
+from slimx.config.sections.eval import Eval
 from slimx.config.sections.rollout import Rollout
 from slimx.extras.evaluation.settings import by_key, lengths
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from slimx.cluster.connection import device_of
 from slimx.cluster.starting import Starting
 from slimx.config.schema import Config
-from slimx.config.sections.reward import Eval
+from slimx.config.sections.eval import Eval
 from slimx.extras.evaluation.checks import EVALUATIONS
 from slimx.extras.generation.serving import serving
 from slimx.json_types import Json
@@ -72,7 +72,7 @@ async def evaluate_once(service: EngineService) -> Json:
         outcomes = await service.watched(answer_all(maker, prompts))
     finally:
         maker.close()
-    group = config.rollout.policy_engines[0]
+    group = config.served.policy[0]
     return {
         "checkpoint": group.model or config.model.path,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slimx.config.sections.reward import Eval
+from slimx.config.sections.eval import Eval
 
 
 def by_key(options: Eval) -> dict[str, Eval]:

@@ -210,9 +210,9 @@ def test_what_cannot_work_is_refused(keys, code):
 
 def test_engines_during_training_are_started_only_if_the_run_evaluates():
     config = config_of(**BESIDE)
-    assert [group.name for group in config.rollout.evaluating] == ["eval"]
-    assert config.rollout.sampling_engines == config.rollout.engines
-    assert config.rollout.served == (*config.rollout.engines, *config.eval.engines)
-    assert without_trainers(config, None).rollout.evaluating == (), "slimx eval needs no engines during training"
+    assert [group.name for group in config.served.evaluating] == ["eval"]
+    assert config.served.sampling == config.rollout.engines
+    assert config.served.groups == (*config.rollout.engines, *config.eval.engines)
+    assert without_trainers(config, None).served.evaluating == (), "slimx eval needs no engines during training"
     for off in ({"eval__every": 0}, {"eval__prompts": None}):
-        assert config_of(**BESIDE | off).rollout.evaluating == ()
+        assert config_of(**BESIDE | off).served.evaluating == ()

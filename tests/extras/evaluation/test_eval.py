@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from slimx.config.sections.reward import Eval
+from slimx.config.sections.eval import Eval
 from slimx.extras.evaluation.run import evaluate_once, table
 from slimx.extras.evaluation.settings import by_key, lengths
 from tests.extras.generation.serving_stand import config_in, service_in, write_model

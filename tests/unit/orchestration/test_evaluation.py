@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slimx.config.sections.reward import Eval
+from slimx.config.sections.eval import Eval
 from slimx.data.records import Group
 from slimx.observability.tracking.names import find
 from slimx.orchestration.start.prompts import heldout_prompts

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.critic import Critic
-from slimx.config.sections.reward import Eval
+from slimx.config.sections.eval import Eval
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
 from slimx.extras.evaluation.settings import lengths
