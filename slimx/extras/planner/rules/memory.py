@@ -75,7 +75,7 @@ def answers_at_length(rollout: Rollout, eval: Eval, engine_memory: tuple[EngineM
                 yield (
                     key,
                     f"engine {engine.group} has memory for the KV cache of only {engine.kv_tokens} tokens, but an "
-                    f"evaluated answer and its prompt may have {longest}; raise rollout.engines.tensor, or lower {key}",
+                    f"evaluated answer and its prompt may have {longest}; raise the group's tensor, or lower {key}",
                 )
 
 
