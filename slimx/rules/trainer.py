@@ -97,7 +97,7 @@ precision or the names and shapes of weights."""
 @rule("trainer.megatron", "trainer.megatron")
 def passes_through(trainer: Trainer) -> Problems:
     for key, instead in NOT_PASSED.items():
-        if trainer.megatron.get(key) not in (None, False, 0, "none"):
+        if trainer.megatron.get(key) not in (None, False, "none"):
             about = f"trainer.megatron.{key}"
             yield about, f"{about} cannot be set: {instead}"
 

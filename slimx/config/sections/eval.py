@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count, takewhile
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
-from slimx.config.section import Amount, Count, PathText, Real, Seconds, Section, Weight
+from slimx.config.section import Amount, Count, PathText, Real, Seconds, Section, TopP, Weight
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.rollout import RowFields
 
@@ -38,7 +37,7 @@ class EvalSet(Section):
     """Values of k for which eval/NAME/pass@k is reported; null: `eval.pass_at`."""
     temperature: Weight | None = None
     """Softmax temperature of the answers; null: `eval.temperature`."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     """Probability mass for nucleus sampling; null: `eval.top_p`."""
     max_new_tokens: Amount | None = None
     """Maximum number of tokens sampled per turn; null: `eval.max_new_tokens`."""
@@ -79,7 +78,7 @@ class Eval(Section):
     """Values of k for which eval/pass@k is reported, at most `samples` each; empty: 2, 4, 8, ... up to `samples`."""
     temperature: Weight = 0.0
     """Softmax temperature of the answers; 0: greedy sampling."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: TopP = 1.0
     """Probability mass for nucleus sampling, if `temperature` is above 0; 1: the whole distribution."""
     max_new_tokens: Amount | None = None
     """Maximum number of tokens sampled per turn; null: `rollout.sampling.max_new_tokens`."""
@@ -95,7 +94,7 @@ class Eval(Section):
     @property
     def ks(self) -> tuple[int, ...]:
         """Values of k for which pass@k is reported, in ascending order."""
-        doubled = takewhile(lambda k: k <= self.samples, (2**n for n in count(1)))
+        doubled = [2**n for n in range(1, self.samples.bit_length())]
         return tuple(sorted(set(self.pass_at or doubled)))
 
     @property
@@ -117,9 +116,9 @@ class Eval(Section):
 class ServedEngines:
     """Engine groups that a run starts or connects to. Rules use them as the fact `served`."""
 
-    groups: tuple[Engines, ...] = ()
+    groups: tuple[Engines, ...]
     """All groups, those of `eval.engines` last."""
-    evaluating: tuple[EvaluationGroup, ...] = ()
+    evaluating: tuple[EvaluationGroup, ...]
     """Groups that evaluate during training; empty if the other engines of the policy evaluate."""
 
     @property

@@ -16,6 +16,7 @@ from slimx.config.section import (
     Seconds,
     Section,
     Share,
+    TopP,
     Weight,
 )
 from slimx.config.sections.engines import Engines, Health, group_faults
@@ -111,7 +112,7 @@ def source_faults(sources: tuple[PromptSet, ...]) -> Faults:
 class Sampling(Section):
     temperature: Weight = 1.0
     """Softmax temperature; 0: greedy sampling."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+    top_p: TopP = Field(
         default=1.0,
         description=f"Probability mass for nucleus sampling, from at most {MAX_SUPPORT} candidates; 1: all tokens.",
     )

@@ -82,11 +82,13 @@ class EnginesBeside(EvaluationEngines):
                 return result
         elif not last:
             return {BEGUN: 1.0}
-        pending = {step} if self._work is None else {self._step, step}
+        pending = {step}
+        if self._work is not None and not self._work.done():
+            pending.add(self._step)
         await cancelled(self._work)
         self._work = None
-        for each in sorted(pending):
-            self._lose(run, each, "the run is asked to stop")
+        for unfinished in sorted(pending.difference(self._lost)):
+            self._lose(run, unfinished, "the run is asked to stop")
         return {}
 
     async def _resume(self, run: Run) -> None:

@@ -9,7 +9,6 @@ from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.eval import Eval, ServedEngines
 from slimx.config.sections.policies import Policy
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.trainer import Trainer
 
 
 @rule("eval.engines_idle", "eval.engines")
@@ -42,14 +41,11 @@ def has_unique_names(served: ServedEngines) -> Problems:
 
 
 @rule("eval.engines_unproven", "eval.engines")
-def is_proven(served: ServedEngines, publish: Publish, trainer: Trainer, policies: Mapping[str, Policy]) -> Problems:
+def is_proven(served: ServedEngines, publish: Publish, policies: Mapping[str, Policy]) -> Problems:
     """Rejects combinations that were never tested."""
-    keys = {
-        "policies": bool(policies),
-        "publish.delta": publish.delta is not None,
-        "publish.adapters": publish.adapters == "alone",
-        "trainer.vision": trainer.vision is not None,
-    }
-    for key, is_set in keys.items():
-        if is_set and served.evaluating:
+    unproven = [f"policies.{name}" for name, policy in policies.items() if policy.shares is None]
+    if publish.adapters == "alone":
+        unproven.append("publish.adapters=alone")
+    if served.evaluating:
+        for key in unproven:
             yield f"eval.engines was never tested with {key}; remove eval.engines, or {key}"

@@ -11,8 +11,8 @@ def by_keys(options: Eval, *names: str) -> dict[tuple[str, ...], Eval]:
     written: of the prompt set if it sets a field, otherwise of section `eval`."""
     found = {}
     for name, of_set in options.sets.items():
-        own = (options.prompts or {})[name].changes
-        keys = [f"eval.prompts.{name}.{field}" if field in own else f"eval.{field}" for field in names]
+        changes = (options.prompts or {})[name].changes
+        keys = [f"eval.prompts.{name}.{field}" if field in changes else f"eval.{field}" for field in names]
         found[tuple(keys)] = of_set
     return found or {tuple(f"eval.{field}" for field in names): options}
 

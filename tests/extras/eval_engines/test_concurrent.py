@@ -13,7 +13,6 @@ import pytest
 
 from slimx.errors import Preempted, SlimxError
 from slimx.extras.eval_engines.concurrent import EnginesBeside
-from slimx.extras.generation.checks import without_trainers
 from slimx.observability.events import Events
 from slimx.orchestration.loop import train
 from slimx.orchestration.publications import Publications
@@ -22,9 +21,9 @@ from slimx.reshard.parties import NoReceiverLeft
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.runtime.tasks import while_served
-from tests.refusals import invalid, numbers, refused
+from tests.refusals import numbers, refused
 from tests.unit.orchestration.run_stand import LIMIT_S, Members, Parts, lines, run_of, service_of, sources_of, stopped
-from tests.unit.rollout.rollout_stand import FakeEngine, config_of, prompts
+from tests.unit.rollout.rollout_stand import FakeEngine, prompts
 
 BEGUN, LOST = {"eval/begun": 1.0}, {"eval/lost": 1.0}
 BESIDE = {"eval__prompts": "held_out.jsonl", "eval__engines": [{"max_total_tokens": 64}]}
@@ -331,31 +330,3 @@ async def test_a_resumed_run_repeats_its_steps_evaluation_and_counts_others(tmp_
     assert found[1] == [begun, {"eval/lost": 1.0}] and len(found[0]) == 2
     assert found[2][0] == begun and found[2][-1]["eval/accuracy"] == 1.0 and found[3][-1]["eval/accuracy"] == 1.0
     assert [what for what in stand.parts.done if what.startswith("evaluate")] == ["evaluate 2", "evaluate 3"]
-
-
-@pytest.mark.parametrize(
-    ("keys", "code"),
-    [
-        ({"eval__prompts": None}, "eval.engines_idle"),
-        ({"eval__engines": [{"role": "prefill"}]}, "eval.engines_role"),
-        ({"eval__engines": [{"name": "actor"}]}, "eval.engines_name"),
-        ({"publish__delta": {"every_full": 5}, "publish__transport": "disk"}, "eval.engines_unproven"),
-    ],
-)
-def test_what_cannot_work_is_refused(keys, code):
-    if "eval__prompts" in keys:
-        with invalid(code, about="eval.engines"):
-            config_of(eval__engines=BESIDE["eval__engines"])
-        return
-    with invalid(code, about="eval.engines"):
-        config_of(**BESIDE | keys)
-
-
-def test_engines_during_training_are_started_only_if_the_run_evaluates():
-    config = config_of(**BESIDE)
-    assert [group.name for group in config.served.evaluating] == ["eval"]
-    assert config.served.sampling == config.rollout.engines
-    assert config.served.groups == (*config.rollout.engines, *config.eval.engines)
-    assert without_trainers(config, None).served.evaluating == (), "slimx eval needs no engines during training"
-    for off in ({"eval__every": 0}, {"eval__prompts": None}):
-        assert config_of(**BESIDE | off).served.evaluating == ()
