@@ -111,7 +111,7 @@ class EnginesBeside(EvaluationEngines):
         if self._work is not None and not self._work.done():
             self._note(f"the evaluation of step {self._step} is not finished")
         if self._lost:
-            self._note(f"lost evaluations: those of steps {', '.join(map(str, self._lost))}")
+            self._note(f"evaluations that were lost: {', '.join(f'step {step}' for step in self._lost)}")
         await cancelled(self._work)
         if self._maker is not None:
             self._maker.close()
