@@ -20,7 +20,7 @@ from slimx.data.saved.step_files import DIRECTORY, read_step, step_files
 from slimx.extras.quickstart.make_vision_model import TOKENS
 from tests.integration.engine_families import make_model
 from tests.integration.family_oracle import read
-from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
+from tests.integration.runs import TrainProcess, completed_steps, steps, write_config, written
 from tests.integration.victims import matching
 
 pytestmark = pytest.mark.integration
@@ -90,11 +90,14 @@ def complete(config: Path, *overrides: str) -> TrainProcess:
 def test_images_of_a_table_are_kept_out_of_saved_steps_and_replayed(tmp_path: Path) -> None:
     fields = {"prompt": "problem", "answer": "answer", "images": "images"}
     prompts = write_table(tmp_path)
+    evaluations = {"prompts": str(prompts), "fields": fields, "every": 1, "engines": [{"max_total_tokens": 8192}]}
     sections = {"trainer": {"vision": {}}, "rollout": {"fields": fields}, "checkpoint": {"every": 1}}
-    config = write_run(tmp_path, prompts=prompts, **sections)
+    config = write_run(tmp_path, prompts=prompts, eval=evaluations, **sections)
     complete(config, "schedule.steps=1")
     resumed = complete(config)
     assert "resumed" in resumed.text() and list(steps(tmp_path / "run")) == [1, 2]
+    evaluated = [row["step"] for row in written(tmp_path / "run/metrics.jsonl") if "eval/accuracy" in row["metrics"]]
+    assert evaluated == [0, 1, 2], "engines that do nothing else saw the images too"
     ends = [picture(number, 64, 64)[-300:-50] for number in range(2)]
     files = [file for file in (tmp_path / "run").rglob("*") if file.is_file() and "originals" not in file.parts]
     assert len(step_files(tmp_path / "run" / DIRECTORY)) == 2
@@ -104,7 +107,7 @@ def test_images_of_a_table_are_kept_out_of_saved_steps_and_replayed(tmp_path: Pa
     originals = [file for file in (tmp_path / "run/images/originals").rglob("*") if file.is_file()]
     assert sorted(file.read_bytes() for file in originals) == sorted(picture(number, 64, 64) for number in range(2))
     prompts.unlink()
-    complete(config, f"run.dir={tmp_path / 'again'}", f"rollout.replay={tmp_path / 'run'}")
+    complete(config, f"run.dir={tmp_path / 'again'}", f"rollout.replay={tmp_path / 'run'}", "eval=null")
     before, after = steps(tmp_path / "run"), steps(tmp_path / "again")
     assert list(after) == [1, 2]
     assert after[1]["optim/grad_norm"] == pytest.approx(before[1]["optim/grad_norm"], rel=1e-5)

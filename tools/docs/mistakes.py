@@ -243,6 +243,14 @@ MISTAKES = (
     Mistake(
         "held-out answers that are too long", "train run.yaml eval.prompts=prompts.jsonl eval.max_new_tokens=100000"
     ),
+    Mistake(
+        "a held-out set whose answers are greedy",
+        "train run.yaml eval.samples=4 eval.temperature=1 'eval.prompts={sums: {path: prompts.jsonl, temperature: 0}}'",
+    ),
+    Mistake(
+        "a held-out set with fewer answers than k",
+        "train run.yaml eval.pass_at=[4] 'eval.prompts={sums: {path: prompts.jsonl, samples: 2, temperature: 1}}'",
+    ),
     Mistake("engines for evaluations without prompts", "train run.yaml 'eval.engines=[{max_total_tokens: 4096}]'"),
     Mistake(
         "engines for evaluations with the name of others",
@@ -253,9 +261,8 @@ MISTAKES = (
         "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{urls: [\"http://127.0.0.1:30000\"]}]'",
     ),
     Mistake(
-        "engines for evaluations with deltas",
-        "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{count: 1}]' publish.transport=disk "
-        "'publish.delta={every_full: 4}'",
+        "engines for evaluations of several policies",
+        "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{count: 1}]' 'policies={judge: {}}'",
     ),
     Mistake(
         "engines for evaluations that are split wrongly",

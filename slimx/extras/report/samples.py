@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slimx.config.sections.reward import Eval
+from slimx.config.sections.eval import Eval
 from slimx.errors import SlimxError
 from slimx.extras.report.cards import digits
 from slimx.extras.report.previews import Shown
