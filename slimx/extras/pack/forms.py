@@ -15,9 +15,8 @@ _TOKENS = (
 FORMS = [
     re.compile(pattern)
     for pattern in (
-        r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----(?:[\w+/=\s\\:,.()@-]|-(?!----)){0,20000}?"
-        r"(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|(?=\Z))",
-        r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----(?:\\+[nr]|\s|[\w+/=]{16,})*+",
+        r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----[\s\S]{0,20000}?-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----",
+        r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----(?:(?:\\+[nr]|\s){1,9}[^\n]{0,80}?[\w+/=]{16,}+)*",
         r"(?<![A-Za-z0-9+/])(?:[A-Za-z0-9+/]{16,}+={0,2}+(?:\\+[nr]|\s)++){1,400}+"
         r"-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----",
         r"PuTTY-User-Key-File-\d:[^\n]*(?:\n(?!\n)[^\n]+)*",
@@ -58,9 +57,17 @@ AFTER = [
     re.compile(
         r"(?i)(\bkeys?\\*[\"']?\s?[=:]\s?\\*[\"']?)(?=[a-z0-9+/_=-]{0,99}\d)(?=[\d+/_=-]{0,99}[a-z])[a-z0-9+/_=-]{24,}"
     ),
+    re.compile(
+        r"((?i:pass(?:word|wd|[_ ]?phrase)?|pwd?|secret|token|api[ _-]?key|_key|bearer|login|cookie|credentials?)\b"
+        r"(?:[^\n]{0,40}?|\W{1,24}(?i:value)\W{1,24}))(?<![A-Za-z0-9_+/])(?!=)"
+        r"(?![A-Z][a-z]{2,}\d?(?:[A-Z][a-z]+|[A-Z]+){1,9}\b)"  # a class, such as Qwen3MoeForCausalLM
+        r"(?=[a-z0-9_+/=]{0,99}[A-Z])(?=[A-Z0-9_+/=]{0,99}[a-z])(?=[A-Za-z_+/=]{0,99}\d)[A-Za-z0-9_+/=]{10,}"
+    ),
     re.compile(r"(?i)(\bIDENTIFIED BY (?:PASSWORD )?[\"'])[^\"'\n]+"),
 ]
 """Secrets that only the words before them show."""
+COLOR = re.compile(r"(?:\x1b|\\+(?:u00|x)1b|\\+e)\[[\d;]*m")
+"""Escape sequences of colors, which can separate a name from its value."""
 HOME = re.compile(r"(?:/home/|/Users/|/users/|/var/home/|\\+Users\\+)([\w.-]+)|/root(?=/|$|[\s\"':,])")
 USERS = [
     re.compile(

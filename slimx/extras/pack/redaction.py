@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import quote, quote_plus
 
 from slimx.extras.pack.assignments import REMOVED, is_secret, without_values
-from slimx.extras.pack.forms import AFTER, FORMS, HOME, HOST_NAME, IP4, IP6, MAC, MACHINES, PUBLIC, URL, USERS
+from slimx.extras.pack.forms import AFTER, COLOR, FORMS, HOME, HOST_NAME, IP4, IP6, MAC, MACHINES, PUBLIC, URL, USERS
 from slimx.extras.pack.secret_names import kind_of
 
 SHORTEST = 6
@@ -90,6 +90,7 @@ class Redactor:
     def learn(self, text: str) -> None:
         """Collects the secret values, users and machines that `text` shows, so that `text` removes them from all
         texts."""
+        text = COLOR.sub("", text)
         without_values(text, self._learn_value)
         for place in (HOME, *USERS):
             self._add_users(match[1] or "" for match in place.finditer(text))
@@ -112,7 +113,8 @@ class Redactor:
             self._learn_value(str(value))
 
     def text(self, text: str) -> str:
-        """Returns `text` without secrets and names."""
+        """Returns `text` without secrets, names and colors."""
+        text = COLOR.sub("", text)
         for path, directory in self._paths:
             text = self._replace(re.compile(re.escape(directory) + r"(?![\w.-])"), path, text)
         for value in sorted(self._values, key=len, reverse=True):

@@ -14,7 +14,7 @@ _ENDINGS = re.compile("b64|base|bytes|data|hash|plain|raw|str|string|text|value"
 """Words after the word that makes a name secret."""
 _PASSWORDS = re.compile(
     "password|passwords|passwd|passphrase|passcode|pwd|secret|secrets|credential|credentials|creds|cookie|"
-    "cookies|authorization|auth|dsn|otp|totp|webhook"
+    "cookies|authorization|auth|dsn|otp|totp|webhook|pw|passkey"
 )
 _TOKENS = re.compile("jwt|apikey|secretkey|privatekey|accesskey|sshkey|sessionid|phpsessid|jsessionid")
 _GLUED = re.compile(r"(?:access|api|auth|bearer|csrf|id|refresh|session|xsrf)tokens?")
@@ -32,7 +32,7 @@ _MODEL = re.compile(
     "total|turn|unk|video|vision|word"
 )
 """Words before "token" in names about a model's tokens."""
-_WORKING_DIRECTORY = ("pwd", "oldpwd")
+_WORKING_DIRECTORY = ("PWD", "OLDPWD")
 
 
 def kind_of(name: str) -> Kind:
@@ -43,7 +43,7 @@ def kind_of(name: str) -> Kind:
         if words[-2:] == ["connection", "string"]:
             return "password"
         words.pop()
-    if not words or "".join(words) in _WORKING_DIRECTORY:
+    if not words or name in _WORKING_DIRECTORY:
         return ""
     last = words[-1]
     before = words[-2] if len(words) > 1 else ""

@@ -92,6 +92,17 @@ LINES = [
     "ServerArgs(model_path='m', api_key='{word}', admin_api_key=\"{quoted}\", port=1)",
     "    client = Client(token='{word}', timeout=3)",
     "wandb.login(key='{hex}')",
+    # words near a name
+    "os.environ.setdefault('HF_TOKEN', '{mixed}')",
+    "[('HF_TOKEN', '{mixed}'), ('PATH', '/bin')]",
+    "| HF_TOKEN | {mixed} |",
+    "<password>{mixed}</password>",
+    "- name: DB_PASSWORD\n  value: {mixed}",
+    '{{"name": "HF_TOKEN", "value": "{mixed}"}}',
+    "\x1b[31mpassword\x1b[0m=\x1b[32m{number}\x1b[0m",
+    "ValueError: the access token {mixed} has expired",
+    "| -----BEGIN RSA PRIVATE KEY-----\n| {long}\n| {long2}\n| -----END RSA PRIVATE KEY-----",
+    "7 INFO -----BEGIN PRIVATE KEY-----\n7 INFO {long}\n7 INFO {long2}",
     # machines and people
     "(TrainerRank pid=12, ip={ip}) failed",
     "MASTER_ADDR={host} MASTER_PORT=1",
@@ -114,6 +125,7 @@ def planted(template: str, chance: random.Random) -> tuple[str, list[str]]:
 
     makers: dict[str, Callable[[], str]] = {
         "word": lambda: letters(14),
+        "mixed": lambda: "aK4" + letters(11),
         "letters": lambda: letters(34),
         "hex": lambda: "".join(chance.choices("0123456789abcdef", k=40)),
         "number": lambda: str(chance.randrange(10**9, 10**10)),

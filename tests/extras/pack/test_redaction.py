@@ -81,6 +81,7 @@ def test_a_secret_is_removed(text):
         "image_token=5 tokens: [1, 2], key_env: SEARCH_TOKEN, loss per token: a mean",
         "c10::Error at 12:30:59, std::abc::def, sha256:ab12, model_runner.py, max@3, PWD=/data/x",
         "password: null, PASSWORD=${PASSWORD}, token=$TOKEN, secret: <unset>, cookie: ***, auth: true",
+        "forward pass, per token, of Qwen3MoeForCausalLM in step-0000001.groups of Qwen3-30B-A3B",
         "https://huggingface.co/a/b, https://github.com/a/b.git, hf://datasets/a@main, http://127.0.0.1:1/x",
         "--max-tokens 512 --eos-token-id 5 --key-value-heads 8 -u 5",
     ],
