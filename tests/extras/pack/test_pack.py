@@ -21,6 +21,8 @@ from slimx.observability.live.run_lock import locked
 from tests.refusals import refused
 
 SECRET = "Zx81Qw77pLm2"
+UNKNOWN = "Rt55Kw81Zb4Qm3Yc"
+"""A secret that no other file of the run contains."""
 PRIVATE = "the private question"
 
 
@@ -152,19 +154,18 @@ def test_long_files_are_cut_to_their_last_lines(run, out, monkeypatch):
 
 def test_a_cut_between_a_key_and_its_value_keeps_no_secret(run, out, monkeypatch):
     monkeypatch.setattr(archive, "environment_lines", lambda environment: iter(()))  # takes 0.2 s
-    monkeypatch.setitem(contents.FOLDERS, "logs", 3_000)
-    lines = "".join(f"step {number}\n" for number in range(100))
-    block = "-----BEGIN RSA PRIVATE KEY-----\n" + f"{SECRET * 5}\n" * 40 + "-----END RSA PRIVATE KEY-----\n"
-    values = {"block": block, "list": f"--password\n- {SECRET}\n", "json": '"password":' + " " * 40 + f'"{SECRET}"\n'}
-    for name, value in values.items():
-        for size in range(0, len(value), 9):
-            tail = lines[-(1000 - size) :] if size < 1000 else ""
+    monkeypatch.setitem(contents.FOLDERS, "logs", 4_000)  # 1,000 bytes for each of the four
+    lines = "".join(f"step {number}\n" for number in range(200))
+    block = "-----BEGIN RSA PRIVATE KEY-----\n" + f"{UNKNOWN * 4}\n" * 20
+    values = {"block": block, "list": f"--password\n- {UNKNOWN}\n", "yaml": f"password: |\n  {UNKNOWN}\n  {UNKNOWN}\n"}
+    for cut in range(0, len(block), 48):
+        for name, value in values.items():
+            tail = lines[len(lines) - (1000 - max(0, len(value) - cut)) :]
             (run / "logs" / f"{name}.log").write_text("first\n" * 300 + value + tail)
-            if name != "block" or size % 280 == 0:
-                texts, _ = packed(run, out)
-                out.unlink()
-                assert SECRET not in "".join(texts.values())
-    (run / "logs" / "block.log").write_text("password=" + f"{SECRET} " * 99_000)
+        texts, _ = packed(run, out)
+        out.unlink()
+        assert UNKNOWN not in "".join(texts.values()), cut
+    (run / "logs" / "block.log").write_text("password=" + f"{UNKNOWN} " * 99_000)
     texts, _ = packed(run, out)
     assert texts["logs/block.log"] == ""
 
@@ -174,6 +175,13 @@ def test_names_and_secrets_that_one_file_shows_are_removed_from_all(run, out):
     (run / "logs" / "b.log").write_text("cache /data/home/dorothy/x, PASSWORD=hunter2-Pass MASTER_ADDR=node17x\n")
     texts, _ = packed(run, out)
     assert re.fullmatch(r"login of USER at host-\d with \[removed\]\n", texts["logs/a.log"])
+
+
+def test_a_user_named_like_a_key_is_replaced_only_where_the_name_stands_alone(run, out):
+    (run / "summary.json").write_text(json.dumps({"adamw_beta": 0.9}))
+    (run / "logs" / "a.log").write_text("/home/adamw/x adamw adamw_beta /home/dorothy/dorothy_run\n")
+    texts, _ = packed(run, out)
+    assert texts["logs/a.log"] == "~/x USER adamw_beta ~/USER_run\n" and "adamw_beta" in texts["summary.json"]
 
 
 def test_names_of_files_are_redacted_and_stay_different(run, tmp_path):
@@ -206,9 +214,11 @@ def test_addresses_in_settings_are_replaced(run, out, monkeypatch):
         "RAY_ADDRESS": "ray://gpuhead.corp:1",
         "HF_ENDPOINT": "https://hub.corp.example",
     }
-    texts, _ = packed(run, out, **hosts, HF_HOME="/home/carol/hf", SGLANG_HOST_IP="10.1.2.3", USER="dorothy")
-    shown = texts["environment.txt"]
-    for private in ("trainhost", "gpuhead", "corp.example", "carol", "10.1.2.3", "dorothy"):
+    (run / "logs" / "a.log").write_text("dorothy is refused by gate7\n")
+    hosts |= {"HTTP_PROXY": "http://gate7:3128", "USER": "dorothy"}
+    texts, _ = packed(run, out, **hosts, HF_HOME="/home/carol/hf", SGLANG_HOST_IP="10.1.2.3")
+    shown = texts["environment.txt"] + texts["logs/a.log"]
+    for private in ("trainhost", "gpuhead", "corp.example", "carol", "10.1.2.3", "dorothy", "gate7"):
         assert private not in shown, private
     assert "MASTER_ADDR=host-" in shown and "HF_HOME=~/hf" in shown
 
