@@ -99,6 +99,21 @@ def test_a_configuration_is_kept(file):
     assert cleaned.text(text) == text and cleaned.values(yaml.safe_load(text)) == yaml.safe_load(text)
 
 
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("", "eos_token max_token token_level num_tokens_per_key next_token PWD author monkey keys tokens MASTER_ADDR"),
+        ("", "KeyError tokenizer RAY_AUTH_MODE api_key_env password_file key_value_heads sort_key loss_per_token pass"),
+        ("token", "HF_TOKEN apiKey AccountKey x-api-key --api-key github_token accesstoken GH_PAT db_pass api_tokens"),
+        ("token", "AWS_SECRET_ACCESS_KEY client-key-data JSESSIONID"),
+        ("password", "PASSWORD db_password clientSecret PGPASSWORD MYSQL_PWD Proxy-Authorization Set-Cookie X-Auth"),
+        ("password", "webhook_url SENTRY_DSN connection_string DB_CREDENTIALS PASSWORD2 password_hash"),
+    ],
+)
+def test_words_tell_which_names_are_secret(kind, names):
+    assert {name: kind_of(name) for name in names.split()} == dict.fromkeys(names.split(), kind)
+
+
 def test_names_of_metrics_and_most_keys_are_not_secret():
     pages = Path("docs/metrics.md").read_text() + Path("docs/configuration.md").read_text()
     names = {*re.findall(r"`([\w./@-]+)`", pages)}
