@@ -227,7 +227,8 @@ class Rollout(Section):
     request_retries: Count = 2
     """Maximum number of times that a request is sent again because its engine was lost."""
     rollout_deadline: Seconds = 1800
-    """Seconds within which a rollout must finish, not counting its waits for `concurrency` and for paused engines."""
+    """Seconds within which a rollout must finish, not counting its waits for `concurrency` and for paused engines, and
+    an async `filter` must return."""
     interrupt_deadline: Seconds = 30
     """Seconds within which interrupted requests must return their tokens: between steps if `partial` is true, and
     before a run is saved on a signal. Slower requests are sent again, without the tokens of the interrupted attempt."""

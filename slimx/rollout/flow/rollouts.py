@@ -222,7 +222,8 @@ class GroupMaker:
         before = replace(group, trajectories=list(group.trajectories))
         hook = str(self.config.rollout.filter)
         try:
-            verdict = await verdict_of(keep, group, before.trajectories, hook)
+            deadline_s = self.config.rollout.rollout_deadline
+            verdict = await verdict_of(keep, group, before.trajectories, hook, deadline_s)
             self.check(replace(group, id=before.id), hook)
         except SlimxError as error:
             group.trajectories = before.trajectories
