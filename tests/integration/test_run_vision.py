@@ -90,14 +90,11 @@ def complete(config: Path, *overrides: str) -> TrainProcess:
 def test_images_of_a_table_are_kept_out_of_saved_steps_and_replayed(tmp_path: Path) -> None:
     fields = {"prompt": "problem", "answer": "answer", "images": "images"}
     prompts = write_table(tmp_path)
-    evaluations = {"prompts": str(prompts), "fields": fields, "every": 1, "engines": [{"max_total_tokens": 8192}]}
     sections = {"trainer": {"vision": {}}, "rollout": {"fields": fields}, "checkpoint": {"every": 1}}
-    config = write_run(tmp_path, prompts=prompts, eval=evaluations, **sections)
+    config = write_run(tmp_path, prompts=prompts, **sections)
     complete(config, "schedule.steps=1")
     resumed = complete(config)
     assert "resumed" in resumed.text() and list(steps(tmp_path / "run")) == [1, 2]
-    evaluated = [row["step"] for row in written(tmp_path / "run/metrics.jsonl") if "eval/accuracy" in row["metrics"]]
-    assert evaluated == [0, 1, 2], "engines that do nothing else saw the images too"
     ends = [picture(number, 64, 64)[-300:-50] for number in range(2)]
     files = [file for file in (tmp_path / "run").rglob("*") if file.is_file() and "originals" not in file.parts]
     assert len(step_files(tmp_path / "run" / DIRECTORY)) == 2
@@ -107,10 +104,21 @@ def test_images_of_a_table_are_kept_out_of_saved_steps_and_replayed(tmp_path: Pa
     originals = [file for file in (tmp_path / "run/images/originals").rglob("*") if file.is_file()]
     assert sorted(file.read_bytes() for file in originals) == sorted(picture(number, 64, 64) for number in range(2))
     prompts.unlink()
-    complete(config, f"run.dir={tmp_path / 'again'}", f"rollout.replay={tmp_path / 'run'}", "eval=null")
+    complete(config, f"run.dir={tmp_path / 'again'}", f"rollout.replay={tmp_path / 'run'}")
     before, after = steps(tmp_path / "run"), steps(tmp_path / "again")
     assert list(after) == [1, 2]
     assert after[1]["optim/grad_norm"] == pytest.approx(before[1]["optim/grad_norm"], rel=1e-5)
+
+
+@pytest.mark.slow("a whole run")
+def test_engines_that_evaluate_during_training_see_images(tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path)
+    evaluations = {"prompts": str(prompts), "every": 1, "engines": [{"max_total_tokens": 8192}]}
+    complete(write_run(tmp_path, prompts=prompts, eval=evaluations, track={"samples": 8}))
+    evaluated = [row["step"] for row in written(tmp_path / "run/metrics.jsonl") if "eval/accuracy" in row["metrics"]]
+    assert evaluated == [0, 1, 2]
+    samples = [sample for sample in written(tmp_path / "run/samples.jsonl") if sample["evaluation"]]
+    assert {len(sample["images"] or []) for sample in samples} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
