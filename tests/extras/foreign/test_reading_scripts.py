@@ -124,7 +124,7 @@ def test_overrides_of_hydra_are_read_without_their_signs():
 
 
 def test_a_quote_that_is_never_closed_is_named_with_its_line(folder):
-    with refused("foreign.open_quote", about='"'):
+    with refused("foreign.syntax", about="line 2"):
         commands_of(folder / "run.sh", 'A=1\nB="x\n', {})
 
 
