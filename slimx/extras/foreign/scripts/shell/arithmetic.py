@@ -32,8 +32,8 @@ _SIGNS: Mapping[str, Callable[[int, int], int]] = {
     "+": operator.add,
     "-": operator.sub,
     "*": operator.mul,
-    "/": lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
-    "%": lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
+    "/": lambda a, b: abs(a) // abs(b) * (-1) ** ((a < 0) != (b < 0)),
+    "%": lambda a, b: abs(a) % abs(b) * (-1) ** (a < 0),
     "**": lambda a, b: pow(a, b, 1 << 64) if b >= 0 else 1 // 0,
 }
 _UNARY: Mapping[str, Callable[[int], int]] = {
@@ -54,6 +54,11 @@ def calculated(text: str, variables: Variables) -> str:
         return unset[0] if unset else computed(f"(({text.strip()}))")
 
 
+def truth(value: str) -> bool | None:
+    """Returns whether the value of an expression is not 0; None if it is unknown."""
+    return None if unknown_in(value) else value != "0"
+
+
 class _Reader:
     """Reader of an expression by the precedence of its signs."""
 
@@ -61,14 +66,14 @@ class _Reader:
         if unknown_in(text) or _TOKEN.sub("", text).strip():
             raise ValueError(text)
         variables.spend(100 + len(text))
-        self.tokens = [*_TOKEN.findall(text), ""]
+        self.tokens = [*(_TOKEN.findall(text) or ["0"]), ""]
         self.variables = variables
         self.at = 0
         self.live = True  # False where a shell skips: after 0 &&, 1 || and in the other branch of ?:
 
     def value(self) -> int:
         """Returns the value of the expression; 0 if it is empty. Raises ValueError if it is not correct."""
-        value = self.series() if self.tokens[0] else 0
+        value = self.series()
         self.expect("")
         return value
 
@@ -109,9 +114,8 @@ class _Reader:
             self.expect(")")
             return value
         if sign[:1].isdigit():
-            base, hash_sign, digits = sign.partition("#")
-            octal = sign[0] == "0" and sign.isdigit()
-            return int(digits, int(base)) if hash_sign else int(sign, 8 if octal else 0)
+            base, _, digits = re.sub(r"^0(?=\d)", "8#", sign).rpartition("#")
+            return int(digits, int(base or 0))
         if not re.match(r"[A-Za-z_]", sign):
             raise ValueError(sign)
         following = self.tokens[self.at]
@@ -132,10 +136,11 @@ class _Reader:
 
     def stored(self, target: str, sign: str, before: int, value: int) -> int:
         """Sets a variable or element to `value`, or to `before` and `value` joined by `sign`."""
-        value = self.applied(sign, before, value) if sign else value
+        if sign:
+            value = self.applied(sign, before, value)
         name, key = self.element(target)
         if self.live:
-            self.variables.assign(name, str(value), key)
+            self.variables.store(name, str(value), key)
         return value
 
     def element(self, target: str) -> tuple[str, str]:

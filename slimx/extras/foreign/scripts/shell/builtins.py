@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from slimx.extras.foreign.scripts.shell.expansion import Variables, unknown_in
+from slimx.extras.foreign.scripts.shell.expansion import Variables, numbered, unknown_in
 
 SUCCEEDING = (
     "mkdir",
@@ -32,6 +32,27 @@ _FILE_SIZE = 1 << 20
 _FORMAT = re.compile(r"%0?\d{0,2}[sd]|%%")
 
 
+class Leave(Exception):
+    """Leaves a loop, a function or the script."""
+
+    def __init__(self, name: str, count: int = 1, status: bool | None = True) -> None:
+        self.name = name
+        self.count = count
+        self.status = status
+
+
+def leave(name: str, word: str, status: bool | None) -> bool | None:
+    """Leaves a loop, a function or the script; a script that ends in an error is read on. `status`: of the last
+    command."""
+    if name in ("break", "continue"):
+        raise Leave(name, int(word) if word.isdigit() else 1)
+    if word:
+        status = None if unknown_in(word) else word == "0"
+    if name == "exit" and status is False:
+        return False
+    raise Leave(name, status=status)
+
+
 def printed_by(words: Sequence[str], variables: Variables, stdin: str | None) -> str | None:
     """Returns the output of a command that only computes a text; None for any other. `stdin`: its here-document."""
     arguments = [word for word in words[1:] if word != "--"]
@@ -52,12 +73,11 @@ def printed_by(words: Sequence[str], variables: Variables, stdin: str | None) ->
             return os.path.basename(path.rstrip("/")).removesuffix("".join(suffix))
         case (("realpath" | "readlink"), [*_, path]):
             return path
-        case "seq", [*_, last] if all(re.fullmatch(r"-?\d{1,9}", word) for word in arguments):
-            first = int(arguments[0]) if len(arguments) > 1 else 1
-            step = int(arguments[1]) if len(arguments) == 3 else 1
-            numbers = range(first, int(last) + (1 if step > 0 else -1), step or 1)
+        case "seq", [*_, last] if re.fullmatch(r"(-?\d{1,9} ){1,3}", " ".join([*arguments, ""])):
+            first, step = [*map(int, arguments[:-1]), 1, 1][:2]
+            numbers = range(first, int(last) + (-1) ** (step < 0), step or 1)
             variables.spend(len(numbers))
-            return "\n".join(str(number) for number in numbers)
+            return "\n".join(map(str, numbers))
     return None
 
 
@@ -69,9 +89,9 @@ def formatted(form: str, values: Sequence[str]) -> str | None:
         return None
     parts = []
     for start in range(0, len(values) or 1, len(signs) or len(values) or 1):
-        given = iter(values[start:])
+        rest = iter(values[start:])
         try:
-            parts.append(form % tuple(int(next(given, "0")) if sign[-1] == "d" else next(given, "") for sign in signs))
+            parts.append(form % tuple(int(next(rest, "0")) if sign[-1] == "d" else next(rest, "") for sign in signs))
         except ValueError:
             return None
     return "".join(parts)
@@ -83,15 +103,21 @@ def read_into(arguments: Sequence[str], variables: Variables, stdin: str | None)
         return None
     options = "".join(word[1:] for word in arguments if word.startswith("-"))
     names = [word for word in arguments if re.fullmatch(r"[A-Za-z_]\w*", word)] or ["REPLY"]
-    text = stdin.strip("\n") if "d" in options else stdin.partition("\n")[0]
+    text = stdin.strip("\n")
+    if "d" not in options:
+        text = text.partition("\n")[0]
     sign = (variables.elements("IFS") or {}).get("0")
-    fields = [text] if unknown_in(text) or sign == "" else text.split(sign)
+    fields = [text] if sign == "" else text.split(sign)
     if "a" in options:
-        variables.values[names[0]] = {} if unknown_in(text) else {str(place): word for place, word in enumerate(fields)}
+        variables.values[names[0]] = {}  # of an unknown text no element is known
+        if not unknown_in(text):
+            variables.values[names[0]] = numbered(fields)
         return True
+    if unknown_in(text):
+        fields = [text]
     fields[len(names) - 1 :] = [(sign or " ").join(fields[len(names) - 1 :])]
     for name, value in zip(names, [*fields, *[""] * len(names)], strict=False):
-        variables.assign(name, value)
+        variables.store(name, value)
     return True
 
 

@@ -10,19 +10,12 @@ from collections.abc import Callable, Mapping
 
 from tree_sitter import Node
 
-from slimx.extras.foreign.scripts.shell.arithmetic import calculated
-from slimx.extras.foreign.scripts.shell.expansion import Variables, unknown_in, without_unset
+from slimx.extras.foreign.scripts.shell.arithmetic import calculated, truth
+from slimx.extras.foreign.scripts.shell.expansion import Variables, numbered, unknown_in, without_unset
 from slimx.extras.foreign.scripts.shell.syntax import text_in
 from slimx.extras.foreign.scripts.shell.words import Words
 
-_NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq,
-    "-ne": operator.ne,
-    "-gt": operator.gt,
-    "-ge": operator.ge,
-    "-lt": operator.lt,
-    "-le": operator.le,
-}
+_NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
 _TEXTS: Mapping[str, Callable[[str, str], bool]] = {
     "=": operator.eq,
     "==": operator.eq,
@@ -47,7 +40,7 @@ def tested(words: list[str], variables: Variables) -> bool | None:
         if sign in words[1:-1]:
             at = words.index(sign, 1)
             left, right = tested(words[:at], variables), tested(words[at + 1 :], variables)
-            return _both(left, right) if sign == "-a" else inverted(_both(inverted(left), inverted(right)))
+            return _joined(left, right, everything=sign == "-a")
     match words:
         case ["!", _, *_]:
             return inverted(tested(words[1:], variables))
@@ -69,10 +62,10 @@ def holds(node: Node, words: Words) -> bool | None:
         case "unary_expression" if text_in(parts[0]) == "!":
             return inverted(holds(parts[1], words))
         case "unary_expression":
-            return _single(text_in(parts[0]), words.text(parts[1]), words.variables)
+            return _single(text_in(parts[0]), words.text(parts[1]), words)
         case "binary_expression":
             return _binary(parts[0], text_in(parts[1]), parts[2], words)
-    return _single("-n", words.text(node), words.variables)
+    return _single("-n", words.text(node), words)
 
 
 def _binary(first: Node, sign: str, second: Node, words: Words) -> bool | None:
@@ -81,12 +74,12 @@ def _binary(first: Node, sign: str, second: Node, words: Words) -> bool | None:
         if left is (sign == "||"):
             return left
         right = holds(second, words)
-        return _both(left, right) if sign == "&&" else inverted(_both(inverted(left), inverted(right)))
+        return _joined(left, right, everything=sign == "&&")
     if first.type == "unary_expression":  # `! a = b`, which the grammar takes for `(! a) = b`
         return inverted(_binary(first.children[1], sign, second, words))
     left_text = without_unset(words.text(first))
     if sign not in ("=", "==", "!=", "=~"):
-        return _pair(left_text, sign, words.text(second), words.variables)
+        return _pair(left_text, sign, words.text(second), words)
     pattern = without_unset(words.expression(second) if sign == "=~" else words.pattern(second))
     if unknown_in(left_text) or unknown_in(pattern):
         return None
@@ -100,8 +93,7 @@ def _binary(first: Node, sign: str, second: Node, words: Words) -> bool | None:
         found = re.search(expression, left_text)
     except re.error:
         return None
-    groups = [] if found is None else [found[0], *found.groups("")]
-    words.variables.values["BASH_REMATCH"] = {str(place): group for place, group in enumerate(groups)}
+    words.values["BASH_REMATCH"] = {} if found is None else numbered([found[0], *found.groups("")])
     return found is not None
 
 
@@ -110,10 +102,11 @@ def matches(text: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(text, pattern.replace("[^", "[!"))
 
 
-def _both(left: bool | None, right: bool | None) -> bool | None:
-    if left is False or right is False:
-        return False
-    return None if left is None or right is None else True
+def _joined(left: bool | None, right: bool | None, *, everything: bool) -> bool | None:
+    """Returns whether both of two conditions hold, or either."""
+    if (not everything) in (left, right):
+        return not everything
+    return None if None in (left, right) else everything
 
 
 def _single(sign: str, value: str, variables: Variables) -> bool | None:
@@ -125,7 +118,9 @@ def _single(sign: str, value: str, variables: Variables) -> bool | None:
     if sign in ("-n", "-z"):
         return bool(value) == (sign == "-n")
     exists = {"-d": os.path.isdir, "-f": os.path.isfile} | dict.fromkeys(("-e", "-r", "-x", "-s"), os.path.exists)
-    return exists[sign](os.path.expanduser(value)) if sign in exists else None
+    if sign not in exists:
+        return None
+    return exists[sign](os.path.expanduser(value))
 
 
 def _pair(left: str, sign: str, right: str, variables: Variables) -> bool | None:
@@ -134,7 +129,6 @@ def _pair(left: str, sign: str, right: str, variables: Variables) -> bool | None
         return None
     if sign in _TEXTS:
         return _TEXTS[sign](left, right)
-    numbers = [calculated(text, variables) for text in (left, right)]
-    if sign not in _NUMBERS or any(unknown_in(number) for number in numbers):
+    if sign not in _NUMBERS:
         return None
-    return _NUMBERS[sign](int(numbers[0]), int(numbers[1]))
+    return truth(calculated(f"({left or 0}) {_NUMBERS[sign]} ({right or 0})", variables))

@@ -9,26 +9,28 @@ from slimx.extras.foreign.scripts.shell.words import Words
 
 
 def declared(node: Node, words: Words) -> bool:
-    """Carries out `export`, `local`, `declare` and `unset`."""
+    """Does what `export`, `local`, `declare` and `unset` do."""
     sign = text_in(node.children[0])
-    texts = [words.text(part) for part in node.named_children if part.type != "variable_assignment"]
-    options = "".join(text for text in texts if text.startswith("-"))
-    inside = bool(words.variables.locals) and sign not in ("export", "readonly", "unset") and "g" not in options
+    options = ""
     for part in node.named_children:
         target = part.child_by_field_name("name") or part
         name, equals, value = words.text(target).partition("=")
         name = name.partition("[")[0]
-        before = words.variables.values.get(name)
+        if name.startswith("-"):
+            options += name
+            continue
+        inside = bool(words.locals) and sign not in ("export", "readonly", "unset") and "g" not in options
+        before = words.values.get(name)
         if "A" in options:
-            words.variables.keyed.add(name)
+            words.keyed.add(name)
         if part.type == "variable_assignment":
-            words.assign(part)
+            words.assigned(part)
         elif equals:
-            words.variables.assign(name, value)
-        elif sign == "unset" or (inside and not name.startswith("-")):
-            words.variables.values.pop(name, None)
+            words.store(name, value)
+        elif sign == "unset" or inside:
+            words.values.pop(name, None)
         if inside:
-            words.variables.locals[-1].setdefault(name, before)
+            words.locals[-1].setdefault(name, before)
     return True
 
 
@@ -36,8 +38,8 @@ def redirections(node: Node, words: Words) -> tuple[str | None, str | None, bool
     """Returns the text that a command reads, the file that it writes, whether it appends to that, and its words that
     follow a redirection, which the grammar counts to it."""
     redirects = node.children_by_field_name("redirect")
-    for own in list(redirects):
-        redirects += own.children_by_field_name("redirect")
+    for redirect in list(redirects):
+        redirects += redirect.children_by_field_name("redirect")
     stdin = target = None
     append = False
     extra: list[Node] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +41,11 @@ def shown(text: str) -> str:
 def computed(text: str) -> str:
     """Returns the unknown value that the expression or command `text` has."""
     return f"{COMPUTED}{shown(text)}{END}"
+
+
+def numbered(values: Iterable[str], start: int = 0) -> dict[str, str]:
+    """Returns the elements of an array by key, from the key `start` on."""
+    return {str(key): value for key, value in enumerate(values, start)}
 
 
 @dataclass(slots=True)
@@ -87,14 +92,14 @@ class Variables:
             "0": str(self.script),
             "BASH_SOURCE": str(self.script),
             "#": str(len(self.values.get("@", {}))),
-            "?": computed("?") if self.status is None else str(int(not self.status)),
+            "?": {None: computed("?"), True: "0", False: "1"}[self.status],
         } | dict.fromkeys("$!-", computed("$"))
         return {"0": standard[name]} if name in standard else None
 
-    def assign(self, name: str, value: str, key: str = "0", *, append: bool = False) -> None:
+    def store(self, name: str, value: str, key: str = "0", *, append: bool = False) -> None:
         """Sets the element `key` of the variable `name`. `append`: add to its text."""
         elements = dict(self.values.get(name, {}))
-        elements[key] = elements.get(key, "") + value if append else value
+        elements[key] = elements.get(key, "") * append + value
         self.spend(len(elements) + len(elements[key]))
         self.values[name] = elements
 
@@ -107,25 +112,29 @@ class Variables:
 
     def set_arguments(self, words: Sequence[str]) -> None:
         """Sets the arguments `$1`, `$2` and on."""
-        self.values["@"] = {str(place): word for place, word in enumerate(words, 1)}
+        self.values["@"] = numbered(words, 1)
 
 
 def edited(value: str, sign: str, pattern: str, new: str, variables: Variables) -> str:
     """Returns `value` changed by a parameter expansion: `#` and `%` remove what matches `pattern` at the start and end,
     `/` puts `new` in its place, `,` and `^` change letters; a doubled sign means the longest, all, or every letter."""
-    if sign in (",", "^"):
-        return (value[:1].lower() if sign == "," else value[:1].upper()) + value[1:]
-    if sign in (",,", "^^"):
-        return value.lower() if sign == ",," else value.upper()
+    if sign[0] in ",^":
+        end = len(value) if sign[1:] else 1
+        changed = value[:end].lower() if sign[0] == "," else value[:end].upper()
+        return changed + value[end:]
     variables.spend(len(value) * (len(value) + len(new)))
     # fnmatch wraps the expression in (?s:...)\Z
     expression = fnmatch.translate(pattern.replace("[^", "[!"))[4:-3]
+    if sign in ("/", "//") and not pattern:
+        return value
     if sign[0] == "/":
         place = {"/#": rf"\A(?:{expression})", "/%": rf"(?:{expression})\Z"}.get(sign, expression)
-        return re.sub(f"(?s:{place})", lambda _: new, value, count=0 if sign == "//" else 1) if pattern else value
+        return re.sub(f"(?s:{place})", lambda _: new, value, count=sign != "//")
     matcher = re.compile(f"(?s:{expression})")
     ends = range(len(value) + 1)
-    for end in reversed(ends) if len(sign) == 2 else ends:
+    if len(sign) == 2:
+        ends = ends[::-1]
+    for end in ends:
         start = 0 if sign[0] == "#" else len(value) - end
         if matcher.fullmatch(value, start, start + end):
             return value[:start] + value[start + end :]

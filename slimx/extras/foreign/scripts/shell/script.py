@@ -9,28 +9,32 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tree_sitter import Node
 
 from slimx.errors import SlimxError
-from slimx.extras.foreign.scripts.shell.arithmetic import calculated
+from slimx.extras.foreign.scripts.shell.arithmetic import calculated, truth
 from slimx.extras.foreign.scripts.shell.builtins import (
     SUCCEEDING,
+    Leave,
     change_folder,
     formatted,
+    leave,
     printed_by,
     read_file,
     read_into,
 )
 from slimx.extras.foreign.scripts.shell.conditions import holds, inverted, matches, tested
 from slimx.extras.foreign.scripts.shell.declarations import declared, redirections
-from slimx.extras.foreign.scripts.shell.expansion import UNKNOWN, Variables, computed, unknown_in, without_unset
+from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END, computed, unknown_in, without_unset
 from slimx.extras.foreign.scripts.shell.syntax import check, parsed, text_in
 from slimx.extras.foreign.scripts.shell.words import Words
 
+_NUMBERED = re.compile(rf"{COMPUTED}(\d+){END}")
+_OUTPUT = re.compile(rf"{COMPUTED}(?!\d+{END})[^{END}]*{END}")
 _ROUNDS = 1000
 """Maximum number of rounds of a loop; one that waits for something outside the script ends there."""
 _COST = 100
@@ -42,10 +46,10 @@ _WHOLE = frozenset(("command", "variable_assignment", "declaration_command", "un
 def commands_of(script: Path, text: str, overrides: Mapping[str, str]) -> list[list[str]]:
     """Returns the words of every command that the script `text` of the file `script` would run, in order. `overrides`:
     values of variables that the user set. Raises SlimxError if what it runs is not correct syntax, or has no end."""
-    shell = _Shell(Variables(script, overrides))
+    shell = _Shell(script, overrides)
     try:
         shell.run(text)
-    except _Leave:
+    except Leave:
         pass
     except RecursionError as error:
         raise SlimxError(
@@ -53,41 +57,30 @@ def commands_of(script: Path, text: str, overrides: Mapping[str, str]) -> list[l
             code="foreign.nesting",
             about=str(script),
         ) from error
-    return shell.commands
+    return [
+        [_NUMBERED.sub(lambda match: shell.unknown[int(match[1])], word) for word in words] for words in shell.commands
+    ]
 
 
-class _Leave(Exception):
-    """Leaves a loop, a function or the script."""
-
-    def __init__(self, name: str, count: int = 1, status: bool | None = True) -> None:
-        self.name = name
-        self.count = count
-        self.status = status
-
-
-@dataclass(slots=True)
-class _Shell:
-    variables: Variables
+@dataclass
+class _Shell(Words):
     commands: list[list[str]] = field(default_factory=list)
     functions: dict[str, Node] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     """Texts of the here-documents that the script writes into files."""
+    unknown: list[str] = field(default_factory=list)
+    """Unknown outputs in the texts that are run, where numbers stand for them."""
     outputs: list[str | None] = field(default_factory=list)
     """Texts that commands print; None for an unknown one."""
     inside: bool = False
     """True in a command substitution, whose commands are not recorded."""
 
-    @property
-    def words(self) -> Words:
-        return Words(self.variables, self.output)
-
     def run(self, text: str) -> bool | None:
         """Runs the script `text`, and returns its status; None if it is unknown."""
-        self.variables.spend(len(text))
-        for value in set(UNKNOWN.findall(text)):  # quoted, since a command in it is no part of the text
-            name = f"unknown_{len(self.variables.values)}"
-            self.variables.values[name] = {"0": value}
-            text = text.replace(value, f"${{{name}}}")
+        self.spend(len(text))
+        for value in set(_OUTPUT.findall(text)):  # a command in it is no part of the text
+            text = text.replace(value, f"{COMPUTED}{len(self.unknown)}{END}")
+            self.unknown.append(value)
         root = parsed(text)
         check(root, whole=False)
         return self.block(root.children)
@@ -96,12 +89,12 @@ class _Shell:
         status: bool | None = True
         for node in nodes:
             if node.is_named and node.type not in ("comment", "heredoc_body", "heredoc_end"):
-                status = self.variables.status = self.statement(node)
+                status = self.status = self.statement(node)
         return status
 
     def statement(self, node: Node) -> bool | None:
         """Runs a command or compound command, and returns its status."""
-        self.variables.spend(_COST)
+        self.spend(_COST)
         check(node, whole=node.type in _WHOLE)
         parts = node.children
         match node.type:
@@ -117,8 +110,7 @@ class _Shell:
                 with self.apart():
                     return self.block(parts[1:-1])
             case "compound_statement" if text_in(parts[0]) == "((":
-                value = self.words.arithmetic(node, parts[0].end_byte, parts[-1].start_byte)
-                return None if value is None else value != 0
+                return truth(self.arithmetic(node, parts[0].end_byte, parts[-1].start_byte))
             case "compound_statement" | "do_group" | "variable_assignments":
                 return self.block(parts)
             case "if_statement":
@@ -130,14 +122,14 @@ class _Shell:
             case "negated_command":
                 return inverted(self.statement(parts[1]))
             case "test_command" if text_in(parts[0]) == "[[":
-                return holds(parts[1], self.words)
+                return holds(parts[1], self)
             case "test_command":
-                return tested([word for part in parts[1:-1] for word in self.operands(part)], self.variables)
+                return tested(self.operands(parts[1:-1]), self)
             case "variable_assignment":
-                self.words.assign(node)
+                self.assigned(node)
                 return True
             case "declaration_command" | "unset_command":
-                return declared(node, self.words)
+                return declared(node, self)
             case "function_definition":
                 name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
                 if name is not None and body is not None:
@@ -148,7 +140,7 @@ class _Shell:
 
     def chained(self, status: bool | None, sign: str, second: Node) -> bool | None:
         """Runs the second command of `&&` or `||` if the status of the first asks for it."""
-        self.variables.status = status
+        self.status = status
         if status is None and sign == "||" and self.inside:
             self.outputs.clear()  # what a missing package or file is replaced with
         elif status is None or status != (sign == "&&"):
@@ -166,16 +158,15 @@ class _Shell:
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """Runs the commands in the `with` block in a subshell, which cannot change variables of this one."""
-        variables = self.variables
-        before = dict(variables.values), dict(self.functions), variables.folder, variables.script
-        variables.spend(len(before[0]))
+        before = dict(self.values), dict(self.functions), self.folder, self.script
+        self.spend(len(self.values))
         try:
             yield
-        except _Leave as leave:
-            if leave.name in ("break", "continue"):
+        except Leave as left:
+            if left.name in ("break", "continue"):
                 raise
         finally:
-            variables.values, self.functions, variables.folder, variables.script = before
+            self.values, self.functions, self.folder, self.script = before
 
     def choice(self, node: Node) -> bool | None:
         """Runs the branch of `if` whose condition holds."""
@@ -190,21 +181,23 @@ class _Shell:
 
     def case(self, node: Node) -> bool | None:
         """Runs the first item of `case` whose pattern matches."""
-        value = without_unset(self.words.text(node.child_by_field_name("value")))
+        value = without_unset(self.text(node.child_by_field_name("value")))
+        if unknown_in(value):
+            return None
         status: bool | None = True
         falls = False
         for item in node.children:
-            if item.type != "case_item" or unknown_in(value):
+            if item.type != "case_item":
                 continue
             check(item, whole=False)
-            patterns = [self.words.pattern(pattern) for pattern in item.children_by_field_name("value")]
+            patterns = map(self.pattern, item.children_by_field_name("value"))
             if falls or any(matches(value, pattern) for pattern in patterns):
                 start = next(place for place, part in enumerate(item.children) if part.type == ")")
                 status = self.block(item.children[start + 1 :])
                 falls = text_in(item.children[-1]) == ";&"
                 if text_in(item.children[-1]) not in (";&", ";;&"):
                     break
-        return None if unknown_in(value) else status
+        return status
 
     def loop(self, node: Node) -> bool | None:
         body = node.child_by_field_name("body")
@@ -212,11 +205,11 @@ class _Shell:
             try:
                 if body is not None:
                     self.statement(body)
-            except _Leave as leave:
-                leave.count -= 1
-                if leave.name not in ("break", "continue") or leave.count > 0:
+            except Leave as left:
+                left.count -= 1
+                if left.name not in ("break", "continue") or left.count > 0:
                     raise
-                if leave.name == "break":
+                if left.name == "break":
                     break
         return True
 
@@ -228,33 +221,35 @@ class _Shell:
                 yield
         elif node.type == "c_style_for_statement":
             ends = [part for part in node.children if part.type in ("((", ";", "))")]
-            start, condition, update = [(a.end_byte, b.start_byte) for a, b in itertools.pairwise(ends[:4])]
-            self.words.arithmetic(node, *start)
-            while self.words.arithmetic(node, *condition):
+            self.arithmetic(node, ends[0].end_byte, ends[1].start_byte)
+            while truth(self.arithmetic(node, ends[1].end_byte, ends[2].start_byte)):
                 yield
-                self.words.arithmetic(node, *update)
+                self.arithmetic(node, ends[2].end_byte, ends[3].start_byte)
         elif first == "for":
-            given = self.words.fields(*node.children_by_field_name("value"))
-            if not any(part.type == "in" for part in node.children):
-                given = list((self.variables.elements("@") or {}).values())
-            for word in given:
+            values = self.fields(*node.children_by_field_name("value"))
+            if text_in(node.children[2]) != "in":
+                values = list((self.elements("@") or {}).values())
+            for word in values:
                 if not unknown_in(word):
-                    self.variables.assign(self.words.text(node.child_by_field_name("variable")), word)
+                    self.store(self.text(node.child_by_field_name("variable")), word)
                     yield
 
-    def operands(self, node: Node) -> list[str]:
+    def operands(self, nodes: Sequence[Node]) -> list[str]:
         """Returns the words of a condition in `[`."""
-        if node.type in ("binary_expression", "unary_expression", "parenthesized_expression"):
-            return [word for part in node.children for word in self.operands(part)]
-        return self.words.fields(node)
+        words = []
+        for node in nodes:
+            inner = node.type in ("binary_expression", "unary_expression", "parenthesized_expression")
+            words += self.operands(node.children) if inner else self.fields(node)
+        return words
 
     def redirected(self, node: Node) -> bool | None:
         """Runs a command with redirections, and keeps what it writes into a file."""
         body = node.child_by_field_name("body")
         documents = [part for part in node.children if part.type == "heredoc_redirect"]
-        stdin, target, append, extra = redirections(node, self.words)
+        stdin, target, append, extra = redirections(node, self)
         outer = self.outputs
-        self.outputs = outer if target is None else []
+        if target is not None:
+            self.outputs = []
         status: bool | None = None
         if body is None:
             self.outputs.append(None)
@@ -263,35 +258,34 @@ class _Shell:
         else:
             status = self.statement(body)
         if target is not None:
-            before = self.files.get(target, "") if append else ""
-            self.files[target] = before + "".join(part or "" for part in self.outputs)
+            before = self.files.get(target, "") * append
+            self.files[target] = before + "".join(filter(None, self.outputs))
         self.outputs = outer
-        for own in documents:
-            sign = own.child_by_field_name("operator")
-            for part in own.children:
+        for document in documents:
+            sign = document.child_by_field_name("operator")
+            for part in document.children:
                 if part.type == "pipeline":
                     status = self.pipeline(part.named_children)
-                elif sign is not None and part == own.child_by_field_name("right"):
+                elif sign is not None and part == document.child_by_field_name("right"):
                     status = self.chained(status, text_in(sign), part)
         return status
 
     def command(self, node: Node, extra: Sequence[Node] = (), stdin: str | None = None) -> bool | None:
         """Runs a simple command. `extra`: its words after a redirection."""
         check(node, whole=True)
-        parts = [part for field in ("name", "argument") for part in node.children_by_field_name(field)]
-        words = self.words.fields(*parts, *extra)
+        words = self.fields(*node.children_by_field_name("name"), *node.children_by_field_name("argument"), *extra)
         before = {}
         for part in node.children:
             if part.type == "herestring_redirect":
-                stdin = self.words.text(part.children[-1])
+                stdin = self.text(part.children[-1])
             elif part.type == "variable_assignment":
                 name = text_in(part).partition("=")[0]
-                before[name] = self.variables.values.get(name)
-                self.words.assign(part)
+                before[name] = self.values.get(name)
+                self.assigned(part)
         if not words:
             return True
         status = self.called(words, stdin)
-        self.variables.restore(before)
+        self.restore(before)
         return status
 
     def called(self, words: list[str], stdin: str | None) -> bool | None:
@@ -301,100 +295,86 @@ class _Shell:
             return self.function(name, rest)
         if name in ("command", "builtin", "exec") and rest and not rest[0].startswith("-"):
             return self.called(rest, stdin)
-        shell = next((place for place, word in enumerate(words) if Path(word).name in ("bash", "sh")), None)
-        if shell is not None:
-            script = self.script_in(words[shell + 1 :], stdin)
-            if script is not None:
-                with self.apart():
-                    return self.within(*script)
+        script = self.script_in(words, stdin)
+        if script is not None:
+            path, text, arguments = script
+            with self.apart():
+                return self.framed(lambda: self.run(text), arguments, path)
         match name:
             case "eval":
                 return self.run(" ".join(rest))
             case "source" | ".":
-                file = self.file(rest[0]) if rest else None
-                return True if file is None else self.within(*file, rest[1:])
+                file = self.file("".join(rest[:1]))
+                return file is None or self.framed(lambda: self.run(file[1]), rest[1:] or None, file[0])
             case "exit" | "return" | "break" | "continue":
-                return self.leave(name, "".join(rest[:1]))
-            case "shift" if "".join(rest[:1]).isdecimal() or not rest:
-                self.variables.set_arguments(
-                    list((self.variables.elements("@") or {}).values())[int(rest[0]) if rest else 1 :]
-                )
+                return leave(name, "".join(rest[:1]), self.status)
+            case "shift" if "".join(rest or "1").isdecimal():
+                self.set_arguments(list((self.elements("@") or {}).values())[int("".join(rest or "1")) :])
             case "set" if "--" in rest:
-                self.variables.set_arguments(rest[rest.index("--") + 1 :])
+                self.set_arguments(rest[rest.index("--") + 1 :])
             case "cd":
-                change_folder(rest, self.variables)
+                change_folder(rest, self)
             case "read":
-                return read_into(rest, self.variables, stdin)
+                return read_into(rest, self, stdin)
             case "let":
-                return [calculated(word, self.variables) for word in rest][-1:] != ["0"]
+                return calculated(",".join(rest), self) != "0"
             case "true" | "false" | ":" | "set" | "shopt" | "trap":
                 return name != "false"
             case "[" | "test":
-                return tested(rest[:-1] if name == "[" else rest, self.variables)
+                return tested(rest[:-1] if name == "[" else rest, self)
             case "printf" if rest[:1] == ["-v"] and len(rest) > 2:
-                self.variables.assign(rest[1], formatted(rest[2], rest[3:]) or computed(" ".join(words)))
+                self.store(rest[1], formatted(rest[2], rest[3:]) or computed(" ".join(words)))
             case _:
-                printed = printed_by(words, self.variables, stdin)
+                printed = printed_by(words, self, stdin)
                 self.outputs.append(printed)
                 if printed is None and not self.inside:
                     self.commands.append(words)
                 return True if printed is not None or name in SUCCEEDING else None
         return True
 
-    def leave(self, name: str, word: str) -> bool | None:
-        """Leaves a loop, a function or the script; a script that ends in an error is read on."""
-        if name in ("break", "continue"):
-            raise _Leave(name, int(word) if word.isdigit() else 1)
-        status = self.variables.status if not word else None if unknown_in(word) else word == "0"
-        if name == "exit" and status is False:
-            return False
-        raise _Leave(name, status=status)
-
     def function(self, name: str, arguments: Sequence[str]) -> bool | None:
-        before = {"@": self.variables.values.get("@")}
-        self.variables.set_arguments(arguments)
-        self.variables.locals.append({})
+        self.locals.append({})
         try:
-            return self.statement(self.functions[name])
-        except _Leave as leave:
-            if leave.name != "return":
-                raise
-            return leave.status
+            return self.framed(lambda: self.statement(self.functions[name]), arguments, self.script)
         finally:
-            self.variables.restore(self.variables.locals.pop() | before)
+            self.restore(self.locals.pop())
+
+    def framed(self, action: Callable[[], bool | None], arguments: Sequence[str] | None, script: Path) -> bool | None:
+        """Runs `action` with arguments and the path of a file of its own."""
+        outer, before = self.script, {"@": self.values.get("@")}
+        self.script = script
+        if arguments is not None:
+            self.set_arguments(arguments)
+        try:
+            return action()
+        except Leave as left:
+            if left.name != "return":
+                raise
+            return left.status
+        finally:
+            self.script = outer
+            if arguments is not None:
+                self.restore(before)
 
     def script_in(self, words: Sequence[str], stdin: str | None) -> tuple[Path, str, Sequence[str]] | None:
-        """Returns the file, the text and the arguments of the script that `bash` runs with `words`; None if it is not
-        known."""
-        for place, word in enumerate(words):
+        """Returns the file, the text and the arguments of the script that `bash` in a command runs; None if it is not
+        known, or there is none."""
+        while words and Path(words[0]).name not in ("bash", "sh"):
+            words = words[1:]
+        for place, word in enumerate(words[1:], 1):
             if re.fullmatch(r"-\w*c", word) and place + 1 < len(words):
-                return self.variables.script, words[place + 1], words[place + 3 :]
+                return self.script, words[place + 1], words[place + 3 :]
             if not word.startswith("-"):
                 file = self.file(word)
                 return None if file is None else (*file, words[place + 1 :])
-        return None if stdin is None else (self.variables.script, stdin, ())
+        return (self.script, stdin, ()) if words and stdin is not None else None
 
     def file(self, name: str) -> tuple[Path, str] | None:
         """Returns the path and the text of a file that exists, or that the script wrote."""
         text = self.files.get(name)
-        return read_file(name, self.variables.folder) if text is None else (Path(name), text)
-
-    def within(self, script: Path, text: str, arguments: Sequence[str]) -> bool | None:
-        """Runs the text of another file."""
-        before = {"@": self.variables.values.get("@")} if arguments else {}
-        outer = self.variables.script
-        self.variables.script = script
-        if arguments:
-            self.variables.set_arguments(arguments)
-        try:
-            return self.run(text)
-        except _Leave as leave:
-            if leave.name != "return":
-                raise
-            return leave.status
-        finally:
-            self.variables.restore(before)
-            self.variables.script = outer
+        if text is None:
+            return read_file(name, self.folder)
+        return Path(name), text
 
     def output(self, node: Node) -> str:
         """Returns the output of a command substitution."""
@@ -404,9 +384,7 @@ class _Shell:
         self.outputs, self.inside = [], True
         with self.apart():
             self.block(node.children)
-        printed = [part for part in self.outputs if part is not None]
-        known = len(printed) == len(self.outputs) and "\\`" not in text
-        self.outputs, self.inside = outer
-        if known:
-            return "".join(printed).rstrip("\n")
-        return computed(f"({text.removeprefix('$').strip('`')})" if text[0] == "`" else text[1:])
+        printed, (self.outputs, self.inside) = self.outputs, outer
+        if None in printed or "\\`" in text:
+            return computed(f"({text.strip('$()`')})")
+        return "".join(filter(None, printed)).rstrip("\n")

@@ -34,7 +34,10 @@ def parsed(text: str) -> Node:
     for _ in range(_PASSES):
         root = _root(Parser(language), source, end)
         found = QueryCursor(query).captures(root)
-        mended = {node.end_byte: b";" for node in found.get("assignment", []) if _ends_line(node, source)}
+        mended = {}
+        for node in found.get("assignment", []):
+            if _ends_line(node, source):
+                mended[node.end_byte] = b";"
         for node in found.get("dollar", []):
             name = re.compile(rb"[A-Za-z_]\w*").match(source, node.end_byte)
             if name and node.parent is not None and node.parent.type != "simple_expansion":
