@@ -86,6 +86,9 @@ def test_a_script_that_nests_too_deeply_is_refused(script):
         "A=" + "a" * 40 + "; [[ $A =~ (a+)+$b ]]; [[ $A =~ a*a*a*a*a*a*c ]]; [[ a =~ [ ]]",
         "A=" + "a" * 900 + "; case $A in " + "*a" * 90 + "*b) prog ;; esac; A=${A//*a*a*a*a*b/c}",
         "A=$((1 << 9999999999)) B=$((9 ** 9 ** 9)); printf '%999999999d' 1; shift x; shift 99999999999",
+        f"shift {'9' * 5000}; : {{1..{'9' * 5000}}} $(({'9' * 5000})); declare -A M; M[{'9' * 5000}]=1; M+=(a)",
+        f"A={'a' * 28}; [[ $A =~ {'a?' * 28}{'a' * 28} ]]; [[ $A =~ a{{99999999999}} ]]",
+        "A=\ue0015\ue002; prog $A; eval $A \ue0017\ue002 \ue000x",
         "source "
         + "a" * 9000
         + "; [ -f "

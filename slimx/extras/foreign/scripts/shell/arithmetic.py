@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from slimx.extras.foreign.scripts.shell.expansion import END, UNSET, Variables, computed, unknown_in
+from slimx.extras.foreign.scripts.shell.expansion import END, UNSET, Variables, computed, next_key, unknown_in
 
 _TOKEN = re.compile(
     r"\s*(\d+#\w+|0[xX][\da-fA-F]+|\d+|[A-Za-z_]\w*(?:\[[^]]*\])?"
@@ -57,6 +57,17 @@ def calculated(text: str, variables: Variables) -> str:
 def truth(value: str) -> bool | None:
     """Returns whether the value of an expression is not 0; None if it is unknown."""
     return None if unknown_in(value) else value != "0"
+
+
+def key_of(name: str, text: str, variables: Variables) -> str:
+    """Returns the key of an element of the array `name` for the subscript `text`; a negative one counts from the
+    end."""
+    if name in variables.keyed or text in ("@", "*"):
+        return text
+    key = calculated(text, variables)
+    if key.startswith("-"):
+        key = str(next_key(variables.elements(name) or {}) + int(key))
+    return key
 
 
 class _Reader:
@@ -144,10 +155,8 @@ class _Reader:
         return value
 
     def element(self, target: str) -> tuple[str, str]:
-        name, bracket, key = target.partition("[")
-        if not bracket or name in self.variables.keyed:
-            return name, key[:-1] or "0"
-        return name, str(_Reader(key[:-1], self.variables).value())
+        name, _, key = target.partition("[")
+        return name, key_of(name, key[:-1] or "0", self.variables)
 
     def applied(self, sign: str, left: int, right: int) -> int:
         return self.kept(_SIGNS[sign](left, right)) if self.live else 0

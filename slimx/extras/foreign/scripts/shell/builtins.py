@@ -45,7 +45,7 @@ def leave(name: str, word: str, status: bool | None) -> bool | None:
     """Leaves a loop, a function or the script; a script that ends in an error is read on. `status`: of the last
     command."""
     if name in ("break", "continue"):
-        raise Leave(name, int(word) if word.isdigit() else 1)
+        raise Leave(name, int(word) if re.fullmatch(r"[0-9]{1,9}", word) else 1)
     if word:
         status = None if unknown_in(word) else word == "0"
     if name == "exit" and status is False:

@@ -87,11 +87,12 @@ def _binary(first: Node, sign: str, second: Node, words: Words) -> bool | None:
         return matches(left_text, pattern) == (sign != "!=")
     expression = pattern.replace("[:digit:]", "0-9").replace("[:alpha:]", "a-zA-Z").replace("[:space:]", r"\s")
     repeats = re.sub(r"\\.", "", expression)
-    if len(re.findall(r"[*+{]", repeats)) > _REPEATS or re.search(r"\)[*+{]", repeats) or len(left_text) > _LENGTH:
+    many = len(re.findall(r"[*+{]", repeats)) > _REPEATS or repeats.count("?") > 2 * _REPEATS
+    if many or re.search(r"\)[*+{]", repeats) or len(left_text) > _LENGTH:
         return None
     try:
         found = re.search(expression, left_text)
-    except re.error:
+    except (re.error, OverflowError):
         return None
     words.values["BASH_REMATCH"] = {} if found is None else numbered([found[0], *found.groups("")])
     return found is not None

@@ -48,6 +48,11 @@ def numbered(values: Iterable[str], start: int = 0) -> dict[str, str]:
     return {str(key): value for key, value in enumerate(values, start)}
 
 
+def next_key(elements: Mapping[str, str]) -> int:
+    """Returns the key after the last one of an array."""
+    return 1 + max((int(key) for key in elements if re.fullmatch(r"[0-9]{1,19}", key)), default=-1)
+
+
 @dataclass(slots=True)
 class Variables:
     """Variables of a script."""

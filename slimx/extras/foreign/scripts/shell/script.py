@@ -35,7 +35,7 @@ from slimx.extras.foreign.scripts.shell.words import Words
 
 _NUMBERED = re.compile(rf"{COMPUTED}(\d+){END}")
 _OUTPUT = re.compile(rf"{COMPUTED}(?!\d+{END})[^{END}]*{END}")
-_ROUNDS = 1000
+_ROUNDS = 500
 """Maximum number of rounds of a loop; one that waits for something outside the script ends there."""
 _COST = 100
 """Effort of a command, in characters."""
@@ -58,7 +58,8 @@ def commands_of(script: Path, text: str, overrides: Mapping[str, str]) -> list[l
             about=str(script),
         ) from error
     return [
-        [_NUMBERED.sub(lambda match: shell.unknown[int(match[1])], word) for word in words] for words in shell.commands
+        [_NUMBERED.sub(lambda match: shell.unknown.get(match[1], ""), word) for word in words]
+        for words in shell.commands
     ]
 
 
@@ -68,7 +69,7 @@ class _Shell(Words):
     functions: dict[str, Node] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     """Texts of the here-documents that the script writes into files."""
-    unknown: list[str] = field(default_factory=list)
+    unknown: dict[str, str] = field(default_factory=dict)
     """Unknown outputs in the texts that are run, where numbers stand for them."""
     outputs: list[str | None] = field(default_factory=list)
     """Texts that commands print; None for an unknown one."""
@@ -77,10 +78,11 @@ class _Shell(Words):
 
     def run(self, text: str) -> bool | None:
         """Runs the script `text`, and returns its status; None if it is unknown."""
-        self.spend(len(text))
+        self.spend(10 * len(text))
         for value in set(_OUTPUT.findall(text)):  # a command in it is no part of the text
-            text = text.replace(value, f"{COMPUTED}{len(self.unknown)}{END}")
-            self.unknown.append(value)
+            number = str(len(self.unknown))
+            self.unknown[number] = value
+            text = text.replace(value, f"{COMPUTED}{number}{END}")
         root = parsed(text)
         check(root, whole=False)
         return self.block(root.children)
@@ -308,7 +310,7 @@ class _Shell(Words):
                 return file is None or self.framed(lambda: self.run(file[1]), rest[1:] or None, file[0])
             case "exit" | "return" | "break" | "continue":
                 return leave(name, "".join(rest[:1]), self.status)
-            case "shift" if "".join(rest or "1").isdecimal():
+            case "shift" if re.fullmatch(r"[0-9]{1,9}", "".join(rest or "1")):
                 self.set_arguments(list((self.elements("@") or {}).values())[int("".join(rest or "1")) :])
             case "set" if "--" in rest:
                 self.set_arguments(rest[rest.index("--") + 1 :])

@@ -16,13 +16,14 @@ from typing import Literal
 
 from tree_sitter import Node
 
-from slimx.extras.foreign.scripts.shell.arithmetic import calculated
+from slimx.extras.foreign.scripts.shell.arithmetic import calculated, key_of
 from slimx.extras.foreign.scripts.shell.expansion import (
     END,
     UNSET,
     Variables,
     computed,
     edited,
+    next_key,
     numbered,
     unknown_in,
     without_unset,
@@ -31,7 +32,7 @@ from slimx.extras.foreign.scripts.shell.syntax import check, start_of, text_in
 
 _KEPT, _EMPTY, _NEXT = "\ue003", "\ue004", "\ue005"
 _ALL = ("@", "*")
-_BRACES = re.compile(rf"(?<!{_KEPT})\{{([^{{}}{_KEPT}]*,[^{{}}]*|(-?\d+)\.\.(-?\d+))(?<!{_KEPT})\}}")
+_BRACES = re.compile(rf"(?<!{_KEPT})\{{([^{{}}{_KEPT}]*,[^{{}}]*|(-?[0-9]{{1,9}})\.\.(-?[0-9]{{1,9}}))(?<!{_KEPT})\}}")
 
 type Context = Literal["bare", "quoted", "regex"]
 """Surroundings of a text: nothing, double quotes, or a regular expression, in which a backslash means nothing."""
@@ -56,7 +57,7 @@ class Words(Variables):
             end = node.end_byte
         words = itertools.chain.from_iterable(map(self._alternatives, text.split(_NEXT)))
         fields = [_plain(field) for word in words for field in re.split(rf"(?<!{_KEPT})\s", word) if field]
-        self.spend(sum(map(len, fields)) + 20 * len(fields))
+        self.spend(sum(map(len, fields)) + 50 * len(fields))
         return fields
 
     def text(self, node: Node | None) -> str:
@@ -79,15 +80,15 @@ class Words(Variables):
 
     def document(self, node: Node) -> str:
         """Returns the text of a here-document."""
-        raw = False
+        raw, text = False, ""
         for part in node.children:
             if part.type == "heredoc_start":
                 raw = bool(re.search(r"['\"\\]", text_in(part)))
             elif part.type == "heredoc_body" and raw:
-                return (part.text or b"").decode(errors="replace")
+                text = (part.text or b"").decode(errors="replace")
             elif part.type == "heredoc_body":
-                return _plain(self._between(part, part.start_byte, part.end_byte, "quoted"))
-        return ""
+                text = _plain(self._between(part, part.start_byte, part.end_byte, "quoted"))
+        return re.sub(r"(?m)^\t+", "", text) if text_in(node.children[0]) == "<<-" else text
 
     def assigned(self, node: Node) -> None:
         """Sets a variable as an assignment does."""
@@ -103,7 +104,7 @@ class Words(Variables):
         if any(pairs):
             elements |= {pair[1]: pair[2] for pair in pairs if pair is not None}
         else:
-            elements |= numbered(self.fields(*words), _after(elements))
+            elements |= numbered(self.fields(*words), next_key(elements))
         self.spend(len(elements))
         self.values[name] = elements
 
@@ -164,10 +165,7 @@ class Words(Variables):
         if name in _ALL:
             return "@", name
         key = "0" if index is None else self.text(index)
-        if name in self.keyed or key in _ALL:
-            return name, key
-        key = calculated(key, self)
-        return name, str(_after(self.elements(name) or {}) + int(key)) if key.startswith("-") else key
+        return name, key_of(name, key, self)
 
     def _values(self, name: str, context: Context, key: str = "0") -> str:
         """Returns the value of an element, or of all for the key `@` or `*`."""
@@ -255,11 +253,6 @@ class Words(Variables):
         self.spend(len(parts) * len(text))
         before, after = text[: found.start()], text[found.end() :]
         return [word for part in parts for word in self._alternatives(f"{before}{part}{after}")]
-
-
-def _after(elements: dict[str, str]) -> int:
-    """Returns the key after the last one of an array."""
-    return 1 + max((int(key) for key in elements if key.isdigit()), default=-1)
 
 
 def _emitted(values: Sequence[str], context: Context) -> str:
