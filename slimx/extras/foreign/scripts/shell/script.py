@@ -145,7 +145,7 @@ class _Shell(Words):
         self.status = status
         if status is None and sign == "||" and self.inside:
             self.outputs.clear()  # what a missing package or file is replaced with
-        elif status is None or status != (sign == "&&"):
+        elif status != (sign == "&&"):
             return status
         return self.statement(second)
 

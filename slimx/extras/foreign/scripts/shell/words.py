@@ -32,7 +32,8 @@ from slimx.extras.foreign.scripts.shell.syntax import check, start_of, text_in
 
 _KEPT, _EMPTY, _NEXT = "\ue003", "\ue004", "\ue005"
 _ALL = ("@", "*")
-_BRACES = re.compile(rf"(?<!{_KEPT})\{{([^{{}}{_KEPT}]*,[^{{}}]*|(-?[0-9]{{1,9}})\.\.(-?[0-9]{{1,9}}))(?<!{_KEPT})\}}")
+_PART = rf"(?:[^{{}},{_KEPT}]|{_KEPT}.)*"
+_BRACES = re.compile(rf"(?<!{_KEPT})\{{({_PART}(?:,{_PART})+|(-?[0-9]{{1,9}})\.\.(-?[0-9]{{1,9}}))\}}", re.DOTALL)
 
 type Context = Literal["bare", "quoted", "regex"]
 """Surroundings of a text: nothing, double quotes, or a regular expression, in which a backslash means nothing."""
@@ -48,14 +49,9 @@ class Words(Variables):
 
     def fields(self, *nodes: Node) -> list[str]:
         """Returns the fields that words expand to: several for an array, none for an empty variable."""
-        text = ""
-        end = -1
-        for node in nodes:
-            if node.start_byte != end:  # the grammar splits words at some signs
-                text += _NEXT
-            text += self.expanded(node)
-            end = node.end_byte
-        words = itertools.chain.from_iterable(map(self._alternatives, text.split(_NEXT)))
+        words = itertools.chain.from_iterable(
+            map(self._alternatives, _NEXT.join(map(self.expanded, nodes)).split(_NEXT))
+        )
         fields = [_plain(field) for word in words for field in re.split(rf"(?<!{_KEPT})\s", word) if field]
         self.spend(sum(map(len, fields)) + 50 * len(fields))
         return fields
@@ -244,7 +240,7 @@ class Words(Variables):
         found = _BRACES.search(text)
         if found is None:
             return [text]
-        parts: Sequence[str] = found[1].split(",")
+        parts = re.split(rf"(?<!{_KEPT}),", found[1])
         if found[2]:
             first, last = int(found[2]), int(found[3])
             self.spend(abs(last - first))
