@@ -129,6 +129,11 @@ def test_flags_after_a_missing_backslash_are_read(folder):
         ('ssh h "rm train.py"; $PYTHON -u train.py --a 1', "train.py", {"a": ["1"]}),
         ("srun -N 2 bash -c 'cd x && torchrun --nproc 8 train.py --a 1'", "train.py", {"a": ["1"]}),
         ("cat > run2.sh <<END\npython train.py --a \\$1\nEND\nbash run2.sh 4", "train.py", {"a": ["4"]}),
+        (
+            "echo A=1 > e.sh; echo B=2 >> e.sh; date >> e.sh; . e.sh; python train.py --a $A --b $B",
+            "train.py",
+            {"a": ["1"], "b": ["2"]},
+        ),
         ("python train.py --a 1 \\\n  # --b 2 \\\n  --c 3", "train.py", {"a": ["1"], "c": ["3"]}),
         ("mkdir -p x && cd x && python train.py --a 1 || exit 1", "train.py", {"a": ["1"]}),
         ("if [ -z $GIVEN ]; then echo usage; exit 1; fi; python train.py --a 1", "train.py", {"a": ["1"]}),

@@ -259,7 +259,7 @@ class _Shell(Words):
             status = self.command(body, extra, stdin)
         else:
             status = self.statement(body)
-        if target is not None:
+        if target is not None and None not in self.outputs:
             before = self.files.get(target, "") * append
             self.files[target] = before + "".join(filter(None, self.outputs))
         self.outputs = outer
