@@ -120,3 +120,10 @@ def test_wrong_syntax_in_a_part_that_is_not_run_does_not_matter():
     wrong = 'prog "${A:-{\\"a\\": 1}}"'  # it is correct, but unknown to the grammar
     text = f"f() {{ {wrong}; }}\nif false; then\n {wrong}\nfi\nprog 1"
     assert commands_of(Path("run.sh"), text, {}) == [["prog", "1"]]
+
+
+def test_wrong_syntax_is_told_with_the_file_that_has_it(tmp_path: Path):
+    (tmp_path / "models.sh").write_text('A=1\nB=("x\n')
+    with refused("foreign.syntax", about="line 2") as caught:
+        commands_of(Path("run.sh"), f"\n\n\nsource {tmp_path}/models.sh\n", {})
+    assert f"{tmp_path}/models.sh" in str(caught.value)

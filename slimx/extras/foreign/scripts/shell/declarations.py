@@ -44,7 +44,7 @@ def redirections(node: Node, words: Words) -> tuple[str | None, str | None, bool
     append = False
     extra: list[Node] = []
     for redirect in redirects:
-        check(redirect, whole=redirect.type == "file_redirect")
+        check(redirect, words.script, whole=redirect.type == "file_redirect")
         destinations = redirect.children_by_field_name("destination")
         extra += destinations[1:]
         sign = text_in(redirect.children[0])  # a number, if it is not the standard output

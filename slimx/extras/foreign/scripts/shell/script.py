@@ -84,7 +84,7 @@ class _Shell(Words):
             self.unknown[number] = value
             text = text.replace(value, f"{COMPUTED}{number}{END}")
         root = parsed(text)
-        check(root, whole=False)
+        check(root, self.script)
         return self.block(root.children)
 
     def block(self, nodes: Iterable[Node]) -> bool | None:
@@ -97,7 +97,7 @@ class _Shell(Words):
     def statement(self, node: Node) -> bool | None:
         """Runs a command or compound command, and returns its status."""
         self.spend(_COST)
-        check(node, whole=node.type in _WHOLE)
+        check(node, self.script, whole=node.type in _WHOLE)
         parts = node.children
         match node.type:
             case "command":
@@ -135,7 +135,7 @@ class _Shell(Words):
             case "function_definition":
                 name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
                 if name is not None and body is not None:
-                    check(body, whole=False)
+                    check(body, self.script)
                     self.functions[text_in(name)] = body
                 return True
         return None
@@ -174,7 +174,7 @@ class _Shell(Words):
         """Runs the branch of `if` whose condition holds."""
         others = ("elif_clause", "else_clause")
         for clause in [node, *(part for part in node.children if part.type in others)]:
-            check(clause, whole=False)
+            check(clause, self.script)
             parts = [part for part in clause.children if part.type not in others]
             then = next((place for place, part in enumerate(parts) if part.type == "then"), 0)
             if then == 0 or self.block(parts[1:then]):  # `else` has no condition
@@ -191,7 +191,7 @@ class _Shell(Words):
         for item in node.children:
             if item.type != "case_item":
                 continue
-            check(item, whole=False)
+            check(item, self.script)
             patterns = map(self.pattern, item.children_by_field_name("value"))
             if falls or any(matches(value, pattern) for pattern in patterns):
                 start = next(place for place, part in enumerate(item.children) if part.type == ")")
@@ -274,7 +274,7 @@ class _Shell(Words):
 
     def command(self, node: Node, extra: Sequence[Node] = (), stdin: str | None = None) -> bool | None:
         """Runs a simple command. `extra`: its words after a redirection."""
-        check(node, whole=True)
+        check(node, self.script, whole=True)
         words = self.fields(*node.children_by_field_name("name"), *node.children_by_field_name("argument"), *extra)
         before = {}
         for part in node.children:
@@ -380,7 +380,7 @@ class _Shell(Words):
 
     def output(self, node: Node) -> str:
         """Returns the output of a command substitution."""
-        check(node, whole=False)
+        check(node, self.script)
         text = text_in(node)
         outer = self.outputs, self.inside
         self.outputs, self.inside = [], True

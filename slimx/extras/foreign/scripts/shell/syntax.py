@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser, Query, QueryCursor
@@ -81,8 +82,8 @@ def start_of(node: Node) -> int:
     return node.start_byte + len(text) - len(text.lstrip())
 
 
-def check(node: Node, *, whole: bool) -> None:
-    """Raises SlimxError if `node` is no correct syntax: in its own words, or anywhere inside if `whole`."""
+def check(node: Node, script: Path, *, whole: bool = False) -> None:
+    """Raises SlimxError if `node` of `script` is no correct syntax: in its own words, or anywhere inside if `whole`."""
     if not (whole and node.has_error) and not any(part.is_error or part.is_missing for part in (node, *node.children)):
         return
     nodes = [node]
@@ -91,9 +92,14 @@ def check(node: Node, *, whole: bool) -> None:
     errors = [part for part in nodes if part.is_error]
     # Where something is missing, the line is that of the construct that does not end.
     wrong = errors[0] if errors else next(part.parent for part in nodes if part.is_missing) or node
-    line, near = wrong.start_point.row + 1, text_in(wrong).partition("\n")[0][:40]
+    # Of words that form no command the first sign is named: what is before it can be commands.
+    signs = [part for part in wrong.children if wrong.is_error and not part.is_named]
+    place = (signs or [wrong])[0].start_byte - wrong.start_byte
+    text = wrong.text or b""
+    line = wrong.start_point.row + 1 + text.count(b"\n", 0, place)
+    near = text[place:].decode(errors="replace").strip().partition("\n")[0][:40]
     raise SlimxError(
-        f"line {line} of the script is not correct syntax of a shell near {near!r}; correct it, or give a file with "
+        f"{script}, line {line}: this is not correct syntax of a shell, near {near!r}; correct it, or give a file with "
         "only the flags",
         code="foreign.syntax",
         about=f"line {line}",

@@ -130,7 +130,7 @@ class Words(Variables):
 
     def _between(self, node: Node, start: int, end: int, context: Context) -> str:
         """Returns the text of `node` between two bytes of the script, with its signs."""
-        check(node, whole=False)
+        check(node, self.script)
         source, base = node.text or b"", node.start_byte
         text = ""
         for child in node.children:
@@ -178,7 +178,7 @@ class Words(Variables):
 
     def _parameter(self, node: Node, context: Context) -> str:
         """Returns the text of `${...}` with its signs."""
-        check(node, whole=False)
+        check(node, self.script)
         parts = node.children[1:-1]
         prefix = text_in(parts.pop(0)) if len(parts) > 1 and not parts[0].is_named else ""
         name, key = self._element(parts.pop(0))
