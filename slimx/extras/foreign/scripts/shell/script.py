@@ -57,10 +57,7 @@ def commands_of(script: Path, text: str, overrides: Mapping[str, str]) -> list[l
             code="foreign.nesting",
             about=str(script),
         ) from error
-    return [
-        [_NUMBERED.sub(lambda match: shell.unknown.get(match[1], ""), word) for word in words]
-        for words in shell.commands
-    ]
+    return shell.commands
 
 
 @dataclass
@@ -86,6 +83,10 @@ class _Shell(Words):
         root = parsed(text)
         check(root, self.script)
         return self.block(root.children)
+
+    def known(self, word: str) -> str:
+        """Returns `word` with the unknown outputs for which numbers stand in it."""
+        return _NUMBERED.sub(lambda match: self.unknown.get(match[1], ""), word)
 
     def block(self, nodes: Iterable[Node]) -> bool | None:
         status: bool | None = True
@@ -173,7 +174,9 @@ class _Shell(Words):
     def choice(self, node: Node) -> bool | None:
         """Runs the branch of `if` whose condition holds."""
         others = ("elif_clause", "else_clause")
-        for clause in [node, *(part for part in node.children if part.type in others)]:
+        for clause in (node, *node.children):
+            if clause != node and clause.type not in others:
+                continue
             check(clause, self.script)
             parts = [part for part in clause.children if part.type not in others]
             then = next((place for place, part in enumerate(parts) if part.type == "then"), 0)
@@ -247,7 +250,6 @@ class _Shell(Words):
     def redirected(self, node: Node) -> bool | None:
         """Runs a command with redirections, and keeps what it writes into a file."""
         body = node.child_by_field_name("body")
-        documents = [part for part in node.children if part.type == "heredoc_redirect"]
         stdin, target, append, extra = redirections(node, self)
         outer = self.outputs
         if target is not None:
@@ -263,7 +265,7 @@ class _Shell(Words):
             before = self.files.get(target, "") * append
             self.files[target] = before + "".join(filter(None, self.outputs))
         self.outputs = outer
-        for document in documents:
+        for document in node.children_by_field_name("redirect"):
             sign = document.child_by_field_name("operator")
             for part in document.children:
                 if part.type == "pipeline":
@@ -330,7 +332,7 @@ class _Shell(Words):
                 printed = printed_by(words, self, stdin)
                 self.outputs.append(printed)
                 if printed is None and not self.inside:
-                    self.commands.append(words)
+                    self.commands.append(list(map(self.known, words)))
                 return True if printed is not None or name in SUCCEEDING else None
         return True
 
