@@ -139,6 +139,13 @@ MISTAKES = (
     Mistake("a script that starts nothing", "from-slime run.sh", _script("pip install -e .")),
     Mistake("a variable that a script does not set", "from-slime run.sh", _script("python3 train.py --save $BASE/x")),
     Mistake("a quote that a script never closes", "from-verl run.sh", _script('python3 train.py --save "x')),
+    Mistake(
+        "a loop that a script never closes",
+        "from-slime run.sh",
+        _script("for i in 1 2; do\n  python3 train.py --lr $i"),
+    ),
+    Mistake("a script without an end", "from-slime run.sh", _script("A=x; for i in {1..99}; do A=$A$A; done")),
+    Mistake("a script of another train.py", "from-slime run.sh", _script("python3 vision/train.py --epochs 3")),
     Mistake("a number in words in a script", "from-slime run.sh", _script("python3 train.py --num-rollout ten")),
     Mistake("a configuration of slimx for from-verl", "from-verl run.yaml"),
     Mistake("a Python file of TRL with an error", "from-trl grpo.py", {"grpo.py": "GRPOConfig(\n"}),
