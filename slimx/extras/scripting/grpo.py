@@ -17,7 +17,7 @@ from slimx.errors import SlimxError
 from slimx.extras.init.machine import target
 from slimx.extras.init.prompts import examine
 from slimx.extras.init.run import Wishes, checked_file, settings_of
-from slimx.extras.init.settings import Setting, tree_of
+from slimx.extras.init.settings import Setting, values_of
 from slimx.extras.scripting.functions import Hook, with_hooks
 from slimx.extras.scripting.result import RunResult
 from slimx.extras.scripting.training import standard_output, train
@@ -98,7 +98,7 @@ def _configured(
         directory=str(directory),
     )
     settings = settings_of(wishes, found, target(None, None, None))
-    config = with_hooks(load_config(tree_of(settings), overrides), generate=generate, reward=reward, keep=keep)
+    config = with_hooks(load_config(values_of(settings), overrides), generate=generate, reward=reward, keep=keep)
     file = directory / FILE
     text = checked_file([*_final(settings, config)], TITLE, str(file))
     directory.mkdir(parents=True, exist_ok=True)
