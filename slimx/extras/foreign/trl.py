@@ -65,10 +65,12 @@ TRL: Table = {
         {
             **{name: "true" for name in ("group", "true")},
             **{name: "false" for name in ("none", "false")},
-            "batch": settings(algorithm__name="reinforce_pp_baseline"),
+            "batch": unsupported("advantages are divided by the standard deviation of their group, or not at all"),
         },
     ),
     "delta": "algorithm.loss.dual",
+    "sapo_temperature_pos": "algorithm.loss.tau_positive",
+    "sapo_temperature_neg": "algorithm.loss.tau_negative",
     "beta": "algorithm.kl_coef",
     "epsilon": "algorithm.loss.low",
     "epsilon_high": "algorithm.loss.high",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from slimx.extras.foreign.scripts.python_file import arguments_in
+from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END
 from slimx.extras.foreign.scripts.shell.options import flags_of, keys_of, launch_of
 from slimx.extras.foreign.scripts.shell.script import commands_of
 from tests.refusals import refused
@@ -148,6 +149,7 @@ raise SystemExit
         "reward_funcs": ["rewards.right", "rewards.length", "grpo.local"],
         "dataset_name": ["owner/set/main"],
         "dataset_train_split": ["train"],
+        "seed": [f"{COMPUTED}int('3'){END}"],
     }
     with refused("foreign.not_python", about="x.py"):
         arguments_in(Path("x.py"), "def\n")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 
 from slimx.config.schema import Config
 from slimx.config.suggestions import OFF, known_keys
 from slimx.extras.foreign.find import meaning
 from slimx.extras.foreign.meaning import Meaning, Table
-from slimx.extras.foreign.scripts.draft import Draft, scalar
-from slimx.extras.foreign.scripts.names import Names
+from slimx.extras.foreign.scripts.draft import Draft, joined, scalar
+from slimx.extras.foreign.scripts.names import Names, readable
 
 UNKNOWN = "slimx has no counterpart for this name"
 
@@ -31,12 +33,36 @@ def sets_key(tables: Sequence[Table], name: str) -> bool:
     return found is not None and bool(found.key or found.sets) and not found.note
 
 
-def put_outputs(draft: Draft, names: Names) -> None:
-    """Notes the commands whose outputs the values of `names` lack."""
-    for name, command in names.outputs.items():
-        draft.left[f"$({command.strip('()')}) in {names.shown(name)}"] = (
-            "slimx runs no command; write the value instead"
-        )
+def note_unneeded(draft: Draft, names: Names, reason: str, *which: str) -> None:
+    """Notes that those of the names `which` that the script sets need no key, for the `reason`."""
+    for name in which:
+        if names.words(name) is not None:
+            draft.unneeded[names.shown(name)] = reason
+
+
+def translate_rest(draft: Draft, names: Names, tables: Sequence[Table]) -> None:
+    """Translates the names that were not asked for, and notes what the script computes: the reader must supply a value
+    that is computed as a whole, and can complete a text."""
+    for name in names.rest():
+        words = list(names.values[name])
+        if sets_key(tables, name):
+            words = [names.known(name, word) for word in words]
+        if any(words) or name not in names.outputs:
+            translate(draft, tables, name, joined([*map(readable, words)]) if words else None, names.shown(name))
+    for name, (output, whole) in names.outputs.items():
+        shown = names.shown(name)
+        output = f"${output}" if output.startswith("(") else output
+        if not whole:
+            draft.left[f"{output} in {shown}"] = "slimx computes nothing of a script; write the value instead"
+            continue
+        last = shown.rpartition(".")[2]
+        named = re.escape(last if "_" in last else shown)
+        keys = [key for key, source in draft.sources.items() if re.search(rf"(?<![\w-]){named}(?![\w-])", source)]
+        found = meaning(tables, name, "")
+        direct = [found.key] if found is not None and found.key else []
+        draft.supply[shown] = f"the value of {output}, which slimx does not compute, in {', '.join(keys or direct)}"
+        for key in keys:
+            draft.sources[key] += f"; supply: {output} is not known, a default is set"
 
 
 def _apply(draft: Draft, found: Meaning, text: str, shown: str) -> None:
@@ -46,7 +72,7 @@ def _apply(draft: Draft, found: Meaning, text: str, shown: str) -> None:
         return
     if found.sets:
         for key, value in found.sets.items():
-            draft.put(_first(key), scalar(value.replace("VALUE", text)), shown)
+            draft.put(_first(key), scalar(value.replace("VALUE", json.dumps(text))), shown)
         return
     if found.note and not found.key:
         (draft.unneeded if found.not_needed else draft.left)[shown] = found.note
