@@ -18,6 +18,7 @@ from slimx.extras.foreign.meaning import (
 )
 
 _LORA = computed("trainer.lora", "{rank: R, alpha: A, targets: [attention, mlp]}")
+_HOOK = computed("rollout.generate", "a hook that takes the turns (docs/guides/environment.md)")
 _LOGGED = not_needed("every step is logged")
 _SERVER = computed("rollout.engines.*.urls", "a list of URLs of SGLang servers")
 
@@ -59,6 +60,11 @@ TRL: Table = {
     "reward_funcs": computed(
         "reward.function", "the dotted path of the function; set reward.parts for several functions"
     ),
+    "environment_factory": _HOOK,
+    "rollout_func": _HOOK,
+    "tools": _HOOK,
+    "eval_dataset": computed("eval.prompts", "a file of held-out prompts"),
+    "processing_class": not_needed("the tokenizer comes from model.path"),
     "reward_weights": computed("reward.parts.*.weight", "a weight in each entry of reward.parts"),
     "scale_rewards": choice(
         "algorithm.advantages.normalize_std",
@@ -118,6 +124,7 @@ TRL: Table = {
     "vllm_gpu_memory_utilization": MEMORY,
     "vllm_tensor_parallel_size": "rollout.engines.*.tensor",
     "vllm_*": OF_ENGINES,
+    "peft_config": _LORA,
     "use_peft": _LORA,
     "lora_r": _LORA,
     "lora_rank": _LORA,

@@ -145,6 +145,10 @@ def test_epochs_are_counted_from_a_file_that_is_here(tmp_path):
             {"rollout.prompts_per_step": 128, "schedule.updates_per_step": 4, "schedule.max_staleness": 1,
              "schedule.steps": 10, "cluster.nodes": 1, "rollout.engines.0.count": 2},
         ),
+        (
+            "algorithm.adv_estimator=rloo algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.1",
+            {"algorithm.name": "rloo", "algorithm.kl_reward_coef": None},
+        ),
         ("algorithm.adv_estimator=gae critic.optim.lr=1e-5", {"algorithm.name": "ppo", "critic.optimizer.lr": 1e-5}),
     ],
 )  # fmt: skip

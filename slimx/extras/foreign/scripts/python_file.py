@@ -9,6 +9,9 @@ from pathlib import Path
 from slimx.errors import SlimxError
 from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END
 
+_OTHERS = ("ModelConfig", "DatasetMixtureConfig")
+"""TRL's classes of settings that are not those of a trainer."""
+
 
 def arguments_in(file: Path, text: str) -> dict[str, list[str]]:
     """Returns the arguments of TRL's settings and trainer in the Python code `text`, by name, as words of a command
@@ -24,15 +27,15 @@ def arguments_in(file: Path, text: str) -> dict[str, list[str]]:
         ) from error
     constants = _constants(tree)
     imported = _imported(tree)
-    classes = set()
+    found: dict[str, list[str]] = {}
     for name, module in imported.items():
-        if module.partition(".")[0] == "trl" and name.endswith(("Config", "Trainer")) and name != "ModelConfig":
-            classes.add(name)
-    found = {"trainer": [min(classes).replace("Trainer", "Config")]} if classes else {}
+        if module.partition(".")[0] == "trl" and name.endswith("Trainer"):
+            found["trainer"] = [name.replace("Trainer", "Config")]
     settings: dict[str, list[str]] = {}
     for call in _calls(tree):
         module, _, name = _name(call.func).rpartition(".")
-        if name.endswith("Config") and (name in classes or module.startswith("trl")):
+        origin = module or imported.get(name, "")
+        if name.endswith("Config") and origin.partition(".")[0] == "trl" and name not in _OTHERS:
             settings = {"trainer": [name], **_keywords(call, constants)}
         elif name.endswith("Trainer"):
             found |= _of_trainer(call, constants, imported, file.stem)
@@ -96,13 +99,13 @@ def _computed(node: ast.expr) -> str:
 def _of_trainer(
     call: ast.Call, constants: dict[str, ast.expr], imported: dict[str, str], module: str
 ) -> dict[str, list[str]]:
-    """Returns the model and the rewards of a trainer; rewards are dotted paths."""
-    found: dict[str, list[str]] = {}
+    """Returns the arguments of a trainer, without its settings and its data set; rewards are dotted paths."""
+    found = _keywords(call, constants)
+    for name in ("args", "train_dataset"):
+        found.pop(name, None)
+    if "model" in found:
+        found["model_name_or_path"] = found.pop("model")
     for keyword in call.keywords:
-        if keyword.arg == "model":
-            words = _words([keyword.value], constants)
-            if words:
-                found["model_name_or_path"] = words
         if keyword.arg == "reward_funcs":
             value = keyword.value
             if isinstance(value, ast.Name) and isinstance(constants.get(value.id), ast.List | ast.Tuple):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from slimx.extras.foreign.meaning import ALGORITHMS, KL_KINDS
 from slimx.extras.foreign.scripts.draft import Draft
-from slimx.extras.foreign.scripts.names import rows_of, whole
+from slimx.extras.foreign.scripts.names import Names, rows_of, whole
+from slimx.extras.foreign.scripts.translate import note_unneeded
 
 _RECURRENT = re.compile(r"qwen3[._][56]|qwen3[-_]next|nemotron[-_](3|h)|nemotron-nano-v3", re.IGNORECASE)
 """Names of families with delta nets or state-space layers."""
@@ -81,12 +82,14 @@ def put_epochs(draft: Draft, epochs: float, prompts: str | None, batch: float, s
         draft.put("schedule.steps", max(1, int(rows * epochs / batch)), f"{rows} prompts * {epochs:g} / {batch:g}")
 
 
-def put_kl(draft: Draft, coef: float, kind: str | None, shown: Mapping[str, str]) -> None:
+def put_kl(draft: Draft, names: Names, coef: float, kind: str | None, which: Mapping[str, str]) -> None:
     """Sets the KL term of the loss. With a weight of 0 the reference only logs the KL, and the estimator has no effect.
-    `shown`: names of `coef` and `kind` in the script."""
+    `which`: the names of the switch, of `coef` and of `kind`."""
+    shown = {part: names.shown(name) for part, name in which.items()}
     draft.put("algorithm.reference", True, shown["on"])
     if not coef:
-        draft.unneeded[shown["coef"]] = "a weight of 0 leaves the term off; algorithm.reference logs the KL"
+        reason = "a weight of 0 leaves the term off; algorithm.reference logs the KL"
+        note_unneeded(draft, names, reason, which["coef"], which["kind"])
         return
     draft.put("algorithm.kl_coef", whole(coef), shown["coef"])
     translated = KL_KINDS.get(kind or "", kind or "k1")

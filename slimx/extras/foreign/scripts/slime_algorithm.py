@@ -58,7 +58,7 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
         put("algorithm.kl_unbiased", True, "--use-unbiased-kl")
     kind = flags.text("kl_loss_type")
     if flags.has("use_kl_loss"):
-        put_kl(draft, coef, kind, {"on": "--use-kl-loss", "coef": "--kl-loss-coef", "kind": "--kl-loss-type"})
+        put_kl(draft, flags, coef, kind, {"on": "use_kl_loss", "coef": "kl_loss_coef", "kind": "kl_loss_type"})
     else:
         note_unneeded(draft, flags, "without --use-kl-loss they have no effect", "kl_loss_coef", "kl_loss_type")
     reward_kl = flags.number("kl_coef")

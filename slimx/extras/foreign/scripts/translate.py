@@ -59,8 +59,10 @@ def translate_rest(draft: Draft, names: Names, tables: Sequence[Table]) -> None:
         named = re.escape(last if "_" in last else shown)
         keys = [key for key, source in draft.sources.items() if re.search(rf"(?<![\w-]){named}(?![\w-])", source)]
         found = meaning(tables, name, "")
-        direct = [found.key] if found is not None and found.key else []
-        draft.supply[shown] = f"the value of {output}, which slimx does not compute, in {', '.join(keys or direct)}"
+        if not keys and found is not None and found.key:
+            draft.supply[shown] = f"the value of {output}, which slimx does not compute, for {found.key}"
+        else:
+            draft.supply[shown] = " in ".join(filter(None, (f"the value of {output}", ", ".join(keys))))
         for key in keys:
             draft.sources[key] += f"; supply: {output} is not known, a default is set"
 

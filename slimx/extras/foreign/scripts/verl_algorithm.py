@@ -80,7 +80,7 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
     if keys.has(f"{ACTOR}.use_kl_loss"):
         kind = keys.text(f"{ACTOR}.kl_loss_type") or "low_var_kl"
         names = {"on": f"{ACTOR}.use_kl_loss", "coef": f"{ACTOR}.kl_loss_coef", "kind": f"{ACTOR}.kl_loss_type"}
-        put_kl(draft, keys.number_or(0.001, f"{ACTOR}.kl_loss_coef"), kind, names)
+        put_kl(draft, keys, keys.number_or(0.001, f"{ACTOR}.kl_loss_coef"), kind, names)
     else:
         kl = (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type")
         note_unneeded(draft, keys, "without use_kl_loss it has no effect", *kl)
@@ -89,13 +89,14 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
 
 
 def _token_kl(keys: Names, draft: Draft, name: str) -> None:
+    kl = ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty")
     if not keys.has("algorithm.use_kl_in_reward"):
-        kl = ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty")
         note_unneeded(draft, keys, "without use_kl_in_reward it has no effect", *kl)
     elif name not in ("ppo", "reinforce_pp", "reinforce_pp_baseline"):
         draft.left["algorithm.use_kl_in_reward"] = (
             f"{name} has no reward per token; algorithm.kl_coef is a term of the loss"
         )
+        note_unneeded(draft, keys, f"{name} has no KL in its rewards", *kl)
     else:
         draft.put("algorithm.reference", True, "algorithm.use_kl_in_reward")
         coef = keys.number_or(0.001, "algorithm.kl_ctrl.kl_coef")
