@@ -73,10 +73,10 @@ def settings_of(wishes: Wishes, prompts: Prompts, target: Target) -> list[Settin
     longest = longest_prompt + new_tokens
     epoch = -(-prompts.count // per_step)
     steps = wishes.steps or max(20, min(200, epoch))
-    measured = "the longest prompt has" if prompts.exact else "estimated from a part of the file:"
+    measured = "counted" if prompts.exact else "estimated from a part of the file"
     note = "not measured: the model's tokenizer is missing, or transformers is not installed"
     if prompts.longest is not None:
-        note = f"{measured} {max(lengths)} tokens"
+        note = f"tokens of the longest prompt, {measured}: {max(lengths)}"
     settings = [
         Setting("run.name", Path(wishes.directory).name, "shown in reports and trackers"),
         Setting("run.dir", wishes.directory, "all files of the run; the same command continues it"),
@@ -89,14 +89,12 @@ def settings_of(wishes: Wishes, prompts: Prompts, target: Target) -> list[Settin
         Setting(
             "trainer.optimizer.lr", 1e-4 if small else 1e-6, "learning rate" + (" of a tiny model" if small else "")
         ),
-        Setting("rollout.prompts", prompts.path, f"{prompts.count:,} prompts: slimx data check {prompts.path}"),
+        Setting("rollout.prompts", prompts.path, f"prompts: {prompts.count:,}; slimx data check {prompts.path}"),
     ]
     if prompts.fields:
         settings.append(Setting("rollout.fields", prompts.fields, "columns of the file"))
     settings += [
-        Setting(
-            "rollout.prompts_per_step", per_step, f"an epoch has {epoch:,}" + (" step" if epoch == 1 else " steps")
-        ),
+        Setting("rollout.prompts_per_step", per_step, f"steps of an epoch: {epoch:,}"),
         Setting("rollout.group_size", group, "responses per prompt, compared with each other"),
         Setting("rollout.max_prompt_tokens", longest_prompt, note),
         Setting("rollout.sampling.max_new_tokens", new_tokens, "longer responses are cut off"),
@@ -116,7 +114,7 @@ def settings_of(wishes: Wishes, prompts: Prompts, target: Target) -> list[Settin
     ]
     if wishes.eval:
         name = Path(wishes.eval.path).stem
-        settings.append(Setting("eval.prompts", {name: wishes.eval.path}, f"{wishes.eval.count:,} held-out prompts"))
+        settings.append(Setting("eval.prompts", {name: wishes.eval.path}, f"held-out prompts: {wishes.eval.count:,}"))
         if wishes.eval.fields:
             settings.append(Setting("eval.fields", wishes.eval.fields, "columns of the file"))
         settings.append(Setting("eval.every", max(1, steps // 5), "steps between evaluations"))

@@ -215,6 +215,25 @@ def test_objectives_of_trl_are_those_of_its_source(flags, keys):
     assert {key: settings.get(key) for key in keys} == keys
 
 
+@pytest.mark.parametrize(
+    ("flags", "prompts"),
+    [
+        ("--dataset_name o/n", "hf://o/n"),
+        ("--dataset_name o/n --dataset_train_split train", "hf://o/n"),
+        ("--dataset_name o/n --dataset_train_split test", "hf://o/n/default/test"),
+        ("--dataset_name o/n/main", "hf://o/n/main/train"),
+        ("--dataset_name o/n --dataset_config main --dataset_train_split 'train[:9]'", "hf://o/n/main/train"),
+        ("--dataset_name json", "json"),
+    ],
+)
+def test_a_data_set_of_the_hub_has_its_subset_and_split(flags, prompts):
+    draft = trl(flags)
+    assert draft.settings["rollout.prompts"] == prompts
+    assert ("split train[:9]" in draft.left) == ("[" in flags) and ("rollout.prompts" in draft.supply) == (
+        "/" not in flags
+    )
+
+
 def test_what_slimx_has_not_of_an_objective_of_trl_is_named():
     assert "algorithm.loss.high" in trl("--loss_type cispo").supply
     assert "--scale_rewards batch" in trl("--scale_rewards batch").left

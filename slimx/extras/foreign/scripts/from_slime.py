@@ -156,7 +156,7 @@ def _ranks(flags: Names, draft: Draft, *, sft: bool, asynchronous: bool) -> None
     generates = not (sft or flags.has("debug_train_only"))
     gpus = flags.count("rollout_num_gpus", trainers if colocate else per_node)
     if colocate and gpus > trainers:
-        draft.left[f"--rollout-num-gpus {gpus}"] = f"with --colocate, engines run on the trainers' {trainers} GPUs only"
+        draft.left[f"--rollout-num-gpus {gpus}"] = "with --colocate, engines run on the trainers' GPUs only"
         gpus = trainers
     elif generates and gpus == 0:
         draft.supply["rollout.engines"] = (

@@ -124,16 +124,21 @@ def _model(names: Names, draft: Draft) -> None:
 
 
 def _prompts(names: Names, draft: Draft) -> None:
-    dataset = names.text("dataset_name")
-    if dataset is None:
-        draft.put("rollout.prompts", "PROMPTS", "")
-        draft.supply["rollout.prompts"] = "file of prompts, or hf://OWNER/NAME"
+    dataset = names.text("dataset_name") or "PROMPTS"
+    split, bracket, part = (names.text("dataset_train_split") or "train").partition("[")
+    if bracket:
+        draft.left[f"split {split}[{part}"] = "a split is read as a whole; write the rows to a file of their own"
+    owner, *rest = dataset.split("/")
+    if Path(dataset).expanduser().exists():
+        draft.put("rollout.prompts", dataset, "--dataset_name")
+    elif rest:
+        name, subset = rest[0], names.text("dataset_config") or "/".join(rest[1:])
+        whole = not subset and split == "train"
+        ending = "" if whole else f"/{subset or 'default'}/{split}"
+        draft.put("rollout.prompts", f"hf://{owner}/{name}{ending}", "--dataset_name")
     else:
-        local = Path(dataset).expanduser().exists()
-        draft.put("rollout.prompts", dataset if local else f"hf://{dataset}", "--dataset_name")
-        split = (names.text("dataset_train_split") or "").partition("[")[0]
-        if split and not local:
-            draft.put("rollout.prompts", f"hf://{dataset}/{split}" if "/" in dataset else dataset, "--dataset_name")
+        draft.put("rollout.prompts", dataset, "--dataset_name")
+        draft.supply["rollout.prompts"] = "file of prompts, or hf://OWNER/NAME"
     draft.put("rollout.fields.prompt", "prompt", "TRL's column")
     draft.supply["rollout.fields"] = "the columns of the data set, if code of the script maps its rows"
     limit = names.number("max_prompt_length")

@@ -79,7 +79,7 @@ def put_epochs(draft: Draft, epochs: float, prompts: str | None, batch: float, s
             f"number of prompts * {epochs:g} / {batch:g}; {prompts or 'the file of prompts'} is not here to be counted"
         )
     else:
-        draft.put("schedule.steps", max(1, int(rows * epochs / batch)), f"{rows} prompts * {epochs:g} / {batch:g}")
+        draft.put("schedule.steps", max(1, int(rows * epochs / batch)), f"prompts: {rows} * {epochs:g} / {batch:g}")
 
 
 def put_kl(draft: Draft, names: Names, coef: float, kind: str | None, which: Mapping[str, str]) -> None:
