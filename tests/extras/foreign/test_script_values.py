@@ -41,6 +41,22 @@ def test_a_computed_number_is_to_be_supplied_where_it_counts(draft, name, key):
     assert COMPUTED not in text and END not in text
 
 
+@pytest.mark.parametrize(
+    ("draft", "key", "marked"),
+    [
+        (slime(""), "trainer.optimizer.lr", True),
+        (slime("--lr 1e-6"), "trainer.optimizer.lr", False),
+        (slime("--eps-clip 0.3"), "algorithm.loss.high", False),
+        (slime("--actor-num-nodes 2"), "trainer.world_size", False),
+        (verl(""), "rollout.max_prompt_tokens", True),
+        (verl("data.max_prompt_length=512"), "rollout.max_prompt_tokens", False),
+        (trl(""), "trainer.world_size", True),
+    ],
+)
+def test_a_default_is_told_from_a_value_of_the_script(draft, key, marked):
+    assert ("(default)" in draft.sources[key]) == marked
+
+
 def test_an_unknown_part_of_a_text_is_left_out_with_a_note():
     draft = slime(f"--save 'runs/{OUTPUT}'")
     assert draft.settings["run.dir"] == "runs" and any(OUTPUT[1:-1] in name for name in draft.left)
@@ -196,6 +212,7 @@ def test_a_fully_asynchronous_script_of_verl_has_its_defaults():
 def test_ranks_of_torchrun_are_read_with_a_space_or_a_sign(size):
     settings = accepted(verl("", SFT, f"torchrun --standalone --nnodes 2 {size} -m"))
     assert settings["trainer.world_size"] == 8 and settings["cluster.gpus_per_node"] == 4
+    assert settings["trainer.optimizer.lr"] == 1e-3
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def _rloo(names: Names, draft: Draft) -> None:
     low = names.number_or(0.2, "epsilon")
     draft.put("algorithm.loss.low", low, f"--epsilon; {_DEFAULT}: 0.2")
     draft.put("algorithm.loss.high", names.number_or(low, "epsilon_high"), "--epsilon_high, or --epsilon")
-    draft.left["--epsilon"] = "TRL clips a ratio per sequence; rloo clips that of every token"
+    draft.left["the ratio per sequence of RLOO"] = "the loss clips the ratio of every token"
     draft.put("algorithm.aggregation", "constant", "TRL adds up the log-probs of a sequence")
     draft.put("algorithm.old_logprobs", "recompute", f"{_DEFAULT}: the trainer's")
     beta = names.number_or(0.05, "beta")

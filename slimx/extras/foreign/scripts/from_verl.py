@@ -89,7 +89,7 @@ def read_verl(launch: Launch, draft: Draft) -> None:
         _ranks(keys, draft)
         _batches(keys, draft)
     _trainer(keys, draft, sft=sft)
-    _optimizer(keys, draft)
+    _optimizer(keys, draft, sft=sft)
     if sft:
         put_answers(draft, "demonstrations", "sft_trainer")
         draft.put("algorithm.name", "sft", "sft_trainer")
@@ -291,7 +291,7 @@ def _sft_ranks(keys: Names, draft: Draft, launch: Launch) -> None:
     """Sets ranks and steps of sft_trainer, whose ranks torchrun starts."""
     torchrun = Names(keys.script, flags_of(launch.before), lambda name: f"--{name}")
     per_node = torchrun.count("nproc_per_node", NODE)
-    put_ranks(draft, torchrun.count("nnodes", 1) * per_node, 0, per_node, "--nnodes x --nproc_per_node")
+    put_ranks(draft, torchrun.count("nnodes", 1) * per_node, 0, per_node, "torchrun's nnodes x nproc_per_node")
     keys.outputs |= torchrun.outputs
     _steps(keys, draft, 4)
 
@@ -355,10 +355,10 @@ def _stages(keys: Names, draft: Draft, stages: int) -> None:
     put_stages(draft, layers, ends[0], ends[1], stages, "num_layers_in_first/last_pipeline_stage")
 
 
-def _optimizer(keys: Names, draft: Draft) -> None:
+def _optimizer(keys: Names, draft: Draft, *, sft: bool) -> None:
     optim = f"{ACTOR}.optim"
     put = draft.put
-    put("trainer.optimizer.lr", keys.number_or(1e-6, f"{optim}.lr"), f"{optim}.lr")
+    put("trainer.optimizer.lr", keys.number_or(1e-3 if sft else 1e-6, f"{optim}.lr"), f"{optim}.lr")
     decay = keys.number_or(0.01, f"{optim}.weight_decay")
     put("trainer.optimizer.weight_decay", whole(decay), f"{optim}.weight_decay")
     betas = keys.text(f"{optim}.betas")

@@ -13,6 +13,9 @@ from slimx.extras.foreign.meaning import Meaning, Table
 from slimx.extras.foreign.scripts.draft import Draft, joined, scalar
 from slimx.extras.foreign.scripts.names import Names, readable
 
+_BETWEEN = r" x | / |, or |, "
+_SOURCES = re.compile(rf"(--|\w+\.)[\w.-]+(({_BETWEEN})(--|\w+\.)[\w.-]+)*")
+"""Comments that consist of names of a script alone."""
 UNKNOWN = "slimx has no counterpart for this name"
 
 
@@ -42,13 +45,17 @@ def note_unneeded(draft: Draft, names: Names, reason: str, *which: str) -> None:
 
 def translate_rest(draft: Draft, names: Names, tables: Sequence[Table]) -> None:
     """Translates the names that were not asked for, and notes what the script computes: the reader must supply a value
-    that is computed as a whole, and can complete a text."""
+    that is computed as a whole, and can complete a text. Marks what comes from names that the script does not set."""
     for name in names.rest():
         words = list(names.values[name])
         if sets_key(tables, name):
             words = [names.known(name, word) for word in words]
         if any(words) or name not in names.outputs:
             translate(draft, tables, name, joined([*map(readable, words)]) if words else None, names.shown(name))
+    known = " ".join(map(names.shown, names.values)) + " "
+    for key, source in draft.sources.items():
+        if _SOURCES.fullmatch(source) and not any(f"{name} " in known for name in re.split(_BETWEEN, source)):
+            draft.sources[key] = f"{source} (default)"
     for name, (output, whole) in names.outputs.items():
         shown = names.shown(name)
         output = f"${output}" if output.startswith("(") else output
