@@ -23,7 +23,7 @@ from slimx.extras.foreign.scripts.shared import (
 )
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of
 from slimx.extras.foreign.scripts.slime_algorithm import put_algorithm, put_demonstrations, put_evaluation
-from slimx.extras.foreign.scripts.translate import note_unneeded, translate_rest
+from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number, translate_rest
 from slimx.extras.foreign.slime import SLIME
 
 PROGRAMS = ("train.py", "train_async.py")
@@ -212,10 +212,8 @@ def _disaggregated(draft: Draft, prefill: int) -> None:
 
 
 def _batches(flags: Names, draft: Draft) -> None:
-    prompts = flags.count("rollout_batch_size", 32)
-    samples = flags.count("n_samples_per_prompt", 1)
-    draft.put("rollout.prompts_per_step", prompts, "--rollout-batch-size")
-    draft.put("rollout.group_size", samples, "--n-samples-per-prompt")
+    prompts = put_count(draft, flags, "rollout.prompts_per_step", "rollout_batch_size", 32)
+    samples = put_count(draft, flags, "rollout.group_size", "n_samples_per_prompt", 1)
     updates = flags.number("num_steps_per_rollout")
     batch = flags.number("global_batch_size")
     if updates is not None:
@@ -242,7 +240,7 @@ def _batches(flags: Names, draft: Draft) -> None:
 
 
 def _trainer(flags: Names, draft: Draft) -> None:
-    context = flags.count("context_parallel_size", 1)
+    context = put_count(draft, flags, "trainer.context", "context_parallel_size", 1)
     tokens = flags.number("max_tokens_per_gpu")
     sequences = flags.count("micro_batch_size", 1)
     if tokens is None:
@@ -250,9 +248,7 @@ def _trainer(flags: Names, draft: Draft) -> None:
         put_tokens(draft, sequences * length, "--micro-batch-size")
     else:
         put_tokens(draft, tokens * context, "--max-tokens-per-gpu x --context-parallel-size")
-    draft.put("trainer.context", context, "--context-parallel-size")
-    stages = flags.count("pipeline_model_parallel_size", 1)
-    draft.put("trainer.pipeline", stages, "--pipeline-model-parallel-size")
+    stages = put_count(draft, flags, "trainer.pipeline", "pipeline_model_parallel_size", 1)
     layers = flags.number("num_layers")
     ends = []
     for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
@@ -263,9 +259,7 @@ def _trainer(flags: Names, draft: Draft) -> None:
     chunk = flags.number("num_layers_per_virtual_pipeline_stage")
     if chunk is not None and layers is not None:
         draft.put("trainer.virtual_pipeline", int(layers / stages / chunk), "--num-layers-per-virtual-pipeline-stage")
-    experts = flags.count("expert_model_parallel_size", 1)
-    draft.put("trainer.expert", experts, "--expert-model-parallel-size")
-    if experts == 1:
+    if put_count(draft, flags, "trainer.expert", "expert_model_parallel_size", 1) == 1:
         note_unneeded(draft, flags, "it needs trainer.expert above 1", "expert_tensor_parallel_size")
     if flags.text("recompute_granularity") is not None:
         draft.put("trainer.recompute.granularity", flags.text("recompute_granularity"), "--recompute-granularity")
@@ -296,9 +290,9 @@ def _trainer(flags: Names, draft: Draft) -> None:
 
 def _optimizer(flags: Names, draft: Draft) -> None:
     put = draft.put
-    put("trainer.optimizer.lr", flags.number_or(1e-6, "lr"), "--lr")
+    put_number(draft, flags, "trainer.optimizer.lr", "lr", 1e-6)
     put("trainer.optimizer.decay", flags.text("lr_decay_style") or "linear", "--lr-decay-style")
-    put("trainer.optimizer.weight_decay", whole(flags.number_or(0.01, "weight_decay")), "--weight-decay")
+    put_number(draft, flags, "trainer.optimizer.weight_decay", "weight_decay", 0.01)
     betas = [flags.number_or(0.9, "adam_beta1"), flags.number_or(0.999, "adam_beta2")]
     put("trainer.optimizer.betas", betas, "--adam-beta1, --adam-beta2")
     warmup = flags.number("lr_warmup_fraction")

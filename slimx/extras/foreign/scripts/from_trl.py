@@ -21,7 +21,7 @@ from slimx.extras.foreign.scripts.shared import (
     put_warmup,
 )
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of
-from slimx.extras.foreign.scripts.translate import note_unneeded, translate, translate_rest
+from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number, translate, translate_rest
 from slimx.extras.foreign.trl import TRL
 
 _ALGORITHMS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "reward": "bradley_terry"}
@@ -159,9 +159,8 @@ def _placement(names: Names, draft: Draft, *, sampled: bool) -> None:
     count = 1 if apart else max(1, processes // tensor)
     draft.put("rollout.engines.0.count", count, "--num_processes / --vllm_tensor_parallel_size")
     draft.put("rollout.engines.0.tensor", tensor, "--vllm_tensor_parallel_size")
-    share = names.number_or(0.3, "vllm_gpu_memory_utilization")
-    source = f"--vllm_gpu_memory_utilization; {_DEFAULT}: 0.3"
-    draft.put("rollout.engines.0.sglang.mem_fraction_static", share, source)
+    share = "rollout.engines.0.sglang.mem_fraction_static"
+    put_number(draft, names, share, "vllm_gpu_memory_utilization", 0.3)
     if not apart:
         draft.put("schedule.colocate", True, "--vllm_mode colocate")
 
@@ -185,15 +184,12 @@ def _batches(names: Names, draft: Draft, trainer: str, *, sampled: bool) -> None
             f"a step has {total:g} completions, which are no whole groups of {group}; one group is set"
         )
     draft.put("rollout.prompts_per_step", max(1, int(prompts)), source)
-    draft.put(
-        "rollout.group_size", group, f"--num_generations; {_DEFAULT}: {usual}" if sampled else "an answer per prompt"
-    )
+    draft.put("rollout.group_size", group, "--num_generations")
     updates = total / update
     if updates > 1 and updates == int(updates):
         draft.put("schedule.updates_per_step", int(updates), "--steps_per_generation / --gradient_accumulation_steps")
-    longest = names.count("max_completion_length", 512)
     if sampled:
-        draft.put("rollout.sampling.max_new_tokens", longest, f"--max_completion_length; {_DEFAULT}: 512")
+        put_count(draft, names, "rollout.sampling.max_new_tokens", "max_completion_length", 512)
     put_tokens(draft, size * longest_rollout(draft), "--per_device_train_batch_size x the longest rollout")
     limit = names.number("max_steps")
     if limit is not None and limit > 0:
@@ -208,9 +204,7 @@ def _batches(names: Names, draft: Draft, trainer: str, *, sampled: bool) -> None
 
 
 def _optimizer(names: Names, draft: Draft, trainer: str) -> None:
-    default = _RATES.get(trainer, 1e-6)
-    rate = names.number_or(default, "learning_rate")
-    draft.put("trainer.optimizer.lr", rate, f"--learning_rate; {_DEFAULT}: {default:g}")
+    put_number(draft, names, "trainer.optimizer.lr", "learning_rate", _RATES.get(trainer, 1e-6))
     betas = [names.number_or(0.9, "adam_beta1"), names.number_or(0.999, "adam_beta2")]
     draft.put("trainer.optimizer.betas", betas, "--adam_beta1, --adam_beta2")
     if names.text("lr_scheduler_type") is None:
@@ -251,7 +245,7 @@ def _objective(names: Names, draft: Draft) -> None:
     else:
         if level == "sequence":
             put("algorithm.name", "gspo", "--importance_sampling_level sequence")
-        put("algorithm.loss.low", low, f"--epsilon; {_DEFAULT}: 0.2")
+        put("algorithm.loss.low", low, "--epsilon")
         put("algorithm.loss.high", low if high is None else high, "--epsilon_high, or --epsilon")
     units = {"grpo": "sample", "sapo": "sample", "dr_grpo": "constant"}
     put("algorithm.aggregation", units.get(kind, "token"), f"--loss_type {kind}")
@@ -281,7 +275,7 @@ def _objective(names: Names, draft: Draft) -> None:
         kind = "icepop" if mode.endswith("mask") else "truncate"
         put("algorithm.correction.kind", kind, f"vLLM's correction: {mode}")
         put("algorithm.correction.level", mode.partition("_")[0], f"vLLM's correction: {mode}")
-        put("algorithm.correction.high", whole(names.number_or(3.0, *bounds[:2])), f"--{bounds[0]}; {_DEFAULT}: 3.0")
+        put("algorithm.correction.high", whole(names.number_or(3.0, *bounds[:2])), f"--{bounds[0]}, --{bounds[1]}")
         least = names.number(bounds[2])
         if least is not None:
             put("algorithm.correction.low", whole(least), f"--{bounds[2]}")
@@ -292,7 +286,7 @@ def _objective(names: Names, draft: Draft) -> None:
 def _rloo(names: Names, draft: Draft) -> None:
     """Sets the loss of RLOO, and notes what differs from TRL's."""
     low = names.number_or(0.2, "epsilon")
-    draft.put("algorithm.loss.low", low, f"--epsilon; {_DEFAULT}: 0.2")
+    draft.put("algorithm.loss.low", low, "--epsilon")
     draft.put("algorithm.loss.high", names.number_or(low, "epsilon_high"), "--epsilon_high, or --epsilon")
     draft.left["the ratio per sequence of RLOO"] = "the loss clips the ratio of every token"
     draft.put("algorithm.aggregation", "constant", "TRL adds up the log-probs of a sequence")
@@ -327,8 +321,7 @@ def _reward(names: Names, draft: Draft) -> None:
 
 def _learned_from_data(names: Names, draft: Draft, name: str) -> None:
     """Sets what training on demonstrations or preferences has instead of rollouts."""
-    longest = names.count("max_length", 1024)
-    draft.put("rollout.max_prompt_tokens", longest, f"--max_length; {_DEFAULT}: 1024")
+    longest = put_count(draft, names, "rollout.max_prompt_tokens", "max_length", 1024)
     put_tokens(draft, longest * names.count("per_device_train_batch_size", 8), "--per_device_train_batch_size")
     put_answers(draft, "demonstrations" if name == "sft" else "preferences", "the data set has the answers")
     if name != "sft":

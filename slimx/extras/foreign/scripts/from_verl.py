@@ -27,7 +27,7 @@ from slimx.extras.foreign.scripts.shared import (
 )
 from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of, keys_of
-from slimx.extras.foreign.scripts.translate import note_unneeded, translate_rest
+from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number, translate_rest
 from slimx.extras.foreign.scripts.verl_algorithm import (
     ACTOR,
     ROLLOUT,
@@ -185,16 +185,14 @@ def _prompts(keys: Names, draft: Draft, *, sft: bool) -> None:
         for index, (name, path) in enumerate(names_of(files).items()):
             draft.put(f"rollout.sources.{index}.path", path, "data.train_files")
             draft.put(f"rollout.sources.{index}.name", name, "the name of its folder")
-    draft.put(
-        "rollout.prompts_per_step", keys.count("data.train_batch_size", 256 if sft else 1024), "data.train_batch_size"
-    )
+    put_count(draft, keys, "rollout.prompts_per_step", "data.train_batch_size", 256 if sft else 1024)
     if sft:
         column = keys.text("data.messages_key") or "messages"
         draft.put("rollout.fields.prompt", column, "data.messages_key")
         draft.supply["rollout.fields.prompt"] = (
             "verl's column has whole conversations, whose last turn slimx reads from the column `answer`"
         )
-        draft.put("rollout.max_prompt_tokens", keys.count("data.max_length", 1024), "data.max_length")
+        put_count(draft, keys, "rollout.max_prompt_tokens", "data.max_length", 1024)
         return
     draft.put("rollout.fields.prompt", keys.text("data.prompt_key") or "prompt", "data.prompt_key")
     draft.put("rollout.fields.answer", "reward_model.ground_truth", "verl's format")
@@ -204,10 +202,9 @@ def _prompts(keys: Names, draft: Draft, *, sft: bool) -> None:
     if images is not None:
         draft.put("rollout.fields.images", images, "data.image_key")
         draft.put("trainer.vision", {"train": "none"}, "data.image_key")
-    draft.put("rollout.max_prompt_tokens", keys.count("data.max_prompt_length", 512), "data.max_prompt_length")
-    longest = keys.count("data.max_response_length", 512)
-    draft.put("rollout.sampling.max_new_tokens", longest, "data.max_response_length")
-    draft.put("rollout.group_size", keys.count(f"{ROLLOUT}.n", 1), f"{ROLLOUT}.n")
+    put_count(draft, keys, "rollout.max_prompt_tokens", "data.max_prompt_length", 512)
+    put_count(draft, keys, "rollout.sampling.max_new_tokens", "data.max_response_length", 512)
+    put_count(draft, keys, "rollout.group_size", f"{ROLLOUT}.n", 1)
 
 
 def _ranks(keys: Names, draft: Draft) -> None:
@@ -236,8 +233,8 @@ def _ranks(keys: Names, draft: Draft) -> None:
     put_engines(draft, engine_gpus or trainers, size, max(per_node, NODE), source, stages)
     if experts > 1:
         draft.put("rollout.engines.0.expert", min(experts, size), f"{ROLLOUT}.expert_parallel_size")
-    share = keys.number_or(0.5, f"{ROLLOUT}.gpu_memory_utilization")
-    draft.put("rollout.engines.0.sglang.mem_fraction_static", share, f"{ROLLOUT}.gpu_memory_utilization")
+    share = "rollout.engines.0.sglang.mem_fraction_static"
+    put_number(draft, keys, share, f"{ROLLOUT}.gpu_memory_utilization", 0.5)
     for name, key in (("max_num_seqs", "max_running_requests"), ("max_num_batched_tokens", "chunked_prefill_size")):
         number = keys.number(f"{ROLLOUT}.{name}")
         if number is not None:
@@ -297,8 +294,7 @@ def _sft_ranks(keys: Names, draft: Draft, launch: Launch) -> None:
 
 
 def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
-    context = keys.count(f"{MEGATRON}.context_parallel_size", 1)
-    draft.put("trainer.context", context, f"{MEGATRON}.context_parallel_size")
+    context = put_count(draft, keys, "trainer.context", f"{MEGATRON}.context_parallel_size", 1)
     dynamic = keys.has("data.use_dynamic_bsz" if sft else f"{ACTOR}.use_dynamic_bsz")
     tokens = "data.max_token_len_per_gpu" if sft else f"{ACTOR}.ppo_max_token_len_per_gpu"
     size = "data.micro_batch_size_per_gpu" if sft else f"{ACTOR}.ppo_micro_batch_size_per_gpu"
@@ -309,15 +305,12 @@ def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
         put_tokens(draft, limit * context, f"{tokens} x context_parallel_size")
     else:
         put_tokens(draft, sequences * longest_rollout(draft), f"{size} x the longest rollout")
-    stages = keys.count(f"{MEGATRON}.pipeline_model_parallel_size", 1)
-    draft.put("trainer.pipeline", stages, f"{MEGATRON}.pipeline_model_parallel_size")
+    stages = put_count(draft, keys, "trainer.pipeline", f"{MEGATRON}.pipeline_model_parallel_size", 1)
     chunks = keys.number(f"{MEGATRON}.virtual_pipeline_model_parallel_size")
     if chunks is not None and stages > 1:
         draft.put("trainer.virtual_pipeline", int(chunks), f"{MEGATRON}.virtual_pipeline_model_parallel_size")
     _stages(keys, draft, stages)
-    experts = keys.count(f"{MEGATRON}.expert_model_parallel_size", 1)
-    draft.put("trainer.expert", experts, f"{MEGATRON}.expert_model_parallel_size")
-    if experts == 1:
+    if put_count(draft, keys, "trainer.expert", f"{MEGATRON}.expert_model_parallel_size", 1) == 1:
         note_unneeded(draft, keys, "it needs trainer.expert above 1", f"{MEGATRON}.expert_tensor_parallel_size")
     coef = keys.number(f"{CHANGED}.moe_aux_loss_coeff")
     if coef:
@@ -358,9 +351,8 @@ def _stages(keys: Names, draft: Draft, stages: int) -> None:
 def _optimizer(keys: Names, draft: Draft, *, sft: bool) -> None:
     optim = f"{ACTOR}.optim"
     put = draft.put
-    put("trainer.optimizer.lr", keys.number_or(1e-3 if sft else 1e-6, f"{optim}.lr"), f"{optim}.lr")
-    decay = keys.number_or(0.01, f"{optim}.weight_decay")
-    put("trainer.optimizer.weight_decay", whole(decay), f"{optim}.weight_decay")
+    put_number(draft, keys, "trainer.optimizer.lr", f"{optim}.lr", 1e-3 if sft else 1e-6)
+    put_number(draft, keys, "trainer.optimizer.weight_decay", f"{optim}.weight_decay", 0.01)
     betas = keys.text(f"{optim}.betas")
     put("trainer.optimizer.betas", [0.9, 0.999] if betas is None else scalar(betas), f"{optim}.betas")
     warmup = keys.number(f"{optim}.lr_warmup_steps")

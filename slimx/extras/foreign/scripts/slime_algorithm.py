@@ -7,7 +7,7 @@ from pathlib import Path
 from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.names import Names, whole, yaml_in
 from slimx.extras.foreign.scripts.shared import algorithm_of, put_answers, put_kl
-from slimx.extras.foreign.scripts.translate import note_unneeded
+from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number
 
 _DEFAULT = "slime's default"
 _TOKEN_REWARDS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
@@ -39,7 +39,7 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
     estimator = flags.text("advantage_estimator") or "grpo"
     put("algorithm.name", algorithm_of(draft, estimator, "--advantage-estimator"), "--advantage-estimator")
     if estimator == "ppo":
-        put("critic.value_clip", flags.number_or(0.2, "value_clip"), "--value-clip")
+        put_number(draft, flags, "critic.value_clip", "value_clip", 0.2)
     else:
         note_unneeded(draft, flags, "only ppo has a critic", "value_clip")
     low = flags.number_or(0.2, "eps_clip")
@@ -72,9 +72,9 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
     whiten = flags.has("normalize_advantages")
     if estimator in _TOKEN_REWARDS:
         put("algorithm.advantages.whiten", whiten, "--normalize-advantages")
-        put("algorithm.advantages.gamma", flags.number_or(1.0, "gamma"), "--gamma")
+        put_number(draft, flags, "algorithm.advantages.gamma", "gamma", 1.0)
         if estimator == "ppo":
-            put("algorithm.advantages.lam", flags.number_or(1.0, "lambd"), "--lambd")
+            put_number(draft, flags, "algorithm.advantages.lam", "lambd", 1.0)
     elif whiten:
         draft.left["--normalize-advantages"] = f"{estimator} normalizes within groups only"
     if flags.has("use_tis"):
@@ -85,14 +85,14 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
                 put(f"algorithm.correction.{key}", whole(bound), flags.shown(name))
     if flags.has("use_opd"):
         flags.words("opd_type")
-        put("algorithm.teacher_coef", flags.number_or(1.0, "opd_kl_coef"), "--opd-kl-coef")
+        put_number(draft, flags, "algorithm.teacher_coef", "opd_kl_coef", 1.0)
         if flags.text("opd_teacher_load") is not None:
             put("algorithm.teacher", flags.text("opd_teacher_load"), "--opd-teacher-load")
             draft.supply["algorithm.teacher"] = "the teacher's Hugging Face directory instead of the Megatron-LM one"
         else:
             _teacher(flags, draft)
     if flags.has("use_opsm"):
-        put("algorithm.opsm_delta", flags.number_or(1e-4, "opsm_delta"), "--opsm-delta")
+        put_number(draft, flags, "algorithm.opsm_delta", "opsm_delta", 1e-4)
 
 
 def _teacher(flags: Names, draft: Draft) -> None:
@@ -129,7 +129,7 @@ def put_evaluation(flags: Names, draft: Draft) -> None:
         value = flags.text(name) or draft.get(f"rollout.fields.{key}")
         if value is not None:
             draft.put(f"eval.fields.{key}", value, f"{flags.shown(name)}, or as for training")
-    draft.put("eval.samples", flags.count("n_samples_per_eval_prompt", 1), "--n-samples-per-eval-prompt")
+    put_count(draft, flags, "eval.samples", "n_samples_per_eval_prompt", 1)
     for key in ("temperature", "top_p"):
         number = flags.number_or(1.0, f"eval_{key}", f"rollout_{key}")
         draft.put(f"eval.{key}", whole(number), f"{flags.shown(f'eval_{key}')}, or as for training")

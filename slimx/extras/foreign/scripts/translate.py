@@ -11,7 +11,7 @@ from slimx.config.suggestions import OFF, known_keys
 from slimx.extras.foreign.find import meaning
 from slimx.extras.foreign.meaning import Meaning, Table
 from slimx.extras.foreign.scripts.draft import Draft, joined, scalar
-from slimx.extras.foreign.scripts.names import Names, readable
+from slimx.extras.foreign.scripts.names import Names, readable, whole
 
 _BETWEEN = r" x | / |, or |, "
 _SOURCES = re.compile(rf"(--|\w+\.)[\w.-]+(({_BETWEEN})(--|\w+\.)[\w.-]+)*")
@@ -36,6 +36,17 @@ def sets_key(tables: Sequence[Table], name: str) -> bool:
     return found is not None and bool(found.key or found.sets) and not found.note
 
 
+def put_number(draft: Draft, names: Names, key: str, name: str, default: float) -> None:
+    """Sets `key` to the number that the script sets `name` to, or to `default`."""
+    draft.put(key, whole(names.number_or(default, name)), names.shown(name))
+
+
+def put_count(draft: Draft, names: Names, key: str, name: str, default: int) -> int:
+    """Sets `key` to the whole number that the script sets `name` to, or to `default`, and returns it."""
+    put_number(draft, names, key, name, default)
+    return names.count(name, default)
+
+
 def note_unneeded(draft: Draft, names: Names, reason: str, *which: str) -> None:
     """Notes that those of the names `which` that the script sets need no key, for the `reason`."""
     for name in which:
@@ -56,10 +67,10 @@ def translate_rest(draft: Draft, names: Names, tables: Sequence[Table]) -> None:
     for key, source in draft.sources.items():
         if _SOURCES.fullmatch(source) and not any(f"{name} " in known for name in re.split(_BETWEEN, source)):
             draft.sources[key] = f"{source} (default)"
-    for name, (output, whole) in names.outputs.items():
+    for name, (output, entire) in names.outputs.items():
         shown = names.shown(name)
         output = f"${output}" if output.startswith("(") else output
-        if not whole:
+        if not entire:
             draft.left[f"{output} in {shown}"] = "slimx computes nothing of a script; write the value instead"
             continue
         last = shown.rpartition(".")[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 from slimx.extras.foreign.scripts.draft import Draft, scalar
 from slimx.extras.foreign.scripts.names import Names, whole
 from slimx.extras.foreign.scripts.shared import NODE, algorithm_of, put_kl
-from slimx.extras.foreign.scripts.translate import note_unneeded
+from slimx.extras.foreign.scripts.translate import note_unneeded, put_number
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _DEFAULT = "verl's default"
@@ -43,7 +43,7 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
     if mode != "vanilla" and name != mode.replace("-", "_"):
         draft.left[f"{ACTOR}.policy_loss.loss_mode={mode}"] = "write the loss as a hook (algorithm.loss)"
     if name == "ppo":
-        put("critic.value_clip", keys.number_or(0.5, "critic.cliprange_value"), "critic.cliprange_value")
+        put_number(draft, keys, "critic.value_clip", "critic.cliprange_value", 0.5)
         warmup = keys.number("trainer.critic_warmup")
         if warmup:
             put("critic.warmup_steps", int(warmup), "trainer.critic_warmup")
@@ -60,15 +60,13 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
         for side in ("low", "high"):
             key = f"{ACTOR}.clip_ratio_{side}"
             null = keys.words(key) is not None and keys.text(key) is None
-            bound = keys.number_or(0.2, f"{ACTOR}.clip_ratio" if null else key)
-            put(f"algorithm.loss.{side}", bound, f"{key}; {_DEFAULT}: 0.2")
+            put_number(draft, keys, f"algorithm.loss.{side}", f"{ACTOR}.clip_ratio" if null else key, 0.2)
         note_unneeded(draft, keys, "verl's clip_ratio_low and clip_ratio_high count", f"{ACTOR}.clip_ratio")
     else:
         bounds = (f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high")
         note_unneeded(draft, keys, f"the loss of {name} has no such bound", *bounds)
     if name not in losses:
-        dual = keys.number_or(3.0, f"{ACTOR}.clip_ratio_c")
-        put("algorithm.loss.dual", whole(dual), f"{ACTOR}.clip_ratio_c; {_DEFAULT}: 3.0")
+        put_number(draft, keys, "algorithm.loss.dual", f"{ACTOR}.clip_ratio_c", 3.0)
     else:
         note_unneeded(draft, keys, f"the loss of {name} has no such bound", f"{ACTOR}.clip_ratio_c")
     modes = {"seq-mean-token-mean": "sample", "seq-mean-token-sum": "constant", "seq-mean-token-sum-norm": "constant"}
@@ -99,8 +97,7 @@ def _token_kl(keys: Names, draft: Draft, name: str) -> None:
         note_unneeded(draft, keys, f"{name} has no KL in its rewards", *kl)
     else:
         draft.put("algorithm.reference", True, "algorithm.use_kl_in_reward")
-        coef = keys.number_or(0.001, "algorithm.kl_ctrl.kl_coef")
-        draft.put("algorithm.kl_reward_coef", coef, "algorithm.kl_ctrl.kl_coef")
+        put_number(draft, keys, "algorithm.kl_reward_coef", "algorithm.kl_ctrl.kl_coef", 0.001)
 
 
 def _correction(keys: Names, draft: Draft) -> None:
