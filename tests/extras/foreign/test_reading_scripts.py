@@ -147,9 +147,12 @@ raise SystemExit
         "num_generations": ["4"],
         "model_name_or_path": ["owner/model"],
         "reward_funcs": ["rewards.right", "rewards.length", "grpo.local"],
-        "dataset_name": ["owner/set/main"],
+        "dataset_name": ["owner/set"],
+        "dataset_config": ["main"],
         "dataset_train_split": ["train"],
         "seed": [f"{COMPUTED}int('3'){END}"],
     }
+    named = arguments_in(Path("x.py"), "load_dataset('o/n', name='sub')")
+    assert (named["dataset_name"], named["dataset_config"]) == (["o/n"], ["sub"])
     with refused("foreign.not_python", about="x.py"):
         arguments_in(Path("x.py"), "def\n")

@@ -149,6 +149,10 @@ def test_epochs_are_counted_from_a_file_that_is_here(tmp_path):
             "algorithm.adv_estimator=rloo algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.1",
             {"algorithm.name": "rloo", "algorithm.kl_reward_coef": None},
         ),
+        (
+            f"{ACTOR}.policy_loss.loss_mode=sapo +{ACTOR}.policy_loss.tau_pos=1.5 {ACTOR}.loss_agg_mode=token-mean",
+            {"algorithm.name": "sapo", "algorithm.loss.tau_positive": 1.5, "algorithm.aggregation": "sample"},
+        ),
         ("algorithm.adv_estimator=gae critic.optim.lr=1e-5", {"algorithm.name": "ppo", "critic.optimizer.lr": 1e-5}),
     ],
 )  # fmt: skip
@@ -172,6 +176,8 @@ def test_keys_of_verl_are_computed_from_all_overrides(keys, settings):
         ("--trainer dpo --max_length 256", {"algorithm.name": "dpo", "rollout.max_prompt_tokens": 256}),
         ("--trainer sft", {"algorithm.name": "sft", "trainer.optimizer.lr": 2e-5}),
         ("--reward_funcs a.x b.y --reward_weights 1 2", {"reward.parts.1.weight": 2, "reward.parts.0.name": "x"}),
+        ("--max_steps 40 --warmup_steps 0.1", {"trainer.optimizer.warmup_steps": 4, "schedule.steps": 40}),
+        ("--max_steps 40 --warmup_steps 9", {"trainer.optimizer.warmup_steps": 9}),
         ("--use_peft --lora_r 8", {"trainer.lora": {"rank": 8, "alpha": 32}}),
     ],
 )

@@ -198,9 +198,11 @@ def _batches(names: Names, draft: Draft, trainer: str, *, sampled: bool) -> None
     else:
         epochs = names.number_or(3, "num_train_epochs")
         put_epochs(draft, epochs, str(draft.get("rollout.prompts")), max(1, int(prompts)), "--num_train_epochs")
-    warmup = names.number("warmup_ratio")
-    if warmup:
-        put_warmup(draft, warmup, "--warmup_ratio")
+    warmup = names.number_or(0, "warmup_steps", "warmup_ratio")
+    if warmup >= 1:
+        draft.put("trainer.optimizer.warmup_steps", int(warmup), "--warmup_steps")
+    elif warmup:
+        put_warmup(draft, warmup, "--warmup_ratio, or --warmup_steps below 1")
 
 
 def _optimizer(names: Names, draft: Draft, trainer: str) -> None:

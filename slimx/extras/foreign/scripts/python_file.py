@@ -41,14 +41,12 @@ def arguments_in(file: Path, text: str) -> dict[str, list[str]]:
             found |= _of_trainer(call, constants, imported, file.stem)
             if module.startswith("trl"):
                 found["trainer"] = [name.replace("Trainer", "Config")]
-        elif name == "load_dataset" and call.args:
-            words = _words(call.args[:2], constants)
-            whole = len(words) == len(call.args[:2])
-            found.setdefault("dataset_name", ["/".join(words) if whole else _computed(call.args[0])])
-            split = next((word.value for word in call.keywords if word.arg == "split"), None)
-            words = [] if split is None else _words([split], constants)
-            if words:
-                found.setdefault("dataset_train_split", words[:1])
+        elif name == "load_dataset":
+            keywords = _keywords(call, constants)
+            path, *subset = [*(_literal(node, constants) for node in call.args[:2]), *keywords.get("name", [])] or [""]
+            found.setdefault("dataset_name", keywords.get("path", [path]))
+            found.setdefault("dataset_config", subset[:1])
+            found.setdefault("dataset_train_split", keywords.get("split", [])[:1])
     return found | settings
 
 
@@ -92,6 +90,10 @@ def _keywords(call: ast.Call, constants: dict[str, ast.expr]) -> dict[str, list[
     return found
 
 
+def _literal(node: ast.expr, constants: dict[str, ast.expr]) -> str:
+    return "".join(_words([node], constants)[:1]) or _computed(node)
+
+
 def _computed(node: ast.expr) -> str:
     return f"{COMPUTED}{ast.unparse(node)}{END}"
 
@@ -113,8 +115,8 @@ def _of_trainer(
             entries = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
             found["reward_funcs"] = []
             for entry in entries:
-                name = _name(entry) or "".join(_words([entry], constants))
-                found["reward_funcs"].append(f"{imported.get(name, module)}.{name}" if name else _computed(entry))
+                name = _name(entry) or _literal(entry, constants)
+                found["reward_funcs"].append(name if COMPUTED in name else f"{imported.get(name, module)}.{name}")
     return found
 
 

@@ -63,9 +63,9 @@ def translate_rest(draft: Draft, names: Names, tables: Sequence[Table]) -> None:
             words = [names.known(name, word) for word in words]
         if any(words) or name not in names.outputs:
             translate(draft, tables, name, joined([*map(readable, words)]) if words else None, names.shown(name))
-    known = " ".join(map(names.shown, names.values)) + " "
+    known = ".".join(map(names.shown, names.values)) + "."
     for key, source in draft.sources.items():
-        if _SOURCES.fullmatch(source) and not any(f"{name} " in known for name in re.split(_BETWEEN, source)):
+        if _SOURCES.fullmatch(source) and not any(f"{name}." in known for name in re.split(_BETWEEN, source)):
             draft.sources[key] = f"{source} (default)"
     for name, (output, entire) in names.outputs.items():
         shown = names.shown(name)
@@ -81,7 +81,7 @@ def translate_rest(draft: Draft, names: Names, tables: Sequence[Table]) -> None:
             draft.supply[shown] = f"the value of {output}, which slimx does not compute, for {found.key}"
         else:
             draft.supply[shown] = " in ".join(filter(None, (f"the value of {output}", ", ".join(keys))))
-        for key in keys:
+        for key in {*keys} - draft.supply.keys():
             draft.sources[key] += f"; supply: {output} is not known, a default is set"
 
 

@@ -71,7 +71,10 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
         note_unneeded(draft, keys, f"the loss of {name} has no such bound", f"{ACTOR}.clip_ratio_c")
     modes = {"seq-mean-token-mean": "sample", "seq-mean-token-sum": "constant", "seq-mean-token-sum-norm": "constant"}
     unit = keys.text(f"{ACTOR}.loss_agg_mode") or "token-mean"
-    put("algorithm.aggregation", modes.get(unit, "token"), f"{ACTOR}.loss_agg_mode={unit}")
+    if name in ("gspo", "sapo"):
+        put("algorithm.aggregation", "sample", f"verl's {name}, whatever loss_agg_mode is")
+    else:
+        put("algorithm.aggregation", modes.get(unit, "token"), f"{ACTOR}.loss_agg_mode={unit}")
     normalized = "algorithm.norm_adv_by_std_in_grpo"
     if keys.words(normalized) is not None and estimator == "grpo":
         put("algorithm.advantages.normalize_std", keys.has(normalized), normalized)
@@ -191,18 +194,20 @@ def put_distillation(keys: Names, draft: Draft) -> None:
     names = [key for key in keys.values if key.startswith("distillation.")]
     if not keys.has("distillation.enabled"):
         return
-    teacher = next((key for key in names if key.endswith(".model_path")), None)
-    section = (teacher or "").removesuffix("model_path")
+    teacher, *others = [key for key in names if key.endswith(".model_path")] or [""]
+    for key in others:
+        draft.left[f"{key} {keys.text(key)}"] = "a run has one teacher"
+    section = teacher.removesuffix("model_path")
     gpus = keys.count("distillation.nnodes", 1) * keys.count("distillation.n_gpus_per_node", NODE)
     size = keys.count(f"{section}inference.tensor_model_parallel_size", 1)
     put = draft.put
     per_node = keys.count("trainer.n_gpus_per_node", NODE)
     nodes = int(str(draft.get("cluster.nodes", 1))) + -(-gpus // max(per_node, NODE))
-    put("cluster.nodes", nodes, f"{gpus} more GPUs of the teacher")
+    put("cluster.nodes", nodes, f"more GPUs of the teacher: {gpus}")
     put("cluster.ray_address", "auto", "several nodes are a running Ray cluster")
     put("rollout.engines.1.name", "teacher", "distillation")
     put("rollout.engines.1.frozen", True, "distillation")
-    put("rollout.engines.1.model", keys.text(teacher or "") or "TEACHER", "distillation.teacher_models")
+    put("rollout.engines.1.model", keys.text(teacher) or "TEACHER", "distillation.teacher_models")
     put("rollout.engines.1.count", max(1, gpus // size), "distillation.n_gpus_per_node / tensor_model_parallel_size")
     put("rollout.engines.1.tensor", size, "inference.tensor_model_parallel_size")
     share = keys.number(f"{section}inference.gpu_memory_utilization")
