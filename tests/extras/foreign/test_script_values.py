@@ -219,6 +219,7 @@ def test_ranks_of_torchrun_are_read_with_a_space_or_a_sign(size):
     ("flags", "keys"),
     [
         ("--loss_type cispo --epsilon_high 5", {"algorithm.loss.low": 1.0, "algorithm.loss.high": 4.0}),
+        ("--loss_type cispo --epsilon_high 0.28", {"algorithm.loss.high": None}),
         ("--loss_type cispo", {"algorithm.loss.low": 1.0, "algorithm.loss.high": None}),
         ("--scale_rewards batch", {"algorithm.name": "grpo", "algorithm.advantages.normalize_std": False}),
         ("--scale_rewards batch --loss_type cispo --epsilon_high 5", {"algorithm.name": "cispo"}),
