@@ -149,6 +149,12 @@ MISTAKES = (
     Mistake("a number in words in a script", "from-slime run.sh", _script("python3 train.py --num-rollout ten")),
     Mistake("a configuration of slimx for from-verl", "from-verl run.yaml"),
     Mistake("a Python file of TRL with an error", "from-trl grpo.py", {"grpo.py": "GRPOConfig(\n"}),
+    Mistake("a trainer that slimx does not have", "from-trl run.sh", _script("trl kto --model_name_or_path m")),
+    Mistake(
+        "a switch of verl by an unset variable",
+        "from-verl run.sh",
+        _script("python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.use_kl_loss=$KL"),
+    ),
     Mistake("a flag of slime after its script", "from-slime run.sh --colocate", _script("python3 train.py")),
     Mistake("a variable without a value", "from-slime run.sh BASE", _script("python3 train.py")),
     Mistake("alerts of the YAML file", "alerts run.yaml"),
@@ -402,6 +408,10 @@ MISTAKES = (
     Mistake("an unknown machine", "init --model model --prompts prompts.jsonl --out new.yaml --gpu a100"),
     Mistake(
         "nodes without their GPUs", "init --model model --prompts prompts.jsonl --out new.yaml --gpu cpu --nodes 2"
+    ),
+    Mistake(
+        "GPUs that do not divide among nodes",
+        "init --model model --prompts prompts.jsonl --out new.yaml --gpu h100 --gpus 8 --nodes 3",
     ),
     Mistake("an option of init that is spelt wrong", "init --modle model"),
 )

@@ -18,6 +18,7 @@ from slimx.extras.foreign.meaning import (
 )
 
 _LORA = computed("trainer.lora", "{rank: R, alpha: A, targets: [attention, mlp]}")
+_HOOK = computed("rollout.generate", "a hook that takes the turns (docs/guides/environment.md)")
 _LOGGED = not_needed("every step is logged")
 _SERVER = computed("rollout.engines.*.urls", "a list of URLs of SGLang servers")
 
@@ -59,16 +60,23 @@ TRL: Table = {
     "reward_funcs": computed(
         "reward.function", "the dotted path of the function; set reward.parts for several functions"
     ),
+    "environment_factory": _HOOK,
+    "rollout_func": _HOOK,
+    "tools": _HOOK,
+    "eval_dataset": computed("eval.prompts", "a file of held-out prompts"),
+    "processing_class": not_needed("the tokenizer comes from model.path"),
     "reward_weights": computed("reward.parts.*.weight", "a weight in each entry of reward.parts"),
     "scale_rewards": choice(
         "algorithm.advantages.normalize_std",
         {
             **{name: "true" for name in ("group", "true")},
             **{name: "false" for name in ("none", "false")},
-            "batch": settings(algorithm__name="reinforce_pp_baseline"),
+            "batch": unsupported("advantages are divided by the standard deviation of their group, or not at all"),
         },
     ),
     "delta": "algorithm.loss.dual",
+    "sapo_temperature_pos": "algorithm.loss.tau_positive",
+    "sapo_temperature_neg": "algorithm.loss.tau_negative",
     "beta": "algorithm.kl_coef",
     "epsilon": "algorithm.loss.low",
     "epsilon_high": "algorithm.loss.high",
@@ -116,6 +124,7 @@ TRL: Table = {
     "vllm_gpu_memory_utilization": MEMORY,
     "vllm_tensor_parallel_size": "rollout.engines.*.tensor",
     "vllm_*": OF_ENGINES,
+    "peft_config": _LORA,
     "use_peft": _LORA,
     "lora_r": _LORA,
     "lora_rank": _LORA,

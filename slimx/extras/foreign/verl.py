@@ -166,6 +166,8 @@ VERL: Table = {
                     "seq-mean-token-sum-norm": "constant",
                 },
             ),
+            **dict.fromkeys(("tau_pos", "policy_loss.tau_pos"), "algorithm.loss.tau_positive"),
+            **dict.fromkeys(("tau_neg", "policy_loss.tau_neg"), "algorithm.loss.tau_negative"),
             "policy_loss.loss_mode": choice(
                 "algorithm.name",
                 {

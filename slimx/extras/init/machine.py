@@ -67,11 +67,13 @@ def target(gpu: str | None, gpus: int | None, nodes: int | None) -> Target:
     unknown = bool(name) and kind not in name.lower()
     per_node = count or GPUS[kind].per_node
     total = gpus or (nodes or 1) * per_node
-    needed = -(-total // per_node)
-    if nodes is not None and needed > nodes:
-        raise _refused(
-            f"--gpus {total} does not fit on --nodes {nodes} with {per_node} GPUs each; raise --nodes", "--gpus"
-        )
+    needed = nodes or -(-total // per_node)
+    if total > needed * per_node:
+        raise _refused(f"--gpus {total} is more than {nodes} times {per_node}; raise --nodes", "--gpus")
+    if nodes is not None:
+        if total % nodes:
+            raise _refused(f"--gpus {total} is not a multiple of --nodes {nodes}; change one of them", "--gpus")
+        per_node = total // nodes
     memory_gib = round(memory - DRIVER / GIB, 1) if unknown else None
     return Target(kind, total, needed, per_node, memory_gib, name if unknown else "")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,9 @@ from pathlib import Path
 import psutil
 import yaml
 
-from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
+from slimx.extras.foreign.commented_yaml import loaded
 from slimx.extras.init.machine import Target
 from slimx.extras.init.prompts import Prompts
 from slimx.extras.init.settings import Setting, file_of
@@ -21,6 +20,7 @@ from slimx.extras.planner.plan.suggest import suggest_layouts
 from slimx.extras.planner.plan.suggest_engines import suggest_engines
 from slimx.extras.planner.planning import run_plan
 from slimx.extras.planner.record import EngineSuggestion
+from slimx.layout.kernels import unpublishable
 from slimx.models.families import ModelSpec, read_model
 from slimx.preflight.hardware import GIB, machine_of
 from slimx.rollout.hook_loading import load_hooks
@@ -73,10 +73,10 @@ def settings_of(wishes: Wishes, prompts: Prompts, target: Target) -> list[Settin
     longest = longest_prompt + new_tokens
     epoch = -(-prompts.count // per_step)
     steps = wishes.steps or max(20, min(200, epoch))
-    measured = "the longest prompt has" if prompts.exact else "estimated from a part of the file:"
+    measured = "counted" if prompts.exact else "estimated from a part of the file"
     note = "not measured: the model's tokenizer is missing, or transformers is not installed"
     if prompts.longest is not None:
-        note = f"{measured} {max(lengths)} tokens"
+        note = f"tokens of the longest prompt, {measured}: {max(lengths)}"
     settings = [
         Setting("run.name", Path(wishes.directory).name, "shown in reports and trackers"),
         Setting("run.dir", wishes.directory, "all files of the run; the same command continues it"),
@@ -89,14 +89,12 @@ def settings_of(wishes: Wishes, prompts: Prompts, target: Target) -> list[Settin
         Setting(
             "trainer.optimizer.lr", 1e-4 if small else 1e-6, "learning rate" + (" of a tiny model" if small else "")
         ),
-        Setting("rollout.prompts", prompts.path, f"{prompts.count:,} prompts: slimx data check {prompts.path}"),
+        Setting("rollout.prompts", prompts.path, f"prompts: {prompts.count:,}; slimx data check {prompts.path}"),
     ]
     if prompts.fields:
         settings.append(Setting("rollout.fields", prompts.fields, "columns of the file"))
     settings += [
-        Setting(
-            "rollout.prompts_per_step", per_step, f"an epoch has {epoch:,}" + (" step" if epoch == 1 else " steps")
-        ),
+        Setting("rollout.prompts_per_step", per_step, f"steps of an epoch: {epoch:,}"),
         Setting("rollout.group_size", group, "responses per prompt, compared with each other"),
         Setting("rollout.max_prompt_tokens", longest_prompt, note),
         Setting("rollout.sampling.max_new_tokens", new_tokens, "longer responses are cut off"),
@@ -116,7 +114,7 @@ def settings_of(wishes: Wishes, prompts: Prompts, target: Target) -> list[Settin
     ]
     if wishes.eval:
         name = Path(wishes.eval.path).stem
-        settings.append(Setting("eval.prompts", {name: wishes.eval.path}, f"{wishes.eval.count:,} held-out prompts"))
+        settings.append(Setting("eval.prompts", {name: wishes.eval.path}, f"held-out prompts: {wishes.eval.count:,}"))
         if wishes.eval.fields:
             settings.append(Setting("eval.fields", wishes.eval.fields, "columns of the file"))
         settings.append(Setting("eval.every", max(1, steps // 5), "steps between evaluations"))
@@ -129,7 +127,7 @@ def checked_file(settings: Iterable[Setting], title: str, name: str) -> str:
     be loaded. Raises SlimxError if it does not, or if they cannot."""
     settings = list(settings)
     text = file_of(settings, title)
-    config = _loaded(text, name)
+    config = loaded(text, name)
     algorithm = config.algorithm
     if algorithm.loss.demonstrated or algorithm.advantages.demonstrated or algorithm.scores:
         raise SlimxError(
@@ -143,17 +141,6 @@ def checked_file(settings: Iterable[Setting], title: str, name: str) -> str:
     if violations:
         raise SlimxError(violations[0], code="init.plan", about=name)
     return text
-
-
-def _loaded(text: str, name: str) -> Config:
-    """Returns the configuration in `text`; errors name the file `name`."""
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / Path(name).name
-        file.write_text(text)
-        try:
-            return load_config(file)
-        except SlimxError as error:
-            raise SlimxError(str(error).replace(str(file), name), code=error.code, about=error.about) from error
 
 
 def _machine(target: Target) -> Iterable[Setting]:
@@ -214,8 +201,12 @@ def _laid_out(settings: Sequence[Setting], spec: ModelSpec, target: Target) -> l
     """Returns the settings with the fastest layout that fits on the GPUs of `target`. Raises SlimxError if none
     fits."""
     needed = 0
+    refused: tuple[str, ...] = ()
+    options: dict[str, object] = {}
+    if target.gpu == "gb300":
+        options |= unpublishable({}, experts=spec.experts > 0, fp8=False)
     for fraction in STATIC:
-        static: dict[str, object] = {"sglang": {"mem_fraction_static": fraction}}
+        static: dict[str, object] = {"sglang": {"mem_fraction_static": fraction, **options}}
         engines = _engines(settings, spec, target, static)
         if engines is None:
             needed = max(needed, 2 * target.gpus)
@@ -238,14 +229,21 @@ def _laid_out(settings: Sequence[Setting], spec: ModelSpec, target: Target) -> l
                 needed = max(needed, int(grown[0].partition("=")[2]))
                 continue
             placed = _placed(chosen, suggestion.overrides)
-            if not run_plan(_config(placed)).violations:
+            refused = run_plan(_config(placed)).violations
+            if not refused:
                 return placed
+    if refused:
+        raise SlimxError(
+            f"every layout for --gpus {target.gpus} ({target.gpu}) is refused: {refused[0]}",
+            code="init.plan",
+            about="--gpus",
+        )
     remedy = f"try --nodes {-(-needed // target.per_node) if needed else 2 * target.nodes}"
     power = 2 ** int(math.log2(target.gpus))
     if power < target.gpus:
         remedy = f"choose another number of GPUs, such as --gpus {power}"
     raise SlimxError(
-        f"no layout was found that fits on {target.gpus} GPUs of {target.nodes} nodes ({target.gpu}); "
+        f"no layout was found that fits on --gpus {target.gpus} ({target.gpu}, nodes: {target.nodes}); "
         f"{remedy}, or choose a smaller model or a smaller --max-tokens",
         code="init.memory",
         about="--gpus",
@@ -301,4 +299,4 @@ def _placed(settings: Sequence[Setting], overrides: Iterable[str]) -> list[Setti
 
 
 def _config(settings: Sequence[Setting]) -> Config:
-    return _loaded(file_of(settings, ""), "run.yaml")
+    return loaded(file_of(settings, ""), "run.yaml")

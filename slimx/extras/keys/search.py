@@ -80,10 +80,8 @@ def _named(word: str) -> Found | None:
     through = _through(plain)
     if through:
         return Found((through,), whole=True)
-    if word not in plain_names():
-        return None
     sentence = for_flag(Config, f"--{word}", PLACEHOLDER)
-    if sentence is None:
+    if sentence is None or word not in plain_names():
         return None
     meant = keys_of(word)
     named = tuple(key for path, key in all_keys().items() if _mentions(sentence, path) or _within(path, meant))

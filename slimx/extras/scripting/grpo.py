@@ -20,7 +20,7 @@ from slimx.extras.init.machine import target
 from slimx.extras.init.prompts import Prompts as Found
 from slimx.extras.init.prompts import examine
 from slimx.extras.init.run import Wishes, checked_file, settings_of
-from slimx.extras.init.settings import Setting, file_of, tree_of
+from slimx.extras.init.settings import Setting, file_of, values_of
 from slimx.extras.scripting.alone import alone
 from slimx.extras.scripting.functions import Hook, with_hooks
 from slimx.extras.scripting.result import RunResult
@@ -92,7 +92,7 @@ def grpo(
                     directory=str(chosen),
                 )
                 settings = settings_of(wishes, found, target(None, None, None))
-                config = load_config(tree_of(settings), overrides)
+                config = load_config(values_of(settings), overrides)
                 config = with_hooks(config, generate=generate, reward=reward, keep=keep)
                 return [*_final(settings, config)], config
 

@@ -3,8 +3,8 @@ their flags and values: scripts/slime.json of slime (2026-08-21), scripts/verl.j
 
 from __future__ import annotations
 
-import contextlib
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from slimx.extras.foreign.scripts.from_verl import read_verl
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of, keys_of
 from slimx.extras.foreign.scripts.translate import UNKNOWN
 from slimx.extras.planner.planning import run_plan
-from tests.extras.foreign.published_models import write_model
+from tests.extras.foreign.published_models import model_of, write_model
+from tests.refusals import refused
 
 FOLDER = Path(__file__).parent / "scripts"
 SLIME = json.loads((FOLDER / "slime.json").read_text())
@@ -38,20 +39,21 @@ REFUSED = {
 """Scripts whose configuration slimx refuses, with the codes of the reasons: fp8 training with an offloaded optimizer,
 and experts over more ranks than a pipeline stage has."""
 UNPLANNED = {
-    "slime/examples/delta_weight_sync/run-glm4.7-30B-A3B-delta.sh": "47 layers in 2 stages",
+    "slime/examples/delta_weight_sync/run-glm4.7-30B-A3B-delta.sh": "trainer.pipeline",
     "slime/scripts/run-glm4-9B.sh": "family",
-    "slime/scripts/run-mimo-7B-rl-eagle.sh": "engines with this family",
+    "slime/scripts/run-mimo-7B-rl-eagle.sh": "model.no_engine",
     "verl/examples/grpo_trainer/run_deepseek_v4_flash_megatron.sh": "family",
     "verl/examples/grpo_trainer/run_hy_v3_megatron.sh": "family",
-    "verl/examples/grpo_trainer/run_kimi_k2_6_glm5_1_megatron_lite.sh": "61 layers in 8 stages",
-    "verl/examples/grpo_trainer/run_nemotron_nano_v3_30b_a3b_megatron.sh": "2 query groups over 8 ranks",
-    "verl/examples/mtp_trainer/run_mimo_7b_mtp_fully_async_megatron_multinode.sh": "engines with this family",
-    "verl/examples/mtp_trainer/run_mimo_7b_mtp_megatron.sh": "engines with this family",
-    "verl/examples/mtp_trainer/run_mimo_7b_mtp_rl_vllm_sgl_megatron.sh": "engines with this family",
+    "verl/examples/grpo_trainer/run_kimi_k2_6_glm5_1_megatron_lite.sh": "trainer.pipeline",
+    "verl/examples/grpo_trainer/run_nemotron_nano_v3_30b_a3b_megatron.sh": "trainer.tensor",
+    "verl/examples/mtp_trainer/run_mimo_7b_mtp_fully_async_megatron_multinode.sh": "model.no_engine",
+    "verl/examples/mtp_trainer/run_mimo_7b_mtp_megatron.sh": "model.no_engine",
+    "verl/examples/mtp_trainer/run_mimo_7b_mtp_rl_vllm_sgl_megatron.sh": "model.no_engine",
     "verl/examples/sft/gsm8k/run_deepseek_v4_megatron_lite.sh": "family",
-    "verl/examples/sft/gsm8k/run_nemotron_nano_v3_megatron.sh": "2 query groups over 8 ranks",
+    "verl/examples/sft/gsm8k/run_nemotron_nano_v3_megatron.sh": "trainer.tensor",
 }
-"""Scripts whose run a plan refuses, with what slimx does not support, or what does not fit the model."""
+"""Scripts whose run a plan refuses: the key that does not fit the model (47 layers in 2 stages, 61 in 8, 2 query groups
+over 8 ranks), the code for a family without engines, or "family" for a model that slimx does not have."""
 QUICK = ("run-qwen3-4B.sh", "run_qwen2.5_3B.sh", "retool_qwen3_4b_sft.sh", "gpg_trainer/run_qwen3_8b_megatron.sh")
 """Scripts of small models, whose plans take a tenth of a second."""
 
@@ -106,11 +108,18 @@ def test_a_published_script_becomes_a_configuration(tmp_path, script):
 def test_a_published_script_is_planned_without_a_line_by_hand(tmp_path, script):
     (tmp_path / "run.yaml").write_text(draft_of(script, tmp_path).text()[0])
     config = load_config(tmp_path / "run.yaml")
-    if script not in UNPLANNED:
+    reason = UNPLANNED.get(script)
+    if reason is None:
         assert run_plan(config).violations == ()
-        return
-    with contextlib.suppress(SlimxError):  # a family that slimx does not have
-        assert run_plan(config).violations != ()
+    elif reason.startswith("trainer."):
+        assert [reason in violation for violation in run_plan(config).violations] == [True]
+    elif reason == "family":
+        assert model_of(config.model.path) is None
+        with pytest.raises(SlimxError, match=re.escape(config.model.path)):
+            run_plan(config)
+    else:
+        with refused(reason):
+            run_plan(config)
 
 
 def test_most_published_scripts_need_no_line_by_hand():

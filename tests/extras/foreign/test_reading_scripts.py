@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slimx.extras.foreign.scripts.python_file import arguments_in
-from slimx.extras.foreign.scripts.shell.expansion import unknown_in
+from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END, unknown_in
 from slimx.extras.foreign.scripts.shell.options import flags_of, keys_of, launch_of
 from slimx.extras.foreign.scripts.shell.script import commands_of
 from tests.refusals import refused
@@ -202,8 +202,12 @@ raise SystemExit
         "num_generations": ["4"],
         "model_name_or_path": ["owner/model"],
         "reward_funcs": ["rewards.right", "rewards.length", "grpo.local"],
-        "dataset_name": ["owner/set/main"],
+        "dataset_name": ["owner/set"],
+        "dataset_config": ["main"],
         "dataset_train_split": ["train"],
+        "seed": [f"{COMPUTED}int('3'){END}"],
     }
+    named = arguments_in(Path("x.py"), "load_dataset('o/n', name='sub')")
+    assert (named["dataset_name"], named["dataset_config"]) == (["o/n"], ["sub"])
     with refused("foreign.not_python", about="x.py"):
         arguments_in(Path("x.py"), "def\n")

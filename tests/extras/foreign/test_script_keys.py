@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -15,45 +14,9 @@ from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.config.suggestions import known_keys
 from slimx.extras.foreign.scripts.command import slime_app, trl_app, verl_app
-from slimx.extras.foreign.scripts.draft import Draft
-from slimx.extras.foreign.scripts.from_slime import read_slime
-from slimx.extras.foreign.scripts.from_trl import read_trl
-from slimx.extras.foreign.scripts.from_verl import read_verl
-from slimx.extras.foreign.scripts.shell.options import Launch, flags_of
+from tests.extras.foreign.script_drafts import ACTOR, PPO, ROLLOUT, accepted, slime, trl, verl
 from tests.needed import ROOT
 from tests.refusals import refused
-
-PPO = "verl.trainer.main_ppo"
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-
-
-def slime(text: str, program: str = "train.py") -> Draft:
-    draft = Draft("run.sh")
-    read_slime(
-        Launch(program, tuple(shlex.split(f"--hf-checkpoint m --prompt-data p --n-samples-per-prompt 2 {text}"))), draft
-    )
-    return draft
-
-
-def verl(text: str, program: str = PPO) -> Draft:
-    draft = Draft("run.sh")
-    read_verl(
-        Launch(program, tuple(shlex.split(f"actor_rollout_ref.model.path=m data.train_files=p {ROLLOUT}.n=2 {text}"))),
-        draft,
-    )
-    return draft
-
-
-def trl(text: str) -> Draft:
-    draft = Draft("run.sh")
-    read_trl(flags_of(shlex.split(f"--model_name_or_path m --dataset_name p {text}")), draft)
-    return draft
-
-
-def accepted(draft: Draft) -> dict[str, object]:
-    """Returns the keys of a draft that slimx accepts."""
-    assert draft.text()[1] == ()
-    return draft.settings
 
 
 @pytest.mark.parametrize(
@@ -157,7 +120,8 @@ def test_epochs_are_counted_from_a_file_that_is_here(tmp_path):
             {"rollout.engines.0.tensor": 16, "rollout.engines.0.dp_attention": 4, "rollout.engines.0.expert": 16},
         ),
         ("+data.train_files=\"['~/a/train.parquet','~/b/train.parquet']\"", {"rollout.sources.1.name": "b"}),
-        (f"{ACTOR}.clip_ratio=0.3 {ACTOR}.clip_ratio_high=4", {"algorithm.loss.low": 0.3, "algorithm.loss.high": 4}),
+        (f"{ACTOR}.clip_ratio=0.3 {ACTOR}.clip_ratio_high=4", {"algorithm.loss.low": 0.2, "algorithm.loss.high": 4}),
+        (f"{ACTOR}.clip_ratio=0.3 {ACTOR}.clip_ratio_low=null", {"algorithm.loss.low": 0.3}),
         (f"{ACTOR}.policy_loss.loss_mode=gspo algorithm.adv_estimator=grpo", {"algorithm.name": "gspo"}),
         (
             "algorithm.adv_estimator=grpo algorithm.rollout_correction.rollout_is=token "
@@ -180,6 +144,14 @@ def test_epochs_are_counted_from_a_file_that_is_here(tmp_path):
             "rollout.total_rollout_steps=1280",
             {"rollout.prompts_per_step": 128, "schedule.updates_per_step": 4, "schedule.max_staleness": 1,
              "schedule.steps": 10, "cluster.nodes": 1, "rollout.engines.0.count": 2},
+        ),
+        (
+            "algorithm.adv_estimator=rloo algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.1",
+            {"algorithm.name": "rloo", "algorithm.kl_reward_coef": None},
+        ),
+        (
+            f"{ACTOR}.policy_loss.loss_mode=sapo +{ACTOR}.policy_loss.tau_pos=1.5 {ACTOR}.loss_agg_mode=token-mean",
+            {"algorithm.name": "sapo", "algorithm.loss.tau_positive": 1.5, "algorithm.aggregation": "sample"},
         ),
         ("algorithm.adv_estimator=gae critic.optim.lr=1e-5", {"algorithm.name": "ppo", "critic.optimizer.lr": 1e-5}),
     ],
@@ -204,6 +176,8 @@ def test_keys_of_verl_are_computed_from_all_overrides(keys, settings):
         ("--trainer dpo --max_length 256", {"algorithm.name": "dpo", "rollout.max_prompt_tokens": 256}),
         ("--trainer sft", {"algorithm.name": "sft", "trainer.optimizer.lr": 2e-5}),
         ("--reward_funcs a.x b.y --reward_weights 1 2", {"reward.parts.1.weight": 2, "reward.parts.0.name": "x"}),
+        ("--max_steps 40 --warmup_steps 0.1", {"trainer.optimizer.warmup_steps": 4, "schedule.steps": 40}),
+        ("--max_steps 40 --warmup_steps 9", {"trainer.optimizer.warmup_steps": 9}),
         ("--use_peft --lora_r 8", {"trainer.lora": {"rank": 8, "alpha": 32}}),
     ],
 )

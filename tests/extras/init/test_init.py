@@ -16,12 +16,12 @@ import yaml
 from slimx import cli
 from slimx.config.load import load_config
 from slimx.errors import SlimxError
-from slimx.extras.init import machine
+from slimx.extras.init import machine, run
 from slimx.extras.init.prompts import examine
 from slimx.extras.planner.plan.report import plan_report
 from slimx.extras.quickstart.make_model import make_model
 from slimx.extras.quickstart.make_task import make_task
-from slimx.preflight.hardware import DRIVER, GIB
+from slimx.preflight.hardware import DRIVER, GIB, GPUS
 from tests.documents import ROOT
 
 MODELS = ROOT / "configs/moe/models"
@@ -82,6 +82,8 @@ def test_each_line_has_a_comment_and_each_page_exists(monkeypatch, tmp_path, qui
     [
         ("Qwen3-30B-A3B", "h100", 4),
         ("Qwen3-30B-A3B", "h200", 3),
+        ("Qwen3-30B-A3B", "gb300", 18),
+        pytest.param("Qwen3-30B-A3B", "gb300", 16, marks=pytest.mark.slow("the same search for fewer GPUs")),
         pytest.param("Qwen3-235B-A22B", "h100", 8, marks=pytest.mark.slow("a search of half a minute")),
     ],
 )
@@ -93,9 +95,10 @@ def test_a_layout_of_a_large_model_fits_the_machine(monkeypatch, tmp_path, model
     words = ("--model", MODELS / model, "--prompts", prompts, "--gpu", gpu, "--nodes", nodes, "--out", out)
     assert typed(monkeypatch, *words) is None
     config = load_config(out)
-    assert (config.trainer.world_size, config.cluster.nodes, config.reward.function) == (8 * nodes, nodes, "math")
+    gpus = GPUS[gpu].per_node * nodes
+    assert (config.trainer.world_size, config.cluster.nodes, config.reward.function) == (gpus, nodes, "math")
     (group,) = config.rollout.engines
-    assert group.count * group.tensor == 8 * nodes
+    assert group.count * group.tensor == gpus
     assert plan_report(config).report.violations == ()
 
 
@@ -112,6 +115,11 @@ def test_a_layout_of_a_large_model_fits_the_machine(monkeypatch, tmp_path, model
         (["--model", "MODEL", "--prompts", "SUMS", "--gpus", "8"], "init.machine", "--gpus"),
         (
             ["--model", "MODEL", "--prompts", "SUMS", "--gpu", "h100", "--gpus", "16", "--nodes", "1"],
+            "init.machine",
+            "--gpus",
+        ),
+        (
+            ["--model", "MODEL", "--prompts", "SUMS", "--gpu", "h100", "--gpus", "8", "--nodes", "3"],
             "init.machine",
             "--gpus",
         ),
@@ -170,6 +178,20 @@ def test_the_gpus_of_this_machine_are_used(monkeypatch) -> None:
     other = machine.target(None, None, None)
     assert (other.gpu, other.gpus, other.name) == ("h100", 8, "NVIDIA A100-SXM4-40GB")
     assert other.memory_gib == round(40.0 - DRIVER / GIB, 1)
+
+
+def test_gpus_are_spread_over_the_nodes_that_are_given() -> None:
+    assert machine.target("h100", 8, 4) == machine.Target("h100", 8, 4, 2)
+    assert machine.target("h100", 20, None) == machine.Target("h100", 20, 3, 8)
+    assert machine.target("gb300", 72, None) == machine.target("gb300", None, 18)
+
+
+def test_a_layout_that_the_plan_refuses_is_refused_by_its_reason(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(run, "unpublishable", lambda *_, **__: iter(()))
+    prompts = rows(tmp_path / "p.jsonl", asked("1+1=", "2"))
+    words = ("--model", MODELS / "Qwen3-30B-A3B", "--prompts", prompts, "--gpu", "gb300", "--out", tmp_path / "x.yaml")
+    refusal = typed(monkeypatch, *words)
+    assert refusal is not None and refusal.code == "init.plan" and "moe_runner_backend" in str(refusal)
 
 
 def test_on_a_terminal_what_is_missing_is_asked_for(tmp_path, quickstart) -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
-import tempfile
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import yaml
 
-from slimx.config.load import load_config
 from slimx.config.rule import Refusal
 from slimx.config.schema import Config
 from slimx.config.suggestions import known_keys
-from slimx.errors import SlimxError
-from slimx.json_types import Json
+from slimx.extras.foreign.commented_yaml import lines_of, loaded, on_one_line, tree_of
+from slimx.observability.live.safe_text import one_line
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 WIDTH = 116
@@ -33,7 +30,7 @@ def scalar(text: str) -> object:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    return value if isinstance(value, bool | list | dict | None) else text
+    return value if isinstance(value, bool | None) or text[0] in "[{" else text
 
 
 @dataclass(slots=True)
@@ -68,16 +65,16 @@ class Draft:
             del self.settings[name]
             self.sources.pop(name, None)
 
-    def tree(self) -> Json:
-        """Returns the settings as nested values, with the sections in the order of slimx's configuration."""
-        return _listed(_nested(self.settings))
-
     def text(self) -> tuple[str, tuple[str, ...]]:
         """Returns the YAML text with its comments, and the reasons for which slimx refuses this configuration; the text
         lists them, too."""
-        body = list(_lines(self.tree(), (), self.sources, self.supply))
+        comments = dict(self.sources)
+        for key in self.supply.keys() & comments.keys():
+            comments[key] = "; ".join(filter(None, (comments[key], f"supply: {self.supply[key]}")))
+        tree = tree_of({key: self.settings[key] for key in sorted(self.settings, key=_place)})
+        body = list(lines_of(tree, comments))
         refusals = refused("\n".join(body))
-        parts = [f"# Written from {self.origin}."]
+        parts = [f"# Written from {one_line(self.origin)}."]
         parts += _comment("slimx refuses this configuration", {str(n): text for n, text in enumerate(refusals, 1)})
         parts += _comment("You must still supply", self.supply)
         parts += body
@@ -88,26 +85,11 @@ class Draft:
 
 def refused(text: str) -> tuple[str, ...]:
     """Returns the sentences with which slimx refuses the configuration `text`; none if it is accepted."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "run.yaml")
-        file.write_text(text)
-        try:
-            load_config(file)
-        except SlimxError as error:
-            problems = error.problems if isinstance(error, Refusal) and error.problems else (error,)
-            return tuple(str(problem).replace(f"{file}: ", "") for problem in problems)
+    try:
+        loaded(text, "run.yaml")
+    except Refusal as error:
+        return tuple(str(problem).replace("run.yaml: ", "") for problem in error.problems)
     return ()
-
-
-def _nested(settings: Mapping[str, object]) -> Json:
-    tree: Json = {}
-    for key in sorted(settings, key=_place):
-        *path, last = key.split(".")
-        section = tree
-        for part in path:
-            section = section.setdefault(part, {})
-        section[last] = settings[key]
-    return tree
 
 
 def _place(key: str) -> tuple[int, str]:
@@ -121,50 +103,6 @@ def _place(key: str) -> tuple[int, str]:
     return (known.index(name) if name in known else len(known)), indices
 
 
-def _listed(value: object) -> Json:
-    """Returns `value` with every mapping from indices to entries replaced by the list of the entries."""
-    if not isinstance(value, dict):
-        return value  # type: ignore[return-value]
-    inner = {key: _listed(part) for key, part in value.items()}
-    if inner and all(key.isdigit() for key in inner):
-        return [inner[key] for key in sorted(inner, key=int)]  # type: ignore[return-value]
-    return inner
-
-
-def _lines(
-    value: object, path: tuple[str, ...], sources: Mapping[str, str], supply: Mapping[str, str]
-) -> Iterator[str]:
-    """Yields the lines of YAML of `value` at `path`, each leaf with its source as a comment."""
-    indent = "  " * len(path)
-    entries: list[tuple[str, str, object]] = []
-    if isinstance(value, list):
-        entries = [(str(index), "-", entry) for index, entry in enumerate(value)]
-    elif isinstance(value, dict):
-        entries = [(str(key), f"{key}:", entry) for key, entry in value.items()]
-    for key, label, entry in entries:
-        inner = (*path, key)
-        dotted = ".".join(inner)
-        below = any(name.startswith(f"{dotted}.") for name in sources)
-        if below:
-            lines = list(_lines(entry, inner, sources, supply))
-            if label == "-":
-                lines[0] = f"{indent}- {lines[0].lstrip()}"
-                yield from lines
-            else:
-                yield f"{indent}{label}"
-                yield from lines
-            continue
-        comment = f"  # {sources[dotted]}" if sources.get(dotted) else ""
-        if dotted in supply:
-            comment += f"{';' if comment else '  #'} supply: {supply[dotted]}"
-        yield f"{indent}{label} {_flow(entry)}{comment}"
-
-
-def _flow(value: object) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")
-
-
 def _comment(title: str, entries: Mapping[str, str]) -> list[str]:
     """Returns the lines of a comment that lists `entries`; none if there are none."""
     if not entries:
@@ -172,7 +110,7 @@ def _comment(title: str, entries: Mapping[str, str]) -> list[str]:
     lines = [f"# {title}:"]
     for name, text in entries.items():
         lines += textwrap.wrap(
-            f"{name}: {text}",
+            one_line(f"{name}: {text}"),
             WIDTH,
             initial_indent="#   ",
             subsequent_indent="#     ",
@@ -192,4 +130,4 @@ def _by_reason(entries: Mapping[str, str]) -> Mapping[str, str]:
 
 def joined(words: Sequence[str]) -> str:
     """Returns `words` as a value of YAML: the only one, or a list of them."""
-    return words[0] if len(words) == 1 else f"[{', '.join(words)}]"
+    return words[0] if len(words) == 1 else on_one_line([scalar(word) for word in words])

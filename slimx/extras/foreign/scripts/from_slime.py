@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slimx.extras.foreign.megatron import MEGATRON
-from slimx.extras.foreign.scripts.draft import Draft, joined, scalar
+from slimx.extras.foreign.scripts.draft import Draft, scalar
 from slimx.extras.foreign.scripts.names import Names, whole
 from slimx.extras.foreign.scripts.shared import (
     NODE,
@@ -19,10 +19,11 @@ from slimx.extras.foreign.scripts.shared import (
     put_tokens,
     put_transport,
     put_updates,
+    put_warmup,
 )
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of
 from slimx.extras.foreign.scripts.slime_algorithm import put_algorithm, put_demonstrations, put_evaluation
-from slimx.extras.foreign.scripts.translate import put_outputs, sets_key, translate
+from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number, translate_rest
 from slimx.extras.foreign.slime import SLIME
 
 PROGRAMS = ("train.py", "train_async.py")
@@ -51,12 +52,7 @@ def read_slime(launch: Launch, draft: Draft) -> None:
     else:
         put_algorithm(flags, draft)
         put_evaluation(flags, draft)
-    for name in flags.rest():
-        words = list(flags.values[name])
-        if sets_key((SLIME, MEGATRON), name):
-            words = [flags.known(name, word) for word in words]
-        translate(draft, (SLIME, MEGATRON), name, joined(words) if words else None, flags.shown(name))
-    put_outputs(draft, flags)
+    translate_rest(draft, flags, (SLIME, MEGATRON))
     put_family(draft, " ".join(flags.values.get("spec", [])))
     put_transport(draft, colocate=bool(draft.get("schedule.colocate")))
 
@@ -81,8 +77,7 @@ def _model(flags: Names, draft: Draft) -> None:
             "set trainer.load to this directory if it has the initial weights; a run resumes from its checkpoints in "
             "run.dir"
         )
-    if reference is not None:
-        draft.unneeded["--ref-load"] = "the run starts from model.path, and the reference has these weights"
+    note_unneeded(draft, flags, "the run starts from model.path, and the reference has these weights", "ref_load")
     if "FP8" in name or "INT4" in name:
         _quantized(draft, path or "", name)
 
@@ -149,7 +144,7 @@ def _sampling(flags: Names, draft: Draft, *, sft: bool) -> None:
             "rollout.max_prompt_tokens limits prompts and rollout.sampling.max_new_tokens every turn, nothing their sum"
         )
     draft.put("rollout.sampling.max_new_tokens", longest, "--rollout-max-response-len")
-    ids = flags.words("rollout_stop_token_ids")
+    ids = flags.listed("rollout_stop_token_ids")
     if ids:
         draft.put("rollout.sampling.stop_token_ids", [scalar(word) for word in ids], "--rollout-stop-token-ids")
 
@@ -160,6 +155,13 @@ def _ranks(flags: Names, draft: Draft, *, sft: bool, asynchronous: bool) -> None
     colocate = flags.has("colocate")
     generates = not (sft or flags.has("debug_train_only"))
     gpus = flags.count("rollout_num_gpus", trainers if colocate else per_node)
+    if colocate and gpus > trainers:
+        draft.left[f"--rollout-num-gpus {gpus}"] = "with --colocate, engines run on the trainers' GPUs only"
+        gpus = trainers
+    elif generates and gpus == 0:
+        draft.supply["rollout.engines"] = (
+            "--rollout-num-gpus 0 starts no engine; list the urls of running SGLang servers"
+        )
     source = "--actor-num-nodes x --actor-num-gpus-per-node"
     put_ranks(draft, trainers, 0 if colocate or not generates else gpus, per_node, source)
     if not generates:
@@ -210,10 +212,8 @@ def _disaggregated(draft: Draft, prefill: int) -> None:
 
 
 def _batches(flags: Names, draft: Draft) -> None:
-    prompts = flags.count("rollout_batch_size", 32)
-    samples = flags.count("n_samples_per_prompt", 1)
-    draft.put("rollout.prompts_per_step", prompts, "--rollout-batch-size")
-    draft.put("rollout.group_size", samples, "--n-samples-per-prompt")
+    prompts = put_count(draft, flags, "rollout.prompts_per_step", "rollout_batch_size", 32)
+    samples = put_count(draft, flags, "rollout.group_size", "n_samples_per_prompt", 1)
     updates = flags.number("num_steps_per_rollout")
     batch = flags.number("global_batch_size")
     if updates is not None:
@@ -240,7 +240,7 @@ def _batches(flags: Names, draft: Draft) -> None:
 
 
 def _trainer(flags: Names, draft: Draft) -> None:
-    context = flags.count("context_parallel_size", 1)
+    context = put_count(draft, flags, "trainer.context", "context_parallel_size", 1)
     tokens = flags.number("max_tokens_per_gpu")
     sequences = flags.count("micro_batch_size", 1)
     if tokens is None:
@@ -248,9 +248,7 @@ def _trainer(flags: Names, draft: Draft) -> None:
         put_tokens(draft, sequences * length, "--micro-batch-size")
     else:
         put_tokens(draft, tokens * context, "--max-tokens-per-gpu x --context-parallel-size")
-    draft.put("trainer.context", context, "--context-parallel-size")
-    stages = flags.count("pipeline_model_parallel_size", 1)
-    draft.put("trainer.pipeline", stages, "--pipeline-model-parallel-size")
+    stages = put_count(draft, flags, "trainer.pipeline", "pipeline_model_parallel_size", 1)
     layers = flags.number("num_layers")
     ends = []
     for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
@@ -261,25 +259,23 @@ def _trainer(flags: Names, draft: Draft) -> None:
     chunk = flags.number("num_layers_per_virtual_pipeline_stage")
     if chunk is not None and layers is not None:
         draft.put("trainer.virtual_pipeline", int(layers / stages / chunk), "--num-layers-per-virtual-pipeline-stage")
-    experts = flags.count("expert_model_parallel_size", 1)
-    draft.put("trainer.expert", experts, "--expert-model-parallel-size")
-    if experts == 1:
-        flags.number("expert_tensor_parallel_size")
-        draft.unneeded["--expert-tensor-parallel-size"] = "it needs trainer.expert above 1"
+    if put_count(draft, flags, "trainer.expert", "expert_model_parallel_size", 1) == 1:
+        note_unneeded(draft, flags, "it needs trainer.expert above 1", "expert_tensor_parallel_size")
     if flags.text("recompute_granularity") is not None:
         draft.put("trainer.recompute.granularity", flags.text("recompute_granularity"), "--recompute-granularity")
-    modules = flags.words("recompute_modules")
+    modules = flags.listed("recompute_modules")
     if modules:
-        draft.put("trainer.recompute.modules", list(modules), "--recompute-modules")
-    if flags.number("moe_aux_loss_coeff"):
-        draft.put("trainer.moe.aux_loss_coef", flags.number("moe_aux_loss_coeff"), "--moe-aux-loss-coeff")
-    elif flags.text("moe_router_load_balancing_type") is not None:
-        draft.unneeded["--moe-router-load-balancing-type"] = "a coefficient of 0 balances nothing"
+        draft.put("trainer.recompute.modules", modules, "--recompute-modules")
+    coef = flags.number("moe_aux_loss_coeff")
+    if coef:
+        draft.put("trainer.moe.aux_loss_coef", coef, "--moe-aux-loss-coeff")
+    else:
+        note_unneeded(draft, flags, "a coefficient of 0 balances nothing", "moe_router_load_balancing_type")
     if flags.has("enable_mtp_training"):
         scale = flags.number("mtp_loss_scaling_factor")
         put_mtp(draft, flags.count("mtp_num_layers", 1), scale, "--enable-mtp-training")
-    elif flags.number("mtp_loss_scaling_factor") is not None:
-        draft.unneeded["--mtp-loss-scaling-factor"] = "it needs --enable-mtp-training"
+    else:
+        note_unneeded(draft, flags, "it needs --enable-mtp-training", "mtp_loss_scaling_factor")
     if flags.has("deterministic_mode"):
         draft.put("trainer.megatron.deterministic_mode", True, "--deterministic-mode")
     if flags.has("fp8_format") or flags.has("fp8_recipe"):
@@ -294,17 +290,14 @@ def _trainer(flags: Names, draft: Draft) -> None:
 
 def _optimizer(flags: Names, draft: Draft) -> None:
     put = draft.put
-    put("trainer.optimizer.lr", flags.number("lr") or 1e-6, "--lr")
+    put_number(draft, flags, "trainer.optimizer.lr", "lr", 1e-6)
     put("trainer.optimizer.decay", flags.text("lr_decay_style") or "linear", "--lr-decay-style")
-    decay = flags.number("weight_decay")
-    put("trainer.optimizer.weight_decay", 0.01 if decay is None else whole(decay), "--weight-decay")
-    betas = [flags.number("adam_beta1") or 0.9, flags.number("adam_beta2") or 0.999]
+    put_number(draft, flags, "trainer.optimizer.weight_decay", "weight_decay", 0.01)
+    betas = [flags.number_or(0.9, "adam_beta1"), flags.number_or(0.999, "adam_beta2")]
     put("trainer.optimizer.betas", betas, "--adam-beta1, --adam-beta2")
     warmup = flags.number("lr_warmup_fraction")
-    steps = draft.get("schedule.steps")
-    if warmup is not None and isinstance(steps, int):
-        updates = steps * int(str(draft.get("schedule.updates_per_step", 1)))
-        put("trainer.optimizer.warmup_steps", int(warmup * updates), f"--lr-warmup-fraction {warmup:g} of all updates")
+    if warmup is not None and draft.get("schedule.steps") is not None:
+        put_warmup(draft, warmup, "--lr-warmup-fraction")
     if flags.has("optimizer_cpu_offload"):
-        fraction = flags.number("optimizer_offload_fraction")
-        put("trainer.optimizer.offload_fraction", 1.0 if fraction is None else fraction, "--optimizer-cpu-offload")
+        fraction = flags.number_or(1.0, "optimizer_offload_fraction")
+        put("trainer.optimizer.offload_fraction", fraction, "--optimizer-cpu-offload")

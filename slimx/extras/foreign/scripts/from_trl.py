@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
-from slimx.extras.foreign.scripts.draft import Draft, joined
+from slimx.errors import SlimxError
+from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.names import Names, whole, yaml_in
 from slimx.extras.foreign.scripts.python_file import arguments_in
-from slimx.extras.foreign.scripts.shared import PROMPT_TOKENS, put_epochs, put_ranks, put_tokens, put_transport
+from slimx.extras.foreign.scripts.shared import (
+    PROMPT_TOKENS,
+    longest_rollout,
+    put_answers,
+    put_epochs,
+    put_ranks,
+    put_tokens,
+    put_transport,
+    put_warmup,
+)
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of
-from slimx.extras.foreign.scripts.translate import put_outputs, sets_key, translate
+from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number, translate, translate_rest
 from slimx.extras.foreign.trl import TRL
 
-_TRAINERS = {
-    "grpo": "GRPOConfig",
-    "rloo": "RLOOConfig",
-    "sft": "SFTConfig",
-    "dpo": "DPOConfig",
-    "reward": "RewardConfig",
-}
-"""Classes of settings by the name of their command, which is also the start of the names of TRL's example scripts."""
-_NAMES = {
-    "GRPOConfig": "grpo",
-    "RLOOConfig": "rloo",
-    "SFTConfig": "sft",
-    "DPOConfig": "dpo",
-    "RewardConfig": "bradley_terry",
-}
-"""Algorithms of slimx by class of settings."""
-_RATES = {"SFTConfig": 2e-5, "RewardConfig": 1e-4}
-"""Default learning rates, where they are not 1e-6."""
+_ALGORITHMS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "reward": "bradley_terry"}
+"""Algorithms of slimx by TRL's command, which is also the start of the names of its classes and example scripts."""
+_OTHERS = ("bco", "cpo", "distillation", "gkd", "gold", "kto", "nash_md", "online_dpo", "orpo", "ppo", "prm", "xpo")
+"""Starts of the names of TRL's example scripts for trainers that slimx does not have."""
+_RATES = {"sft": 2e-5, "reward": 1e-4}
+"""Default learning rates by command, where they are not 1e-6."""
 _DEFAULT = "TRL's default"
 
 
@@ -47,7 +44,7 @@ def launch_values(launch: Launch) -> dict[str, list[str]]:
     values: dict[str, list[str]] = {}
     arguments = list(launch.arguments)
     if launch.program == "trl" and arguments:
-        values["trainer"] = [_TRAINERS.get(arguments.pop(0), "GRPOConfig")]
+        values["trainer"] = [arguments.pop(0)]
     elif Path(launch.program).is_file():
         values |= arguments_in(Path(launch.program), Path(launch.program).read_text())
     before = flags_of(launch.before)
@@ -60,9 +57,9 @@ def launch_values(launch: Launch) -> dict[str, list[str]]:
         if name in before:
             values[name] = before[name]
     stem = Path(launch.program).stem
-    kind = next((kind for name, kind in _TRAINERS.items() if stem.startswith(name) or stem == f"g{name[1:]}"), None)
-    if kind is not None and "trainer" not in values:
-        values["trainer"] = [kind]
+    for name in (*_ALGORITHMS, *_OTHERS):
+        if f"{stem}_".startswith(f"{name}_"):
+            values.setdefault("trainer", [name])
     return values | flags
 
 
@@ -78,28 +75,42 @@ def yaml_values(file: Path) -> dict[str, list[str]]:
 def read_trl(values: dict[str, list[str]], draft: Draft) -> None:
     """Adds what `values`, words by name, mean to `draft`. Raises SlimxError for a value that is no number."""
     names = Names(draft.origin.partition(" ")[0], values, lambda name: f"--{name}")
-    trainer = names.text("trainer") or "GRPOConfig"
-    trainer = _TRAINERS.get(trainer, trainer)
-    name = _NAMES.get(trainer, "grpo")
+    trainer = _trainer(names)
+    if names.text("trainer") is None:
+        draft.supply.setdefault("algorithm.name", "the script does not name a trainer of TRL; grpo is assumed")
+    name = _ALGORITHMS[trainer]
     sampled = name in ("grpo", "rloo")
     _model(names, draft)
     _prompts(names, draft)
     _placement(names, draft, sampled=sampled)
-    _batches(names, draft, sampled=sampled)
+    _batches(names, draft, trainer, sampled=sampled)
     _optimizer(names, draft, trainer)
-    draft.put("algorithm.name", name, trainer)
-    if sampled:
-        _objective(names, draft, name)
-        _reward(names, draft)
+    draft.put("algorithm.name", name, "the trainer")
+    if name == "grpo":
+        _objective(names, draft)
+    elif name == "rloo":
+        _rloo(names, draft)
     else:
         _learned_from_data(names, draft, name)
-    for rest in names.rest():
-        words = list(values[rest])
-        if sets_key((TRL,), rest):
-            words = [names.known(rest, word) for word in words]
-        translate(draft, (TRL,), rest, joined(words) if words else None, names.shown(rest))
-    put_outputs(draft, names)
+    if sampled:
+        _reward(names, draft)
+    translate_rest(draft, names, (TRL,))
     put_transport(draft, colocate=bool(draft.get("schedule.colocate")))
+
+
+def _trainer(names: Names) -> str:
+    """Returns TRL's command for the trainer; grpo if the script names none. Raises SlimxError for a trainer that slimx
+    does not have."""
+    trainer = names.text("trainer") or "grpo"
+    command = trainer.removesuffix("Config").lower()
+    if command not in _ALGORITHMS:
+        raise SlimxError(
+            f"{names.script} uses TRL's {trainer}, which slimx does not have; give a script of one of "
+            f"{', '.join(_ALGORITHMS)}",
+            code="foreign.trainer",
+            about=trainer,
+        )
+    return command
 
 
 def _model(names: Names, draft: Draft) -> None:
@@ -113,21 +124,26 @@ def _model(names: Names, draft: Draft) -> None:
 
 
 def _prompts(names: Names, draft: Draft) -> None:
-    dataset = names.text("dataset_name")
-    if dataset is None:
-        draft.put("rollout.prompts", "PROMPTS", "")
-        draft.supply["rollout.prompts"] = "file of prompts, or hf://OWNER/NAME"
+    dataset = names.text("dataset_name") or "PROMPTS"
+    split, bracket, part = (names.text("dataset_train_split") or "train").partition("[")
+    if bracket:
+        draft.left[f"split {split}[{part}"] = "a split is read as a whole; write the rows to a file of their own"
+    owner, *rest = dataset.split("/")
+    if Path(dataset).expanduser().exists():
+        draft.put("rollout.prompts", dataset, "--dataset_name")
+    elif rest:
+        name, subset = rest[0], names.text("dataset_config") or "/".join(rest[1:])
+        whole = not subset and split == "train"
+        ending = "" if whole else f"/{subset or 'default'}/{split}"
+        draft.put("rollout.prompts", f"hf://{owner}/{name}{ending}", "--dataset_name")
     else:
-        local = Path(dataset).expanduser().exists()
-        draft.put("rollout.prompts", dataset if local else f"hf://{dataset}", "--dataset_name")
-        split = (names.text("dataset_train_split") or "").partition("[")[0]
-        if split and not local:
-            draft.put("rollout.prompts", f"hf://{dataset}/{split}" if "/" in dataset else dataset, "--dataset_name")
+        draft.put("rollout.prompts", dataset, "--dataset_name")
+        draft.supply["rollout.prompts"] = "file of prompts, or hf://OWNER/NAME"
     draft.put("rollout.fields.prompt", "prompt", "TRL's column")
     draft.supply["rollout.fields"] = "the columns of the data set, if code of the script maps its rows"
-    limit = names.text("max_prompt_length")
-    source = "--max_prompt_length" if limit else "TRL has no limit; raise it for longer prompts"
-    draft.put("rollout.max_prompt_tokens", int(limit or PROMPT_TOKENS), source)
+    limit = names.number("max_prompt_length")
+    source = "TRL has no limit; raise it for longer prompts" if limit is None else "--max_prompt_length"
+    draft.put("rollout.max_prompt_tokens", PROMPT_TOKENS if limit is None else int(limit), source)
 
 
 def _placement(names: Names, draft: Draft, *, sampled: bool) -> None:
@@ -143,72 +159,61 @@ def _placement(names: Names, draft: Draft, *, sampled: bool) -> None:
     count = 1 if apart else max(1, processes // tensor)
     draft.put("rollout.engines.0.count", count, "--num_processes / --vllm_tensor_parallel_size")
     draft.put("rollout.engines.0.tensor", tensor, "--vllm_tensor_parallel_size")
-    share = names.number("vllm_gpu_memory_utilization")
-    source = f"--vllm_gpu_memory_utilization; {_DEFAULT}: 0.3"
-    draft.put("rollout.engines.0.sglang.mem_fraction_static", 0.3 if share is None else share, source)
+    share = "rollout.engines.0.sglang.mem_fraction_static"
+    put_number(draft, names, share, "vllm_gpu_memory_utilization", 0.3)
     if not apart:
         draft.put("schedule.colocate", True, "--vllm_mode colocate")
 
 
-def _batches(names: Names, draft: Draft, *, sampled: bool) -> None:
+def _batches(names: Names, draft: Draft, trainer: str, *, sampled: bool) -> None:
     devices = names.count("num_processes", 1)
     size = names.count("per_device_train_batch_size", 8)
     steps = names.count("gradient_accumulation_steps", 1)
-    group = names.count("num_generations", 8) if sampled else 1
-    generated = names.number("generation_batch_size")
-    per_generation = names.number("steps_per_generation")
+    usual = 2 if trainer == "rloo" else 8
+    group = names.count("num_generations", usual) if sampled else 1
     update = devices * size * steps
-    total = generated or devices * size * (per_generation or steps)
+    per_generation = names.number_or(steps, "steps_per_generation")
+    total = names.number_or(devices * size * per_generation, "generation_batch_size")
     prompts = total / group
-    source = f"{devices} devices x {size} x {steps} accumulation steps / {group} generations"
+    source = (
+        f"--num_processes {devices} x --per_device_train_batch_size {size} x --gradient_accumulation_steps {steps}"
+        f" / {group} per group"
+    )
     if prompts < 1 or prompts != int(prompts):
         draft.left["--per_device_train_batch_size"] = (
             f"a step has {total:g} completions, which are no whole groups of {group}; one group is set"
         )
     draft.put("rollout.prompts_per_step", max(1, int(prompts)), source)
-    draft.put("rollout.group_size", group, f"--num_generations; {_DEFAULT}: 8" if sampled else "an answer per prompt")
+    draft.put("rollout.group_size", group, "--num_generations")
     updates = total / update
     if updates > 1 and updates == int(updates):
         draft.put("schedule.updates_per_step", int(updates), "--steps_per_generation / --gradient_accumulation_steps")
-    longest = names.count("max_completion_length", 512)
     if sampled:
-        draft.put("rollout.sampling.max_new_tokens", longest, f"--max_completion_length; {_DEFAULT}: 512")
-    put_tokens(draft, size * (draft_tokens(draft)), "--per_device_train_batch_size x the longest rollout")
+        put_count(draft, names, "rollout.sampling.max_new_tokens", "max_completion_length", 512)
+    put_tokens(draft, size * longest_rollout(draft), "--per_device_train_batch_size x the longest rollout")
     limit = names.number("max_steps")
     if limit is not None and limit > 0:
         draft.put("schedule.steps", int(limit), "--max_steps")
         names.words("num_train_epochs")
     else:
-        epochs = names.number("num_train_epochs")
-        file = str(draft.get("rollout.prompts"))
-        put_epochs(draft, 3 if epochs is None else epochs, file, max(1, int(prompts)), "--num_train_epochs")
-    warmup = names.number("warmup_ratio")
-    if warmup:
-        total_steps = int(str(draft.get("schedule.steps"))) * int(str(draft.get("schedule.updates_per_step", 1)))
-        draft.put(
-            "trainer.optimizer.warmup_steps", int(warmup * total_steps), f"{warmup:g} of all updates (--warmup_ratio)"
-        )
-
-
-def draft_tokens(draft: Draft) -> int:
-    """Returns the tokens of the longest rollout of `draft`, including the prompt."""
-    keys = ("rollout.max_prompt_tokens", "rollout.sampling.max_new_tokens")
-    return sum(int(str(draft.get(key, 0))) for key in keys)
+        epochs = names.number_or(3, "num_train_epochs")
+        put_epochs(draft, epochs, str(draft.get("rollout.prompts")), max(1, int(prompts)), "--num_train_epochs")
+    warmup = names.number_or(0, "warmup_steps", "warmup_ratio")
+    if warmup >= 1:
+        draft.put("trainer.optimizer.warmup_steps", int(warmup), "--warmup_steps")
+    elif warmup:
+        put_warmup(draft, warmup, "--warmup_ratio, or --warmup_steps below 1")
 
 
 def _optimizer(names: Names, draft: Draft, trainer: str) -> None:
-    rate = names.number("learning_rate")
-    default = _RATES.get(trainer, 1e-6)
-    draft.put("trainer.optimizer.lr", default if rate is None else rate, f"--learning_rate; {_DEFAULT}: {default:g}")
-    betas = [names.number("adam_beta1") or 0.9, names.number("adam_beta2") or 0.999]
+    put_number(draft, names, "trainer.optimizer.lr", "learning_rate", _RATES.get(trainer, 1e-6))
+    betas = [names.number_or(0.9, "adam_beta1"), names.number_or(0.999, "adam_beta2")]
     draft.put("trainer.optimizer.betas", betas, "--adam_beta1, --adam_beta2")
     if names.text("lr_scheduler_type") is None:
         draft.put("trainer.optimizer.decay", "linear", _DEFAULT)
     else:
         translate(draft, (TRL,), "lr_scheduler_type", names.text("lr_scheduler_type"), "--lr_scheduler_type")
-    for name in ("bf16", "fp16"):
-        if names.words(name) is not None:
-            draft.unneeded[f"--{name}"] = "numerics.dtype is bfloat16 by default"
+    note_unneeded(draft, names, "numerics.dtype is bfloat16 by default", "bf16", "fp16")
     if names.has("use_peft"):
         rank, alpha = names.count("lora_r", 16), names.count("lora_alpha", 32)
         draft.put("trainer.lora", {"rank": rank, "alpha": alpha}, "--use_peft, --lora_r, --lora_alpha")
@@ -219,20 +224,32 @@ def _optimizer(names: Names, draft: Draft, trainer: str) -> None:
             )
 
 
-def _objective(names: Names, draft: Draft, name: str) -> None:
+def _objective(names: Names, draft: Draft) -> None:
+    """Sets loss, KL term, advantages and correction of GRPO."""
     put = draft.put
     kind = names.text("loss_type") or "dapo"
-    low = names.number("epsilon")
-    high = names.number("epsilon_high")
     level = names.text("importance_sampling_level") or "token"
-    if name == "grpo" and kind in ("cispo", "sapo"):
+    low = names.number_or(0.2, "epsilon")
+    high = names.number("epsilon_high")
+    if kind == "cispo":  # TRL clips the ratio at epsilon_high itself, and not from below
         put("algorithm.name", kind, "--loss_type")
-    elif name == "grpo" and level == "sequence":
-        put("algorithm.name", "gspo", "--importance_sampling_level sequence")
-    if kind != "sapo":
-        put("algorithm.loss.low", 0.2 if low is None else low, f"--epsilon; {_DEFAULT}: 0.2")
-        put("algorithm.loss.high", draft.get("algorithm.loss.low") if high is None else high, "--epsilon_high")
-    units = {"grpo": "sample", "dr_grpo": "constant", "sapo": "sample"}
+        put("algorithm.loss.low", 1.0, "no lower bound")
+        if high is not None and high > 1:
+            put("algorithm.loss.high", round(high - 1, 9), "--epsilon_high - 1")
+        else:
+            draft.supply["algorithm.loss.high"] = (
+                f"TRL would clip the ratio at {low if high is None else high:g}, below 1; the preset's bound is set"
+            )
+        note_unneeded(draft, names, "the loss cispo has no lower bound", "epsilon")
+    elif kind == "sapo":
+        put("algorithm.name", kind, "--loss_type")
+        note_unneeded(draft, names, "the loss sapo has no such bound", "epsilon", "epsilon_high")
+    else:
+        if level == "sequence":
+            put("algorithm.name", "gspo", "--importance_sampling_level sequence")
+        put("algorithm.loss.low", low, "--epsilon")
+        put("algorithm.loss.high", low if high is None else high, "--epsilon_high, or --epsilon")
+    units = {"grpo": "sample", "sapo": "sample", "dr_grpo": "constant"}
     put("algorithm.aggregation", units.get(kind, "token"), f"--loss_type {kind}")
     if kind not in ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo"):
         draft.left[f"--loss_type {kind}"] = "write this loss as a hook (algorithm.loss)"
@@ -242,27 +259,50 @@ def _objective(names: Names, draft: Draft, name: str) -> None:
         put("algorithm.kl_coef", whole(beta), "--beta")
         put("algorithm.kl_estimator", "k3", "TRL's estimator")
     scale = (names.text("scale_rewards") or "group").lower()
-    if name == "grpo" and scale in ("none", "false"):
+    if names.words("scale_rewards") is not None and not names.has("scale_rewards"):
+        scale = "none"
+    if scale in ("none", "batch"):
         put("algorithm.advantages.normalize_std", False, "--scale_rewards")
-    elif scale == "batch":
-        put("algorithm.name", "reinforce_pp_baseline", "--scale_rewards batch")
-    put("algorithm.old_logprobs", "recompute", f"{_DEFAULT}: the trainer's")
-    correction = names.text("vllm_importance_sampling_correction")
-    mode = names.text("vllm_importance_sampling_mode") or "sequence_mask"
-    bounds = [names.number(f"vllm_importance_sampling_{name}") for name in ("clip_max", "cap", "clip_min")]
-    if names.has("use_vllm") and (correction is None or correction.lower() == "true"):
-        put(
-            "algorithm.correction.kind", "icepop" if mode.endswith("mask") else "truncate", f"vLLM's correction: {mode}"
+    else:
+        put("algorithm.advantages.eps", 1e-4, "TRL's")
+    if scale == "batch":
+        draft.left["--scale_rewards batch"] = (
+            "no advantages are divided by the standard deviation of all rewards of a step; they are not divided at all"
         )
+    put("algorithm.old_logprobs", "recompute", f"{_DEFAULT}: the trainer's")
+    correction = "vllm_importance_sampling_correction"
+    mode = names.text("vllm_importance_sampling_mode") or "sequence_mask"
+    bounds = [f"vllm_importance_sampling_{name}" for name in ("clip_max", "cap", "clip_min")]
+    if names.has("use_vllm") and (names.words(correction) is None or names.has(correction)):
+        kind = "icepop" if mode.endswith("mask") else "truncate"
+        put("algorithm.correction.kind", kind, f"vLLM's correction: {mode}")
         put("algorithm.correction.level", mode.partition("_")[0], f"vLLM's correction: {mode}")
-        put("algorithm.correction.high", whole(bounds[0] or bounds[1] or 3.0), "--vllm_importance_sampling_clip_max")
-        if bounds[2]:
-            put("algorithm.correction.low", whole(bounds[2]), "--vllm_importance_sampling_clip_min")
+        put("algorithm.correction.high", whole(names.number_or(3.0, *bounds[:2])), f"--{bounds[0]}, --{bounds[1]}")
+        least = names.number(bounds[2])
+        if least is not None:
+            put("algorithm.correction.low", whole(least), f"--{bounds[2]}")
+    else:
+        note_unneeded(draft, names, "it corrects samples of vLLM", *bounds, "vllm_importance_sampling_mode")
+
+
+def _rloo(names: Names, draft: Draft) -> None:
+    """Sets the loss of RLOO, and notes what differs from TRL's."""
+    low = names.number_or(0.2, "epsilon")
+    draft.put("algorithm.loss.low", low, "--epsilon")
+    draft.put("algorithm.loss.high", names.number_or(low, "epsilon_high"), "--epsilon_high, or --epsilon")
+    draft.left["the ratio per sequence of RLOO"] = "the loss clips the ratio of every token"
+    draft.put("algorithm.aggregation", "constant", "TRL adds up the log-probs of a sequence")
+    draft.put("algorithm.old_logprobs", "recompute", f"{_DEFAULT}: the trainer's")
+    beta = names.number_or(0.05, "beta")
+    if beta:
+        draft.left[f"--beta {beta:g} ({_DEFAULT}: 0.05)"] = (
+            "TRL subtracts the KL from the rewards of rloo; algorithm.kl_coef is a term of the loss"
+        )
 
 
 def _reward(names: Names, draft: Draft) -> None:
-    functions = list(names.words("reward_funcs") or [])
-    weights: Sequence[str] = names.words("reward_weights") or []
+    functions = list(filter(None, names.listed("reward_funcs")))
+    weights = names.listed("reward_weights")
     if not functions:
         draft.put("reward.function", "math", "")
         draft.supply["reward.function"] = "the reward; the script names none"
@@ -283,13 +323,9 @@ def _reward(names: Names, draft: Draft) -> None:
 
 def _learned_from_data(names: Names, draft: Draft, name: str) -> None:
     """Sets what training on demonstrations or preferences has instead of rollouts."""
-    longest = names.count("max_length", 1024)
-    draft.put("rollout.max_prompt_tokens", longest, f"--max_length; {_DEFAULT}: 1024")
+    longest = put_count(draft, names, "rollout.max_prompt_tokens", "max_length", 1024)
     put_tokens(draft, longest * names.count("per_device_train_batch_size", 8), "--per_device_train_batch_size")
-    hook = "demonstrations" if name == "sft" else "preferences"
-    draft.put("rollout.generate", hook, "the data set has the answers")
-    draft.put("rollout.engines", [], "nothing is sampled")
-    draft.put("reward.function", None, "the data set has the answers")
+    put_answers(draft, "demonstrations" if name == "sft" else "preferences", "the data set has the answers")
     if name != "sft":
         draft.put("rollout.group_size", 2, "a pair: the chosen and the rejected answer")
         draft.put("rollout.fields.answer", "chosen", "TRL's column")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
+from slimx.extras.foreign.commented_yaml import on_one_line
 from slimx.extras.foreign.scripts.draft import Draft, scalar
-from slimx.extras.foreign.scripts.names import Names, whole
+from slimx.extras.foreign.scripts.names import Names, readable, whole, yaml_in
 from slimx.extras.foreign.scripts.shared import (
     NODE,
     layers_of,
+    longest_rollout,
+    put_answers,
     put_engines,
     put_epochs,
     put_family,
@@ -18,16 +23,17 @@ from slimx.extras.foreign.scripts.shared import (
     put_tokens,
     put_transport,
     put_updates,
+    put_warmup,
 )
-from slimx.extras.foreign.scripts.shell.options import Launch, keys_of
-from slimx.extras.foreign.scripts.translate import put_outputs, sets_key, translate
+from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END
+from slimx.extras.foreign.scripts.shell.options import Launch, flags_of, keys_of
+from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number, translate_rest
 from slimx.extras.foreign.scripts.verl_algorithm import (
     ACTOR,
     ROLLOUT,
     files_in,
     names_of,
     put_algorithm,
-    put_demonstrations,
     put_distillation,
     put_evaluation,
     put_reward,
@@ -48,6 +54,16 @@ _SHORT = {
 """Names of parallel sizes in verl's engine Megatron Lite."""
 _SFT = {"model.": f"{MODEL}.", "optim.": f"{ACTOR}.optim.", "engine.": f"{MEGATRON}."}
 """Sections of verl's sft_trainer, and those with the same keys in main_ppo."""
+_FULLY_ASYNC = {
+    "async_training.staleness_threshold": "0.1",
+    "async_training.partial_rollout": "true",
+    "rollout.nnodes": "1",
+    "rollout.n_gpus_per_node": "8",
+    "rollout.total_rollout_steps": "100",
+}
+"""Defaults of verl's fully asynchronous trainer that the other trainers do not have."""
+_DEFAULT_FILE = re.compile(r"((fully_async_|one_step_off_)?ppo(_megatron)?_trainer|sft_trainer_engine)(\.yaml)?")
+"""Names of verl's own files of defaults, which are known here."""
 
 
 def is_program(word: str) -> bool:
@@ -58,37 +74,70 @@ def is_program(word: str) -> bool:
 def read_verl(launch: Launch, draft: Draft) -> None:
     """Adds what `launch` means to `draft`. Raises SlimxError for a key whose value is not known or no number."""
     sft = launch.program.endswith("sft_trainer")
-    values = {}
-    for key, value in keys_of(launch.arguments).items():
-        values[_plain(key, sft=sft)] = [value.strip("'\"") if value[:1] in ("'", '"') else value]
-    keys = Names(draft.origin.partition(" ")[0], values, lambda name: name)
+    values = dict(_FULLY_ASYNC) if ".fully_async" in launch.program else {}
+    for key, value in (_stored(launch, draft) | keys_of(launch.arguments)).items():
+        values[_plain(key, sft=sft)] = value.strip("'\"") if value[:1] in ("'", '"') else value
+    words = {key: [_interpolated(value, values, sft=sft)] for key, value in values.items()}
+    keys = Names(draft.origin.partition(" ")[0], words, lambda name: name)
     _model(keys, draft)
     _prompts(keys, draft, sft=sft)
     if sft:
-        for name in ("data.val_files", "trainer.test_freq", "trainer.nnodes", "trainer.n_gpus_per_node"):
-            if keys.words(name) is not None:
-                draft.unneeded[name] = "torchrun starts the ranks, and sft evaluates nothing without engines"
+        without = ("data.val_files", "trainer.test_freq", "trainer.nnodes", "trainer.n_gpus_per_node")
+        note_unneeded(draft, keys, "torchrun starts the ranks, and sft evaluates nothing without engines", *without)
         _sft_ranks(keys, draft, launch)
     else:
         _ranks(keys, draft)
         _batches(keys, draft)
     _trainer(keys, draft, sft=sft)
-    _optimizer(keys, draft)
+    _optimizer(keys, draft, sft=sft)
     if sft:
-        put_demonstrations(draft)
+        put_answers(draft, "demonstrations", "sft_trainer")
+        draft.put("algorithm.name", "sft", "sft_trainer")
     else:
         put_algorithm(keys, draft)
         put_reward(keys, draft)
         put_evaluation(keys, draft)
         put_distillation(keys, draft)
-    for name in keys.rest():
-        (value,) = values[name]
-        if sets_key((VERL,), name):
-            value = keys.known(name, value)
-        translate(draft, (VERL,), name, value, name)
-    put_outputs(draft, keys)
+    translate_rest(draft, keys, (VERL,))
     put_family(draft, "")
     put_transport(draft, colocate=bool(draft.get("schedule.colocate")))
+
+
+def _stored(launch: Launch, draft: Draft) -> dict[str, str]:
+    """Returns the values in the file that --config-name names, by dotted key; none if it is verl's own. Notes a file
+    that is not here."""
+    flags = flags_of(launch.arguments)
+    name = readable((flags.get("config_name") or [""])[0])
+    folder = readable((flags.get("config_path") or ["."])[0])
+    if not name or _DEFAULT_FILE.fullmatch(name):
+        return {}
+    file = Path(folder, name if name.endswith(".yaml") else f"{name}.yaml")
+    if not file.is_file():
+        draft.supply[f"--config-name {name}"] = f"its settings; there is no file {file} here to be read"
+        return {}
+    return dict(_flat(yaml_in(file), ""))
+
+
+def _flat(tree: Mapping[str, object], above: str) -> Iterator[tuple[str, str]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{name}.")
+        elif f"{above}{name}" != "defaults":
+            yield f"{above}{name}", value if isinstance(value, str) else on_one_line(value)
+
+
+def _interpolated(value: str, values: Mapping[str, str], *, sft: bool) -> str:
+    """Returns `value` with Hydra's `${dotted.key}` replaced by the value that the script gives to this key; one without
+    such a value is marked as computed."""
+
+    def found(match: re.Match[str]) -> str:
+        name = _plain(match[1], sft=sft)
+        if name not in values:
+            return f"{COMPUTED}{match[0]}{END}"
+        others = dict(values)
+        return _interpolated(others.pop(name), others, sft=sft)
+
+    return re.sub(r"\$\{([^{}]*)\}", found, value)
 
 
 def _plain(key: str, *, sft: bool) -> str:
@@ -111,7 +160,7 @@ def _model(keys: Names, draft: Draft) -> None:
         draft.supply["model.path"] = "directory of the Hugging Face checkpoint"
     else:
         draft.put("model.path", path.rstrip("/"), f"{MODEL}.path")
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists():
             draft.supply["model.path"] = f"the directory to which you download {path}"
     project = keys.text("trainer.project_name") or "verl_examples"
     name = keys.text("trainer.experiment_name") or "gsm8k"
@@ -136,16 +185,14 @@ def _prompts(keys: Names, draft: Draft, *, sft: bool) -> None:
         for index, (name, path) in enumerate(names_of(files).items()):
             draft.put(f"rollout.sources.{index}.path", path, "data.train_files")
             draft.put(f"rollout.sources.{index}.name", name, "the name of its folder")
-    draft.put(
-        "rollout.prompts_per_step", keys.count("data.train_batch_size", 256 if sft else 1024), "data.train_batch_size"
-    )
+    put_count(draft, keys, "rollout.prompts_per_step", "data.train_batch_size", 256 if sft else 1024)
     if sft:
         column = keys.text("data.messages_key") or "messages"
         draft.put("rollout.fields.prompt", column, "data.messages_key")
         draft.supply["rollout.fields.prompt"] = (
             "verl's column has whole conversations, whose last turn slimx reads from the column `answer`"
         )
-        draft.put("rollout.max_prompt_tokens", keys.count("data.max_length", 1024), "data.max_length")
+        put_count(draft, keys, "rollout.max_prompt_tokens", "data.max_length", 1024)
         return
     draft.put("rollout.fields.prompt", keys.text("data.prompt_key") or "prompt", "data.prompt_key")
     draft.put("rollout.fields.answer", "reward_model.ground_truth", "verl's format")
@@ -155,21 +202,18 @@ def _prompts(keys: Names, draft: Draft, *, sft: bool) -> None:
     if images is not None:
         draft.put("rollout.fields.images", images, "data.image_key")
         draft.put("trainer.vision", {"train": "none"}, "data.image_key")
-    draft.put("rollout.max_prompt_tokens", keys.count("data.max_prompt_length", 512), "data.max_prompt_length")
-    longest = keys.count("data.max_response_length", 512)
-    draft.put("rollout.sampling.max_new_tokens", longest, "data.max_response_length")
-    draft.put("rollout.group_size", keys.count(f"{ROLLOUT}.n", 1), f"{ROLLOUT}.n")
+    put_count(draft, keys, "rollout.max_prompt_tokens", "data.max_prompt_length", 512)
+    put_count(draft, keys, "rollout.sampling.max_new_tokens", "data.max_response_length", 512)
+    put_count(draft, keys, "rollout.group_size", f"{ROLLOUT}.n", 1)
 
 
 def _ranks(keys: Names, draft: Draft) -> None:
     per_node = keys.count("trainer.n_gpus_per_node", NODE)
     trainers = keys.count("trainer.nnodes", 1) * per_node
-    apart = keys.count("rollout.nnodes", 0) or keys.count(f"{ROLLOUT}.nnodes", 0)
+    apart = int(keys.number_or(0, "rollout.nnodes", f"{ROLLOUT}.nnodes"))
     if keys.text("trainer.device") == "npu":
         draft.left["trainer.device=npu"] = "slimx supports only CUDA GPUs"
-    engine_gpus = apart * (
-        keys.count("rollout.n_gpus_per_node", 0) or keys.count(f"{ROLLOUT}.n_gpus_per_node", per_node)
-    )
+    engine_gpus = apart * int(keys.number_or(per_node, "rollout.n_gpus_per_node", f"{ROLLOUT}.n_gpus_per_node"))
     put_ranks(
         draft,
         trainers,
@@ -189,9 +233,8 @@ def _ranks(keys: Names, draft: Draft) -> None:
     put_engines(draft, engine_gpus or trainers, size, max(per_node, NODE), source, stages)
     if experts > 1:
         draft.put("rollout.engines.0.expert", min(experts, size), f"{ROLLOUT}.expert_parallel_size")
-    share = keys.number(f"{ROLLOUT}.gpu_memory_utilization")
-    share_source = f"{ROLLOUT}.gpu_memory_utilization"
-    draft.put("rollout.engines.0.sglang.mem_fraction_static", 0.5 if share is None else share, share_source)
+    share = "rollout.engines.0.sglang.mem_fraction_static"
+    put_number(draft, keys, share, f"{ROLLOUT}.gpu_memory_utilization", 0.5)
     for name, key in (("max_num_seqs", "max_running_requests"), ("max_num_batched_tokens", "chunked_prefill_size")):
         number = keys.number(f"{ROLLOUT}.{name}")
         if number is not None:
@@ -225,74 +268,66 @@ def _batches(keys: Names, draft: Draft) -> None:
         draft.put(
             "schedule.steps", max(1, int(samples / prompts)), f"rollout.total_rollout_steps {samples:g} / {prompts}"
         )
-        keys.number("trainer.total_epochs")
-        draft.unneeded["trainer.total_epochs"] = "schedule.steps ends the run"
+        note_unneeded(draft, keys, "schedule.steps ends the run", "trainer.total_epochs")
     else:
         _steps(keys, draft, 30)
 
 
 def _steps(keys: Names, draft: Draft, epochs: int) -> None:
     total = keys.number("trainer.total_training_steps")
-    passes = keys.number("trainer.total_epochs")
+    passes = keys.number_or(epochs, "trainer.total_epochs")
     if total is not None:
         draft.put("schedule.steps", int(total), "trainer.total_training_steps")
         return
     prompts = draft.get("rollout.prompts")
     batch = float(str(draft.get("rollout.prompts_per_step")))
-    put_epochs(draft, epochs if passes is None else passes, prompts if isinstance(prompts, str) else None, batch,
-               "trainer.total_epochs")  # fmt: skip
+    put_epochs(draft, passes, prompts if isinstance(prompts, str) else None, batch, "trainer.total_epochs")
 
 
 def _sft_ranks(keys: Names, draft: Draft, launch: Launch) -> None:
     """Sets ranks and steps of sft_trainer, whose ranks torchrun starts."""
-    sizes = {}
-    for word in launch.before:
-        name, equals, value = word.lstrip("-").replace("-", "_").partition("=")
-        if equals and name in ("nnodes", "nproc_per_node") and value.isdigit():
-            sizes[name] = int(value)
-    per_node = sizes.get("nproc_per_node", NODE)
-    put_ranks(draft, sizes.get("nnodes", 1) * per_node, 0, per_node, "torchrun's --nnodes x --nproc-per-node")
+    torchrun = Names(keys.script, flags_of(launch.before), lambda name: f"--{name}")
+    per_node = torchrun.count("nproc_per_node", NODE)
+    put_ranks(draft, torchrun.count("nnodes", 1) * per_node, 0, per_node, "torchrun's nnodes x nproc_per_node")
+    keys.outputs |= torchrun.outputs
     _steps(keys, draft, 4)
 
 
 def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
-    context = keys.count(f"{MEGATRON}.context_parallel_size", 1)
-    draft.put("trainer.context", context, f"{MEGATRON}.context_parallel_size")
+    context = put_count(draft, keys, "trainer.context", f"{MEGATRON}.context_parallel_size", 1)
     dynamic = keys.has("data.use_dynamic_bsz" if sft else f"{ACTOR}.use_dynamic_bsz")
-    limit = keys.number("data.max_token_len_per_gpu" if sft else f"{ACTOR}.ppo_max_token_len_per_gpu")
-    sequences = keys.number("data.micro_batch_size_per_gpu" if sft else f"{ACTOR}.ppo_micro_batch_size_per_gpu")
+    tokens = "data.max_token_len_per_gpu" if sft else f"{ACTOR}.ppo_max_token_len_per_gpu"
+    size = "data.micro_batch_size_per_gpu" if sft else f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    limit = keys.number_or(8192 if sft else 16384, tokens)
+    sequences = keys.number(size)
+    dynamic = dynamic or (sft and keys.words("data.use_dynamic_bsz") is None)
     if dynamic or sequences is None:
-        put_tokens(draft, (limit or 16384) * context, "tokens per GPU x context_parallel_size")
+        put_tokens(draft, limit * context, f"{tokens} x context_parallel_size")
     else:
-        longest = int(str(draft.get("rollout.max_prompt_tokens"))) + int(
-            str(draft.get("rollout.sampling.max_new_tokens", 0))
-        )
-        put_tokens(draft, sequences * longest, "micro-batch size per GPU x the longest rollout")
-    stages = keys.count(f"{MEGATRON}.pipeline_model_parallel_size", 1)
-    draft.put("trainer.pipeline", stages, f"{MEGATRON}.pipeline_model_parallel_size")
+        put_tokens(draft, sequences * longest_rollout(draft), f"{size} x the longest rollout")
+    stages = put_count(draft, keys, "trainer.pipeline", f"{MEGATRON}.pipeline_model_parallel_size", 1)
     chunks = keys.number(f"{MEGATRON}.virtual_pipeline_model_parallel_size")
     if chunks is not None and stages > 1:
         draft.put("trainer.virtual_pipeline", int(chunks), f"{MEGATRON}.virtual_pipeline_model_parallel_size")
     _stages(keys, draft, stages)
-    experts = keys.count(f"{MEGATRON}.expert_model_parallel_size", 1)
-    draft.put("trainer.expert", experts, f"{MEGATRON}.expert_model_parallel_size")
-    if experts == 1 and keys.text(f"{MEGATRON}.expert_tensor_parallel_size") is not None:
-        draft.unneeded[f"{MEGATRON}.expert_tensor_parallel_size"] = "it needs trainer.expert above 1"
-    if keys.number(f"{CHANGED}.moe_aux_loss_coeff"):
-        source = "override_transformer_config.moe_aux_loss_coeff"
-        draft.put("trainer.moe.aux_loss_coef", keys.number(f"{CHANGED}.moe_aux_loss_coeff"), source)
-    elif keys.text(f"{CHANGED}.moe_router_load_balancing_type") is not None:
-        draft.unneeded["moe_router_load_balancing_type"] = "a coefficient of 0 balances nothing"
-    mode = keys.text(f"{MEGATRON}.router_replay.mode") or keys.text(f"{ACTOR}.router_replay.mode")
+    if put_count(draft, keys, "trainer.expert", f"{MEGATRON}.expert_model_parallel_size", 1) == 1:
+        note_unneeded(draft, keys, "it needs trainer.expert above 1", f"{MEGATRON}.expert_tensor_parallel_size")
+    coef = keys.number(f"{CHANGED}.moe_aux_loss_coeff")
+    if coef:
+        draft.put("trainer.moe.aux_loss_coef", coef, "override_transformer_config.moe_aux_loss_coeff")
+    else:
+        note_unneeded(draft, keys, "a coefficient of 0 balances nothing", f"{CHANGED}.moe_router_load_balancing_type")
+    mode = keys.text(f"{MEGATRON}.router_replay.mode", f"{ACTOR}.router_replay.mode")
     if mode in ("R2", "R3"):
         draft.put("trainer.moe.routing_replay", mode, "router_replay.mode")
     if keys.has(f"{MODEL}.mtp.enable") and keys.has(f"{MODEL}.mtp.enable_train"):
         scale = keys.number(f"{MODEL}.mtp.mtp_loss_scaling_factor")
         put_mtp(draft, 1, scale, f"{MODEL}.mtp.enable_train")
-    rank = keys.number(f"{MODEL}.lora.rank") or keys.number(f"{MODEL}.lora_rank")
-    alpha = keys.number(f"{MODEL}.lora.alpha") or keys.number(f"{MODEL}.lora_alpha")
-    if rank:
-        draft.put("trainer.lora", {"rank": int(rank), "alpha": whole(alpha or 16)}, f"{MODEL}.lora")
+    for form, default in (("lora.", 32), ("lora_", 16)):
+        rank = keys.count(f"{MODEL}.{form}rank", 0)
+        alpha = whole(keys.number_or(default, f"{MODEL}.{form}alpha"))
+        if rank:
+            draft.put("trainer.lora", {"rank": rank, "alpha": alpha}, f"{MODEL}.{form}rank, {MODEL}.{form}alpha")
     bucket = keys.number(f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes")
     if bucket is not None:
         draft.put("publish.bucket_mib", int(bucket), "checkpoint_engine.update_weights_bucket_megabytes")
@@ -313,13 +348,11 @@ def _stages(keys: Names, draft: Draft, stages: int) -> None:
     put_stages(draft, layers, ends[0], ends[1], stages, "num_layers_in_first/last_pipeline_stage")
 
 
-def _optimizer(keys: Names, draft: Draft) -> None:
+def _optimizer(keys: Names, draft: Draft, *, sft: bool) -> None:
     optim = f"{ACTOR}.optim"
     put = draft.put
-    rate = keys.number(f"{optim}.lr")
-    put("trainer.optimizer.lr", 1e-6 if rate is None else rate, f"{optim}.lr")
-    decay = keys.number(f"{optim}.weight_decay")
-    put("trainer.optimizer.weight_decay", 0.01 if decay is None else whole(decay), f"{optim}.weight_decay")
+    put_number(draft, keys, "trainer.optimizer.lr", f"{optim}.lr", 1e-3 if sft else 1e-6)
+    put_number(draft, keys, "trainer.optimizer.weight_decay", f"{optim}.weight_decay", 0.01)
     betas = keys.text(f"{optim}.betas")
     put("trainer.optimizer.betas", [0.9, 0.999] if betas is None else scalar(betas), f"{optim}.betas")
     warmup = keys.number(f"{optim}.lr_warmup_steps")
@@ -327,9 +360,8 @@ def _optimizer(keys: Names, draft: Draft) -> None:
     if warmup is not None and warmup > 0:
         put("trainer.optimizer.warmup_steps", int(warmup), f"{optim}.lr_warmup_steps")
     elif share:
-        updates = int(str(draft.get("schedule.steps", 1))) * int(str(draft.get("schedule.updates_per_step", 1)))
-        put("trainer.optimizer.warmup_steps", int(share * updates), f"{share:g} of all updates (lr_warmup_steps_ratio)")
+        put_warmup(draft, share, f"{optim}.lr_warmup_steps_ratio")
     other = f"{optim}.override_optimizer_config"
     if keys.has(f"{other}.optimizer_cpu_offload"):
-        fraction = keys.number(f"{other}.optimizer_offload_fraction") or keys.number(f"{other}.offload_fraction")
-        put("trainer.optimizer.offload_fraction", fraction or 1.0, "optimizer_offload_fraction")
+        fraction = keys.number_or(1.0, f"{other}.optimizer_offload_fraction", f"{other}.offload_fraction")
+        put("trainer.optimizer.offload_fraction", fraction, "optimizer_offload_fraction")

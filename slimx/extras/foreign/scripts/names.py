@@ -12,7 +12,8 @@ import yaml
 
 from slimx.data.prompts.rows import read_rows
 from slimx.errors import SlimxError
-from slimx.extras.foreign.scripts.shell.expansion import UNSET, shown, unknown_in, without_outputs
+from slimx.extras.foreign.scripts.shell.expansion import UNSET, unknown_in, without_outputs
+from slimx.extras.foreign.scripts.shell.expansion import shown as readable
 
 
 @dataclass(slots=True)
@@ -26,48 +27,58 @@ class Names:
     """Returns a name as it is in the script."""
     read: set[str] = field(default_factory=set)
     """Names that were asked for."""
-    outputs: dict[str, str] = field(default_factory=dict)
-    """Commands whose output is left out of a value, by name."""
+    outputs: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    """Computed part of a value, such as a command's output, by name; True if it is the whole value."""
 
     def has(self, name: str) -> bool:
-        """Returns True if the script sets `name`, as a flag without a value or to anything but false and null."""
+        """Returns True if the script sets `name`, as a flag without a value or to anything but false, null, 0 and
+        nothing. Raises SlimxError if the value contains a variable without a value."""
         words = self.words(name)
-        return words is not None and "".join(words).lower() not in ("false", "null", "none", "0")
+        return words == [] or (self.text(name) or "0").lower() not in ("false", "0")
 
     def words(self, name: str) -> Sequence[str] | None:
         """Returns the words of `name`; None if the script does not set it."""
         self.read.add(name)
         return self.values.get(name)
 
-    def text(self, name: str) -> str | None:
-        """Returns the first word of `name`; None if the script does not set it, or sets it to null. Raises SlimxError
-        if it contains a variable without a value."""
-        words = self.words(name)
-        if not words or words[0] in ("", "null", "None"):
-            return None
-        return self.known(name, words[0]) or None
+    def text(self, *names: str) -> str | None:
+        """Returns the first word of the first of `names` that the script sets to anything but null; None if it sets
+        none. Raises SlimxError if the word contains a variable without a value."""
+        found = None
+        for name in names:
+            words = self.words(name)
+            if found is None and words and words[0] not in ("", "null", "None", "none"):
+                found = self.known(name, words[0]) or None
+        return found
 
-    def number(self, name: str) -> float | None:
-        """Returns the number that `name` is set to; None if the script does not set it. Raises SlimxError if it is not
-        a number."""
-        text = self.text(name)
-        if text is None:
-            return None
-        with contextlib.suppress(ValueError):
-            return float(text)
-        raise SlimxError(
-            f"{self.script}: {self.shown(name)} is {shown(text)!r}, which is not a number; correct it in the script",
-            code="foreign.number",
-            about=self.shown(name),
-        )
+    def number(self, *names: str) -> float | None:
+        """Returns the number that the first of `names` is set to; None if the script sets none, or computes it. Raises
+        SlimxError if it is not a number."""
+        for name in names:
+            text = self.text(name)
+            if name in self.outputs:
+                self.outputs[name] = self.outputs[name][0], True
+            elif text is not None:
+                with contextlib.suppress(ValueError):
+                    return float(text)
+                raise SlimxError(
+                    f"{self.script}: {self.shown(name)} is {readable(text)!r}, which is not a number; correct it there",
+                    code="foreign.number",
+                    about=self.shown(name),
+                )
+        return None
+
+    def number_or(self, default: float, *names: str) -> float:
+        """Returns the number that the first of `names` is set to, or `default`."""
+        number = self.number(*names)
+        return default if number is None else number
 
     def count(self, name: str, default: int) -> int:
         """Returns the whole number that `name` is set to, or `default`."""
-        number = self.number(name)
-        return default if number is None else int(number)
+        return int(self.number_or(default, name))
 
     def known(self, name: str, text: str) -> str:
-        """Returns `text`, a value of `name`, without the outputs of commands. Raises SlimxError if it contains a
+        """Returns `text`, a value of `name`, without what the script computes in it. Raises SlimxError if it contains a
         variable that the script does not set."""
         missing = unknown_in(text)
         if UNSET in text:
@@ -77,9 +88,14 @@ class Names:
                 code="foreign.variable",
                 about=missing[0],
             )
+        left = without_outputs(text)
         if missing:
-            self.outputs[name] = missing[0]
-        return without_outputs(text)
+            self.outputs[name] = missing[0], not left
+        return left
+
+    def listed(self, name: str) -> list[str]:
+        """Returns the words of `name`, without what the script computes in them; none if it does not set it."""
+        return [self.known(name, word) for word in self.words(name) or ()]
 
     def rest(self) -> list[str]:
         """Returns the names that were not asked for, in the order of the script."""

@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slimx.errors import SlimxError
+from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END
 
-CONFIGS = ("GRPOConfig", "RLOOConfig", "SFTConfig", "DPOConfig", "RewardConfig")
-"""Classes of settings whose trainers have a counterpart."""
+_OTHERS = ("ModelConfig", "DatasetMixtureConfig")
+"""TRL's classes of settings that are not those of a trainer."""
 
 
 def arguments_in(file: Path, text: str) -> dict[str, list[str]]:
-    """Returns the literal arguments of TRL's settings and trainer in the Python code `text`, by name, as words of a
-    command line. The entry `trainer` has the name of the settings' class, `dataset_name` the data set that the code
-    loads. Raises SlimxError if the code is not valid Python."""
+    """Returns the arguments of TRL's settings and trainer in the Python code `text`, by name, as words of a command
+    line; one that is not literal is marked as computed. The entry `trainer` has the name of the settings' class,
+    `dataset_name` the data set that the code loads. Raises SlimxError if the code is not valid Python."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
@@ -27,21 +28,26 @@ def arguments_in(file: Path, text: str) -> dict[str, list[str]]:
     constants = _constants(tree)
     imported = _imported(tree)
     found: dict[str, list[str]] = {}
+    for name, module in imported.items():
+        if module.partition(".")[0] == "trl" and name.endswith("Trainer"):
+            found["trainer"] = [name.replace("Trainer", "Config")]
+    settings: dict[str, list[str]] = {}
     for call in _calls(tree):
-        name = _name(call.func).rpartition(".")[2]
-        if name in CONFIGS:
-            found["trainer"] = [name]
-            found |= _keywords(call, constants)
+        module, _, name = _name(call.func).rpartition(".")
+        origin = module or imported.get(name, "")
+        if name.endswith("Config") and origin.partition(".")[0] == "trl" and name not in _OTHERS:
+            settings = {"trainer": [name], **_keywords(call, constants)}
         elif name.endswith("Trainer"):
-            found.setdefault("trainer", [name.replace("Trainer", "Config")])
             found |= _of_trainer(call, constants, imported, file.stem)
-        elif name == "load_dataset" and call.args:
-            found.setdefault("dataset_name", ["/".join(_words(call.args[:2], constants))])
-            split = next((word.value for word in call.keywords if word.arg == "split"), None)
-            words = [] if split is None else _words([split], constants)
-            if words:
-                found.setdefault("dataset_train_split", words[:1])
-    return found
+            if module.startswith("trl"):
+                found["trainer"] = [name.replace("Trainer", "Config")]
+        elif name == "load_dataset":
+            keywords = _keywords(call, constants)
+            path, *subset = [*(_literal(node, constants) for node in call.args[:2]), *keywords.get("name", [])] or [""]
+            found.setdefault("dataset_name", keywords.get("path", [path]))
+            found.setdefault("dataset_config", subset[:1])
+            found.setdefault("dataset_train_split", keywords.get("split", [])[:1])
+    return found | settings
 
 
 def _calls(tree: ast.AST) -> Iterator[ast.Call]:
@@ -80,29 +86,37 @@ def _name(node: ast.expr) -> str:
 def _keywords(call: ast.Call, constants: dict[str, ast.expr]) -> dict[str, list[str]]:
     found = {}
     for keyword in call.keywords:
-        words = _words([keyword.value], constants)
-        if keyword.arg is not None and words:
-            found[keyword.arg] = words
+        found[keyword.arg or "**"] = _words([keyword.value], constants) or [_computed(keyword.value)]
     return found
+
+
+def _literal(node: ast.expr, constants: dict[str, ast.expr]) -> str:
+    return "".join(_words([node], constants)[:1]) or _computed(node)
+
+
+def _computed(node: ast.expr) -> str:
+    return f"{COMPUTED}{ast.unparse(node)}{END}"
 
 
 def _of_trainer(
     call: ast.Call, constants: dict[str, ast.expr], imported: dict[str, str], module: str
 ) -> dict[str, list[str]]:
-    """Returns the model and the rewards of a trainer; rewards are dotted paths."""
-    found = {}
+    """Returns the arguments of a trainer, without its settings and its data set; rewards are dotted paths."""
+    found = _keywords(call, constants)
+    for name in ("args", "train_dataset"):
+        found.pop(name, None)
+    if "model" in found:
+        found["model_name_or_path"] = found.pop("model")
     for keyword in call.keywords:
-        if keyword.arg == "model":
-            words = _words([keyword.value], constants)
-            if words:
-                found["model_name_or_path"] = words
         if keyword.arg == "reward_funcs":
             value = keyword.value
             if isinstance(value, ast.Name) and isinstance(constants.get(value.id), ast.List | ast.Tuple):
                 value = constants[value.id]
             entries = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
-            names = [_name(entry) or "".join(_words([entry], constants)) for entry in entries]
-            found["reward_funcs"] = [f"{imported.get(name, module)}.{name}" for name in names if name]
+            found["reward_funcs"] = []
+            for entry in entries:
+                name = _name(entry) or _literal(entry, constants)
+                found["reward_funcs"].append(name if COMPUTED in name else f"{imported.get(name, module)}.{name}")
     return found
 
 

@@ -8,9 +8,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from slimx.extras.foreign.meaning import KL_KINDS
+from slimx.extras.foreign.meaning import ALGORITHMS, KL_KINDS
 from slimx.extras.foreign.scripts.draft import Draft
-from slimx.extras.foreign.scripts.names import rows_of, whole
+from slimx.extras.foreign.scripts.names import Names, rows_of, whole
+from slimx.extras.foreign.scripts.translate import note_unneeded
 
 _RECURRENT = re.compile(r"qwen3[._][56]|qwen3[-_]next|nemotron[-_](3|h)|nemotron-nano-v3", re.IGNORECASE)
 """Names of families with delta nets or state-space layers."""
@@ -29,7 +30,7 @@ def put_ranks(draft: Draft, trainers: int, engines: int, per_node: int, source: 
     if trainers + engines <= per_node:
         nodes = 1
     draft.put("cluster.device", "cuda", "add `gpu: h100`, h200 or gb300 for a plan of the memory")
-    draft.put("cluster.nodes", nodes, f"{trainers} GPUs of trainers, {engines} more of engines")
+    draft.put("cluster.nodes", nodes, f"GPUs of trainers: {trainers}, more of engines: {engines}; {source}")
     if per_node != NODE:
         draft.put("cluster.gpus_per_node", per_node, source)
     if nodes > 1:
@@ -46,7 +47,7 @@ def put_engines(draft: Draft, gpus: int, per_engine: int, per_node: int, source:
         draft.left[f"{stages} pipeline stages of an engine"] = "all GPUs of an engine are tensor parallel ranks"
     if per_engine > per_node:
         draft.put(
-            "rollout.engines.0.nodes", math.ceil(per_engine / per_node), f"{per_engine} GPUs, {per_node} per node"
+            "rollout.engines.0.nodes", math.ceil(per_engine / per_node), f"{per_engine} of {per_node} GPUs per node"
         )
         draft.put("cluster.trusted_network", True, "engines over several nodes run what their addresses send them")
 
@@ -78,15 +79,17 @@ def put_epochs(draft: Draft, epochs: float, prompts: str | None, batch: float, s
             f"number of prompts * {epochs:g} / {batch:g}; {prompts or 'the file of prompts'} is not here to be counted"
         )
     else:
-        draft.put("schedule.steps", max(1, int(rows * epochs / batch)), f"{rows} prompts * {epochs:g} / {batch:g}")
+        draft.put("schedule.steps", max(1, int(rows * epochs / batch)), f"prompts: {rows} * {epochs:g} / {batch:g}")
 
 
-def put_kl(draft: Draft, coef: float, kind: str | None, shown: Mapping[str, str]) -> None:
+def put_kl(draft: Draft, names: Names, coef: float, kind: str | None, which: Mapping[str, str]) -> None:
     """Sets the KL term of the loss. With a weight of 0 the reference only logs the KL, and the estimator has no effect.
-    `shown`: names of `coef` and `kind` in the script."""
+    `which`: the names of the switch, of `coef` and of `kind`."""
+    shown = {part: names.shown(name) for part, name in which.items()}
     draft.put("algorithm.reference", True, shown["on"])
     if not coef:
-        draft.unneeded[shown["coef"]] = "a weight of 0 leaves the term off; algorithm.reference logs the KL"
+        reason = "a weight of 0 leaves the term off; algorithm.reference logs the KL"
+        note_unneeded(draft, names, reason, which["coef"], which["kind"])
         return
     draft.put("algorithm.kl_coef", whole(coef), shown["coef"])
     translated = KL_KINDS.get(kind or "", kind or "k1")
@@ -124,15 +127,42 @@ def put_mtp(draft: Draft, layers: int, scale: float | None, source: str) -> None
         draft.put("trainer.megatron.mtp_loss_scaling_factor", scale, source)
 
 
+def longest_rollout(draft: Draft) -> int:
+    """Returns the tokens of the longest rollout, including the prompt."""
+    keys = ("rollout.max_prompt_tokens", "rollout.sampling.max_new_tokens")
+    return sum(int(str(draft.get(key, 0))) for key in keys)
+
+
 def put_tokens(draft: Draft, tokens: float, source: str) -> None:
     """Sets the tokens of a micro-batch: `tokens`, or the longest rollout where that is longer."""
-    longest = 0
-    for key in ("rollout.max_prompt_tokens", "rollout.sampling.max_new_tokens"):
-        value = draft.get(key)
-        longest += value if isinstance(value, int) else 0
+    longest = longest_rollout(draft)
     if longest > tokens:
         source = f"the longest rollout; {source} is less, {tokens:g}"
     draft.put("trainer.max_tokens_per_microbatch", int(max(tokens, longest)), source)
+
+
+def put_warmup(draft: Draft, share: float, name: str) -> None:
+    """Sets the steps of warm-up to a `share` of all updates."""
+    updates = int(str(draft.get("schedule.steps", 1))) * int(str(draft.get("schedule.updates_per_step", 1)))
+    draft.put("trainer.optimizer.warmup_steps", int(share * updates), f"{share:g} of all updates ({name})")
+
+
+def put_answers(draft: Draft, hook: str, source: str) -> None:
+    """Sets what training on given answers has instead of rollouts. `hook`: name of the hook that reads them."""
+    draft.put("rollout.generate", hook, source)
+    draft.put("rollout.engines", [], "nothing is sampled")
+    draft.put("rollout.group_size", 1, "an answer per prompt")
+    draft.put("reward.function", None, "the data set has the answers")
+
+
+def algorithm_of(draft: Draft, estimator: str, source: str) -> str:
+    """Returns slimx's algorithm with an advantage `estimator` of another framework; grpo, with a note, if there is
+    none."""
+    found = ALGORITHMS.get(estimator, estimator)
+    if isinstance(found, str):
+        return found
+    draft.left[f"{source} {estimator}"] = found.note
+    return "grpo"
 
 
 def layers_of(path: str) -> int | None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.names import Names, whole, yaml_in
-from slimx.extras.foreign.scripts.shared import put_kl
+from slimx.extras.foreign.scripts.shared import algorithm_of, put_answers, put_kl
+from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number
 
 _DEFAULT = "slime's default"
 _TOKEN_REWARDS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
@@ -14,63 +15,52 @@ _TOKEN_REWARDS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 
 def put_demonstrations(flags: Names, draft: Draft) -> None:
     """Sets what supervised fine-tuning has, and notes the flags of reinforcement learning that it leaves out."""
-    draft.put("rollout.generate", "demonstrations", "--loss-type sft_loss")
-    draft.put("rollout.engines", [], "demonstrations are not sampled")
-    draft.put("rollout.group_size", 1, "a demonstration per prompt")
-    draft.put("reward.function", None, "demonstrations have no reward")
+    put_answers(draft, "demonstrations", "--loss-type sft_loss")
     draft.put("algorithm.name", "sft", "--loss-type sft_loss")
-    if not flags.has("calculate_per_token_loss"):
-        draft.put("algorithm.aggregation", "sample", f"{_DEFAULT}; --calculate-per-token-loss is token")
-    else:
-        draft.put("algorithm.aggregation", "token", "--calculate-per-token-loss")
-    for name in ("debug_train_only", "disable_compute_advantages_and_returns", "advantage_estimator", "loss_type"):
-        if flags.words(name) is not None:
-            draft.unneeded[flags.shown(name)] = "algorithm.name: sft needs neither engines nor advantages"
-    for name in ("entropy_coef", "eps_clip", "eps_clip_high", "rollout_function_path", "rollout_temperature"):
-        if flags.words(name) is not None:
-            draft.unneeded[flags.shown(name)] = "algorithm.name: sft has no such term"
-    if draft.get("rollout.fields.prompt") and flags.text("label_key") is None:
+    _put_aggregation(flags, draft)
+    without = ("debug_train_only", "disable_compute_advantages_and_returns", "advantage_estimator", "loss_type")
+    note_unneeded(draft, flags, "algorithm.name: sft needs neither engines nor advantages", *without)
+    terms = ("entropy_coef", "eps_clip", "eps_clip_high", "rollout_function_path", "rollout_temperature")
+    note_unneeded(draft, flags, "algorithm.name: sft has no such term", *terms)
+    if flags.text("label_key") is None:
         draft.supply["rollout.fields.prompt"] = (
             "slime's column has whole conversations, whose last turn slimx reads from the column `answer`"
         )
+
+
+def _put_aggregation(flags: Names, draft: Draft) -> None:
+    unit = "token" if flags.has("calculate_per_token_loss") else "sample"
+    draft.put("algorithm.aggregation", unit, f"{_DEFAULT}: sample; --calculate-per-token-loss: token")
 
 
 def put_algorithm(flags: Names, draft: Draft) -> None:
     """Sets advantages, loss, KL terms, corrections and distillation."""
     put = draft.put
     estimator = flags.text("advantage_estimator") or "grpo"
-    names = {
-        "ppo": "ppo",
-        "reinforce_plus_plus": "reinforce_pp",
-        "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
-    }
-    put("algorithm.name", names.get(estimator, estimator), "--advantage-estimator")
+    put("algorithm.name", algorithm_of(draft, estimator, "--advantage-estimator"), "--advantage-estimator")
     if estimator == "ppo":
-        put("critic.value_clip", flags.number("value_clip") or 0.2, "--value-clip")
-    elif flags.number("value_clip") is not None:
-        draft.unneeded["--value-clip"] = "only ppo has a critic"
-    low = flags.number("eps_clip")
-    high = flags.number("eps_clip_high")
-    put("algorithm.loss.low", 0.2 if low is None else low, "--eps-clip")
-    put("algorithm.loss.high", draft.get("algorithm.loss.low") if high is None else high, "--eps-clip-high")
-    if flags.number("eps_clip_c") is not None and estimator not in ("gspo", "cispo"):
-        put("algorithm.loss.dual", flags.number("eps_clip_c"), "--eps-clip-c")
-    token = flags.has("calculate_per_token_loss")
-    put(
-        "algorithm.aggregation",
-        "token" if token else "sample",
-        f"{_DEFAULT}: sample; --calculate-per-token-loss: token",
-    )
+        put_number(draft, flags, "critic.value_clip", "value_clip", 0.2)
+    else:
+        note_unneeded(draft, flags, "only ppo has a critic", "value_clip")
+    low = flags.number_or(0.2, "eps_clip")
+    put("algorithm.loss.low", low, "--eps-clip")
+    put("algorithm.loss.high", flags.number_or(low, "eps_clip_high"), "--eps-clip-high, or --eps-clip")
+    dual = flags.number("eps_clip_c")
+    if estimator in ("gspo", "cispo"):
+        note_unneeded(draft, flags, f"the loss of {estimator} has no such bound", "eps_clip_c")
+    elif dual is not None:
+        put("algorithm.loss.dual", dual, "--eps-clip-c")
+    _put_aggregation(flags, draft)
     engine = flags.has("use_rollout_logprobs")
     put("algorithm.old_logprobs", "rollout" if engine else "recompute", f"{_DEFAULT}: recompute")
-    if flags.has("use_unbiased_kl") and flags.number("kl_loss_coef"):
+    coef = flags.number_or(0, "kl_loss_coef")
+    if flags.has("use_unbiased_kl") and coef:
         put("algorithm.kl_unbiased", True, "--use-unbiased-kl")
-    coef = flags.number("kl_loss_coef") or 0.0
     kind = flags.text("kl_loss_type")
     if flags.has("use_kl_loss"):
-        put_kl(draft, coef, kind, {"on": "--use-kl-loss", "coef": "--kl-loss-coef", "kind": "--kl-loss-type"})
-    elif coef or kind:
-        draft.unneeded["--kl-loss-coef, --kl-loss-type"] = "without --use-kl-loss they have no effect"
+        put_kl(draft, flags, coef, kind, {"on": "use_kl_loss", "coef": "kl_loss_coef", "kind": "kl_loss_type"})
+    else:
+        note_unneeded(draft, flags, "without --use-kl-loss they have no effect", "kl_loss_coef", "kl_loss_type")
     reward_kl = flags.number("kl_coef")
     if reward_kl and estimator in _TOKEN_REWARDS:
         put("algorithm.reference", True, "--kl-coef")
@@ -82,9 +72,9 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
     whiten = flags.has("normalize_advantages")
     if estimator in _TOKEN_REWARDS:
         put("algorithm.advantages.whiten", whiten, "--normalize-advantages")
-        put("algorithm.advantages.gamma", flags.number("gamma") or 1.0, "--gamma")
+        put_number(draft, flags, "algorithm.advantages.gamma", "gamma", 1.0)
         if estimator == "ppo":
-            put("algorithm.advantages.lam", flags.number("lambd") or 1.0, "--lambd")
+            put_number(draft, flags, "algorithm.advantages.lam", "lambd", 1.0)
     elif whiten:
         draft.left["--normalize-advantages"] = f"{estimator} normalizes within groups only"
     if flags.has("use_tis"):
@@ -95,22 +85,21 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
                 put(f"algorithm.correction.{key}", whole(bound), flags.shown(name))
     if flags.has("use_opd"):
         flags.words("opd_type")
-        put("algorithm.teacher_coef", flags.number("opd_kl_coef") or 1.0, "--opd-kl-coef")
+        put_number(draft, flags, "algorithm.teacher_coef", "opd_kl_coef", 1.0)
         if flags.text("opd_teacher_load") is not None:
             put("algorithm.teacher", flags.text("opd_teacher_load"), "--opd-teacher-load")
             draft.supply["algorithm.teacher"] = "the teacher's Hugging Face directory instead of the Megatron-LM one"
         else:
             _teacher(flags, draft)
     if flags.has("use_opsm"):
-        put("algorithm.opsm_delta", flags.number("opsm_delta") or 1e-4, "--opsm-delta")
+        put_number(draft, flags, "algorithm.opsm_delta", "opsm_delta", 1e-4)
 
 
 def _teacher(flags: Names, draft: Draft) -> None:
     """Adds a frozen group of engines that serves the teacher, which slime's script starts apart from the run, and
     removes the hooks that ask it."""
-    for name in ("custom_rm_path", "custom_reward_post_process_path", "rm_url"):
-        if flags.words(name) is not None:
-            draft.unneeded[flags.shown(name)] = "the teacher's log-probs come from algorithm.teacher_engine"
+    hooks = ("custom_rm_path", "custom_reward_post_process_path", "rm_url")
+    note_unneeded(draft, flags, "the teacher's log-probs come from algorithm.teacher_engine", *hooks)
     draft.put("reward.function", None, "the teacher is the only signal")
     draft.put("algorithm.name", "distillation", "--use-opd")
     draft.remove("algorithm.advantages")
@@ -124,32 +113,29 @@ def _teacher(flags: Names, draft: Draft) -> None:
 def put_evaluation(flags: Names, draft: Draft) -> None:
     """Sets the held-out sets and their sampling."""
     sets = _sets(flags, draft)
+    every = flags.number("eval_interval")
     names = (
         "eval_interval", "n_samples_per_eval_prompt", "eval_temperature", "eval_top_p", "eval_max_response_len",
         "eval_input_key", "eval_label_key", "eval_tool_key", "eval_top_k", "skip_eval_before_train",
     )  # fmt: skip
-    if not sets:
-        for name in names:
-            if flags.words(name) is not None:
-                draft.unneeded[flags.shown(name)] = "without --eval-prompt-data nothing is evaluated"
+    if not sets or every is None:
+        missing = "--eval-interval" if sets else "--eval-prompt-data"
+        note_unneeded(draft, flags, f"without {missing} nothing is evaluated", "eval_prompt_data", *names)
         return
     draft.put("eval.prompts", sets, "--eval-prompt-data")
-    every = flags.number("eval_interval")
-    if every is not None:
-        draft.put("eval.every", int(every), "--eval-interval")
+    draft.put("eval.every", int(every), "--eval-interval")
     for key in ("prompt", "answer", "tools"):
         name = {"prompt": "eval_input_key", "answer": "eval_label_key", "tools": "eval_tool_key"}[key]
         value = flags.text(name) or draft.get(f"rollout.fields.{key}")
         if value is not None:
             draft.put(f"eval.fields.{key}", value, f"{flags.shown(name)}, or as for training")
-    draft.put("eval.samples", flags.count("n_samples_per_eval_prompt", 1), "--n-samples-per-eval-prompt")
-    for name, key in (("temperature", "temperature"), ("top_p", "top_p")):
-        value = flags.number(f"eval_{name}")
-        trained = flags.number(f"rollout_{name}")
-        number = next((item for item in (value, trained, 1.0) if item is not None), 1.0)
-        draft.put(f"eval.{key}", whole(number), f"{flags.shown(f'eval_{name}')}, or as for training")
+    put_count(draft, flags, "eval.samples", "n_samples_per_eval_prompt", 1)
+    for key in ("temperature", "top_p"):
+        number = flags.number_or(1.0, f"eval_{key}", f"rollout_{key}")
+        draft.put(f"eval.{key}", whole(number), f"{flags.shown(f'eval_{key}')}, or as for training")
+        trained = flags.number(f"rollout_{key}")
         if trained is not None:
-            draft.put(f"rollout.sampling.{key}", whole(trained), flags.shown(f"rollout_{name}"))
+            draft.put(f"rollout.sampling.{key}", whole(trained), flags.shown(f"rollout_{key}"))
     longest = flags.number("eval_max_response_len")
     if longest is not None:
         draft.put("eval.max_new_tokens", int(longest), "--eval-max-response-len")
@@ -157,8 +143,7 @@ def put_evaluation(flags: Names, draft: Draft) -> None:
 
 def _sets(flags: Names, draft: Draft) -> dict[str, object]:
     """Returns the held-out sets by name: paths, or mappings with settings of their own."""
-    words = list(flags.words("eval_prompt_data") or [])
-    words = [flags.known("eval_prompt_data", word) for word in words]
+    words = flags.listed("eval_prompt_data")
     config = flags.text("eval_config")
     if config is not None:
         return _configured(config, draft)

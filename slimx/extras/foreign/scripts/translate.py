@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 
 from slimx.config.schema import Config
 from slimx.config.suggestions import OFF, known_keys
 from slimx.extras.foreign.find import meaning
 from slimx.extras.foreign.meaning import Meaning, Table
-from slimx.extras.foreign.scripts.draft import Draft, scalar
-from slimx.extras.foreign.scripts.names import Names
+from slimx.extras.foreign.scripts.draft import Draft, joined, scalar
+from slimx.extras.foreign.scripts.names import Names, readable, whole
 
+_BETWEEN = r" x | / |, or |, "
+_SOURCES = re.compile(rf"(--|\w+\.)[\w.-]+(({_BETWEEN})(--|\w+\.)[\w.-]+)*")
+"""Comments that consist of names of a script alone."""
 UNKNOWN = "slimx has no counterpart for this name"
 
 
@@ -31,12 +36,53 @@ def sets_key(tables: Sequence[Table], name: str) -> bool:
     return found is not None and bool(found.key or found.sets) and not found.note
 
 
-def put_outputs(draft: Draft, names: Names) -> None:
-    """Notes the commands whose outputs the values of `names` lack."""
-    for name, command in names.outputs.items():
-        draft.left[f"$({command.strip('()')}) in {names.shown(name)}"] = (
-            "slimx runs no command; write the value instead"
-        )
+def put_number(draft: Draft, names: Names, key: str, name: str, default: float) -> None:
+    """Sets `key` to the number that the script sets `name` to, or to `default`."""
+    draft.put(key, whole(names.number_or(default, name)), names.shown(name))
+
+
+def put_count(draft: Draft, names: Names, key: str, name: str, default: int) -> int:
+    """Sets `key` to the whole number that the script sets `name` to, or to `default`, and returns it."""
+    put_number(draft, names, key, name, default)
+    return names.count(name, default)
+
+
+def note_unneeded(draft: Draft, names: Names, reason: str, *which: str) -> None:
+    """Notes that those of the names `which` that the script sets need no key, for the `reason`."""
+    for name in which:
+        if names.words(name) is not None:
+            draft.unneeded[names.shown(name)] = reason
+
+
+def translate_rest(draft: Draft, names: Names, tables: Sequence[Table]) -> None:
+    """Translates the names that were not asked for, and notes what the script computes: the reader must supply a value
+    that is computed as a whole, and can complete a text. Marks what comes from names that the script does not set."""
+    for name in names.rest():
+        words = list(names.values[name])
+        if sets_key(tables, name):
+            words = [names.known(name, word) for word in words]
+        if any(words) or name not in names.outputs:
+            translate(draft, tables, name, joined([*map(readable, words)]) if words else None, names.shown(name))
+    known = ".".join(map(names.shown, names.values)) + "."
+    for key, source in draft.sources.items():
+        if _SOURCES.fullmatch(source) and not any(f"{name}." in known for name in re.split(_BETWEEN, source)):
+            draft.sources[key] = f"{source} (default)"
+    for name, (output, entire) in names.outputs.items():
+        shown = names.shown(name)
+        output = f"${output}" if output.startswith("(") else output
+        if not entire:
+            draft.left[f"{output} in {shown}"] = "slimx computes nothing of a script; write the value instead"
+            continue
+        last = shown.rpartition(".")[2]
+        named = re.escape(last if "_" in last else shown)
+        keys = [key for key, source in draft.sources.items() if re.search(rf"(?<![\w-]){named}(?![\w-])", source)]
+        found = meaning(tables, name, "")
+        if not keys and found is not None and found.key:
+            draft.supply[shown] = f"the value of {output}, which slimx does not compute, for {found.key}"
+        else:
+            draft.supply[shown] = " in ".join(filter(None, (f"the value of {output}", ", ".join(keys))))
+        for key in {*keys} - draft.supply.keys():
+            draft.sources[key] += f"; supply: {output} is not known, a default is set"
 
 
 def _apply(draft: Draft, found: Meaning, text: str, shown: str) -> None:
@@ -46,7 +92,7 @@ def _apply(draft: Draft, found: Meaning, text: str, shown: str) -> None:
         return
     if found.sets:
         for key, value in found.sets.items():
-            draft.put(_first(key), scalar(value.replace("VALUE", text)), shown)
+            draft.put(_first(key), scalar(value.replace("VALUE", json.dumps(text))), shown)
         return
     if found.note and not found.key:
         (draft.unneeded if found.not_needed else draft.left)[shown] = found.note
