@@ -11,11 +11,11 @@ from slimx.extras.alerts.curves.checks import (
     Entropy,
     Gap,
     HeldOutFell,
-    NoSignal,
     RewardFell,
     Stale,
     Truncated,
 )
+from slimx.extras.alerts.curves.no_signal import NoSignal
 from slimx.extras.alerts.finding import Finding
 
 _OF_POLICY = re.compile(r"policy/([^/]+)/([^/]+/.+)")
