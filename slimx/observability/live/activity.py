@@ -14,6 +14,7 @@ from pathlib import Path
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
 from slimx.json_types import Json
+from slimx.observability.tracking.guard import Guard
 
 EVERY_S = 2.0
 """Interval between two writes of the activity file, in seconds."""
@@ -52,11 +53,11 @@ class Activity:
         watch: Callable[[Json], None] = lambda activity: None,
     ) -> None:
         """Prepares to write the activity file in `directory`. `look`: function that returns the current activity.
-        `watch` is called with each activity that is written. `warn` is called once with a message if the file cannot be
-        written."""
+        `watch` is called with each activity before it is written. `warn` is called with a message about the first
+        failure of a write, after which further ones are attempted."""
         self._path = directory / FILE
         self._look = look
-        self._warn = warn
+        self._guard = Guard(FILE, warn)
         self._watch = watch
         self._task: asyncio.Task[None] | None = None
 
@@ -71,17 +72,14 @@ class Activity:
 
     async def _keep(self) -> None:
         while True:
-            try:
-                activity = self._look()
-                self._watch(activity)
-                text = json.dumps({"written": time.time(), **activity})
-                write_atomic(self._path, text.encode(), sync=False)
-            except OSError as error:
-                self._warn(
-                    f"{self._path} cannot be written ({error}); slimx status will not show the activity of this run"
-                )
-                return
+            self._guard.call(self._write)
             await asyncio.sleep(EVERY_S)
+
+    def _write(self) -> None:
+        activity = self._look()
+        self._watch(activity)
+        text = json.dumps({"written": time.time(), **activity})
+        write_atomic(self._path, text.encode(), sync=False)
 
 
 def read_activity(directory: Path) -> Json | None:
