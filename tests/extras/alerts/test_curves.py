@@ -9,7 +9,7 @@ import pytest
 
 from slimx.extras.alerts.curves.history import START, USUAL, noise
 from slimx.extras.alerts.curves.no_signal import SILENT_STEPS
-from slimx.extras.alerts.curves.watch import Curves, policy_of
+from slimx.extras.alerts.curves.watch import Curves
 from tests.extras.alerts.curve_stand import GROUPS, HEALTHY, changes, longer
 
 BEGINS = 60
@@ -217,19 +217,6 @@ def test_an_alert_that_opens_in_a_solved_step_names_its_cause():
 
 def test_a_gradient_of_0_is_reported_although_rewards_are_high():
     assert changes([row | {"reward/groups_without_signal": 0.9} for row in silent(0.97, 0.1)]) == SILENT_AT
-
-
-@pytest.mark.parametrize(
-    ("metric", "expected"),
-    [
-        ("policy/solver/reward/mean", ("solver", "reward/mean")),
-        ("policy/a-b/policy/entropy", ("a-b", "policy/entropy")),
-        ("policy/entropy", ("", "policy/entropy")),
-        ("reward/mean", ("", "reward/mean")),
-    ],
-)
-def test_the_policy_of_a_metric_is_its_prefix(metric, expected):
-    assert policy_of(metric) == expected
 
 
 def test_the_noise_of_a_line_is_0():
