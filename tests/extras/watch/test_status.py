@@ -196,7 +196,7 @@ async def test_a_run_says_what_each_part_does_and_waits_for_and_since_when(run, 
 async def test_the_activity_is_written_anew_while_a_run_goes_on(run, monkeypatch):
     monkeypatch.setattr(activity, "EVERY_S", 0.01)
     looks, notes = iter(range(1000)), []
-    async with activity.Activity(
+    async with activity.writing_activity(
         run, lambda: {"step": next(looks), "phase": "train", "since": time.time()}, notes.append
     ):
         while (run_status(run)["activity"] or {"step": 0})["step"] < 2:
@@ -204,7 +204,7 @@ async def test_the_activity_is_written_anew_while_a_run_goes_on(run, monkeypatch
     assert not notes
     watched: list[dict[str, object]] = []
     later = run / "later"
-    async with activity.Activity(later, lambda: {"step": 1}, notes.append, watch=watched.append):
+    async with activity.writing_activity(later, lambda: {"step": 1}, notes.append, watch=watched.append):
         while len(watched) < 3:
             await asyncio.sleep(0.01)
         later.mkdir()
