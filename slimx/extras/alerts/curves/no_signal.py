@@ -77,7 +77,7 @@ class NoSignal(Check):
         if reward is not None:
             text += f", reward/mean {reward:.4g}"
         bad = rare or self._hopeless >= SILENT_STEPS
-        return self.found(bad=bad, good=learns and not rare, value=self._hopeless, text=text)
+        return self.found(bad=bad, good=learns and not rare, value=float(self._hopeless), text=text)
 
     def _is_solved(self, reward: float, spread: float | None) -> bool:
         """Returns True if almost all rollouts of a step are correct. `reward` and `spread`: mean and standard deviation
