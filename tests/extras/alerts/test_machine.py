@@ -168,8 +168,10 @@ def test_disks_of_a_run_are_looked_at_once_each(tmp_path):
     assert all(disk.look(time.time()).value > 0 for disk in found)
 
 
-def test_a_directory_that_vanished_is_passed_over(tmp_path):
+def test_a_directory_that_vanished_is_passed_over(tmp_path, monkeypatch):
     assert looks(Machine([Disk(tmp_path / "gone")], []), 3) == []
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)  # a moment ago
+    assert tmp_path / "gone" not in [disk.directory for disk in disks_of(tmp_path / "gone")]
 
 
 @dataclass

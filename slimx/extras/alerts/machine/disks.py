@@ -117,9 +117,10 @@ def disks_of(directory: Path) -> Iterator[Disk]:
     once."""
     seen = set()
     for path in (directory, Path(tempfile.gettempdir()), Path("/dev/shm")):
-        if not path.is_dir():
+        try:
+            device = os.stat(path).st_dev
+        except OSError:  # it is missing, or another process has removed it
             continue
-        device = os.stat(path).st_dev
         if device not in seen:
             yield Disk(path, directory / "checkpoints" if path == directory else None)
         seen.add(device)
