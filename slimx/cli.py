@@ -105,10 +105,10 @@ def main() -> None:
         except typer.TyperException as error:
             raise refusal(error) from error
         except ModuleNotFoundError as error:
-            package = (error.name or "").partition(".")[0]
-            if package not in HEAVY:
+            module = error.name or ""
+            if module.partition(".")[0] not in HEAVY:
                 raise
-            raise not_installed(package) from error
+            raise not_installed(module) from error
     except (SlimxError, Preempted, Interrupted) as error:
         if isinstance(error, SlimxError) and "--debug" in sys.argv:
             raise

@@ -27,6 +27,7 @@
     slimx.numerics            numerics of trainer and engines by mode: `numerics.mode`
     slimx.objectives          modules with kinds of losses and advantages, and presets of section `algorithm`
     slimx.optimizer_states    optimizers with state outside of GPU memory: `ExternalState`, named `host`
+    slimx.plain_hooks         classes that make async hooks of plain functions, by hook
     slimx.prompt_files        readers of prompt files other than JSON lines: `read_rows`
     slimx.prompt_sources      sources that mix prompts of several files: `DataSource`, named `mixed`
     slimx.recoveries          handlers of lost trainer ranks: `RankLossHandler`, or None

@@ -70,10 +70,11 @@ class DeadlineError(SlimxError):
         return type(self), (self.awaited, self.seconds, self.holder)
 
 
-def not_installed(package: str) -> SlimxError:
-    """Returns the error of a command that needs `package`, which `slimx setup` installs."""
+def not_installed(module: str) -> SlimxError:
+    """Returns the error of a command that needs `module`, a missing package, or a missing part of a broken package,
+    that `slimx setup` installs."""
     return SlimxError(
-        f"this command needs {package}, which is not installed; run `slimx setup`", code="setup.missing", about=package
+        f"this command needs {module}, which is not installed; run `slimx setup`", code="setup.missing", about=module
     )
 
 

@@ -80,11 +80,11 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
 
 def _needs(config: Config, *, trainers: bool) -> tuple[int, int, int]:
     """Returns the numbers of trainer ranks, of engine ranks with dedicated GPUs, and of CPUs that one policy needs."""
-    threads = sum(group.started * group.ranks * group.threads for group in config.rollout.served)
+    threads = sum(group.started * group.ranks * group.threads for group in config.served.groups)
     # Colocated engines have no dedicated GPUs.
     engines = 0
-    for group in config.rollout.served:
-        if not (config.schedule.colocate and group in config.rollout.sampling_engines):
+    for group in config.served.groups:
+        if not (config.schedule.colocate and group in config.served.sampling):
             engines += group.started * group.ranks
     ranks = 0
     if trainers:

@@ -72,7 +72,7 @@ class Starting:
         ranks = 0
         engines = 0
         for policy in config.by_policy.values():
-            engines += sum(group.started for group in policy.rollout.served)
+            engines += sum(group.started for group in policy.served.groups)
             if trainers:
                 ranks += trained_ranks(policy)
         parts = []

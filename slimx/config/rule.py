@@ -23,6 +23,7 @@ FACTS = {
     "configuration": (
         "device",  # device type of the run; `slimx plan` assumes cuda if cluster.device is auto
         "machine",  # GPUs and nodes assumed by `slimx plan`
+        "served",  # engine groups of the run (`ServedEngines`)
         "configs",  # `Config` of each trained policy, by policy name
     ),
     "model": (

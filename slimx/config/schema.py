@@ -20,12 +20,12 @@ from slimx.config.section import Section, refuse_faults
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.engines import Engines
+from slimx.config.sections.eval import Eval, ServedEngines
 from slimx.config.sections.policies import ACTOR, Policy, derived, engine_faults, name_faults
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.reward import Eval, Reward
+from slimx.config.sections.reward import Reward
 from slimx.config.sections.rollout import ROUTED_PER_STEP, Rollout
-from slimx.config.sections.run import Checkpoint, Cluster, Model, Numerics, RunSection, Track
-from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.run import Checkpoint, Cluster, Model, Numerics, RunSection, Schedule, Track
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.json_types import Json
@@ -82,7 +82,6 @@ class CoreConfig(Section):
     def _across(self, info: ValidationInfo) -> Config:
         if info.context is CHECKED:
             return self
-        self.rollout._evaluating = self.eval.engines if self.eval.files else ()
         policies = self.policies if info.context is None else info.context  # the run's, for one of its policies
         refuse(broken(all_rules(), {**self.sections, "policies": policies}))
         refuse_faults(name_faults(self.policies))
@@ -93,8 +92,17 @@ class CoreConfig(Section):
 
     @property
     def sections(self) -> dict[str, object]:
-        """All sections by name. Rules use them as facts."""
-        return {name: getattr(self, name) for name in type(self).model_fields}
+        """All sections by name, and `served`. Rules use them as facts."""
+        return {name: getattr(self, name) for name in (*type(self).model_fields, "served")}
+
+    @property
+    def served(self) -> ServedEngines:
+        """Engine groups that the run starts or connects to: those of `rollout.engines` and, if it evaluates, those of
+        `eval.engines`; none if it replays rollouts."""
+        if self.rollout.replay:
+            return ServedEngines((), ())
+        evaluating = self.eval.engines if self.eval.files else ()
+        return ServedEngines((*self.rollout.engines, *evaluating), evaluating)
 
     def section[S: Section](self, record: type[S]) -> S:
         """Returns the section whose class is `record`, such as one that an extra adds. Raises LookupError if no section
@@ -181,7 +189,7 @@ class CoreConfig(Section):
         """True if the engines' log-probs are bitwise equal to the trainer's. This holds in exact mode without
         staleness, because this run's engines then sample every token with the weights from which the step starts. False
         for replayed rollouts, which come from another run."""
-        return self.exact and self.schedule.max_staleness == 0 and bool(self.rollout.policy_engines)
+        return self.exact and self.schedule.max_staleness == 0 and bool(self.served.policy)
 
     @property
     def initial_weights(self) -> str:

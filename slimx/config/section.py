@@ -30,6 +30,8 @@ Amount = Annotated[int, Field(gt=0, le=LARGEST)]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 """A number of tokens, prompts, steps or attempts, or 0 with a meaning that the field documents."""
 Share = Annotated[float, Field(ge=0, le=1)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+"""Probability mass of the candidates from which nucleus sampling draws."""
 Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
 """A deadline or an interval in seconds, at most a year."""
 MOST = 1e12

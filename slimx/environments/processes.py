@@ -32,7 +32,7 @@ from slimx.json_types import Json
 from slimx.runtime.exchange import exchange, reply
 from slimx.runtime.logs import how_ended
 from slimx.runtime.process import adopt_orphans, kill_descendants
-from slimx.runtime.tasks import in_thread
+from slimx.runtime.tasks import in_thread, within
 
 KEY = "rollout.options.environment"
 CLOSE_S = 5.0
@@ -89,13 +89,7 @@ class InDriver:
         await self._within(self._world.close(), "the end")
 
     async def _within[T](self, call: Awaitable[T], operation: str = "a step") -> T:
-        try:
-            async with asyncio.timeout(self._deadline_s) as limit:
-                return await call
-        except TimeoutError:
-            if not limit.expired():  # raised by the environment
-                raise
-            raise DeadlineError(f"{operation} of rollout {self._rollout}", self._deadline_s, self._path) from None
+        return await within(self._deadline_s, call, f"{operation} of rollout {self._rollout}", self._path)
 
 
 class InProcess:

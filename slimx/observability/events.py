@@ -18,6 +18,7 @@ Kind = Literal[
     "restart_failed",
     "trainers_replaced",  # all trainer ranks were restarted after the loss of one (recovery.trainers)
     "trainers_shrunk",  # fewer data-parallel ranks replace the lost ones (recovery.shrink_after)
+    "evaluation_lost",  # an evaluation during training ended without a result (eval.engines)
     "step_skipped",  # the optimizer skipped a step: a gradient was infinite or NaN
     "stopped",  # a signal (SIGUSR1, SIGTERM or Ctrl-C) stopped the run
     "failed",

@@ -170,7 +170,7 @@ async def _session(
         stack.callback(records.close)
         table.start(starting.line, starting.since)
         table.milestone("Ray ready")
-        if config.publish.transport == "auto" and config.rollout.policy_engines:
+        if config.publish.transport == "auto" and config.served.policy:
             table.note(f"publish.transport {actor.transport}")
         config = actor.config
         device = device_of(config)
@@ -356,7 +356,7 @@ def _open_records(
     tokenizers: Mapping[str, PreTrainedTokenizerBase],
 ) -> Records:
     records = Records(config, table, tokenizers, events, resume_step=resume_step)
-    if config.rollout.policy_engines:  # last, because it removes files of later steps
+    if config.served.policy:  # last, because it removes files of later steps
         options = config.track.rollouts
         directory = Path(config.run.dir) / DIRECTORY
         origin = origin_of(config, tokenizers[ACTOR])

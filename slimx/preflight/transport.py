@@ -37,12 +37,12 @@ def choose_transport(config: Config, device: str) -> ChosenTransport:
     that slimx chooses, with the reason."""
     if config.publish.transport != "auto":
         return ChosenTransport(config.publish.transport, "set by publish.transport")
-    groups = config.rollout.policy_engines
+    groups = config.served.policy
     if not groups:
         return ChosenTransport("memory", "the run has no engines to publish to")
     remote = _remote(config, device)
-    if config.rollout.external_hosts:
-        remote = remote or _remote_server(config.rollout.external_hosts)
+    if config.served.external_hosts:
+        remote = remote or _remote_server(config.served.external_hosts)
         if remote is not None:
             return ChosenTransport("disk", f"{remote}, and external servers can only read files")
         return ChosenTransport("memory", "external servers on the trainers' machine map shared memory")
@@ -62,7 +62,7 @@ def _remote(config: Config, device: str) -> str | None:
     """Returns the reason why engines may run on machines other than the publishing trainer rank's; None if all run on
     the same machine."""
     cluster = config.cluster
-    for group in config.rollout.policy_engines:
+    for group in config.served.policy:
         if group.nodes > 1:
             return f"a server of {group.where} spans {group.nodes} machines"
     if cluster.nodes is not None and cluster.nodes > 1:
@@ -91,7 +91,7 @@ def _gpus(config: Config) -> int:
     ranks = config.trainer.world_size
     if config.critic is not None and config.critic.placement == "own":
         ranks += config.as_critic().trainer.world_size
-    engines = sum(group.started * group.ranks for group in config.rollout.policy_engines)
+    engines = sum(group.started * group.ranks for group in config.served.policy)
     return max(ranks, engines) if config.schedule.colocate else ranks + engines
 
 

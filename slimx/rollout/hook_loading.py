@@ -6,13 +6,11 @@ the prefix provides the `Form`, the adapter that loads such hooks.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from slimx import entry_points
 from slimx.config.schema import Config
@@ -24,9 +22,7 @@ from slimx.errors import SlimxError, written_at
 from slimx.json_types import Json
 from slimx.rewards import needs
 from slimx.rewards.mixture import Mixture, WeightedReward
-from slimx.rollout.client.completion import Completion
-from slimx.rollout.hooks import Generate, Keep, Reward, RewardContext, RolloutContext, RolloutEngine
-from slimx.runtime.tasks import in_thread
+from slimx.rollout.hooks import Generate, Keep, Reward, RewardContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +34,9 @@ REWARDS = "slimx.rewards"
 FORMS = "slimx.hook_forms"
 """Entry point group that registers adapters for hooks of other frameworks (`Form`), each under the prefix of its
 hooks."""
+
+PLAIN = "slimx.plain_hooks"
+"""Entry point group with the classes that make async hooks of plain functions, by hook."""
 
 
 class Form(Protocol):
@@ -153,7 +152,7 @@ def load_generate(config: Config) -> Generate:
     options = ("rollout.options", config.rollout.options)
     hook = load_function("rollout.generate", path, ("ctx", "prompt"), options=options, group=GENERATE)
     needs.check(hook)
-    return hook if is_async_function(hook) else cast(Generate, PlainGenerate(hook))
+    return hook if is_async_function(hook) else entry_points.load(PLAIN, "generate")(hook)
 
 
 def load_reward(config: RewardConfig, facts: Mapping[str, Json]) -> Reward | None:
@@ -289,58 +288,8 @@ def _load_reward(key: str, config: RewardConfig | RewardPart, facts: Mapping[str
             code="hooks.scope",
             about="reward.scope",
         )
-    return hook if is_async_function(hook) else cast(Reward, PlainReward(hook))
+    return hook if is_async_function(hook) else entry_points.load(PLAIN, "reward")(hook)
 
 
 def _scope(config: RewardConfig | RewardPart) -> str:
     return config.scope if isinstance(config, RewardConfig) else "trajectory"
-
-
-# Plain functions ------------------------------------------------------------------------------------------------------
-
-
-class PlainReward(partial[object]):
-    """A plain reward hook, called like an async one. It may block, because each worker runs one reward at a time."""
-
-    async def __call__(self, *arguments: object) -> object:
-        value = super().__call__(*arguments)
-        return await value if inspect.isawaitable(value) else value
-
-
-class PlainGenerate(partial[object]):
-    """A plain generate hook, called like an async one. It runs in a thread, because the event loop serves all
-    rollouts."""
-
-    async def __call__(self, ctx: RolloutContext, prompt: Prompt) -> object:
-        engine = BlockingEngine(ctx.engine)
-        ctx = replace(ctx, engine=cast(RolloutEngine, engine))
-        try:
-            return await in_thread(super().__call__, ctx, prompt)
-        finally:
-            engine.end()
-
-
-class BlockingEngine:
-    """The engines as a plain generate hook uses them: `generate` waits for the completion."""
-
-    def __init__(self, engine: RolloutEngine):
-        self.sampling = engine.sampling
-        self._engine = engine
-        self._loop = asyncio.get_running_loop()
-        self._ended = False
-        self._request: Future[Completion] | None = None
-
-    def generate(self, token_ids: Sequence[int], sampling: Json | None = None, *, turn: int = 0) -> Completion:
-        """Samples a continuation as `RolloutEngine.generate` does. Raises SlimxError after the end of the rollout, such
-        as at its deadline."""
-        if self._ended:
-            raise SlimxError("a hook requested a completion after the deadline of its rollout; raise the deadline")
-        request = self._engine.generate(token_ids, sampling, turn=turn)
-        self._request = asyncio.run_coroutine_threadsafe(request, self._loop)
-        return self._request.result()
-
-    def end(self) -> None:
-        """Cancels the pending request, and refuses later ones."""
-        self._ended = True
-        if self._request is not None:
-            self._request.cancel()

@@ -7,9 +7,9 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
+from slimx.config.sections.eval import ServedEngines
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Cluster
-from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.run import Cluster, Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.layout.kernels import deep_ep_lacks
@@ -22,10 +22,10 @@ TRANSFER_PACKAGES = {"mooncake": "mooncake", "mooncake_tcp": "mooncake", "nixl":
 
 
 @rule("engines.sizes", "rollout.engines")
-def has_valid_sizes(rollout: Rollout) -> Problems:
+def has_valid_sizes(served: ServedEngines) -> Problems:
     from slimx.layout.ranks import engine_sizes
 
-    for group in rollout.served:
+    for group in served.groups:
         try:
             engine_sizes(group)
         except SlimxError as error:
@@ -33,8 +33,8 @@ def has_valid_sizes(rollout: Rollout) -> Problems:
 
 
 @rule("engines.urls_colocate", "schedule.colocate")
-def has_known_devices(rollout: Rollout, schedule: Schedule) -> Problems:
-    for group in rollout.policy_engines:
+def has_known_devices(served: ServedEngines, schedule: Schedule) -> Problems:
+    for group in served.policy:
         if group.urls and schedule.colocate:
             yield (
                 f"schedule.colocate is true, but {group.where} has urls of external servers, whose GPUs slimx cannot "
@@ -62,8 +62,8 @@ def has_one_version(rollout: Rollout, schedule: Schedule) -> Problems:
 
 
 @rule("engines.trusted_network", "cluster.trusted_network")
-def has_trusted_network(rollout: Rollout, cluster: Cluster) -> Problems:
-    for group in rollout.served:
+def has_trusted_network(served: ServedEngines, cluster: Cluster) -> Problems:
+    for group in served.groups:
         if group.nodes > 1 and group.dp_attention > 1 and not group.urls and not cluster.trusted_network:
             yield (
                 f"{group.where} has dp_attention={group.dp_attention} on {group.nodes} nodes, where SGLang unpickles "
@@ -73,15 +73,15 @@ def has_trusted_network(rollout: Rollout, cluster: Cluster) -> Problems:
 
 
 @rule("engines.role_device", "rollout.engines.role")
-def can_transfer_kv(rollout: Rollout, device: str) -> Problems:
-    for group in rollout.policy_engines:
+def can_transfer_kv(served: ServedEngines, device: str) -> Problems:
+    for group in served.policy:
         if group.role != "regular" and device == "cpu":
             yield f"{group.where} has the role {group.role}, but SGLang transfers no KV cache on CPUs; set role=regular"
 
 
 @rule("engines.colocated_ranks", "schedule.colocate")
-def shares_gpus(rollout: Rollout, schedule: Schedule, trainer: Trainer, device: str) -> Problems:
-    ranks = sum(group.started * group.ranks for group in rollout.sampling_engines)
+def shares_gpus(served: ServedEngines, schedule: Schedule, trainer: Trainer, device: str) -> Problems:
+    ranks = sum(group.started * group.ranks for group in served.sampling)
     if schedule.colocate and device == "cuda" and ranks > trainer.world_size:
         yield (
             f"schedule.colocate is true, but the policy's servers have {ranks} ranks, more than the "
@@ -91,10 +91,10 @@ def shares_gpus(rollout: Rollout, schedule: Schedule, trainer: Trainer, device: 
 
 
 @rule("engines.deep_ep", "rollout.engines.sglang.moe_a2a_backend")
-def has_engine_kernels(rollout: Rollout, spec: ModelSpec) -> Problems:
+def has_engine_kernels(served: ServedEngines, spec: ModelSpec) -> Problems:
     """Rejects tensor parallel sizes and hidden sizes for which DeepEP has no kernels, except in SGLang's low-latency
     mode."""
-    for group in rollout.policy_engines:
+    for group in served.policy:
         uses_deep_ep = group.sglang.get("moe_a2a_backend") == "deepep"
         if not uses_deep_ep or group.sglang.get("deepep_mode") == "low_latency" or not spec.experts:
             continue
@@ -107,10 +107,10 @@ def has_engine_kernels(rollout: Rollout, spec: ModelSpec) -> Problems:
 
 
 @rule("engines.transfer_package", "rollout.engines.sglang.disaggregation_transfer_backend")
-def has_transfer(rollout: Rollout, local_device: str) -> Problems:
+def has_transfer(served: ServedEngines, local_device: str) -> Problems:
     if local_device != "cuda":
         return
-    for group in rollout.served:
+    for group in served.groups:
         backend = group.sglang.get("disaggregation_transfer_backend", "mooncake")
         package = TRANSFER_PACKAGES.get(backend)
         if group.role != "regular" and package is not None and importlib.util.find_spec(package) is None:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.reward import Eval
+from slimx.config.sections.eval import Eval, ServedEngines
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import RunSection
-from slimx.config.sections.schedule import Schedule, batches_in_flight
+from slimx.config.sections.run import RunSection, Schedule, batches_in_flight
 from slimx.config.sections.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -37,10 +36,10 @@ def overtaking(rollout: Rollout, schedule: Schedule) -> Problems:
 
 
 @rule("flow.request_deadline", "rollout.request_deadline")
-def requests_outlast_detection(rollout: Rollout) -> Problems:
+def requests_outlast_detection(rollout: Rollout, served: ServedEngines) -> Problems:
     health = rollout.health
     detection = health.threshold * (health.interval + health.timeout)
-    if rollout.served and rollout.request_deadline <= detection:
+    if served.groups and rollout.request_deadline <= detection:
         yield (
             f"rollout.request_deadline is {rollout.request_deadline:g} s, but an engine or router that does not "
             f"respond is detected only after {detection:g} s (threshold x (interval + timeout) of rollout.health); "
@@ -99,8 +98,8 @@ def masked(algorithm: Algorithm, schedule: Schedule) -> Problems:
 
 
 @rule("flow.over_sampling", "rollout.over_sampling")
-def over_sampled(rollout: Rollout) -> Problems:
-    if rollout.over_sampling is not None and not rollout.policy_engines:
+def over_sampled(rollout: Rollout, served: ServedEngines) -> Problems:
+    if rollout.over_sampling is not None and not served.policy:
         yield "rollout.over_sampling has no effect, because no engine serves the policy; remove rollout.over_sampling"
 
 
@@ -170,10 +169,10 @@ def has_positions(rollout: Rollout, spec: ModelSpec) -> Problems:
 
 
 @rule("batch.microbatch", "trainer.max_tokens_per_microbatch")
-def fits_microbatch(rollout: Rollout, trainer: Trainer, sizes: Sizes) -> Problems:
+def fits_microbatch(rollout: Rollout, served: ServedEngines, trainer: Trainer, sizes: Sizes) -> Problems:
     # n tokens have n - 1 trained positions, padded for context parallelism. Demonstrations can have any length.
     positions = sizes.packed_length(rollout.longest - 1)
-    if rollout.policy_engines and positions > trainer.max_tokens_per_microbatch:
+    if served.policy and positions > trainer.max_tokens_per_microbatch:
         yield (
             f"trainer.max_tokens_per_microbatch is {trainer.max_tokens_per_microbatch}, but a rollout may have "
             f"{rollout.longest} tokens (rollout.max_prompt_tokens + rollout.sampling.max_new_tokens); set "

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slimx.config.rule import Problems, rule
+from slimx.config.sections.eval import ServedEngines
 from slimx.config.sections.policies import Policy
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Cluster
-from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.run import Cluster, Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.runtime.ports import is_local
 
 
 @rule("engines.urls_transport", "publish.transport")
-def reaches_urls(rollout: Rollout, publish: Publish) -> Problems:
-    for group in rollout.policy_engines:
+def reaches_urls(served: ServedEngines, publish: Publish) -> Problems:
+    for group in served.policy:
         if group.urls and publish.transport not in ("auto", "memory", "disk"):
             yield (
                 f"publish.transport={publish.transport} needs a slimx process next to each server, but {group.where} "
@@ -26,8 +25,8 @@ def reaches_urls(rollout: Rollout, publish: Publish) -> Problems:
 
 
 @rule("engines.nodes_transport", "publish.transport")
-def on_one_machine(rollout: Rollout, publish: Publish) -> Problems:
-    for group in rollout.policy_engines:
+def on_one_machine(served: ServedEngines, publish: Publish) -> Problems:
+    for group in served.policy:
         if group.nodes > 1 and publish.one_machine:
             yield (
                 f"publish.transport={publish.transport} works only on one machine, but a server of {group.where} "
@@ -36,10 +35,10 @@ def on_one_machine(rollout: Rollout, publish: Publish) -> Problems:
 
 
 @rule("engines.urls_elsewhere", "publish.transport")
-def reaches_servers(rollout: Rollout, publish: Publish, cluster: Cluster, device: str) -> Problems:
+def reaches_servers(served: ServedEngines, publish: Publish, cluster: Cluster, device: str) -> Problems:
     if not publish.one_machine or cluster.ray_address is not None:  # without ray_address, trainers are on this machine
         return
-    for name, host in rollout.external_hosts.items():
+    for name, host in served.external_hosts.items():
         if not is_local(host):
             yield (
                 f"publish.transport={publish.transport} works only on one machine, but engine {name} runs at {host}, "
@@ -48,14 +47,14 @@ def reaches_servers(rollout: Rollout, publish: Publish, cluster: Cluster, device
 
 
 @rule("publish.machines", "publish.transport")
-def stays_on_one_machine(publish: Publish, cluster: Cluster, rollout: Rollout, device: str) -> Problems:
+def stays_on_one_machine(publish: Publish, cluster: Cluster, served: ServedEngines, device: str) -> Problems:
     """Rejects transports within one machine if the run has several nodes of unknown size, because engines may be on any
     of them."""
     from slimx.preflight.hardware import nodes_known
 
     if nodes_known(cluster, device) or not publish.one_machine or (cluster.nodes or 1) == 1:
         return
-    for group in rollout.policy_engines:
+    for group in served.policy:
         if group.started:
             remedy = "set publish.transport=auto"
             if device != "cpu":
@@ -69,13 +68,13 @@ def stays_on_one_machine(publish: Publish, cluster: Cluster, rollout: Rollout, d
 
 @rule("publish.idle_nodes", "publish.transport")
 def leaves_no_node_idle(
-    publish: Publish, schedule: Schedule, trainer: Trainer, cluster: Cluster, rollout: Rollout, device: str
+    publish: Publish, schedule: Schedule, trainer: Trainer, cluster: Cluster, served: ServedEngines, device: str
 ) -> Problems:
     """Rejects transports within one machine if colocated trainers are on several nodes, because engines would run on
     the first node only."""
     from slimx.preflight.hardware import machine_of, nodes_known
 
-    if not nodes_known(cluster, device) or not rollout.policy_engines:
+    if not nodes_known(cluster, device) or not served.policy:
         return
     per_node = machine_of(cluster).per_node
     if schedule.colocate and publish.one_machine and trainer.world_size > per_node:

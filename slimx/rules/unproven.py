@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from slimx import entry_points
 from slimx.config.rule import Problems, rule
+from slimx.config.sections.eval import ServedEngines
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
 from slimx.models.layer_kind import GROUP
@@ -77,7 +78,7 @@ differs from the default), `KEY=VALUE` (it has this value), or `KEY (words)` (a 
 
 
 def _drafts(sections: Sections) -> bool:
-    return any(group.drafts for group in sections["rollout"].policy_engines)
+    return any(group.drafts for group in sections["served"].policy)
 
 
 def _has_further_weights(sections: Sections) -> bool:
@@ -138,7 +139,7 @@ def _values(key: str, sections: Sections) -> list[tuple[object, object]]:
     values: list[tuple[object, object]] = [(sections[section], None)]
     for name in names:
         if name == "engines":
-            values = [(group, None) for group in sections["rollout"].policy_engines]
+            values = [(group, None) for group in sections["served"].policy]
         else:
             values = [_inner(owner, name) for owner, _ in values if owner is not None]
     return values
@@ -153,9 +154,9 @@ def _inner(owner: object, name: str) -> tuple[object, object]:
 
 
 def sections_in(table: Mapping[str, Sequence[str]]) -> set[str]:
-    """Returns the names of all sections whose keys occur in `table`, a table such as `UNPROVEN`."""
+    """Returns the names of all sections whose keys occur in `table`, a table such as `UNPROVEN`, and `served`."""
     entries = [*table, *chain.from_iterable(table.values())]
-    return {key_of(entry).partition(".")[0] for entry in entries}
+    return {"served", *(key_of(entry).partition(".")[0] for entry in entries)}
 
 
 def table_problems(table: Mapping[str, Sequence[str]], sections: Sections) -> Problems:
@@ -184,12 +185,14 @@ def other_architectures(table: Mapping[str, Sequence[str]], sections: Sections, 
 
 
 @rule("unproven.layers", "model.path")
-def unproven_layers(trainer: Trainer, rollout: Rollout, spec: ModelSpec) -> Problems:
+def unproven_layers(trainer: Trainer, rollout: Rollout, served: ServedEngines, spec: ModelSpec) -> Problems:
     kinds = dict(spec.layer_kind.unproven)
     if spec.transformer.get("softmax_type") == "learnable":
         kinds |= SINKS
     for kind, entries in kinds.items():
-        yield from _refusals(entries, {"trainer": trainer, "rollout": rollout}, f"layers of {spec.path} ({kind})")
+        yield from _refusals(
+            entries, {"trainer": trainer, "rollout": rollout, "served": served}, f"layers of {spec.path} ({kind})"
+        )
 
 
 def _refusals(entries: Sequence[str], sections: Sections, feature: str) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from slimx.errors import DeadlineError
+
 type AnyFuture = asyncio.Future[Any]
 """Future with a result of any type. Future is invariant in its result type, and these functions ignore the result."""
 
@@ -96,6 +98,17 @@ async def in_thread[**P, T](function: Callable[P, T], *arguments: P.args, **keyw
 
     threading.Thread(target=work, name=f"slimx {getattr(function, '__name__', 'work')}", daemon=True).start()
     return await result
+
+
+async def within[T](seconds: float, work: Awaitable[T], awaited: str, holder: str) -> T:
+    """Returns the result of `work`; after `seconds`, cancels it and raises DeadlineError of `awaited` and `holder`."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():  # raised by `work`
+            raise
+        raise DeadlineError(awaited, seconds, holder) from None
 
 
 async def while_served[T](

@@ -62,7 +62,7 @@ class TrainerRank:
         """UUID of the GPU and number of usable CPUs, on CUDA; {} on the CPU."""
         if self.device.type == "cuda":
             self._inspect_gpu()
-        self._memory = PhasePeaks(meter_of(self.device), "generate" if config.rollout.policy_engines else "wait")
+        self._memory = PhasePeaks(meter_of(self.device), "generate" if config.served.policy else "wait")
 
     @property
     def parallel(self) -> ParallelState:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integration.runs import TrainProcess, completed_steps, write_config, written
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow("four whole runs")]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("six whole runs")]
 
 
-@pytest.mark.parametrize("colocate", [False, True])
+@pytest.mark.parametrize(
+    ("colocate", "publish"),
+    [(False, {}), (True, {}), (False, {"transport": "disk", "delta": {"every_full": 3}})],
+    ids=["apart", "colocated", "deltas"],
+)
 def test_evaluations_during_training_belong_to_their_step_across_a_kill(
-    tiny_model: Path, task_of_sums: Path, tmp_path: Path, colocate: bool
+    tiny_model: Path, task_of_sums: Path, tmp_path: Path, colocate: bool, publish: dict[str, Any]
 ) -> None:
     held_out, go, run = tmp_path / "held_out.jsonl", tmp_path / "go", tmp_path / "run"
     rows = [json.loads(line) for line in (task_of_sums / "heldout.jsonl").read_text().splitlines()[:3]]
@@ -26,6 +31,8 @@ def test_evaluations_during_training_belong_to_their_step_across_a_kill(
         rollout={"generate": "tests.integration.hooks.held_at_step_2"},
         reward={"function": "tests.integration.hooks.version_in_evaluations"},
         schedule={"steps": 5, "colocate": colocate},
+        publish=publish,
+        policies={"solver": {"shares": "actor"}},
         checkpoint={"every": 2},
         eval={
             "prompts": {

@@ -20,7 +20,7 @@ from slimx.data.saved.step_files import DIRECTORY, read_step, step_files
 from slimx.extras.quickstart.make_vision_model import TOKENS
 from tests.integration.engine_families import make_model
 from tests.integration.family_oracle import read
-from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
+from tests.integration.runs import TrainProcess, completed_steps, steps, write_config, written
 from tests.integration.victims import matching
 
 pytestmark = pytest.mark.integration
@@ -108,6 +108,17 @@ def test_images_of_a_table_are_kept_out_of_saved_steps_and_replayed(tmp_path: Pa
     before, after = steps(tmp_path / "run"), steps(tmp_path / "again")
     assert list(after) == [1, 2]
     assert after[1]["optim/grad_norm"] == pytest.approx(before[1]["optim/grad_norm"], rel=1e-5)
+
+
+@pytest.mark.slow("a whole run")
+def test_engines_that_evaluate_during_training_see_images(tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path)
+    evaluations = {"prompts": str(prompts), "every": 1, "engines": [{"max_total_tokens": 8192}]}
+    complete(write_run(tmp_path, prompts=prompts, eval=evaluations, track={"samples": 8}))
+    evaluated = [row["step"] for row in written(tmp_path / "run/metrics.jsonl") if "eval/accuracy" in row["metrics"]]
+    assert evaluated == [0, 1, 2]
+    samples = [sample for sample in written(tmp_path / "run/samples.jsonl") if sample["evaluation"]]
+    assert {len(sample["images"] or []) for sample in samples} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def cells(stem: str, config: Config, group: Engines, gpu: str, directory: Path) 
         by_phase = [f"dsa ({answers[f'dsa_{phase}_backend']})" for phase in ("prefill", "decode")]
     wrong = [] if gpu == "sm90" else [*unpublishable(answers, experts=experts, fp8=config.publish.quantize is not None)]
     return [
-        f"`{stem}`" + (f", {group.name}" if len(config.rollout.policy_engines) > 1 else ""),
+        f"`{stem}`" + (f", {group.name}" if len(config.served.policy) > 1 else ""),
         gpu,
         " / ".join(dict.fromkeys(by_phase)),
         answers["kv_cache_dtype"],
@@ -129,7 +129,7 @@ def rows(files: Sequence[Path]) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as directory:
         for file in files:
             config = load_config(file, [])
-            for group in config.rollout.policy_engines:
+            for group in config.served.policy:
                 for gpu in GPUS:
                     yield f"| {' | '.join(_in_fork(file.stem, config, group, gpu, Path(directory)))} |"
 

@@ -139,6 +139,13 @@ MISTAKES = (
     Mistake("a script that starts nothing", "from-slime run.sh", _script("pip install -e .")),
     Mistake("a variable that a script does not set", "from-slime run.sh", _script("python3 train.py --save $BASE/x")),
     Mistake("a quote that a script never closes", "from-verl run.sh", _script('python3 train.py --save "x')),
+    Mistake(
+        "a loop that a script never closes",
+        "from-slime run.sh",
+        _script("for i in 1 2; do\n  python3 train.py --lr $i"),
+    ),
+    Mistake("a script without an end", "from-slime run.sh", _script("A=x; for i in {1..99}; do A=$A$A; done")),
+    Mistake("a script of another train.py", "from-slime run.sh", _script("python3 vision/train.py --epochs 3")),
     Mistake("a number in words in a script", "from-slime run.sh", _script("python3 train.py --num-rollout ten")),
     Mistake("a configuration of slimx for from-verl", "from-verl run.yaml"),
     Mistake("a Python file of TRL with an error", "from-trl grpo.py", {"grpo.py": "GRPOConfig(\n"}),
@@ -243,6 +250,14 @@ MISTAKES = (
     Mistake(
         "held-out answers that are too long", "train run.yaml eval.prompts=prompts.jsonl eval.max_new_tokens=100000"
     ),
+    Mistake(
+        "a held-out set whose answers are greedy",
+        "train run.yaml eval.samples=4 eval.temperature=1 'eval.prompts={sums: {path: prompts.jsonl, temperature: 0}}'",
+    ),
+    Mistake(
+        "a held-out set with fewer answers than k",
+        "train run.yaml eval.pass_at=[4] 'eval.prompts={sums: {path: prompts.jsonl, samples: 2, temperature: 1}}'",
+    ),
     Mistake("engines for evaluations without prompts", "train run.yaml 'eval.engines=[{max_total_tokens: 4096}]'"),
     Mistake(
         "engines for evaluations with the name of others",
@@ -253,9 +268,8 @@ MISTAKES = (
         "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{urls: [\"http://127.0.0.1:30000\"]}]'",
     ),
     Mistake(
-        "engines for evaluations with deltas",
-        "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{count: 1}]' publish.transport=disk "
-        "'publish.delta={every_full: 4}'",
+        "engines for evaluations of several policies",
+        "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{count: 1}]' 'policies={judge: {}}'",
     ),
     Mistake(
         "engines for evaluations that are split wrongly",

@@ -81,7 +81,7 @@ class Pair:
         """Replaces the running server by a new one; returns the attestation of its ranks. `arguments`: arguments of
         SGLang."""
         await self.stop_engine()
-        group = self.config.rollout.policy_engines[0]
+        group = self.config.served.policy[0]
         spec = engine_spec(self.config, group, name, device=self.device, moe=True)
         self.engine = Engine(replace(spec, sglang=spec.sglang | arguments), self.out / f"engine-{name}.log")
         return (await self.engine.start(deadline_s))[1]

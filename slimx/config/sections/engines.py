@@ -235,14 +235,6 @@ class Engines(Section):
             )
 
 
-class EvaluationEngines(Engines):
-    """A group of engine servers that evaluate during training, and generate no training data (`eval.engines`)."""
-
-    section = "eval"
-    name: str = "eval"
-    """Name of the group in logs and metrics."""
-
-
 def group_faults(groups: Sequence[Engines]) -> Faults:
     """Yields the faults that concern several groups: repeated names and addresses, and roles that cannot be
     combined."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from slimx.config.section import (
     LARGEST,
@@ -17,9 +16,10 @@ from slimx.config.section import (
     Seconds,
     Section,
     Share,
+    TopP,
     Weight,
 )
-from slimx.config.sections.engines import Engines, EvaluationEngines, Health, group_faults
+from slimx.config.sections.engines import Engines, Health, group_faults
 
 MAX_SUPPORT = 4096
 """Maximum number of candidates per token that SGLang reports with top-k or top-p (sampling_mask_max_tokens)."""
@@ -112,7 +112,7 @@ def source_faults(sources: tuple[PromptSet, ...]) -> Faults:
 class Sampling(Section):
     temperature: Weight = 1.0
     """Softmax temperature; 0: greedy sampling."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+    top_p: TopP = Field(
         default=1.0,
         description=f"Probability mass for nucleus sampling, from at most {MAX_SUPPORT} candidates; 1: all tokens.",
     )
@@ -227,7 +227,8 @@ class Rollout(Section):
     request_retries: Count = 2
     """Maximum number of times that a request is sent again because its engine was lost."""
     rollout_deadline: Seconds = 1800
-    """Seconds within which a rollout must finish, not counting its waits for `concurrency` and for paused engines."""
+    """Seconds within which a rollout must finish, not counting its waits for `concurrency` and for paused engines, and
+    an async `filter` must return."""
     interrupt_deadline: Seconds = 30
     """Seconds within which interrupted requests must return their tokens: between steps if `partial` is true, and
     before a run is saved on a signal. Slower requests are sent again, without the tokens of the interrupted attempt."""
@@ -241,52 +242,15 @@ class Rollout(Section):
     step were sampled with older weight versions; rounded up to one per data-parallel rank. 0: none."""
     health: Health = Health()
 
-    _evaluating: tuple[EvaluationEngines, ...] = PrivateAttr(default=())
-
     @property
     def longest(self) -> int:
         """Maximum number of tokens in a single-turn rollout, including the prompt."""
         return self.max_prompt_tokens + self.sampling.max_new_tokens
 
     @property
-    def served(self) -> tuple[Engines, ...]:
-        """Engine groups that this run starts or connects to, those of `eval.engines` last; none if it replays
-        rollouts."""
-        return () if self.replay else (*self.engines, *self._evaluating)
-
-    @property
-    def evaluating(self) -> tuple[EvaluationEngines, ...]:
-        """Engine groups that evaluate during training; empty if the other engines of the policy evaluate."""
-        return () if self.replay else self._evaluating
-
-    @property
     def sampled(self) -> bool:
         """True if engines sampled the rollouts that are trained on, in this run or in the replayed one."""
         return any(not group.frozen for group in self.engines)
-
-    @property
-    def policy_engines(self) -> tuple[Engines, ...]:
-        """Engine groups that serve the policy: they receive its weights and sample rollouts, or evaluate."""
-        return tuple(group for group in self.served if not group.frozen)
-
-    @property
-    def sampling_engines(self) -> tuple[Engines, ...]:
-        """Engine groups of the policy that sample rollouts for training."""
-        return tuple(group for group in self.policy_engines if group not in self.evaluating)
-
-    @property
-    def frozen_engines(self) -> tuple[Engines, ...]:
-        """Engine groups that serve other models, which hooks call by the group's name."""
-        return tuple(group for group in self.served if group.frozen)
-
-    @property
-    def external_hosts(self) -> dict[str, str]:
-        """Hosts of the policy's external engines, which slimx does not start, by engine name."""
-        hosts = {}
-        for group in self.policy_engines:
-            for index, url in enumerate(group.urls):
-                hosts[f"{group.name}-{index}"] = urlsplit(url).hostname or ""
-        return hosts
 
     @property
     def disaggregated(self) -> bool:

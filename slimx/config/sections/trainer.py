@@ -1,4 +1,4 @@
-"""Section `trainer`: parallel layout, memory, routing and optimizer."""
+"""Section `trainer`: parallel layout, memory, routing, adapters, images and optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from slimx.config.section import (
     Size,
     Weight,
 )
-from slimx.config.sections.vision import Vision
 
 CYCLE = 5
 """Number of Newton-Schulz iterations with different coefficients, after which the coefficients repeat (`quintic` of
@@ -160,84 +159,20 @@ class Lora(Section):
     rank and alpha; `slimx plan` prints the values to set."""
 
 
-_FP8 = "set trainer.fp8, for which layers and blocks are checked against publications"
-_PRECISION = "its log-probs and publications were never compared with an engine's; set trainer.fp8, or remove it"
-_SHARDS = "memory plans do not include these shards; set trainer.tensor to shard weights, and "
-_SHARDS += "trainer.distributed_optimizer to shard the state of the optimizer"
-_OTHER_WEIGHTS = "it builds layers whose weights checkpoints and publications do not support; remove it"
-_INTERLEAVED = "it interleaves the rows of gate and up, which checkpoints and engines store in two blocks; remove it"
-_DROPPED = "it drops tokens that engines process, so log-probs differ; lower trainer.max_tokens_per_microbatch instead"
-_FIRST_PASS = "it takes effect from the second pass on, but slimx treats each pass as the first; list fewer parts in "
-_FIRST_PASS += "trainer.offload_activations"
-NOT_PASSED = {
-    "tensor_model_parallel_size": "set trainer.tensor",
-    "sequence_parallel": "sequence parallelism is on if trainer.tensor is above 1; set trainer.tensor",
-    "pipeline_model_parallel_size": "set trainer.pipeline",
-    "virtual_pipeline_model_parallel_size": "set trainer.virtual_pipeline",
-    "pipeline_model_parallel_layout": "set trainer.layers_per_stage",
-    "context_parallel_size": "set trainer.context",
-    "expert_model_parallel_size": "set trainer.expert",
-    "expert_tensor_parallel_size": "set trainer.expert_tensor",
-    "params_dtype": "set numerics.dtype",
-    "bf16": "set numerics.dtype",
-    "fp16": "fp16 needs gradient scaling, which slimx lacks; set numerics.dtype=bfloat16",
-    "attention_backend": "set trainer.attention",
-    "recompute_granularity": "set trainer.recompute.granularity",
-    "recompute_method": "set trainer.recompute.method",
-    "recompute_num_layers": "set trainer.recompute.layers",
-    "recompute_modules": "set trainer.recompute.modules",
-    "moe_token_dispatcher_type": "set trainer.moe.dispatcher",
-    "moe_flex_dispatcher_backend": "set trainer.moe.flex_backend",
-    "moe_aux_loss_coeff": "set trainer.moe.aux_loss_coef",
-    "moe_router_load_balancing_type": "set trainer.moe.aux_loss_type",
-    "moe_z_loss_coeff": "set trainer.moe.z_loss_coef",
-    "moe_router_bias_update_rate": "set trainer.moe.bias_update_rate",
-    "moe_enable_routing_replay": "set trainer.moe.routing_replay",
-    "moe_router_padding_for_fp8": "it also routes tokens to experts that engines do not choose; remove it",
-    "moe_router_padding_for_quantization": "it also routes tokens to experts that engines do not choose; remove it",
-    "fine_grained_activation_offloading": "set trainer.offload_activations",
-    "offload_modules": "set trainer.offload_activations",
-    "activation_offload_fraction": _FIRST_PASS,
-    "delta_offload_bytes_across_pp_ranks": _FIRST_PASS,
-    "cpu_offloading": "it offloads whole layers, which is not tested; set trainer.offload_activations",
-    "moe_router_fusion": "a fused router's choice can be neither recorded nor replayed; remove it",
-    "moe_router_force_biased": "it replaces the routers' choice with noise; remove it",
-    "overlap_moe_expert_parallel_comm": "it splits layers, whose routers then lose track of their batch; remove it",
-    "cuda_graph_impl": "a captured router would replay the first micro-batch forever; remove it",
-    "enable_cuda_graph": "a captured router would replay the first micro-batch forever; remove it",
-    "external_cuda_graph": "a captured router would replay the first micro-batch forever; remove it",
-    "fp8": _FP8,
-    "fp8_recipe": _FP8,
-    "fp8_param": _PRECISION,
-    "fp8_quantizer_factory": _PRECISION,
-    "fp8_output_proj": _PRECISION,
-    "fp8_dot_product_attention": _PRECISION,
-    "fp8_multi_head_attention": _PRECISION,
-    "fp4": _PRECISION,
-    "fp4_param": _PRECISION,
-    "fp4_quantizer_factory": _PRECISION,
-    "quant_recipe": _PRECISION,
-    "use_kitchen": _PRECISION,
-    "use_mup": "it scales embeddings, attention and logits, which engines do not; remove it",
-    "tensor_parallel_num_weight_shards": _SHARDS,
-    "gtp_weight_remat_size": _SHARDS,
-    "expert_tensor_parallel_num_weight_shards": _SHARDS,
-    "expert_gtp_weight_remat_size": _SHARDS,
-    "mtp_use_repeated_layer": "checkpoints and engines have separate weights for each prediction layer; remove it",
-    "mla_down_proj_fusion": _OTHER_WEIGHTS,
-    "moe_single_grouped_weight": _OTHER_WEIGHTS,
-    "moe_single_grouped_bias": _OTHER_WEIGHTS,
-    "use_transformer_engine_op_fuser": _OTHER_WEIGHTS,
-    "use_grouped_gemm_for_shared_expert": _OTHER_WEIGHTS,
-    "use_grouped_gemm_for_dense_mlp": _OTHER_WEIGHTS,
-    "moe_mlp_glu_interleave_size": _INTERLEAVED,
-    "moe_shared_expert_glu_interleave_size": _INTERLEAVED,
-    "moe_expert_rank_capacity_factor": _DROPPED,
-    "moe_paged_stash": _DROPPED,
-}
-"""Fields of megatron-core's TransformerConfig that `trainer.megatron` must not set, each with the remedy or the reason.
-They follow from keys of slimx, concern routing, or would silently change what is computed, published or saved, such as
-precision or the names and shapes of weights."""
+class Vision(Section):
+    """Images in prompts. The ranks of the first pipeline stage compute their embeddings with the vision tower."""
+
+    train: Literal["none", "projector", "tower"] = "none"
+    """Parts of the vision tower to train. none: the tower is frozen; projector: the layers that map its output to the
+    language model's embeddings; tower: all of it."""
+    lr_scale: Positive = 1.0
+    """Factor by which the learning rate of the tower's trained parameters differs from trainer.optimizer.lr."""
+    min_pixels: Amount | None = None
+    """Number of pixels to which smaller images are enlarged; null: the processor's value in the model's directory."""
+    max_pixels: Amount | None = None
+    """Number of pixels to which larger images are reduced; null: the processor's value in the model's directory."""
+    processes: Size = 2
+    """Number of processes on the driver's machine that prepare images."""
 
 
 class RankLayout(Section):
@@ -353,13 +288,6 @@ class Trainer(RankLayout):
         return self.expert_tensor or self.tensor
 
     def _faults(self) -> Faults:
-        for key, instead in NOT_PASSED.items():
-            if self.megatron.get(key) not in (None, False, 0, "none"):
-                about = f"trainer.megatron.{key}"
-                yield "trainer.megatron", about, f"{about} cannot be set: {instead}"
-        yield from self._layout_faults()
-
-    def _layout_faults(self) -> Faults:
         product = self.tensor * self.pipeline * self.context * self.data_size
         if product != self.world_size:
             yield (

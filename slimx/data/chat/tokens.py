@@ -65,8 +65,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         )
     try:
         from transformers import AutoTokenizer  # a slow import, which `encode_prompt` does not need
-    except ModuleNotFoundError:
-        raise not_installed("transformers") from None
+    except ModuleNotFoundError as error:
+        raise not_installed(error.name or "transformers") from None
     try:
         # Without this argument transformers asks on the terminal whether to run the code of a directory.
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)

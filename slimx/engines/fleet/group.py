@@ -73,7 +73,7 @@ class EngineGroup:
         `record`: called with every restart. `router`: name of the router. `groups`: groups of `rollout.engines` to
         create engines for; None selects the policy's groups. `shared`: placements of trainer ranks, one GPU each, whose
         GPUs the engines use alternately with the trainers; empty if no GPUs are shared."""
-        groups = groups or config.rollout.sampling_engines
+        groups = groups or config.served.sampling
         self.config = config
         self.device = device
         self.moe = moe

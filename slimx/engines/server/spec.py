@@ -110,7 +110,7 @@ def engine_spec(config: Config, group: Engines, name: str, *, device: str, moe: 
         draft=config.publishes_draft(group),
         form=ServedForm() if group.frozen else form_of(config).served(),
         precompile=group.precompile,
-        sleeps=config.schedule.colocate and group in config.rollout.sampling_engines,
+        sleeps=config.schedule.colocate and group in config.served.sampling,
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from slimx.config.sections.reward import Eval
+from slimx.config.sections.eval import Eval
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
 from slimx.extras.alerts.curves.watch import Curves

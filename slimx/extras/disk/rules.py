@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from slimx.config.rule import Problems, rule
+from slimx.config.sections.eval import ServedEngines
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.rollout import Rollout
 
 
 @rule("publish.delta_beside", "publish.delta")
-def put_together(rollout: Rollout, publish: Publish) -> Problems:
+def put_together(served: ServedEngines, publish: Publish) -> Problems:
     if publish.transport != "disk" or publish.delta is None:
         return
-    for group in rollout.policy_engines:
+    for group in served.policy:
         if group.urls or group.nodes > 1:
             yield (
                 "publish.delta with publish.transport=disk supports only servers that slimx starts and that run on "

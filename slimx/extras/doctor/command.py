@@ -139,7 +139,7 @@ def _show_gap(config: Config, layers: bool) -> bool:
     """Shows the log-prob gap between trainers and engines, and returns False if numerics.mode is exact but the
     log-probs of a batch are not bitwise equal. Raises SlimxError, before torch is imported, if the policy has no
     engines, or if the trainer's parallel sizes prevent comparing layers."""
-    if not config.rollout.policy_engines:
+    if not config.served.policy:
         raise SlimxError(
             "slimx doctor --gap compares trainers with engines, but no group in rollout.engines serves the policy; add "
             "an engine group that serves the policy",

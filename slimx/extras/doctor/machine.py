@@ -321,8 +321,8 @@ def _import_error(module: str, environment: Mapping[str, str]) -> str | None:
 def _gpus() -> Iterator[Finding]:
     try:
         import pynvml
-    except ImportError:
-        yield Finding("GPUs", "unknown", f"nvidia-ml-py is not installed; run `{INSTALL}`")
+    except ImportError as error:
+        yield Finding("GPUs", "unknown", f"nvidia-ml-py cannot be imported ({error}); run `{INSTALL}`")
         return
     try:
         pynvml.nvmlInit()

@@ -5,14 +5,15 @@
                                          +--> answers --> metrics of step N, as a further line of metrics.jsonl
 
 An evaluation that has begun is marked by the metric `eval/begun` in its step's line. If the process ends before the
-result is there, the next process repeats the evaluation if it resumes at this step, and else counts it as lost.
+result is there, the next process repeats the evaluation if it resumes at this step, and else counts it as lost. One
+that fails is reported at once; an error that later evaluations would meet too ends the run when the next one begins.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import cast
 
@@ -58,10 +59,13 @@ class EnginesBeside(EvaluationEngines):
         """Step of the current or most recent evaluation."""
         self._work: asyncio.Task[dict[str, float]] | None = None
         """The evaluation that goes on; None between evaluations."""
+        self._lost: list[int] = []
+        """Steps whose evaluations this process has reported as lost."""
 
     async def begin(self, run: Run, *, resumed: bool = False) -> dict[str, float]:
         """Waits for the previous evaluation, publishes the current weights to these engines, and begins to evaluate
-        them. After the run's last step, waits for the result and returns it."""
+        them. After the run's last step, waits for the result and returns it. If the run is asked to save and stop,
+        waits no longer: the process that resumes the run repeats the evaluation, and after the last step it is lost."""
         if resumed:
             await self._resume(run)
             return {}
@@ -69,14 +73,23 @@ class EnginesBeside(EvaluationEngines):
         if self._maker is None:
             self.group.members.watch()
             self._maker = self._service.make_maker(self)
-        await self._finish(run)
-        async with run.trainers_turn():
-            await self._publish(run, step)
-        self._step = step
-        self._work = asyncio.create_task(self._evaluate(run, self._maker, step))
-        if step == run.config.schedule.steps:
-            return await self._result(run)
-        return {BEGUN: 1.0}
+        last = step == run.config.schedule.steps
+        if await self._publish(run, step):
+            self._step = step
+            self._work = asyncio.create_task(self._reported(run, self._evaluate(run, self._maker, step), step))
+            result = await run.watched(run.unless_leaving(self._result(run))) if last else {BEGUN: 1.0}
+            if result is not None:
+                return result
+        elif not last:
+            return {BEGUN: 1.0}
+        pending = {step}
+        if self._work is not None and not self._work.done():
+            pending.add(self._step)
+        await cancelled(self._work)
+        self._work = None
+        for unfinished in sorted(pending.difference(self._lost)):
+            self._lose(run, unfinished, "the run is asked to stop")
+        return {}
 
     async def _resume(self, run: Run) -> None:
         """Repeats the evaluation of the step at which the run resumes if it has no result, and counts those of earlier
@@ -94,9 +107,11 @@ class EnginesBeside(EvaluationEngines):
                 self._lose(run, step, "the earlier process ended, and the weights of this step are gone")
 
     async def cancel(self) -> None:
-        """Cancels the evaluation that goes on."""
+        """Cancels the evaluation that goes on, and names the steps whose evaluations were lost."""
         if self._work is not None and not self._work.done():
             self._note(f"the evaluation of step {self._step} is not finished")
+        if self._lost:
+            self._note(f"evaluations that were lost: {', '.join(f'step {step}' for step in self._lost)}")
         await cancelled(self._work)
         if self._maker is not None:
             self._maker.close()
@@ -105,17 +120,37 @@ class EnginesBeside(EvaluationEngines):
         """Stops the router and the servers that slimx started."""
         await self.group.stop()
 
-    async def _publish(self, run: Run, step: int) -> None:
-        """Publishes the weights to these engines, again and again until at least one has received them."""
+    async def _publish(self, run: Run, step: int) -> bool:
+        """Waits for the previous evaluation, and publishes the weights to these engines, again and again until at least
+        one has received them. Returns False if the run is asked to save and stop during a wait."""
         publications = cast(EnginePublications, run.policies[ACTOR].publications)
         members = self.group.members
-        while True:
+
+        async def ready() -> bool:
+            await self._result(run)
             await members.available()
-            try:
-                await publications.publish_to(members, step)
-                return
-            except (NoReceiverLeft, TransportLost) as error:
-                self._note(first_line(error))
+            return True
+
+        # Engines are awaited outside of the trainers' turn, during which colocated engines sleep and none restarts.
+        while await run.watched(run.unless_leaving(ready())):
+            async with run.trainers_turn():
+                try:
+                    await publications.publish_to(members, step)
+                    return True
+                except (NoReceiverLeft, TransportLost) as error:
+                    self._note(first_line(error))
+        return False
+
+    async def _reported(self, run: Run, work: Awaitable[dict[str, float]], step: int) -> dict[str, float]:
+        """Awaits the evaluation `work` and returns its metrics; {} if it is lost. Reports an error at once, and raises
+        it if later evaluations cannot succeed either."""
+        try:
+            return await work
+        except SlimxError as error:
+            self._lose(run, step, first_line(error))
+            if not isinstance(error, EvaluationLost):
+                raise
+            return {}
 
     async def _evaluate(self, run: Run, maker: GroupMaker, step: int) -> dict[str, float]:
         since = time.time()
@@ -141,30 +176,26 @@ class EnginesBeside(EvaluationEngines):
             run.records.tracker.log(step, metrics, version=step)
         return metrics
 
-    async def _finish(self, run: Run) -> None:
-        """Waits for the evaluation that goes on, if there is one."""
-        if self._work is not None:
-            await self._result(run)
-
     async def _result(self, run: Run) -> dict[str, float]:
-        """Waits for the evaluation that goes on and returns its metrics; {} if it has no result, which is then counted.
-        Raises SlimxError if later evaluations cannot succeed either."""
+        """Waits for the evaluation that goes on and returns its metrics; {} if there is none, or if it is lost. Raises
+        SlimxError if later evaluations cannot succeed either."""
+        if self._work is None:
+            return {}
+        limit = run.config.eval.deadline
+        done, _ = await asyncio.wait({self._work}, timeout=limit)
         work = self._work
         self._work = None
-        assert work is not None
-        limit = run.config.eval.deadline
-        try:
-            async with asyncio.timeout(limit):
-                return await work
-        except TimeoutError:
-            reason = f"it has no result after another {limit:g} s (eval.deadline)"
-        except EvaluationLost as error:
-            reason = str(error)
-        self._lose(run, self._step, reason)
+        if done:
+            return work.result()
+        await cancelled(work)
+        self._lose(run, self._step, f"it has no result after another {limit:g} s (eval.deadline)")
         return {}
 
     def _lose(self, run: Run, step: int, reason: str) -> None:
-        self._note(f"the evaluation of step {step} is lost: {reason}")
+        sentence = f"the evaluation of step {step} is lost: {reason}"
+        self._lost.append(step)
+        self._note(sentence)
+        run.records.events.tell("evaluation_lost", sentence, about=f"step {step}")
         run.records.tracker.log(step, {LOST: 1.0}, version=step)
 
 
@@ -181,6 +212,6 @@ def make_engines(
         note=note,
         record=record,
         router="router-eval",
-        groups=service.config.rollout.evaluating,
+        groups=service.config.served.evaluating,
     )
     return EnginesBeside(service, group, note)

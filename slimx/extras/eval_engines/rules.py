@@ -6,11 +6,9 @@ from collections.abc import Mapping
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.eval import Eval, ServedEngines
 from slimx.config.sections.policies import Policy
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.reward import Eval
-from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.trainer import Trainer
 
 
 @rule("eval.engines_idle", "eval.engines")
@@ -20,37 +18,34 @@ def has_prompts(eval: Eval) -> Problems:
 
 
 @rule("eval.engines_scores", "eval.engines")
-def samples(algorithm: Algorithm, rollout: Rollout) -> Problems:
-    if algorithm.scores and rollout.evaluating:
+def samples(algorithm: Algorithm, served: ServedEngines) -> Problems:
+    if algorithm.scores and served.evaluating:
         yield "eval.engines has no use, because the trainers evaluate a reward model; remove eval.engines"
 
 
 @rule("eval.engines_role", "eval.engines")
-def serves_alone(rollout: Rollout) -> Problems:
-    for group in rollout.evaluating:
+def serves_alone(served: ServedEngines) -> Problems:
+    for group in served.evaluating:
         for key in ("role", "frozen", "urls"):
             if getattr(group, key) != type(group).model_fields[key].default:
                 yield f"{group.where} sets {key}, which works only in rollout.engines; remove {key}"
 
 
 @rule("eval.engines_name", "eval.engines")
-def has_unique_names(rollout: Rollout) -> Problems:
-    names = [group.name for group in rollout.served]
-    for group in rollout.evaluating:
+def has_unique_names(served: ServedEngines) -> Problems:
+    names = [group.name for group in served.groups]
+    for group in served.evaluating:
         if names.count(group.name) > 1:
             yield f"several engine groups are named {group.name!r}, one of them in eval.engines; change its name"
             return
 
 
 @rule("eval.engines_unproven", "eval.engines")
-def is_proven(rollout: Rollout, publish: Publish, trainer: Trainer, policies: Mapping[str, Policy]) -> Problems:
+def is_proven(served: ServedEngines, publish: Publish, policies: Mapping[str, Policy]) -> Problems:
     """Rejects combinations that were never tested."""
-    keys = {
-        "policies": bool(policies),
-        "publish.delta": publish.delta is not None,
-        "publish.adapters": publish.adapters == "alone",
-        "trainer.vision": trainer.vision is not None,
-    }
-    for key, is_set in keys.items():
-        if is_set and rollout.evaluating:
+    unproven = [f"policies.{name}" for name, policy in policies.items() if policy.shares is None]
+    if publish.adapters == "alone":
+        unproven.append("publish.adapters=alone")
+    if served.evaluating:
+        for key in unproven:
             yield f"eval.engines was never tested with {key}; remove eval.engines, or {key}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
-from slimx.config.sections.reward import Eval
+from slimx.config.sections.eval import Eval
 from slimx.config.sections.rollout import Rollout
-from slimx.extras.evaluation.settings import by_key, lengths
+from slimx.extras.evaluation.settings import by_keys, lengths
 
 if TYPE_CHECKING:
     from slimx.models.families import ModelSpec
@@ -15,45 +15,45 @@ if TYPE_CHECKING:
 
 @rule("prompts.map", "eval.map")
 def maps_once(eval: Eval) -> Problems:
-    for key, options in by_key(eval).items():
+    for (hook, fields), options in by_keys(eval, "map", "fields").items():
         if options.map is not None and options.fields is not None:
             yield (
-                f"{key}.map",
-                f"{key}.map and {key}.fields are both set, but the hook of {key}.map returns the whole prompt; remove "
-                "one of them",
+                hook,
+                f"{hook} and {fields} are both set, but the hook returns the whole prompt; remove one of them",
             )
 
 
 @rule("eval.samples", "eval.samples")
 def answers_differ(eval: Eval) -> Problems:
-    for key, options in by_key(eval).items():
+    for (samples, temperature), options in by_keys(eval, "samples", "temperature").items():
         if options.samples > 1 and options.temperature == 0:
             yield (
-                f"{key}.samples",
-                f"{key}.samples is {options.samples} but {key}.temperature is 0, so all answers to a prompt would be "
-                f"equal; set a temperature, or {key}.samples=1",
+                samples,
+                f"{samples} is {options.samples} but {temperature} is 0, so all answers to a prompt would be equal; "
+                f"raise {temperature}, or set {samples}=1",
             )
 
 
 @rule("eval.pass_at", "eval.pass_at")
 def samples_enough(eval: Eval) -> Problems:
-    for key, options in by_key(eval).items():
+    for (pass_at, samples), options in by_keys(eval, "pass_at", "samples").items():
         beyond = [k for k in options.pass_at if k > options.samples]
         if beyond:
             yield (
-                f"{key}.pass_at",
-                f"{key}.pass_at contains {beyond[0]}, but {key}.samples is {options.samples}, and pass@k needs at "
-                f"least k answers; raise {key}.samples or remove {beyond[0]}",
+                pass_at,
+                f"{pass_at} contains {beyond[0]}, but {samples} is {options.samples}, and pass@k needs at least k "
+                f"answers; raise {samples} or remove {beyond[0]}",
             )
 
 
 @rule("eval.top_p", "eval.top_p")
 def samples_from_nucleus(eval: Eval) -> Problems:
-    for key, options in by_key(eval).items():
+    for (top_p, temperature), options in by_keys(eval, "top_p", "temperature").items():
         if options.temperature == 0 and options.top_p < 1:
             yield (
-                f"{key}.top_p",
-                f"{key}.top_p is {options.top_p}, but answers are greedy; set {key}.temperature, or remove {key}.top_p",
+                top_p,
+                f"{top_p} is {options.top_p}, but answers are greedy, because {temperature} is 0; raise {temperature}, "
+                f"or remove {top_p}",
             )
 
 

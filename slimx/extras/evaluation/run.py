@@ -10,7 +10,7 @@ from pathlib import Path
 from slimx.cluster.connection import device_of
 from slimx.cluster.starting import Starting
 from slimx.config.schema import Config
-from slimx.config.sections.reward import Eval
+from slimx.config.sections.eval import Eval
 from slimx.extras.evaluation.checks import EVALUATIONS
 from slimx.extras.generation.serving import serving
 from slimx.json_types import Json
@@ -64,7 +64,7 @@ async def _session(
 
 async def evaluate_once(service: EngineService) -> Json:
     """Evaluates on the held-out prompts with the running engines of `service`, and returns the result: {checkpoint,
-    time, samples, temperature, sets: settings by prompt set, prompts, metrics}."""
+    time, sets: settings by prompt set, prompts, metrics}."""
     config = service.config
     prompts = service.sources.eval_prompts
     maker = service.make_maker()
@@ -72,12 +72,10 @@ async def evaluate_once(service: EngineService) -> Json:
         outcomes = await service.watched(answer_all(maker, prompts))
     finally:
         maker.close()
-    group = config.rollout.policy_engines[0]
+    group = config.served.policy[0]
     return {
         "checkpoint": group.model or config.model.path,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "samples": config.eval.samples,
-        "temperature": config.eval.temperature,
         "sets": {name: _settings(config, options) for name, options in config.eval.sets.items()},
         "prompts": {name: len(rows) for name, rows in prompts.items()},
         "metrics": eval_metrics(config.eval, prompts, outcomes),
@@ -102,7 +100,7 @@ def table(result: Json) -> Iterator[str]:
     for key in metrics:
         if key.count("/") == 1 and key != "eval/failed":
             columns.append(key.removeprefix("eval/"))
-    settings = result.get("sets") or {"": result}
+    settings = result["sets"]
     sampled = {(used["samples"], used["temperature"]) for used in settings.values()}
     if len(sampled) == 1:
         ((samples, temperature),) = sampled

@@ -1,18 +1,20 @@
-"""Settings of evaluations by the key that contains them, for rules, and the lengths that they allow."""
+"""Settings of evaluations by the keys under which their values are written, for rules, and the lengths that they
+allow."""
 
 from __future__ import annotations
 
-from slimx.config.sections.reward import Eval
+from slimx.config.sections.eval import Eval
 
 
-def by_key(options: Eval) -> dict[str, Eval]:
-    """Returns the settings that evaluations use, by the key that contains them: "eval", or that of a set with its
-    own."""
-    settings = {}
+def by_keys(options: Eval, *names: str) -> dict[tuple[str, ...], Eval]:
+    """Returns the settings that evaluations use, by the keys under which the values of their fields `names` are
+    written: of the prompt set if it sets a field, otherwise of section `eval`."""
+    found = {}
     for name, of_set in options.sets.items():
-        changed = options.prompts is not None and options.prompts[name].changes
-        settings[f"eval.prompts.{name}" if changed else "eval"] = of_set
-    return settings or {"eval": options}
+        changes = (options.prompts or {})[name].changes
+        keys = [f"eval.prompts.{name}.{field}" if field in changes else f"eval.{field}" for field in names]
+        found[tuple(keys)] = of_set
+    return found or {tuple(f"eval.{field}" for field in names): options}
 
 
 def lengths(options: Eval) -> dict[str, int]:
@@ -20,7 +22,7 @@ def lengths(options: Eval) -> dict[str, int]:
     in training, or if the run does not evaluate."""
     found = {}
     if options.files:
-        for key, of_set in by_key(options).items():
+        for (key,), of_set in by_keys(options, "max_new_tokens").items():
             if of_set.max_new_tokens is not None:
-                found[f"{key}.max_new_tokens"] = of_set.max_new_tokens
+                found[key] = of_set.max_new_tokens
     return found

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic
+from slimx.config.sections.eval import ServedEngines
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Numerics
-from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.run import Numerics, Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.extras.exact.mode import tensor_sizes, tree_leaves
@@ -171,8 +171,8 @@ def whole_vocabulary(numerics: Numerics, rollout: Rollout) -> Problems:
 
 
 @rule("exact.gap_probe", "rollout.gap_probe")
-def probed(numerics: Numerics, rollout: Rollout, schedule: Schedule) -> Problems:
-    if numerics.exact and schedule.max_staleness and rollout.gap_probe == 0 and rollout.policy_engines:
+def probed(numerics: Numerics, rollout: Rollout, served: ServedEngines, schedule: Schedule) -> Problems:
+    if numerics.exact and schedule.max_staleness and rollout.gap_probe == 0 and served.policy:
         yield (
             f"with {MODE} and schedule.max_staleness={schedule.max_staleness}, only the gap probe can detect that "
             "log-probs of trainer and engines differ, but rollout.gap_probe is 0; set rollout.gap_probe to at least 1"
@@ -180,7 +180,7 @@ def probed(numerics: Numerics, rollout: Rollout, schedule: Schedule) -> Problems
 
 
 @rule("exact.quantize", "publish.quantize")
-def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publish: Publish) -> Problems:
+def same_blocks(numerics: Numerics, served: ServedEngines, algorithm: Algorithm, publish: Publish) -> Problems:
     if not numerics.exact or publish.quantize is None:
         return
     problem = f"numerics.mode is exact and publish.quantize is {publish.quantize}"
@@ -205,7 +205,7 @@ def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publ
             f"{problem}, but the trainer would round the weights of algorithm.teacher, too; serve the teacher in a "
             "frozen group of rollout.engines and set algorithm.teacher_engine to the group's name instead",
         )
-    for group in rollout.policy_engines:
+    for group in served.policy:
         if group.model is None and not group.urls:
             yield (
                 "rollout.engines.model",
@@ -221,10 +221,10 @@ def no_critic(numerics: Numerics, critic: Critic | None) -> Problems:
 
 
 @rule("exact.engines", "rollout.engines")
-def serve_the_same(numerics: Numerics, rollout: Rollout) -> Problems:
+def serve_the_same(numerics: Numerics, served: ServedEngines) -> Problems:
     if not numerics.exact:
         return
-    for group in rollout.policy_engines:
+    for group in served.policy:
         for key in ("pipeline", "dp_attention"):
             if getattr(group, key) > 1:
                 yield (
@@ -308,7 +308,7 @@ def rounds_model(numerics: Numerics, publish: Publish, spec: ModelSpec) -> Probl
 
 
 @rule("exact.blocks", "publish.quantize")
-def serves_blocks(numerics: Numerics, publish: Publish, rollout: Rollout, spec: ModelSpec) -> Problems:
+def serves_blocks(numerics: Numerics, publish: Publish, served: ServedEngines, spec: ModelSpec) -> Problems:
     if not numerics.exact or publish.quantize is None:
         return
     # Not at module level, because they import torch, which planning does not need.
@@ -321,7 +321,7 @@ def serves_blocks(numerics: Numerics, publish: Publish, rollout: Rollout, spec: 
         return
     if quantization.rule == "triton":
         kernel.triton_scales(kernel.TRITON_SCALES)  # raises SlimxError without the table, which only a GPU can compute
-    for group in rollout.policy_engines:
+    for group in served.policy:
         if group.model is None:  # an external server; its tensors are compared before a publication
             continue
         try:

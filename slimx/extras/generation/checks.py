@@ -69,7 +69,7 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
             "slimx generate and slimx eval do not support several trained policies; evaluate during training "
             "(eval.prompts), or remove the additional policies from the section policies",
         )
-    if not config.rollout.policy_engines:
+    if not config.served.policy:
         remedy = "rollout.engines is empty; add an engine group to rollout.engines"
         if config.rollout.replay:
             remedy = "rollout.replay is set; remove rollout.replay"
@@ -97,11 +97,10 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
             sglang = {"tokenizer_path": config.model.path} | group.sglang
             group = group.model_copy(update={"model": str(weights), "sglang": sglang})
         groups.append(group)
-    rollout = config.rollout.model_copy(update={"engines": tuple(groups)})
-    rollout._evaluating = ()  # there is no training during which they could evaluate
     return config.model_copy(
         update={
-            "rollout": rollout,
+            "rollout": config.rollout.model_copy(update={"engines": tuple(groups)}),
+            "eval": config.eval.model_copy(update={"engines": ()}),  # no training during which they could evaluate
             "schedule": config.schedule.model_copy(update={"colocate": False}),  # there are no trainers
         }
     )

@@ -33,7 +33,7 @@ async def serving(
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     async with EngineService(config, sources, directory, note=note) as service:
         (engines,) = service.place().values()
-        check = partial(check_stored, config.model.path, config.rollout.policy_engines)
+        check = partial(check_stored, config.model.path, config.served.policy)
         await together([service.frozen.start, engines.start, check])
         # The maximum length of a trajectory is the same as in training with this configuration.
         await service.open(longest_trajectory(config, sources.policies[ACTOR].spec, sizes_of(config.trainer)))

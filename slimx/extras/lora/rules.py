@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.engines import Engines
+from slimx.config.sections.eval import ServedEngines
 from slimx.config.sections.policies import ACTOR
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
 from slimx.rules.unproven import other_architectures, sections_in, table_problems
 
@@ -209,8 +209,8 @@ def brings_adapters(publish: Publish, device: str) -> Problems:
 
 
 @rule("lora.served", "rollout.engines.sglang")
-def serves_merged_weights(rollout: Rollout) -> Problems:
-    for key, group in _serving(rollout.policy_engines):
+def serves_merged_weights(served: ServedEngines) -> Problems:
+    for key, group in _serving(served.policy):
         yield (
             key,
             f"{key} would make engine {group} add adapters to its layers, but slimx publishes merged weights "
@@ -219,12 +219,12 @@ def serves_merged_weights(rollout: Rollout) -> Problems:
 
 
 @rule("lora.served_on_cpu", "rollout.engines.sglang")
-def has_a_gpu(rollout: Rollout, device: str) -> Problems:
+def has_a_gpu(served: ServedEngines, device: str) -> Problems:
     """Refuses arguments that make SGLang serve LoRA adapters on the CPU: SGLang 0.5.23 would crash, because its layers
     with adapters pin memory (`srt/lora/layers.py`), which torch supports only with a GPU."""
     if device != "cpu":
         return
-    for key, group in _serving(rollout.frozen_engines):
+    for key, group in _serving(served.frozen):
         yield (
             key,
             f"engine {group} would serve adapters, which SGLang 0.5.23 supports only on GPUs; merge the adapters into "

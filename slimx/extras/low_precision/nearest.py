@@ -18,7 +18,7 @@ def nearest(config: Config, sizes: Sizes) -> Iterator[tuple[str, Config, Sizes]]
     Changes to engines come first: larger expert parallel sizes, then smaller tensor parallel sizes. Smaller trainer
     sizes follow. An alternative may not fit the model or the number of ranks.
     """
-    group = config.rollout.policy_engines[0]
+    group = config.served.policy[0]
     divisors = _divisors(group.tensor)
     engines = [("expert", size) for size in divisors if size > group.expert]
     engines += [("tensor", size) for size in reversed(divisors) if group.expert <= size < group.tensor]

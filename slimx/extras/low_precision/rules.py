@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.engines import Engines
+from slimx.config.sections.eval import ServedEngines
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster, Numerics
 from slimx.config.sections.trainer import Trainer
 from slimx.rules.unproven import other_architectures, sections_in, table_problems
@@ -201,7 +201,7 @@ def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
 
 
 @rule("publish.int4", "publish.quantize")
-def takes_codes(publish: Publish, numerics: Numerics, rollout: Rollout) -> Problems:
+def takes_codes(publish: Publish, numerics: Numerics, served: ServedEngines) -> Problems:
     """Refuses settings with which engines cannot receive INT4 codes, such as expert kernels that rearrange them.
     Engines must store codes in row order, as checkpoints do; among SGLang's kernels, only Triton's uses this order."""
     if publish.quantize != "int4":
@@ -217,7 +217,7 @@ def takes_codes(publish: Publish, numerics: Numerics, rollout: Rollout) -> Probl
             "publish.encoding",
             f"{codes} needs the engines' own layout, but publish.encoding is hf; set publish.encoding to local or auto",
         )
-    for group in rollout.policy_engines:
+    for group in served.policy:
         if group.sglang.get("moe_runner_backend") != "triton":
             yield (
                 "rollout.engines.sglang.moe_runner_backend",
@@ -257,10 +257,10 @@ def rounded_from(publish: Publish, numerics: Numerics) -> Problems:
 
 
 @rule("publish.quantize_on_cpu", "publish.quantize")
-def has_kernels(publish: Publish, numerics: Numerics, rollout: Rollout, device: str, sizes: Sizes) -> Problems:
+def has_kernels(publish: Publish, numerics: Numerics, served: ServedEngines, device: str, sizes: Sizes) -> Problems:
     """Refuses quantized publications for which SGLang has no kernels on the CPU. `sizes`: restricts the rule to
     configurations with trainers, because without trainers nothing is published."""
-    if publish.quantize is None or device != "cpu" or numerics.exact or not rollout.policy_engines:
+    if publish.quantize is None or device != "cpu" or numerics.exact or not served.policy:
         return
     if publish.in_fp8:
         problem = "supports fp8 blocks only in slimx's exact mode; remove publish.quantize, or set numerics.mode=exact"
@@ -270,9 +270,9 @@ def has_kernels(publish: Publish, numerics: Numerics, rollout: Rollout, device: 
 
 
 @rule("publish.mxfp4", "model.path")
-def starts_in_plain_values(rollout: Rollout, spec: ModelSpec) -> Problems:
+def starts_in_plain_values(served: ServedEngines, spec: ModelSpec) -> Problems:
     method = (spec.hf.get("quantization_config") or {}).get("quant_method")
-    if rollout.policy_engines and method == "mxfp4":
+    if served.policy and method == "mxfp4":
         yield (
             f"engines that start from the MXFP4 checkpoint {spec.path} would store experts in MXFP4, but slimx does "
             "not publish MXFP4 weights; convert the checkpoint to bf16 (`slimx convert hf-to-megatron`, then `slimx "
@@ -281,12 +281,12 @@ def starts_in_plain_values(rollout: Rollout, spec: ModelSpec) -> Problems:
 
 
 @rule("engines.fp8_model", "rollout.engines.model")
-def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
+def starts_in_fp8(served: ServedEngines, publish: Publish, spec: ModelSpec) -> Problems:
     """Refuses engines that start from bf16 weights but receive fp8 publications, because the engines' parameters cannot
     store fp8. Model directories that do not exist yet are not checked."""
     if not publish.in_fp8:
         return
-    for group, directory, quantization in _origins(rollout, spec):
+    for group, directory, quantization in _origins(served, spec):
         if not quantization:
             yield (
                 f"{group.where} starts from {directory}, which is not an fp8 checkpoint, but publish.quantize is "
@@ -296,11 +296,11 @@ def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Proble
 
 
 @rule("engines.int4_model", "rollout.engines.model")
-def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
+def starts_in_what_is_published(served: ServedEngines, publish: Publish, spec: ModelSpec) -> Problems:
     """Refuses engines that start from INT4 weights but receive unquantized or fp8 publications, or the reverse, because
     the parameters' layouts differ. Model directories that do not exist yet are not checked."""
     published = publish.quantize == "int4"
-    for group, directory, quantization in _origins(rollout, spec):
+    for group, directory, quantization in _origins(served, spec):
         starts = quantization.get("quant_method") == "compressed-tensors"
         if starts and not published:
             yield (
@@ -316,13 +316,13 @@ def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelS
             )
 
 
-def _origins(rollout: Rollout, spec: ModelSpec) -> Iterator[tuple[Engines, Path, dict[str, Any]]]:
+def _origins(served: ServedEngines, spec: ModelSpec) -> Iterator[tuple[Engines, Path, dict[str, Any]]]:
     """Yields each group of engines that serve the policy, with the directory from which the engines load their initial
     weights and that directory's quantization_config. Groups whose directory has no config.json are skipped. Raises
     SlimxError for a config.json with an invalid value."""
     from slimx.models.schema import read_fields
 
-    for group in rollout.policy_engines:
+    for group in served.policy:
         file = Path(group.model or spec.path) / "config.json"
         if file.is_file():
             hf = read_fields(file, spec.family.UNCHECKED_FIELDS)

@@ -6,10 +6,12 @@ import io
 import json
 import os
 import re
+import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -27,6 +29,40 @@ from slimx.extras.watch.status import describe_status, run_status
 
 ROLLOUTS = MIB
 """Maximum number of bytes of samples.jsonl from which samples are taken."""
+PRIVATE = "private: text of rollouts"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A text that belongs into the archive, before redaction."""
+
+    name: str
+    text: str
+    note: str = ""
+    found: Taken | None = None
+    """The file of the run with this text; None if the text is made for the archive."""
+    values: tuple[object, ...] = ()
+    """Value of the YAML or JSON file, or of each line of the JSONL file; empty if the text has none."""
+
+    def redacted(self, redactor: Redactor) -> bytes:
+        """Returns the bytes of the text without secrets and names."""
+        text = self.text
+        if self.name.endswith(".jsonl"):
+            lines = []
+            for line, value in zip(text.splitlines(), self.values, strict=False):
+                cleaned = redactor.values(value)
+                lines.append(line if cleaned == value else json.dumps(cleaned, ensure_ascii=False))
+            text = "".join(f"{line}\n" for line in lines) or text
+        elif self.values:
+            cleaned = redactor.values(self.values[0])
+            if self.name.endswith(".yaml"):
+                text = yaml.safe_dump(cleaned, sort_keys=False, allow_unicode=True, width=sys.maxsize)
+            elif cleaned != self.values[0]:
+                text = json.dumps(cleaned, indent=1, ensure_ascii=False)
+        text = redactor.text(text)
+        if self.found is None:
+            return text.encode()
+        return self.found.shortened(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +93,53 @@ def pack(run: Path, out: Path | None, rollouts: int, environment: Mapping[str, s
     the file exists or cannot be written."""
     directory = _directory_of(run)
     redactor = redactor_of(directory or run, environment)
-    name = re.sub(r"[^\w.-]+", "-", redactor.text(run.resolve().stem))
-    file = out or Path(f"slimx-{name}-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
-    if os.path.lexists(file):
-        raise SlimxError(f"{file} exists; choose another file with --out", code="pack.out", about=str(file))
     if directory is not None:
         redactor.add_hosts(_hosts(directory))
-    members: list[Member] = []
     left_out: list[LeftOut] = []
+    sources: list[Source] = []
     for found in _found(run, directory):
         if isinstance(found, LeftOut):
             left_out.append(found)
         else:
-            members.append(_member(found, redactor))
+            sources.append(_source(found))
     for name, text in _described(directory, environment):
-        members.append(Member(name, redactor.text(text).encode()))
+        sources.append(Source(name, text))
     if rollouts and directory is not None:
-        members += _rollouts(directory, rollouts, redactor)
+        sources += _rollouts(directory, rollouts)
+    for source in sources:  # before any of them is redacted, because each may name what the others contain
+        redactor.learn(source.text)
+        redactor.learn_values(list(source.values))
+    file = out or Path(f"slimx-{_run_name(run, redactor)}-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
+    if os.path.lexists(file):
+        raise SlimxError(f"{file} exists; choose another file with --out", code="pack.out", about=str(file))
+    members: list[Member] = []
+    for source in sources:
+        name = _unused(redactor.file_name(source.name), members)
+        members.append(Member(name, source.redacted(redactor), source.note))
     members = _bounded(members, left_out)
-    _write(file, members)
+    folder = redactor.file_name(file.name.removesuffix(".gz").removesuffix(".tar").removesuffix(".tgz"))
+    _write(file, folder or "slimx-pack", members)
     return Packed(file, members, left_out, redactor.count)
+
+
+def _run_name(run: Path, redactor: Redactor) -> str:
+    """Returns the name of the run's directory or YAML file, for the name of its archive."""
+    name = run.resolve().name
+    if run.is_file():
+        name = name.removesuffix(".yaml").removesuffix(".yml")
+    return re.sub(r"[^\w.-]+", "-", redactor.text(name))
+
+
+def _unused(name: str, members: list[Member]) -> str:
+    """Returns `name`, with a number before its ending if one of `members` has this name: redaction can make two names
+    equal."""
+    taken_names = {member.name for member in members}
+    path = Path(name)
+    number = 1
+    while name in taken_names:
+        number += 1
+        name = str(path.with_name(f"{path.stem}-{number}{path.suffix}"))
+    return name
 
 
 def _directory_of(run: Path) -> Path | None:
@@ -103,24 +166,41 @@ def _directory_of(run: Path) -> Path | None:
 def _found(run: Path, directory: Path | None) -> Iterator[Taken | LeftOut]:
     if run.is_file():
         found = taken(run.resolve().parent, run.resolve().name, LIMITS["config.yaml"])
-        yield Taken("run.yaml", found.text, found.size, found.cut) if isinstance(found, Taken) else found
+        yield replace(found, name="run.yaml") if isinstance(found, Taken) else found
     if directory is not None:
         yield from files_of(directory)
 
 
-def _member(found: Taken, redactor: Redactor) -> Member:
+def _source(found: Taken) -> Source:
+    """Returns a file of the run with the values in it, if it is valid YAML or JSON."""
     note = ""
     if found.cut:
         note = f"the last lines of {found.size:,} bytes"
     text = found.text
-    if found.name.endswith(".yaml"):
-        try:
-            text = yaml.safe_dump(redactor.values(yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
-        except yaml.YAMLError:  # a file that is refused for this reason; its lines are searched below
-            note = "not valid YAML"
     if found.name == "dropped.jsonl":
         text = _without_rewards(text)
-    return Member(found.name, redactor.text(text).encode(), note)
+    values: tuple[object, ...] = ()
+    try:
+        if found.name.endswith(".yaml"):
+            values = (yaml.safe_load(text),)
+        elif found.name.endswith(".json"):
+            values = (json.loads(text),)
+        elif found.name.endswith(".jsonl"):
+            values = tuple(_lines(text))
+    except yaml.YAMLError:  # a file that is refused for this reason; its lines are searched
+        note = "not valid YAML"
+    except (ValueError, RecursionError):  # cut or damaged
+        pass
+    return Source(found.name, text, note, found, values)
+
+
+def _lines(text: str) -> Iterator[object]:
+    """Yields the value of each line of a JSONL file, None for a line that is not valid."""
+    for line in text.splitlines():
+        try:
+            yield json.loads(line)
+        except (ValueError, RecursionError):
+            yield None
 
 
 def _without_rewards(text: str) -> str:
@@ -157,21 +237,20 @@ def _alerts(directory: Path) -> list[str]:
     return list(alert_lines(alerts_of(directory)))
 
 
-def _rollouts(directory: Path, count: int, redactor: Redactor) -> Iterator[Member]:
+def _rollouts(directory: Path, count: int) -> Iterator[Source]:
     """Yields the newest `count` samples and, from the newest saved step, as many groups."""
     if (directory / "samples.jsonl").exists():
         found = taken(directory, "samples.jsonl", ROLLOUTS)
         if isinstance(found, Taken):
-            lines = found.text.splitlines(keepends=True)[-count:]
-            yield Member("samples.jsonl", redactor.text("".join(lines)).encode(), "private: text of rollouts")
+            text = "".join(found.text.splitlines(keepends=True)[-count:])
+            yield Source("samples.jsonl", text, PRIVATE, values=tuple(_lines(text)))
     saved = list(step_files(directory / DIRECTORY))
     if saved and not _linked(directory):
         try:
             values = step_of(directory, saved[-1], Choice(limit=count))
         except SlimxError as error:
             values = {"problem": str(error)}
-        text = json.dumps(values, indent=1)
-        yield Member("rollouts.json", redactor.text(text).encode(), "private: text of rollouts")
+        yield Source("rollouts.json", json.dumps(values, indent=1), PRIVATE, values=(values,))
 
 
 def _linked(directory: Path) -> bool:
@@ -202,20 +281,21 @@ def _bounded(members: list[Member], left_out: list[LeftOut]) -> list[Member]:
     return kept
 
 
-def _write(file: Path, members: list[Member]) -> None:
+def _write(file: Path, folder: str, members: list[Member]) -> None:
     """Writes the archive, readable by its owner only, with one folder that contains `members`."""
-    folder = file.name.removesuffix(".gz").removesuffix(".tar").removesuffix(".tgz") or "slimx-pack"
-    partial = file.with_name(f"{file.name}.partial")
+    partial = None
     try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        descriptor, partial = tempfile.mkstemp(suffix=".partial", prefix=f"{file.name}.", dir=file.parent)  # mode 0600
         with open(descriptor, "wb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as archive:
             for member in members:
                 entry = tarfile.TarInfo(f"{folder}/{member.name}")  # its owner is 0, without a name
                 entry.size = len(member.data)
                 entry.mtime = int(time.time())
                 archive.addfile(entry, io.BytesIO(member.data))
-        partial.rename(file)
+        os.replace(partial, file)
     except OSError as error:
+        if partial is not None:
+            Path(partial).unlink(missing_ok=True)
         raise SlimxError(
             f"the archive {file} cannot be written ({error.strerror}); set --out to a writable file",
             code="pack.out",

@@ -1,79 +1,48 @@
 """Removal of secrets, and of names of users and machines, from texts that leave the machine.
 
 Values are recognized by the name before them (`api_key=...`, `HF_TOKEN: ...`), by their form (`hf_...`, `sk-...`,
-`Bearer ...`), or because a variable of this process's environment with such a name contains them. Machines and
-addresses get numbers, so that a reader can still tell them apart."""
+`Bearer ...`), or because a variable of this process's environment, or another file of the run, has them under such a
+name. Therefore all texts are read first (`learn`), and then redacted (`text`). Machines and addresses get numbers, so
+that a reader can still tell them apart."""
 
 from __future__ import annotations
 
 import getpass
+import ipaddress
+import json
 import re
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 
-REMOVED = "[removed]"
+from slimx.extras.pack.assignments import REMOVED, is_secret, without_values
+from slimx.extras.pack.forms import AFTER, COLOR, FORMS, HOME, HOST_NAME, IP4, IP6, MAC, MACHINES, PUBLIC, URL, USERS
+from slimx.extras.pack.secret_names import kind_of
+
 SHORTEST = 6
 """Minimum number of characters of an environment variable's value that is also removed from texts. Shorter values, such
 as 1 or true, occur in most texts."""
-
-_SECRET = (
-    r"(?:[A-Z0-9_]{0,64}(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|COOKIE|DSN|_PASS)"
-    r"|[A-Za-z0-9]{1,64}(?:Key|Token|Secret|Password)"
-    r"|(?i:(?:[\w.-]{0,64}[_.-])?(?:api|admin|access|secret|private|auth|ssh|signing|encryption)[_-]?key"
-    r"|(?:[\w.-]{0,64}[_.-])?(?:password|passwd|passphrase|pwd|secret|client[_-]?secret|credentials?|authorization|cookie|dsn)"
-    r"|(?:[\w.-]{0,64}(?:api|admin|access|auth|bearer|refresh|id|session|bot|user|hub|hf)[_-]?)?token"
-    r"|[\w.-]{0,64}key(?:file)?[_-]password|(?:[\w.-]{0,64}[_.-])?webhook(?:[_-]url)?))"
-)
-SECRET_NAME = re.compile(_SECRET)
-"""Names of keys and variables whose values are removed. Names of token ids, such as eos_token, are not among them."""
-_HARMLESS = re.compile(r"(?:null|none|true|false|[-+]?[\d.,]+|\$\{.*|<.*)?", re.IGNORECASE)
-"""Values that are kept under such names: no value, numbers, references to the environment, and special tokens."""
-_ASSIGNED = re.compile(rf"""(?<![\w.-])(["']?)({_SECRET})\1(\s*[=:]\s*)("[^"\n]*"|'[^'\n]*'|[^\s,;&"'}})\]]+)""")
-_FORMS = [
-    re.compile(pattern)
-    for pattern in (
-        r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[\w+/=\s\\:,]|-(?!----))*(?:-----END [A-Z ]*PRIVATE KEY-----)?",
-        r"(?<![A-Za-z0-9])hf_[A-Za-z0-9]{8,}",
-        r"(?<![A-Za-z0-9])sk-[A-Za-z0-9_-]{8,}",
-        r"(?<![A-Za-z0-9])(?:gh[pousr]_|github_pat_|glpat-|gsk_|npm_|pypi-|r8_|xox[a-z]-|nvapi-|wandb_v\d_)[A-Za-z0-9_-]{8,}",
-        r"(?<![A-Z0-9])(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])",
-        r"(?<![A-Za-z0-9])AIza[A-Za-z0-9_-]{30,}",
-        r"(?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*",
-        r"(?i)(?<=bearer )[^\s\"',;]{4,}",
-        r"(?i)(?<=basic )[A-Za-z0-9+/]{8,}={0,2}",
-        r"(?<=://)[^\s/@\"'<>]+(?=@)",
-        r"(?i)(?<=[?&])(?:[\w-]*(?:token|key|secret|signature|password|credential)|sig)=[^\s&\"'#]+",
-        r"(?i)(?<=hooks\.slack\.com/)[^\s\"']+",
-        r"(?i)(?<=open\.feishu\.cn/)[^\s\"']+",
-        r"(?i)(?<=open\.larksuite\.com/)[^\s\"']+",
-        r"(?<![\w.+-])[\w.+-]+@[\w-]+(?:\.[\w-]+)*\.[A-Za-z]{2,}",
-    )
-]
-"""Forms of secrets and of addresses of people."""
-_AFTER = [
-    # The key of Weights & Biases has 40 hexadecimal digits, like a commit.
-    re.compile(r"(?i)(wandb[^\n]{0,80}?)(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"),
-    re.compile(
-        r"(?i)(?<![\w-])(--?[\w-]{0,64}(?:key|token|secret|password|passwd)"
-        r"[\"']?(?:\n[ \t]{0,40}- |[\s,]{1,8})[\"']?)(?!-)[^\s\"',]+"
-    ),
-    re.compile(r"(?<![\w-])((?:-u|--user) [\"']?[\w.-]+:)[^\s\"']+"),
-    re.compile(r"(?i)(authorization[\"']?\s*[:=]\s*[\"']?)[^\n\"',}]+"),
-]
-"""Secrets that only the words before them show."""
-_HOME = re.compile(r"(?:/home/|/Users/|/var/home/)([\w.-]+)|/root(?=/|$|[\s\"':,])")
-_IP4 = re.compile(r"(?<![\w.=-])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\w.])")
-_IP6 = re.compile(r"(?<![\w:])(?:[0-9a-f]{1,4}:){3,7}(?::?[0-9a-f]{1,4}){1,4}(?![\w:])", re.IGNORECASE)
-_CLOCK = re.compile(r"\d\d?(?::\d\d)+")
+LEARNED = 8
+"""Minimum number of characters of a value in a text that is also removed from other texts."""
+LOOSE = 5
+"""Minimum number of characters of a name that is also replaced next to a hyphen, a dot or an underscore."""
+_ADDRESSES = ("ADDR", "ADDRESS", "ENDPOINT", "HOST", "HOSTNAME", "NODELIST", "NODENAME", "PROXY", "URI", "URL")
+"""Ends of the names of variables with machines."""
+_ACCOUNTS = ("USER", "LOGNAME", "USERNAME", "SUDO_USER", "SLURM_JOB_USER")
+_ADDRESS = re.compile(rf"(?:[a-z][\w+.-]*://)?(?:[^@/\s]*@)?({HOST_NAME})")
 _LOCAL = ("0.0.0.0", "127.0.0.1")
-_COMMON_USERS = ("root", "user", "ubuntu", "slimx")
-"""User names that say nothing about a person, and words that occur elsewhere."""
+_COMMON = re.compile(
+    "root|users?|ubuntu|slimx|none|null|true|false|runner|conda|jenkins|builder|build|admin|docker|app|test|dev|work|"
+    "worker|node|home|data|models?|server|engine|trainer|ray|torch|python|public|shared|localhost|head|main|master|"
+    "driver|cluster|container|\\d+"
+)
+"""Names that say nothing about a person or a machine, and words that occur elsewhere."""
 
 
 class Redactor:
-    """Redaction with the names and secret values of this process, its machine and its user."""
+    """Redaction with the names and secret values of this process, its machine and its user, and of learned texts."""
 
     def __init__(
         self,
@@ -83,83 +52,168 @@ class Redactor:
         hosts: Iterable[str] = (),
         paths: Mapping[str, str] | None = None,
     ) -> None:
-        """Prepares the redaction. `environment`: variables whose secret values are removed; `users`, `hosts`: names
-        that are replaced, in addition to those of home directories; `paths`: directories by their replacement."""
+        """Prepares the redaction. `environment`: variables whose secret values are removed, and whose machines and
+        users are replaced; `users`, `hosts`: names that are replaced, in addition to those of home directories;
+        `paths`: directories by their replacement."""
         self.count = 0
         """Number of values that have been removed or replaced."""
-        values = []
-        for name, value in environment.items():
-            if is_secret(name, value) and len(value) >= SHORTEST:
-                values.append(value)
-        self._values = sorted(values, key=len, reverse=True)
+        self._values: set[str] = set()
         self._paths = sorted((paths or {}).items(), key=lambda item: len(item[1]), reverse=True)
-        self._users = _people(users)
+        self._users: set[str] = set()
         self._names: dict[str, str] = {}
         """Replacements of machines and addresses, which stay the same in all texts."""
         self._counts: Counter[str] = Counter()
         """Number of names of each kind, "host" or "ip"."""
         self._hosts: set[str] = set()
+        self._vocabulary: set[str] = set()
+        """Words of keys of learned files: names that are such words are replaced only where they stand alone."""
+        self._add_users(users)
         self.add_hosts(hosts)
+        for name, value in environment.items():
+            if is_secret(name, value):
+                self._add_value(value, SHORTEST)
+            if name in _ACCOUNTS:
+                self._add_users([value])
+            if name.upper().rpartition("_")[2] in _ADDRESSES:
+                for part in value.split(","):
+                    self._add_address(part.strip())
 
     def add_hosts(self, hosts: Iterable[str]) -> None:
         """Adds names of machines, also without their domains."""
         for host in hosts:
-            if _IP4.fullmatch(host) or ":" in host:
+            if IP4.fullmatch(host) or ":" in host:
                 continue
             for name in (host, host.partition(".")[0]):
-                if len(name) > 2 and name != "localhost":
+                if len(name) > 2 and not _COMMON.fullmatch(name.lower()):
                     self._hosts.add(name)
 
+    def learn(self, text: str) -> None:
+        """Collects the secret values, users and machines that `text` shows, so that `text` removes them from all
+        texts."""
+        text = COLOR.sub("", text)
+        without_values(text, self._learn_value)
+        for place in (HOME, *USERS):
+            self._add_users(match[1] or "" for match in place.finditer(text))
+        for place in MACHINES:
+            self.add_hosts(match[1] for match in place.finditer(text) if _is_machine(match[1]))
+        for match in URL.finditer(text):
+            if re.search(r"[\d.-]", match[2]):  # others are replaced in URLs only
+                self._add_address(match[0])
+
+    def learn_values(self, value: object, name: str = "") -> None:
+        """Collects the secrets in a value of a YAML or JSON file, as `learn` does. `name`: key of `value` itself."""
+        if isinstance(value, dict):
+            for key, part in value.items():
+                self._vocabulary.update(re.findall("[a-z0-9]+", str(key).lower()))
+                self.learn_values(part, name if kind_of(name) else str(key))
+        elif isinstance(value, list):
+            for part in value:
+                self.learn_values(part, name)
+        elif _is_scalar(value) and is_secret(name, str(value)):
+            self._learn_value(str(value))
+
     def text(self, text: str) -> str:
-        """Returns `text` without secrets and names."""
+        """Returns `text` without secrets, names and colors."""
+        text = COLOR.sub("", text)
         for path, directory in self._paths:
             text = self._replace(re.compile(re.escape(directory) + r"(?![\w.-])"), path, text)
-        for value in self._values:
-            text = self._replace(re.compile(re.escape(value)), REMOVED, text)
-        for form in _FORMS:
+        for value in sorted(self._values, key=len, reverse=True):
+            if value in text:
+                self.count += text.count(value)
+                text = text.replace(value, REMOVED)
+        for form in FORMS:
             text = self._replace(form, REMOVED, text)
-        for form in _AFTER:
+        text = without_values(text, self._removed)
+        for form in AFTER:
             text = form.sub(self._after, text)
-        text = _ASSIGNED.sub(self._assigned, text)
-        self._users |= _people(match[1] or "" for match in _HOME.finditer(text))
-        text = self._replace(_HOME, "~", text)
+        text = self._replace(HOME, "~", text)
         for user in sorted(self._users, key=len, reverse=True):
-            text = self._replace(re.compile(rf"(?<![\w.-]){re.escape(user)}(?![\w-])"), "USER", text)
+            if user in text:
+                text = self._replace(self._bounded(user), "USER", text)
+        lower = text.lower()
         for host in sorted(self._hosts, key=len, reverse=True):
-            text = re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", lambda match: self._named("host", match[0]), text)
-        text = _IP4.sub(lambda match: match[0] if match[0] in _LOCAL else self._named("ip", match[0]), text)
-        return _IP6.sub(lambda match: match[0] if _CLOCK.fullmatch(match[0]) else self._named("ip", match[0]), text)
+            if host.lower() in lower:
+                text = self._bounded(host).sub(lambda match: self._named("host", match[0].lower()), text)
+        text = URL.sub(self._url, text)
+        text = IP4.sub(lambda match: match[0] if match[0] in _LOCAL else self._named("ip", match[0]), text)
+        text = MAC.sub(lambda match: self._named("ip", match[0]), text)
+        return IP6.sub(lambda match: self._named("ip", match[0]) if _is_ip6(match[0]) else match[0], text)
 
     def values(self, value: object, name: str = "") -> object:
         """Returns a value of a YAML or JSON file, in which the values of keys with secret names are removed. `name`:
         key of `value` itself."""
         if isinstance(value, dict):
-            return {str(key): self.values(part, name if is_name(name) else str(key)) for key, part in value.items()}
+            return {str(key): self.values(part, name if kind_of(name) else str(key)) for key, part in value.items()}
         if isinstance(value, list):
             return [self.values(part, name) for part in value]
-        if isinstance(value, str) and is_secret(name, value):
+        if _is_scalar(value) and is_secret(name, str(value)):
             self.count += 1
             return REMOVED
+        if isinstance(value, str) and not {*"\"'\\\n"}.isdisjoint(value):  # a file would write it with escapes
+            return self.text(value)
         return value
+
+    def file_name(self, name: str) -> str:
+        """Returns the relative path `name` without secrets and names."""
+        return "/".join(re.sub(r"[\\/\s]", "-", self.text(part)) for part in name.split("/"))
+
+    def _add_address(self, address: str) -> None:
+        """Adds the machine of a URL, or of HOST or HOST:PORT, unless it is public. The first label of a URL's host is
+        added only if it looks like a machine, because it often names a service."""
+        found = _ADDRESS.match(address)
+        if found is None or PUBLIC.fullmatch(found[1]) or len(found[1]) < LOOSE - 1 or IP4.fullmatch(found[1]):
+            return
+        if "://" in address and not re.search(r"\d", found[1].partition(".")[0]):
+            self._hosts.add(found[1])
+        else:
+            self.add_hosts([found[1]])
+
+    def _add_users(self, users: Iterable[str]) -> None:
+        """Adds the names among `users` that can identify a person and are long enough to be replaced in texts."""
+        self._users |= {user for user in users if len(user) > 2 and not _COMMON.fullmatch(user)}
+
+    def _add_value(self, value: str, shortest: int) -> None:
+        """Adds a secret value in all forms in which texts write it; of a value with several lines also each line."""
+        for part in {value, *value.splitlines()}:
+            part = part.strip()
+            if len(part) >= shortest:
+                escaped = json.dumps(part)[1:-1]
+                forms = {part, escaped, escaped.replace("\\", "\\\\"), json.dumps(part, ensure_ascii=False)[1:-1]}
+                forms |= {quote(part, safe=""), quote(part), quote_plus(part), repr(part)[1:-1]}
+                forms |= {part.replace("'", "''"), part.replace("'", "'\\''"), part.replace("'", "'\"'\"'")}
+                self._values |= forms
+
+    def _learn_value(self, value: str) -> None:
+        """Adds a value under a secret name, unless it could be an ordinary word or number."""
+        value = value.strip("\"' \t\n")
+        letters = re.search("[A-Za-z]", value)
+        if len(value) >= LEARNED and letters and re.search(r"[^A-Za-z_-]", value) and REMOVED not in value:
+            self._add_value(value, LEARNED)
+
+    def _bounded(self, name: str) -> re.Pattern[str]:
+        """Returns the pattern of a user or machine. A name that is short, or a word of keys, has to stand alone."""
+        name_pattern = re.escape(name)
+        if len(name) < LOOSE or name.lower() in self._vocabulary:
+            return re.compile(rf"(?<![\w.-]){name_pattern}(?![\w-])", re.IGNORECASE)
+        return re.compile(rf"(?<![A-Za-z0-9]){name_pattern}(?![A-Za-z0-9])", re.IGNORECASE)
 
     def _replace(self, pattern: re.Pattern[str], replacement: str, text: str) -> str:
         text, count = pattern.subn(lambda match: replacement, text)
         self.count += count
         return text
 
-    def _assigned(self, match: re.Match[str]) -> str:
-        quote, name, between, value = match.groups()
-        if not is_secret(name, value.strip("\"'")) or REMOVED[:-1] in value:
-            return match[0]
+    def _removed(self, value: str) -> None:
         self.count += 1
-        mark = ""
-        if value[0] in "\"'":
-            mark = value[0]
-        return f"{quote}{name}{quote}{between}{mark}{REMOVED}{mark}"
 
     def _after(self, match: re.Match[str]) -> str:
         self.count += 1
         return match[1] + REMOVED
+
+    def _url(self, match: re.Match[str]) -> str:
+        host = match[2].lower()
+        if PUBLIC.fullmatch(host) or IP4.fullmatch(host) or host in self._names.values():
+            return match[0]
+        return match[1] + self._named("host", host)
 
     def _named(self, kind: str, name: str) -> str:
         self.count += 1
@@ -169,19 +223,21 @@ class Redactor:
         return self._names[name]
 
 
-def _people(users: Iterable[str]) -> set[str]:
-    """Returns the names among `users` that can identify a person and are long enough to be replaced in texts."""
-    return {user for user in users if len(user) > 2 and user not in _COMMON_USERS}
+def _is_scalar(value: object) -> bool:
+    return value is not None and not isinstance(value, bool | dict | list)
 
 
-def is_name(name: str) -> bool:
-    """Returns True if values under this name are removed."""
-    return SECRET_NAME.fullmatch(name) is not None
+def _is_machine(name: str) -> bool:
+    return len(name) > 3 and re.search("[A-Za-z]{2}", name) is not None and not PUBLIC.fullmatch(name)
 
 
-def is_secret(name: str, value: str) -> bool:
-    """Returns True if `value`, the value of the key or variable `name`, is removed."""
-    return is_name(name) and _HARMLESS.fullmatch(value) is None
+def _is_ip6(text: str) -> bool:
+    """Returns True if `text` is an IPv6 address of a machine, rather than a time or the address of this machine."""
+    try:
+        address = ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return not (address.is_loopback or address.is_unspecified)
 
 
 def redactor_of(directory: Path, environment: Mapping[str, str]) -> Redactor:

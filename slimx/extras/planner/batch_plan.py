@@ -6,7 +6,7 @@ from __future__ import annotations
 from math import ceil
 
 from slimx.config.schema import Config
-from slimx.config.sections.schedule import batches_in_flight
+from slimx.config.sections.run import batches_in_flight
 from slimx.extras.evaluation.settings import lengths
 from slimx.extras.planner.record import BatchPlan
 from slimx.layout.ranks import Sizes
@@ -21,7 +21,7 @@ def batch_plan(config: Config, sizes: Sizes) -> BatchPlan:
     longest = rollout.longest
     limit = config.trainer.max_tokens_per_microbatch
     in_flight = 0
-    if rollout.policy_engines:
+    if config.served.policy:
         row = sizes.packed_length(longest - 1)
         tokens = longest
         in_flight = min(rollout.concurrency, ceil(rollouts * batches_in_flight(rollout, config.schedule)))

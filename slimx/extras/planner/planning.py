@@ -65,7 +65,7 @@ def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as
     if sums is not None:
         violations += [f"all policies together: {problem}" for problem in refusals(sums, machine_of(config.cluster))]
         if report.device == "cuda":
-            warnings += tuple(unused_warnings(config.rollout, config.cluster, sums))
+            warnings += tuple(unused_warnings(config.served, config.cluster, sums))
     update = {"violations": tuple(violations), "warnings": warnings}
     report = report.model_copy(update={"policies": reports, "together": sums, **update})
     if as_json:

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.reward import Eval, Reward
+from slimx.config.sections.eval import Eval
+from slimx.config.sections.reward import Reward
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.run import Schedule
 from slimx.config.sections.trainer import Trainer
-from slimx.extras.evaluation.settings import by_key
+from slimx.extras.evaluation.settings import by_keys
 from slimx.rules.unproven import sections_in, table_problems
 
 if TYPE_CHECKING:
@@ -110,13 +111,10 @@ def pairs_of_files(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Pr
 @rule("reward_model.eval", "eval.samples")
 def scores_evaluation_pairs(algorithm: Algorithm, eval: Eval) -> Problems:
     if algorithm.scores:
-        for where, options in by_key(eval).items():
-            for key in ("samples", "temperature", "max_new_tokens"):
-                if getattr(options, key) != Eval.model_fields[key].default:
-                    yield (
-                        f"{where}.{key}",
-                        f"a reward model scores the answers in held-out pairs and samples none; remove {where}.{key}",
-                    )
+        for name in ("samples", "temperature", "max_new_tokens"):
+            for (key,), options in by_keys(eval, name).items():
+                if getattr(options, name) != Eval.model_fields[name].default:
+                    yield key, f"a reward model scores the answers in held-out pairs and samples none; remove {key}"
 
 
 @rule("weights.reward_model", "trainer.load")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slimx.config.rule import Problems, rule
+from slimx.config.sections.eval import ServedEngines
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Checkpoint
-from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.run import Checkpoint, Schedule
 from slimx.extras.recovery.section import Recovery
 from slimx.rules.unproven import sections_in, table_problems
 
@@ -62,8 +62,8 @@ def shrinks_for_someone(recovery: Recovery) -> Problems:
 
 
 @rule("recovery.engines", "recovery.trainers")
-def keeps_engines(recovery: Recovery, rollout: Rollout) -> Problems:
-    if recovery.trainers and not rollout.policy_engines:
+def keeps_engines(recovery: Recovery, rollout: Rollout, served: ServedEngines) -> Problems:
+    if recovery.trainers and not served.policy:
         yield (
             "recovery.trainers was tested only with engines that serve the policy, but "
             f"{'rollout.replay starts no' if rollout.replay else 'rollout.engines contains no such'} engines; set "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic
-from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.eval import ServedEngines
 
 if TYPE_CHECKING:
     from slimx.layout.ranks import Sizes
@@ -66,10 +66,10 @@ def has_no_values(algorithm: Algorithm, critic: Critic | None, spec: ModelSpec) 
 
 
 @rule("engines.recurrent_state", "rollout.engines.sglang.disable_radix_cache")
-def states_are_not_shared(rollout: Rollout, spec: ModelSpec, device: str) -> Problems:
+def states_are_not_shared(served: ServedEngines, spec: ModelSpec, device: str) -> Problems:
     if device != "cuda" or not _has_delta_nets(spec):
         return
-    for group in rollout.policy_engines:
+    for group in served.policy:
         if not group.sglang.get("disable_radix_cache"):
             yield (
                 f"{group.where} serves {spec.path}, but reuse of delta-net states from SGLang's prefix cache was "

@@ -156,8 +156,8 @@ def _checkers() -> Mapping[str, Any]:
         from langdetect import DetectorFactory
     except ImportError as error:
         raise SlimxError(
-            f"{__name__}.reward needs {PACKAGE.partition('=')[0]}, which is not installed ({raised(error)}); run `pip "
-            f"install {PACKAGE}`, or choose another reward.function",
+            f"{__name__}.reward needs {PACKAGE.partition('=')[0]}, which cannot be imported ({raised(error)}); run "
+            f"`pip install {PACKAGE}`, or choose another reward.function",
             code="reward.package",
             about="if-verifiable",
         ) from error

@@ -13,8 +13,9 @@ from slimx.errors import SlimxError
 @contextmanager
 def alone() -> Iterator[None]:
     """Lets the `with` block run an event loop although one is already running, as in a notebook; the outer loop is
-    paused meanwhile. Raises SlimxError in a worker process that imports the script."""
-    if multiprocessing.parent_process() is not None:
+    paused meanwhile. Raises SlimxError in a new process that still imports the script which started it."""
+    # multiprocessing sets this attribute, by which it refuses to start processes at that time, too.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SlimxError(
             "a worker process imports this script and would start the run again; put the call that starts the run "
             'under `if __name__ == "__main__":`',

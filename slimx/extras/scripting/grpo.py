@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -15,15 +17,22 @@ from slimx.config.schema import Config
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
 from slimx.extras.init.machine import target
+from slimx.extras.init.prompts import Prompts as Found
 from slimx.extras.init.prompts import examine
 from slimx.extras.init.run import Wishes, checked_file, settings_of
-from slimx.extras.init.settings import Setting, tree_of
+from slimx.extras.init.settings import Setting, file_of, tree_of
+from slimx.extras.scripting.alone import alone
 from slimx.extras.scripting.functions import Hook, with_hooks
 from slimx.extras.scripting.result import RunResult
 from slimx.extras.scripting.training import standard_output, train
 from slimx.json_types import Json
 from slimx.observability.live.safe_text import plain
+from slimx.orchestration.start.checks import check_state, check_training
+from slimx.orchestration.state.directory import finished, resume_point
+from slimx.orchestration.state.saves import Saves
 
+NAMES = {"prompts": "prompts.jsonl", "eval": "heldout.jsonl"}
+"""Files in the run's directory with rows, by the argument that passes them."""
 FILE = "grpo.yaml"
 """File in the run's directory with the settings that `grpo` has chosen and their comments."""
 TITLE = "A run of slimx.grpo. Copy this file to change it, and start it with slimx train or slimx.train."
@@ -57,53 +66,57 @@ def grpo(
     SlimxError for a model that does not fit, and the errors of `slimx.train`."""
     chosen = _free() if directory is None else Path(directory).expanduser()
     console = console or standard_output()
-    with _cleared(chosen):
-        config = _configured(str(model), prompts, reward, steps, eval, chosen, overrides, generate=generate, keep=keep)
-        console.print(plain(f"settings {chosen / FILE}"))
-        return train(config, console=console)
+    with alone(), tempfile.TemporaryDirectory() as staging:
+        rows = _Rows(Path(staging), chosen)
+        with rows.named():
+            found = examine(rows.file(prompts, "prompts"), str(model))
+            evaluated = None
+            if eval is not None:
+                evaluated = examine(rows.file(eval, "eval"), str(model))
+            if reward is None and found.reward is None:
+                raise SlimxError(
+                    f"no built-in reward can grade the answers, because {found.why}; pass reward=",
+                    code="script.reward",
+                    about="reward",
+                )
+
+            def configured(found: Found, evaluated: Found | None) -> tuple[list[Setting], Config]:
+                wishes = Wishes(
+                    model=str(model),
+                    eval=evaluated,
+                    reward=found.reward or "exact",
+                    why=found.why,
+                    algorithm="grpo",
+                    steps=steps,
+                    max_tokens=None,
+                    directory=str(chosen),
+                )
+                settings = settings_of(wishes, found, target(None, None, None))
+                config = load_config(tree_of(settings), overrides)
+                config = with_hooks(config, generate=generate, reward=reward, keep=keep)
+                return [*_final(settings, config)], config
+
+            settings, staged = configured(found, evaluated)
+            checked_file(settings, TITLE, str(chosen / FILE))
+            check_training(staged)
+        if evaluated is not None:
+            evaluated = rows.moved(evaluated)
+        settings, config = configured(rows.moved(found), evaluated)
+        files = {**rows.files, chosen / FILE: file_of(settings, TITLE).encode()}
+        if _finished(config):  # nothing will be trained on the files
+            files = {}
+        with _replaced(chosen, files):
+            console.print(plain(f"settings {chosen / FILE}"))
+            return train(config, console=console)
 
 
-def _configured(
-    model: str,
-    prompts: Prompts,
-    reward: Hook | None,
-    steps: int,
-    held_out: Prompts | None,
-    directory: Path,
-    overrides: Overrides,
-    *,
-    generate: Hook | None,
-    keep: Hook | None,
-) -> Config:
-    """Returns the configuration of the run, after writing its file and the files of prompts that are rows."""
-    found = examine(_file(prompts, directory / "prompts.jsonl", "prompts"), model)
-    evaluated = None
-    if held_out is not None:
-        evaluated = examine(_file(held_out, directory / "heldout.jsonl", "eval"), model)
-    grading = found.reward or ""
-    if reward is None and not grading:
-        raise SlimxError(
-            f"no built-in reward can grade the answers, because {found.why}; pass reward=",
-            code="script.reward",
-            about="reward",
-        )
-    wishes = Wishes(
-        model=model,
-        eval=evaluated,
-        reward=grading or "exact",
-        why=found.why,
-        algorithm="grpo",
-        steps=steps,
-        max_tokens=None,
-        directory=str(directory),
-    )
-    settings = settings_of(wishes, found, target(None, None, None))
-    config = with_hooks(load_config(tree_of(settings), overrides), generate=generate, reward=reward, keep=keep)
-    file = directory / FILE
-    text = checked_file([*_final(settings, config)], TITLE, str(file))
-    directory.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, text.encode())
-    return config
+def _finished(config: Config) -> bool:
+    """Returns True if the run in the directory of `config` has completed all steps."""
+    directory = Path(config.run.dir)
+    saves = Saves(directory / "checkpoints", keep=config.checkpoint.keep)
+    found: list[bool] = []
+    check_state(resume_point(config, directory, saves), lambda state: found.append(finished(config, directory, state)))
+    return any(found)
 
 
 def _final(settings: Sequence[Setting], config: Config) -> Iterator[Setting]:
@@ -128,13 +141,51 @@ def _leaves(values: Json, keys: Collection[str], above: str = "") -> Iterator[tu
             yield key, value
 
 
-def _file(prompts: Prompts, file: Path, argument: str) -> str:
-    """Returns the path of a file with `prompts`: theirs, or `file`, into which rows are written. Raises SlimxError if a
-    row cannot be written."""
-    if isinstance(prompts, str | os.PathLike):
-        return str(prompts)
+class _Rows:
+    """Prompt files that are made of rows. They stay in the directory `staging` until it is known that the run can
+    start."""
+
+    def __init__(self, staging: Path, directory: Path):
+        self._staging = staging
+        self._directory = directory
+        self.files: dict[Path, bytes] = {}
+        """Contents of the files by the path at which the run reads them."""
+
+    def file(self, prompts: Prompts, argument: str) -> str:
+        """Returns the path of a file with `prompts`: theirs, or a staged file with the rows. Raises SlimxError if a row
+        cannot be written. `argument`: name under which the prompts were passed."""
+        if isinstance(prompts, str | os.PathLike):
+            return str(prompts)
+        name = NAMES[argument]
+        data = _lines(prompts, argument).encode()
+        self.files[self._directory / name] = data
+        (self._staging / name).write_bytes(data)
+        return str(self._staging / name)
+
+    def moved(self, found: Found) -> Found:
+        """Returns the findings about a file with the path at which the run reads it."""
+        path = Path(found.path)
+        if path.parent != self._staging:
+            return found
+        return replace(found, path=str(self._directory / path.name))
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Lets errors of the `with` block name the files by the paths at which the run reads them."""
+        try:
+            yield
+        except SlimxError as error:
+            staging, directory = str(self._staging), str(self._directory)
+            if staging not in str(error):
+                raise
+            text = str(error).replace(staging, directory)
+            raise SlimxError(text, code=error.code, about=error.about.replace(staging, directory)) from None
+
+
+def _lines(rows: Iterable[Mapping[str, object] | str], argument: str) -> str:
+    """Returns `rows` as JSON lines. Raises SlimxError if one cannot be written."""
     lines = []
-    for number, row in enumerate(prompts):
+    for number, row in enumerate(rows):
         if not isinstance(row, str | Mapping):
             raise SlimxError(
                 f"{argument}: entry {number} is of type {type(row).__name__}; pass dicts such as "
@@ -151,9 +202,7 @@ def _file(prompts: Prompts, file: Path, argument: str) -> str:
                 code="script.prompts",
                 about=argument,
             ) from None
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, "".join(f"{line}\n" for line in lines).encode())
-    return str(file)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _free() -> Path:
@@ -167,16 +216,30 @@ def _free() -> Path:
 
 
 @contextmanager
-def _cleared(directory: Path) -> Iterator[None]:
-    """Removes the files that `grpo` has written into `directory` if the `with` block refuses a run that has not
-    begun."""
-    existed = directory.exists()
+def _replaced(directory: Path, files: Mapping[Path, bytes]) -> Iterator[None]:
+    """Writes `files` into the run's directory, and restores their previous contents if the `with` block fails before
+    any part of the run has written a log."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    before = {path: path.read_bytes() for path in files if path.exists()}
+    logs = _logs(directory)
     try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for path, data in files.items():
+            write_atomic(path, data)
         yield
-    except SlimxError:
-        names = {"prompts.jsonl", "heldout.jsonl", FILE}
-        if not existed and directory.exists() and {path.name for path in directory.iterdir()} <= names:
-            for path in directory.iterdir():
-                path.unlink()
-            directory.rmdir()
+    except BaseException:
+        if _logs(directory) == logs:
+            for path in files:
+                if path in before:
+                    write_atomic(path, before[path])
+                else:
+                    path.unlink(missing_ok=True)
+            with suppress(OSError):  # other files are in the directory
+                for path in missing:
+                    path.rmdir()
         raise
+
+
+def _logs(directory: Path) -> dict[Path, int]:
+    """Returns the size in bytes of each log file of the run's parts."""
+    return {path: path.stat().st_size for path in (directory / "logs").glob("*")}

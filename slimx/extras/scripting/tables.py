@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from slimx.config.schema import Config
+from slimx.errors import SlimxError
 from slimx.extras.scripting.rows import Rows
 from slimx.extras.watch.rollouts import Choice, step_of, steps_of
 from slimx.json_types import Json
@@ -38,9 +39,17 @@ def rollouts(run: Run, step: int | None = None, *, group: str | None = None, rew
 
     `group`: id of the only group to return. `reward_below`: exclusive upper bound on rewards. A response has group,
     prompt, answer, response (its sampled text), reward, parts (of the reward), status, tokens (sampled), staleness and
-    advantage (mean over its tokens). Raises SlimxError for a missing step or group."""
+    advantage (mean over its tokens). Raises SlimxError for a missing step or group, and for `group` or `reward_below`
+    without `step`."""
     directory = directory_of(run)
     if step is None:
+        for name, value in (("group", group), ("reward_below", reward_below)):
+            if value is not None:
+                raise SlimxError(
+                    f"slimx.rollouts: {name}={value!r} selects among the responses of one step; pass step=N",
+                    code="rollouts.options",
+                    about=name,
+                )
         return Rows(steps_of(directory)["steps"])
     rows = Rows()
     for values in step_of(directory, step, Choice(group=group, reward_below=reward_below, limit=0))["groups"]:

@@ -49,7 +49,7 @@ class ServedModels(FrozenEngines):
         """
         super().__init__(config)
         self.groups: dict[str, EngineGroup] = {}
-        for group in config.rollout.frozen_engines:
+        for group in config.served.frozen:
             self.groups[group.name] = EngineGroup(
                 config,
                 device,
@@ -64,7 +64,7 @@ class ServedModels(FrozenEngines):
 
     async def start(self) -> None:
         """Starts all servers and their routers, waits until they respond, and starts monitoring them."""
-        check = partial(check_stored, self.config.model.path, self.config.rollout.frozen_engines)
+        check = partial(check_stored, self.config.model.path, self.config.served.frozen)
         await together([check, *(group.start for group in self.groups.values())])
         for name, group in self.groups.items():
             await admit_joining(group)
@@ -74,7 +74,7 @@ class ServedModels(FrozenEngines):
 
     async def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises SlimxError if the vocabulary of a teacher on an external server differs from the policy's."""
-        for group in self.config.rollout.frozen_engines:
+        for group in self.config.served.frozen:
             if group.name not in self.config.algorithm.served_teachers:
                 continue
             for url in group.urls:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.eval import ServedEngines
 from slimx.config.sections.rollout import Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def within_vocabulary(algorithm: Algorithm, spec: ModelSpec) -> Problems:
 
 
 @rule("teacher.vocabulary", "algorithm.teacher_engine")
-def same_vocabulary(algorithm: Algorithm, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Problems:
+def same_vocabulary(algorithm: Algorithm, served: ServedEngines, tokenizer: PreTrainedTokenizerBase) -> Problems:
     """Refuses a teacher whose vocabulary differs from the policy's, because the teacher receives the policy's token
     ids.
 
@@ -63,7 +64,7 @@ def same_vocabulary(algorithm: Algorithm, rollout: Rollout, tokenizer: PreTraine
     """
     from slimx.data.chat.tokens import load_tokenizer  # imports transformers, which slimx plan does not need
 
-    for group in rollout.frozen_engines:
+    for group in served.frozen:
         if group.name not in algorithm.served_teachers or group.urls or group.model is None:
             continue
         policy = tokenizer.get_vocab()

@@ -94,7 +94,8 @@ def _values(config: Config) -> Json:
     """Returns the `args` attributes that publicly available slime hooks read and for which slimx has a value."""
     rollout = config.rollout
     reward = config.reward.function or ""
-    policy = rollout.policy_engines[0].sglang if rollout.policy_engines else {}
+    engines = config.served.policy
+    policy = engines[0].sglang if engines else {}
     return {
         "sglang_server_concurrency": rollout.concurrency,
         "sglang_tool_call_parser": policy.get("tool_call_parser"),

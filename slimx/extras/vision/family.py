@@ -169,7 +169,7 @@ class VisionFamily:
             levels=levels,
             train=vision.train,
             hidden=spec.transformer["hidden_size"],
-            prompt=rollout.max_prompt_tokens if rollout.policy_engines else None,
+            prompt=rollout.max_prompt_tokens if config.served.policy else None,
             prompts=rollout.prompts_per_step,
             image=None if vision.max_pixels is None else vision.max_pixels // area,
         )

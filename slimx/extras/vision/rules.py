@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic
+from slimx.config.sections.eval import ServedEngines
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ def adapts_text_only(trainer: Trainer) -> Problems:
 
 
 @rule("vision.engines", "rollout.engines")
-def serves_images(trainer: Trainer, rollout: Rollout) -> Problems:
+def serves_images(trainer: Trainer, served: ServedEngines) -> Problems:
     if trainer.vision is None:
         return
-    for group in rollout.policy_engines:
+    for group in served.policy:
         if group.role != "regular":
             yield (
                 "rollout.engines.role",

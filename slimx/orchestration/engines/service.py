@@ -130,11 +130,11 @@ class EngineService:
         self._record = record
         self._lost = lost
         self.frozen = FrozenEngines(config)
-        if config.rollout.frozen_engines:
+        if config.served.frozen:
             served = entry_points.load(FROZEN, "routers")
             self.frozen = served(config, self.device, self.logs, note=note, record=record)
         self.evaluation = EvaluationEngines(config)
-        if config.rollout.evaluating:
+        if config.served.evaluating:
             self.evaluation = entry_points.load("slimx.evaluation_engines", "engines")(self, note=note, record=record)
         self.groups: dict[str, EngineGroup] = {}
         """Engine group of each policy by the policy's name; empty if the command samples nothing."""
@@ -165,7 +165,7 @@ class EngineService:
         configuration has no engines. `shared`: GPUs of the actor's trainer ranks, on which colocated engines are
         placed."""
         for name, policy in self.sources.policies.items():
-            if policy.config.rollout.policy_engines and name not in self.config.served_by_actor:
+            if policy.config.served.policy and name not in self.config.served_by_actor:
                 group = EngineGroup(
                     policy.config,
                     self.device,
@@ -282,7 +282,7 @@ async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
     config = engines.config
     if not config.publish.one_machine:
         return
-    hosts = config.rollout.external_hosts
+    hosts = config.served.external_hosts
     deadline_s = engines.start_deadline_s
     started = []
     holders = []

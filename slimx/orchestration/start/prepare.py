@@ -233,5 +233,5 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: Json) -> Sourc
 
 def _check_engines(config: Config, spec: ModelSpec, device: str) -> None:
     """Raises SlimxError if SGLang does not accept a server argument of `rollout.engines`."""
-    for group in config.rollout.served:
+    for group in config.served.groups:
         server_args(engine_spec(config, group, group.name, device=device, moe=spec.experts > 0))

@@ -109,7 +109,7 @@ def write_config(config: Config, directory: Path) -> None:
     be decoded even if the model's directory is removed. Raises SlimxError if that fails."""
     replace_synced(directory / "config.yaml", config.to_text().encode())
     for name, policy in config.by_policy.items():
-        if policy.rollout.policy_engines:
+        if policy.served.policy:
             copy_tokenizer(policy.model.path, directory / prefix_of(name) / TOKENIZER)
 
 

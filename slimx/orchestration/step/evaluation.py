@@ -11,7 +11,7 @@ import numpy as np
 
 from slimx.algorithms.advantages.group import reward_of
 from slimx.algorithms.learner import learner_of
-from slimx.config.sections.reward import Eval
+from slimx.config.sections.eval import Eval
 from slimx.data.records import Group, Prompt
 from slimx.errors import SlimxError
 from slimx.orchestration.batches import trajectories_of

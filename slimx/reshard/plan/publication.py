@@ -42,7 +42,7 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
 
     Raises SlimxError if the weights cannot be published. If the sizes split quantization blocks, the message names the
     nearest sizes that do not split any."""
-    if not config.rollout.policy_engines:
+    if not config.served.policy:
         return None
     try:
         return _planned(config, spec, sizes, device)
@@ -97,7 +97,7 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
             about="publish.quantize",
         )
     if encoding == "local":
-        group = config.rollout.policy_engines[0]
+        group = config.served.policy[0]
         engine = engine_sizes(group)
         fused = bool(group.sglang.get("enforce_shared_experts_fusion"))
         served = number_format.chosen(
@@ -108,7 +108,7 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
     else:
         served = spec.engine_table()
         # SGLang splits experts evenly, regardless of the names of their weights.
-        for group in config.rollout.policy_engines:
+        for group in config.served.policy:
             EngineLayout(served, engine_sizes(group))
         target = checkpoint_parts(table, mtp=False, served=served)
         ranks = 1
@@ -142,7 +142,7 @@ def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
             code="publish.no_cpu_engine",
             about=spec.family.ARCHITECTURE,
         )
-    for group in config.rollout.policy_engines:
+    for group in config.served.policy:
         for key, value in spec.engine_arguments.items():
             if group.sglang.get(key) != value:
                 raise SlimxError(
@@ -164,7 +164,7 @@ def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
 def _check_drafts(config: Config, spec: ModelSpec, encoding: Encoding, note: str) -> None:
     """Raises SlimxError if engines use a multi-token prediction layer for speculative decoding, and this layer is
     trained but cannot be published with `encoding`."""
-    for group in config.rollout.policy_engines:
+    for group in config.served.policy:
         if not config.publishes_draft(group):
             continue
         reason = f"weights are published under {note}" if encoding == "hf" else None
@@ -220,7 +220,7 @@ def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, s
 
 def _not_local(config: Config, spec: ModelSpec) -> str | None:
     """Returns the reason why weights cannot be written in the engines' own layout, or None if they can."""
-    groups = config.rollout.policy_engines
+    groups = config.served.policy
     layouts = {(engine_sizes(g), bool(g.sglang.get("enforce_shared_experts_fusion")), g.drafts) for g in groups}
     if len(layouts) > 1:
         return "rollout.engines has groups of different layouts, which would need separate plans"
@@ -236,7 +236,7 @@ def _padded_on_cpu(config: Config, spec: ModelSpec) -> str | None:
 
     The CPU path pads numbers of heads and inner sizes that are not divisible by the number of ranks. On GPUs, SGLang
     repeats such heads or rejects the sizes instead."""
-    engine = engine_sizes(config.rollout.policy_engines[0])
+    engine = engine_sizes(config.served.policy[0])
     model = spec.transformer
     if model["num_query_groups"] % engine.attention_tensor:
         return (

@@ -20,6 +20,7 @@ from slimx.errors import DeadlineError, SlimxError, raised, safe_repr
 from slimx.rollout.client.sending import REQUEST
 from slimx.rollout.hooks import ENGINE_DEADLINE, Keep, RolloutContext, logged_twice
 from slimx.runtime.clocks import Clock
+from slimx.runtime.tasks import within
 
 MAX_LOGPROB = 1e-4
 """Largest accepted log-prob. It is above 0 because rounding can make the log-prob of a token with probability 1
@@ -180,15 +181,18 @@ class ReturnCheck:
         return SlimxError(f"{self.hook} {text}", code=code, about=about)
 
 
-async def verdict_of(keep: Keep, group: Group, before: Sequence[Trajectory], hook: str) -> bool | str:
+async def verdict_of(
+    keep: Keep, group: Group, before: Sequence[Trajectory], hook: str, deadline_s: float
+) -> bool | str:
     """Calls the group filter `keep`, and returns its verdict. Raises SlimxError if the verdict is neither a bool nor a
-    string with a reason, or if the filter changed the group's trajectories.
+    string with a reason, or if the filter changed the group's trajectories, and DeadlineError if an async filter takes
+    longer than `deadline_s` seconds.
 
     `before`: trajectories of the group before the call. `hook`: name of the filter.
     """
     verdict = keep(group)
     if inspect.isawaitable(verdict):
-        verdict = await verdict
+        verdict = await within(deadline_s, verdict, f"the verdict on group {group.id}", hook)
     # filters may return NumPy's bool
     if not isinstance(verdict, (bool, np.bool_, str)):
         kind = type(verdict).__name__

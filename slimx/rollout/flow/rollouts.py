@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from slimx.algorithms.advantages.group import reward_of
 from slimx.config.schema import Config
+from slimx.config.sections.eval import Eval
 from slimx.config.sections.policies import ACTOR
-from slimx.config.sections.reward import Eval
 from slimx.data.chat.responses import read_response
 from slimx.data.chat.template import with_template
 from slimx.data.chat.tokens import PromptIds
@@ -222,7 +222,8 @@ class GroupMaker:
         before = replace(group, trajectories=list(group.trajectories))
         hook = str(self.config.rollout.filter)
         try:
-            verdict = await verdict_of(keep, group, before.trajectories, hook)
+            deadline_s = self.config.rollout.rollout_deadline
+            verdict = await verdict_of(keep, group, before.trajectories, hook, deadline_s)
             self.check(replace(group, id=before.id), hook)
         except SlimxError as error:
             group.trajectories = before.trajectories

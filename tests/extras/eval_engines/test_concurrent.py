@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,18 +11,21 @@ from typing import Any
 
 import pytest
 
-from slimx.errors import SlimxError
+from slimx.errors import Preempted, SlimxError
 from slimx.extras.eval_engines.concurrent import EnginesBeside
-from slimx.extras.generation.checks import without_trainers
+from slimx.observability.events import Events
 from slimx.orchestration.loop import train
 from slimx.orchestration.publications import Publications
 from slimx.orchestration.run import Run
+from slimx.reshard.parties import NoReceiverLeft
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
-from tests.refusals import invalid, refused
+from slimx.runtime.tasks import while_served
+from tests.refusals import numbers, refused
 from tests.unit.orchestration.run_stand import LIMIT_S, Members, Parts, lines, run_of, service_of, sources_of, stopped
-from tests.unit.rollout.rollout_stand import FakeEngine, config_of, prompts
+from tests.unit.rollout.rollout_stand import FakeEngine, prompts
 
+BEGUN, LOST = {"eval/begun": 1.0}, {"eval/lost": 1.0}
 BESIDE = {"eval__prompts": "held_out.jsonl", "eval__engines": [{"max_total_tokens": 64}]}
 
 
@@ -32,6 +35,11 @@ class EvaluationMembers(Members):
     def __init__(self) -> None:
         super().__init__()
         self.out = asyncio.Event()
+        self.runs = asyncio.Event()
+        self.runs.set()
+
+    async def available(self) -> None:
+        await self.runs.wait()
 
     def watch(self) -> None:
         """Watches nothing."""
@@ -41,30 +49,64 @@ class EvaluationMembers(Members):
 
 
 class HeldEngine(FakeEngine):
-    """Answers once `go` is set."""
+    """Answers once `go` is set, or raises `error`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.go = asyncio.Event()
+        self.error: SlimxError | None = None
 
     async def generate(self, request: GenerationRequest) -> Completion:
         await self.go.wait()
+        if self.error is not None:
+            raise self.error
         return await super().generate(request)
 
 
 class Published(Publications):
-    """Publications that only tell clients the version of their weights."""
+    """Publications that only tell clients the version of their weights. The first `failing` of those to the engines
+    that evaluate reach none, and stop these."""
 
-    def __init__(self, run: Run, parts: Parts, evaluating: FakeEngine):
-        self.run, self.parts, self.evaluating = run, parts, evaluating
+    def __init__(self, run: Run, parts: Parts, evaluating: FakeEngine, members: EvaluationMembers):
+        self.run, self.parts, self.evaluating, self.members = run, parts, evaluating, members
+        self.failing = 0
+        self.lost = asyncio.Event()
+        """The engines that sample are lost for good."""
+
+    async def watched(self, work: Awaitable[Any], step: int, *, training: bool = False) -> Any:
+        async def needed() -> None:
+            await self.lost.wait()
+            raise SlimxError("no engine is left", code="engines.gone", about="actor-0")
+
+        return await while_served(work, needed)
+
+    async def sleep(self) -> None:
+        self.parts.done.append("engines sleep")
+
+    async def publish(self, step: int) -> None:
+        self.parts.done.append(f"publish {step}")
 
     async def publish_metrics(self, step: int) -> dict[str, float]:
         self.run.maker.version = self.parts.client.version = step
         return {}
 
     async def publish_to(self, members: Members, step: int) -> None:
+        if self.failing:
+            self.failing -= 1
+            self.members.runs.clear()
+            raise NoReceiverLeft("every engine was lost")
         self.parts.done.append(f"evaluate {step}")
         self.evaluating.version = step
+
+
+class Told(Events):
+    """Events as (kind, about), in order."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+
+    def tell(self, kind: str, what: str, *, about: str = "") -> None:
+        self.events.append((kind, about))
 
 
 @dataclass
@@ -75,6 +117,9 @@ class Stand:
     parts: Parts
     members: EvaluationMembers
     client: HeldEngine
+    publications: Published
+    told: Told
+    notes: list[str]
 
     async def train(self) -> None:
         try:
@@ -84,10 +129,12 @@ class Stand:
             await stopped(self.run)
 
 
-def evaluating(directory: Path, *, held: bool = False, **keys: Any) -> Stand:
+def evaluating(directory: Path, *, held: bool = False, leaving: asyncio.Event | None = None, **keys: Any) -> Stand:
     """Returns a run that evaluates every step. `held`: evaluations take until `client.go` is set."""
-    parts, client, members = Parts(), HeldEngine(), EvaluationMembers()
-    run = run_of(directory, parts, **({"eval__prompts": "held_out.jsonl", "eval__every": 1} | keys))
+    parts, client, members, told = Parts(), HeldEngine(), EvaluationMembers(), Told()
+    notes: list[str] = []
+    run = run_of(directory, parts, leaving, **({"eval__prompts": "held_out.jsonl", "eval__every": 1} | keys))
+    run.records.events = told
     run.eval_prompts = {"": prompts()[:3]}
 
     async def stop() -> None:
@@ -95,12 +142,13 @@ def evaluating(directory: Path, *, held: bool = False, **keys: Any) -> Stand:
 
     group = SimpleNamespace(members=members, engines=[], stop=stop)
     service = service_of(run.config, sources_of(run.config), {})
-    run.evaluation = EnginesBeside(service, group, run.records.table.note)
+    run.evaluation = EnginesBeside(service, group, notes.append)
     run.evaluation.clients["actor"] = client
-    run.policies["actor"].publications = Published(run, parts, client)
+    publications = Published(run, parts, client, members)
+    run.policies["actor"].publications = publications
     if not held:
         client.go.set()
-    return Stand(run, parts, members, client)
+    return Stand(run, parts, members, client, publications, told, notes)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -166,6 +214,100 @@ async def test_an_evaluation_whose_engines_are_all_lost_is_counted(tmp_path):
     assert evaluated(tmp_path)[0] == [{"eval/begun": 1.0}, {"eval/lost": 1.0}]
 
 
+@pytest.mark.parametrize("lasting", [False, True])
+async def test_a_failed_evaluation_is_reported_once_and_at_once(tmp_path, lasting):
+    """`lasting`: an error that later evaluations would meet as well."""
+    stand = evaluating(tmp_path, held=True, schedule__steps=2)
+    beside = stand.run.evaluation
+    assert await beside.begin(stand.run) == {"eval/begun": 1.0}
+    if lasting:
+        stand.client.error = SlimxError("no prompt fits", code="prompt.long", about="p")
+        stand.client.go.set()
+    else:
+        stand.members.out.set()
+    await until(lambda: evaluated(tmp_path) == {0: [{"eval/lost": 1.0}]})  # although no other evaluation has begun
+    assert stand.told.events == [("evaluation_lost", "step 0")] and len(stand.notes) == 1
+    stand.members.out.clear()
+    stand.run.step = 1
+    if lasting:
+        with pytest.raises(SlimxError):
+            await beside.begin(stand.run)
+    else:
+        assert await beside.begin(stand.run) == {"eval/begun": 1.0}
+        stand.client.go.set()
+        await until(lambda: 1 in evaluated(tmp_path))
+    assert stand.told.events == [("evaluation_lost", "step 0")] and evaluated(tmp_path)[0] == [{"eval/lost": 1.0}]
+    before = len(stand.notes)
+    await beside.cancel()
+    assert [numbers(note) for note in stand.notes[before:]] == [[0]], "named again at the run's end"
+    await stopped(stand.run)
+
+
+@pytest.mark.parametrize("last", [False, True])
+async def test_a_run_that_is_asked_to_stop_does_not_wait(tmp_path, last):
+    leaving = asyncio.Event()
+    stand = evaluating(tmp_path, held=True, leaving=leaving, schedule__steps=1 if last else 3)
+    training = asyncio.create_task(stand.train())
+    await until(lambda: "train 0 at version 0" in stand.parts.done)
+    await asyncio.sleep(0.1)
+    leaving.set()
+    async with asyncio.timeout(10):
+        if last:
+            await training
+        else:
+            with pytest.raises(Preempted):
+                await training
+    assert "save 1" in stand.parts.done and "evaluate 1" not in stand.parts.done
+    lost = [("evaluation_lost", "step 0"), ("evaluation_lost", "step 1")]
+    assert stand.told.events == (lost if last else [])
+    # The process that resumes at step 1 repeats its evaluation, and counts that of step 0 as lost.
+    found = evaluated(tmp_path)
+    assert found == ({0: [BEGUN, LOST], 1: [LOST]} if last else {0: [BEGUN], 1: [BEGUN]})
+
+
+async def test_the_last_evaluation_is_lost_if_the_run_is_asked_to_stop(tmp_path):
+    leaving = asyncio.Event()
+    stand = evaluating(tmp_path, held=True, leaving=leaving, schedule__steps=1)
+    stand.run.step = 1
+    ending = asyncio.create_task(stand.run.evaluation.begin(stand.run))
+    await until(lambda: "evaluate 1" in stand.parts.done)
+    leaving.set()
+    assert await asyncio.wait_for(ending, 10) == {}
+    assert evaluated(tmp_path) == {1: [LOST]} and stand.told.events == [("evaluation_lost", "step 1")]
+    await stopped(stand.run)
+
+
+async def test_the_loss_of_all_other_engines_is_noticed_meanwhile(tmp_path):
+    stand = evaluating(tmp_path, held=True, schedule__steps=3)
+    training = asyncio.create_task(stand.train())
+    await until(lambda: "train 0 at version 0" in stand.parts.done)
+    await asyncio.sleep(0.1)
+    stand.publications.lost.set()
+    async with asyncio.timeout(10):
+        with refused("engines.gone", about="actor-0"):
+            await training
+
+
+async def test_engines_that_share_devices_go_on_until_those_that_evaluate_run(tmp_path):
+    stand = evaluating(tmp_path, schedule__steps=1, schedule__colocate=True)
+    beside, done = stand.run.evaluation, stand.parts.done
+    stand.members.runs.clear()
+    beginning = asyncio.create_task(beside.begin(stand.run))
+    await asyncio.sleep(0.1)
+    assert done == [], "no turn of the trainers while the engine is restarted"
+    stand.publications.failing = 1
+    stand.members.runs.set()
+    turn = ["engines sleep", "reload trainers", "offload optimizer", "publish 0"]
+    await until(lambda: done == turn)  # the turn has ended although nothing was published to the engines
+    await asyncio.sleep(0.1)
+    assert done == turn and not beginning.done()
+    stand.members.runs.set()
+    assert await asyncio.wait_for(beginning, LIMIT_S) == BEGUN
+    assert done == [*turn, *turn[:2], "evaluate 0", *turn[2:]]
+    await beside.cancel()
+    await stopped(stand.run)
+
+
 async def test_the_run_ends_if_no_engine_can_be_started_again(tmp_path):
     stand = evaluating(tmp_path, held=True, schedule__steps=2)
 
@@ -188,31 +330,3 @@ async def test_a_resumed_run_repeats_its_steps_evaluation_and_counts_others(tmp_
     assert found[1] == [begun, {"eval/lost": 1.0}] and len(found[0]) == 2
     assert found[2][0] == begun and found[2][-1]["eval/accuracy"] == 1.0 and found[3][-1]["eval/accuracy"] == 1.0
     assert [what for what in stand.parts.done if what.startswith("evaluate")] == ["evaluate 2", "evaluate 3"]
-
-
-@pytest.mark.parametrize(
-    ("keys", "code"),
-    [
-        ({"eval__prompts": None}, "eval.engines_idle"),
-        ({"eval__engines": [{"role": "prefill"}]}, "eval.engines_role"),
-        ({"eval__engines": [{"name": "actor"}]}, "eval.engines_name"),
-        ({"publish__delta": {"every_full": 5}, "publish__transport": "disk"}, "eval.engines_unproven"),
-    ],
-)
-def test_what_cannot_work_is_refused(keys, code):
-    if "eval__prompts" in keys:
-        with invalid(code, about="eval.engines"):
-            config_of(eval__engines=BESIDE["eval__engines"])
-        return
-    with invalid(code, about="eval.engines"):
-        config_of(**BESIDE | keys)
-
-
-def test_engines_during_training_are_started_only_if_the_run_evaluates():
-    config = config_of(**BESIDE)
-    assert [group.name for group in config.rollout.evaluating] == ["eval"]
-    assert config.rollout.sampling_engines == config.rollout.engines
-    assert config.rollout.served == (*config.rollout.engines, *config.eval.engines)
-    assert without_trainers(config, None).rollout.evaluating == (), "slimx eval needs no engines during training"
-    for off in ({"eval__every": 0}, {"eval__prompts": None}):
-        assert config_of(**BESIDE | off).rollout.evaluating == ()

@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from slimx.config.sections.reward import Eval
+from slimx.config.sections.eval import Eval
 from slimx.extras.evaluation.run import evaluate_once, table
-from slimx.extras.evaluation.settings import by_key, lengths
+from slimx.extras.evaluation.settings import by_keys, lengths
 from tests.extras.generation.serving_stand import config_in, service_in, write_model
 from tests.refusals import numbers
 from tests.unit.rollout.rollout_stand import prompts
@@ -23,6 +23,7 @@ def test_an_evaluation_scores_every_set(tmp_path: Path) -> None:
 
     found = asyncio.run(work())
     assert found["prompts"] == {"few": 3} and found["checkpoint"] == str(model)
+    assert found.keys() == {"checkpoint", "time", "sets", "prompts", "metrics"}, "sampling is told once, by set"
     assert found["metrics"]["eval/few/pass@2"] == 1.0 and found["metrics"]["eval/failed"] == 0
     head, columns, few, everything = table(found)
     assert head.startswith(f"{model}: ") and numbers(head)[-2:] == [2, 1], "answers of a prompt, and the temperature"
@@ -48,16 +49,22 @@ def test_sets_may_have_settings_of_their_own(tmp_path: Path) -> None:
     assert numbers(of_few)[-2:] == [4, 1] and numbers(of_greedy)[-2:] == [1, 0]
 
 
-def test_settings_are_known_by_the_key_that_contains_them() -> None:
+def test_settings_are_known_by_the_keys_that_contain_their_values() -> None:
     options = Eval(prompts={"aime": {"path": "a", "max_new_tokens": 64}, "math": "m"})
     assert lengths(options) == {"eval.prompts.aime.max_new_tokens": 64}
-    assert by_key(options).keys() == {"eval.prompts.aime", "eval"} and by_key(Eval()).keys() == {"eval"}
+    assert by_keys(options, "max_new_tokens", "top_p").keys() == {
+        ("eval.prompts.aime.max_new_tokens", "eval.top_p"),
+        ("eval.max_new_tokens", "eval.top_p"),
+    }
+    assert by_keys(Eval(), "top_p").keys() == by_keys(options, "top_p").keys() == {("eval.top_p",)}
+    inherited = Eval(prompts={"aime": {"path": "a", "samples": 4}, "math": "m"}, max_new_tokens=8)
+    assert lengths(inherited) == {"eval.max_new_tokens": 8}
     off = options.model_copy(update={"every": 0})
     assert lengths(off) == {} and off.files == off.sets == {}
 
 
 def test_the_table_tells_what_hooks_logged() -> None:
-    found = {"checkpoint": "m", "samples": 1, "temperature": 0.0, "prompts": {"": 4}}
+    found = {"checkpoint": "m", "sets": {"": {"samples": 1, "temperature": 0.0}}, "prompts": {"": 4}}
     metrics = {
         "eval/accuracy": 0.5,
         "eval/failed": 0.0,

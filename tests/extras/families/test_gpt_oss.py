@@ -236,7 +236,7 @@ def test_engines_that_cannot_be_published_to_are_refused(tmp_path: Path, device,
 
 def test_engines_that_would_keep_experts_in_mxfp4_are_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({**HF, "quantization_config": {"quant_method": "mxfp4"}}))
-    facts = {"rollout": configured(tmp_path, {}).rollout, "spec": read_model(tmp_path)}
+    facts = {"served": configured(tmp_path, {}).served, "spec": read_model(tmp_path)}
     assert ("publish.mxfp4", "model.path") in {(p.code, p.about) for p in broken(all_rules(), facts)}
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from slimx.extras.foreign.scripts.python_file import arguments_in
+from slimx.extras.foreign.scripts.shell.expansion import unknown_in
 from slimx.extras.foreign.scripts.shell.options import flags_of, keys_of, launch_of
 from slimx.extras.foreign.scripts.shell.script import commands_of
 from tests.refusals import refused
@@ -118,13 +119,68 @@ def test_flags_after_a_missing_backslash_are_read(folder):
     assert flags_in(folder, "python train.py --a 1\n --b 2 \\\n --c 3\n") == {"a": ["1"], "b": ["2"], "c": ["3"]}
 
 
+@pytest.mark.parametrize(
+    ("text", "program", "flags"),
+    [
+        ("python train.py --a 1\ncp train.py /x\necho python train.py --a 3", "train.py", {"a": ["1"]}),
+        ("python x/train.py --a 1 --b 2\npython y/train.py --c 3", "x/train.py", {"a": ["1"], "b": ["2"]}),
+        ("for i in 1 2; do python train.py --a $i; done", "train.py", {"a": ["2"]}),
+        ("./train.py --a 1", "./train.py", {"a": ["1"]}),
+        ('ssh h "rm train.py"; $PYTHON -u train.py --a 1', "train.py", {"a": ["1"]}),
+        ("srun -N 2 bash -c 'cd x && torchrun --nproc 8 train.py --a 1'", "train.py", {"a": ["1"]}),
+        ("cat > run2.sh <<END\npython train.py --a \\$1\nEND\nbash run2.sh 4", "train.py", {"a": ["4"]}),
+        (
+            "echo A=1 > e.sh; echo B=2 >> e.sh; date >> e.sh; . e.sh; python train.py --a $A --b $B",
+            "train.py",
+            {"a": ["1"], "b": ["2"]},
+        ),
+        ("python train.py --a 1 \\\n  # --b 2 \\\n  --c 3", "train.py", {"a": ["1"], "c": ["3"]}),
+        ("mkdir -p x && cd x && python train.py --a 1 || exit 1", "train.py", {"a": ["1"]}),
+        ("if [ -z $GIVEN ]; then echo usage; exit 1; fi; python train.py --a 1", "train.py", {"a": ["1"]}),
+        ("if nvidia-smi; then A=1; else A=2; fi; python train.py --a $A", "train.py", {"a": ["2"]}),
+        ("nvidia-smi && python train.py --b; python train.py --a $(nproc || echo 4)", "train.py", {"a": ["4"]}),
+        ("while true; do ray status | grep -q GPU && break; done; python train.py --a 1", "train.py", {"a": ["1"]}),
+    ],
+)
+def test_the_launch_is_the_command_that_starts_the_program(folder, text, program, flags):
+    commands = commands_of(folder / "run.sh", text, {})
+    launch = launch_of(commands, lambda word: Path(word).name == "train.py", ("a", "b"))
+    assert launch is not None and launch.program == program and flags_of(launch.arguments) == flags
+
+
+@pytest.mark.parametrize(
+    "text", ["cp grpo.py train.py", "echo train.py", "vim train.py", "echo 'python train.py --a 1'"]
+)
+def test_a_command_that_only_names_the_program_is_no_launch(folder, text):
+    assert launch_of(commands_of(folder / "run.sh", text, {}), lambda word: word == "train.py") is None
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("$(date)", "(date)"),
+        ("`date`", "(date)"),
+        ("$(cat x | wc -l)", "(cat x | wc -l)"),
+        ("$((2 * $(nproc)))", "((2 * $(nproc)))"),
+        ("${GIVEN}", "GIVEN"),
+        ("$((2 * $GIVEN))", "GIVEN"),
+        ("${GIVEN:?is needed}", "GIVEN"),
+        ("${GIVEN%/*}", "GIVEN"),
+        ("${#GIVEN_TEXT[@]}$(date)", "(date)"),
+        ("$(echo $GIVEN)", "GIVEN"),
+    ],
+)
+def test_a_value_that_is_not_known_stays_marked(folder, word, value):
+    assert unknown_in(commands_of(folder / "run.sh", f"python train.py {word}", {})[0][2]) == [value]
+
+
 def test_overrides_of_hydra_are_read_without_their_signs():
     words = ["+a.b=1", "++c=[1,2]", "~d", "e='x y'", "--config-name=z", "f"]
     assert keys_of(words) == {"a.b": "1", "c": "[1,2]", "d": "null", "e": "'x y'"}
 
 
 def test_a_quote_that_is_never_closed_is_named_with_its_line(folder):
-    with refused("foreign.open_quote", about='"'):
+    with refused("foreign.syntax", about="line 2"):
         commands_of(folder / "run.sh", 'A=1\nB="x\n', {})
 
 

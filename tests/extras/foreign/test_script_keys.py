@@ -249,7 +249,7 @@ def test_a_configuration_that_slimx_refuses_is_written_with_the_reason(tmp_path)
         (verl_app, "a.yaml", "a: 1\n", "foreign.kind"),
         (slime_app, "a.py", "import os\n", "foreign.kind"),
         (trl_app, "a.py", "def\n", "foreign.not_python"),
-        (slime_app, "a.sh", 'python train.py --a "b\n', "foreign.open_quote"),
+        (slime_app, "a.sh", 'python train.py --a "b\n', "foreign.syntax"),
         (slime_app, "a.sh", "python train.py --rollout-batch-size many\n", "foreign.number"),
         (slime_app, "a.sh", "python train.py --global-batch-size 0\n", "foreign.values"),
         (verl_app, "a.sh", f"python -m {PPO} data.train_batch_size=0\n", "foreign.values"),

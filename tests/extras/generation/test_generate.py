@@ -98,12 +98,12 @@ def test_the_last_engines_failure_ends_the_wait(model, tmp_path):
 
 def test_engines_start_from_the_training_or_the_named_checkpoint(model, tmp_path):
     config = config_in(tmp_path, model, schedule__colocate=True)
-    assert without_trainers(config, None).rollout.policy_engines[0].model is None
+    assert without_trainers(config, None).served.policy[0].model is None
     assert not without_trainers(config, None).schedule.colocate
-    (group,) = without_trainers(config, model).rollout.policy_engines
+    (group,) = without_trainers(config, model).served.policy
     assert group.model == str(model) and group.sglang == {"tokenizer_path": str(model)}
     loaded = config.model_copy(update={"trainer": config.trainer.model_copy(update={"load": str(model)})})
-    assert without_trainers(loaded, None).rollout.policy_engines[0].model == str(model)
+    assert without_trainers(loaded, None).served.policy[0].model == str(model)
 
 
 def test_a_checkpoint_that_engines_cannot_load_is_refused(model, tmp_path):

@@ -154,7 +154,7 @@ def test_publications_have_the_forms_of_sglangs_parameters(tmp_path: Path, name:
 
 def test_a_shipped_configuration_publishes_experts_in_fp8(tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / "moe" / "qwen3-vl-235b-a22b.yaml", ["publish.quantize=te"])
-    (group,) = config.rollout.policy_engines
+    (group,) = config.served.policy
     _, published = plan_of(config, group, tmp_path / "model")
     arguments = {"ep_size": group.expert, "dp_size": group.dp_attention, "enable_dp_attention": group.dp_attention > 1}
     rank = group.tensor - 1

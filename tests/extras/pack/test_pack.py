@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import tarfile
 from pathlib import Path
@@ -20,6 +21,8 @@ from slimx.observability.live.run_lock import locked
 from tests.refusals import refused
 
 SECRET = "Zx81Qw77pLm2"
+UNKNOWN = "Rt55Kw81Zb4Qm3Yc"
+"""A secret that no other file of the run contains."""
 PRIVATE = "the private question"
 
 
@@ -149,6 +152,106 @@ def test_long_files_are_cut_to_their_last_lines(run, out, monkeypatch):
     assert cut == ["metrics.jsonl", "logs/trainer-0.log"]
 
 
+def test_a_cut_between_a_key_and_its_value_keeps_no_secret(run, out, monkeypatch):
+    monkeypatch.setattr(archive, "environment_lines", lambda environment: iter(()))  # takes 0.2 s
+    monkeypatch.setitem(contents.FOLDERS, "logs", 4_000)  # 1,000 bytes for each of the four
+    lines = "".join(f"step {number}\n" for number in range(200))
+    block = "-----BEGIN RSA PRIVATE KEY-----\n" + f"{UNKNOWN * 4}\n" * 20
+    values = {"block": block, "list": f"--password\n- {UNKNOWN}\n", "yaml": f"password: |\n  {UNKNOWN}\n  {UNKNOWN}\n"}
+    for cut in range(0, len(block), 48):
+        for name, value in values.items():
+            tail = lines[len(lines) - (1000 - max(0, len(value) - cut)) :]
+            (run / "logs" / f"{name}.log").write_text("first\n" * 300 + value + tail)
+        texts, _ = packed(run, out)
+        out.unlink()
+        assert UNKNOWN not in "".join(texts.values()), cut
+    (run / "logs" / "block.log").write_text("password=" + f"{UNKNOWN} " * 99_000)
+    texts, _ = packed(run, out)
+    assert texts["logs/block.log"] == ""
+
+
+def test_names_and_secrets_that_one_file_shows_are_removed_from_all(run, out):
+    (run / "logs" / "a.log").write_text("login of dorothy at node17x with hunter2-Pass\n")
+    (run / "logs" / "b.log").write_text("cache /data/home/dorothy/x, PASSWORD=hunter2-Pass MASTER_ADDR=node17x\n")
+    texts, _ = packed(run, out)
+    assert re.fullmatch(r"login of USER at host-\d with \[removed\]\n", texts["logs/a.log"])
+
+
+def test_a_user_named_like_a_key_is_replaced_only_where_the_name_stands_alone(run, out):
+    (run / "summary.json").write_text(json.dumps({"adamw_beta": 0.9}))
+    (run / "logs" / "a.log").write_text("/home/adamw/x adamw adamw_beta /home/dorothy/dorothy_run\n")
+    texts, _ = packed(run, out)
+    assert texts["logs/a.log"] == "~/x USER adamw_beta ~/USER_run\n" and "adamw_beta" in texts["summary.json"]
+
+
+def test_names_of_files_are_redacted_and_stay_different(run, tmp_path):
+    for name in ("gpu07.log", "gpu08.log", "carol-hf_Aa81Qw77pLm2.log", "carol-hf_Aa81Qw77pLm3.log"):
+        (run / "logs" / name).write_text("http://gpu08:1 x\n")
+    out = tmp_path / "carol.tar.gz"
+    pack(run, out, 0, {"MASTER_ADDR": "gpu08"})
+    with tarfile.open(out) as opened:
+        names = opened.getnames()
+    assert len({*names}) == len(names) == len({*names} & {name for name in names if name.startswith("USER/")})
+    assert not [name for name in names if "carol" in name or "gpu0" in name or "Aa81" in name]
+    assert "USER/logs/USER-[removed]-2.log" in names
+
+
+def test_values_of_all_types_are_removed_from_json_and_yaml(run, out):
+    values = {"password": 12345, "db": {"passwd": 1.5, "user": "x"}, "text": 'said "password": "a \\" b"', "token": 17}
+    (run / "summary.json").write_text(json.dumps(values | {"steps": 3}))
+    (run / "config.yaml").write_text(yaml.safe_dump(values | {"max_tokens": 1024, "token_level": True}))
+    texts, _ = packed(run, out)
+    for name in ("summary.json", "config.yaml"):
+        loaded = yaml.safe_load(texts[name])
+        assert loaded["password"] == loaded["db"]["passwd"] == "[removed]" and loaded["token"] == 17
+        assert loaded["text"].startswith('said "password": "[removed]') and " b" not in loaded["text"]
+    assert yaml.safe_load(texts["config.yaml"])["max_tokens"] == 1024
+
+
+def test_addresses_in_settings_are_replaced(run, out, monkeypatch):
+    hosts = {
+        "MASTER_ADDR": "trainhost",
+        "RAY_ADDRESS": "ray://gpuhead.corp:1",
+        "HF_ENDPOINT": "https://hub.corp.example",
+    }
+    (run / "logs" / "a.log").write_text("dorothy is refused by gate7\n")
+    hosts |= {"HTTP_PROXY": "http://gate7:3128", "USER": "dorothy"}
+    texts, _ = packed(run, out, **hosts, HF_HOME="/home/carol/hf", SGLANG_HOST_IP="10.1.2.3")
+    shown = texts["environment.txt"] + texts["logs/a.log"]
+    for private in ("trainhost", "gpuhead", "corp.example", "carol", "10.1.2.3", "dorothy", "gate7"):
+        assert private not in shown, private
+    assert "MASTER_ADDR=host-" in shown and "HF_HOME=~/hf" in shown
+
+
+def test_a_log_that_vanishes_meanwhile_is_skipped(run, out, monkeypatch):
+    (run / "logs" / "gone.log").write_text("x")
+    (run / "stacks").chmod(0)
+    real = os.scandir
+
+    def scandir(path):
+        entries = list(real(path))
+        (run / "logs" / "gone.log").unlink(missing_ok=True)
+        return iter(entries)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    texts, _ = packed(run, out)
+    assert "logs/trainer-0.log" in texts and "logs/gone.log" not in texts
+
+
+def test_an_unfinished_archive_is_private_and_does_not_stay(run, out, monkeypatch):
+    modes = []
+
+    def fails(self, entry, data):
+        modes.extend(stat.S_IMODE(path.stat().st_mode) for path in out.parent.glob("*.partial"))
+        raise OSError(28, "No space left on device")
+
+    out.with_name(f"{out.name}.partial").write_text("of somebody else")
+    monkeypatch.setattr(tarfile.TarFile, "addfile", fails)
+    with refused("pack.out", about=str(out)):
+        pack(run, out, 0, {})
+    assert 0o600 in modes and len(list(out.parent.glob("*.partial"))) == 1 and not out.exists()
+
+
 def test_the_archive_is_bounded_even_if_a_text_grows(run, out, monkeypatch):
     monkeypatch.setattr(archive, "WHOLE", 600)
     texts, result = packed(run, out)
@@ -192,7 +295,8 @@ def test_no_run_and_an_archive_that_exists_are_refused(run, out, tmp_path):
 
 def test_the_command_prints_what_the_archive_contains(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    run = run.rename(tmp_path / "run-v1.2")
     done = CliRunner().invoke(app, [str(run)])
-    (file,) = tmp_path.glob("slimx-run-*.tar.gz")
+    (file,) = tmp_path.glob("slimx-run-v1.2-*.tar.gz")
     assert done.exit_code == 0 and file.name in done.output and f"{file.stat().st_size:,}" in done.output
     assert all(name in done.output for name in ("config.yaml", "logs/trainer-0.log", "--rollouts"))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
+from pathlib import Path
 
 import pytest
+import yaml
 
 from slimx.extras.pack.redaction import Redactor
+from slimx.extras.pack.secret_names import kind_of
 
 KEY = "Zx81Qw77pLm2"
 """Part of every secret below."""
@@ -73,6 +77,12 @@ def test_a_secret_is_removed(text):
         "gap/mean 1.2e-07 perf/tokens_per_second 3164.26",
         "KeyError: 'messages'; the tokenizer of the root folder",
         "the monkey: a",
+        "max_tokens: 1024, token_level: true, num_tokens_per_key: 3, eos_token: '</s>', PAD_TOKEN=[PAD], n_tokens=7",
+        "image_token=5 tokens: [1, 2], key_env: SEARCH_TOKEN, loss per token: a mean",
+        "c10::Error at 12:30:59, std::abc::def, sha256:ab12, model_runner.py, max@3, PWD=/data/x",
+        "password: null, PASSWORD=${PASSWORD}, token=$TOKEN, secret: <unset>, cookie: ***, auth: true",
+        "forward pass, per token, of Qwen3MoeForCausalLM in step-0000001.groups of Qwen3-30B-A3B",
+        "https://huggingface.co/a/b, https://github.com/a/b.git, hf://datasets/a@main, http://127.0.0.1:1/x",
         "--max-tokens 512 --eos-token-id 5 --key-value-heads 8 -u 5",
     ],
 )
@@ -80,9 +90,41 @@ def test_what_a_maintainer_needs_is_kept(text):
     assert redactor().text(text) == text
 
 
+@pytest.mark.parametrize("file", sorted(Path("configs").rglob("*.yaml")), ids=str)
+def test_a_configuration_is_kept(file):
+    cleaned = redactor()
+    text = file.read_text()
+    cleaned.learn(text)
+    cleaned.learn_values(yaml.safe_load(text))
+    assert cleaned.text(text) == text and cleaned.values(yaml.safe_load(text)) == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("", "eos_token max_token token_level num_tokens_per_key next_token PWD author monkey keys tokens MASTER_ADDR"),
+        ("", "KeyError tokenizer RAY_AUTH_MODE api_key_env password_file key_value_heads sort_key loss_per_token pass"),
+        ("token", "HF_TOKEN apiKey AccountKey x-api-key --api-key github_token accesstoken GH_PAT db_pass api_tokens"),
+        ("token", "AWS_SECRET_ACCESS_KEY client-key-data JSESSIONID"),
+        ("password", "PASSWORD db_password clientSecret PGPASSWORD MYSQL_PWD Proxy-Authorization Set-Cookie X-Auth"),
+        ("password", "webhook_url SENTRY_DSN connection_string DB_CREDENTIALS PASSWORD2 password_hash"),
+    ],
+)
+def test_words_tell_which_names_are_secret(kind, names):
+    assert {name: kind_of(name) for name in names.split()} == dict.fromkeys(names.split(), kind)
+
+
+def test_names_of_metrics_and_most_keys_are_not_secret():
+    pages = Path("docs/metrics.md").read_text() + Path("docs/configuration.md").read_text()
+    names = {*re.findall(r"`([\w./@-]+)`", pages)}
+    assert len(names) > 500 and {name for name in names if kind_of(name)} == {"webhook", "token"}
+
+
 def test_names_of_people_and_machines_are_replaced_by_the_same_ones_everywhere():
     cleaned = redactor()
-    text = cleaned.text("alice@gpu07 ran /home/carol/x as carol, RUN is /data/r/logs, not /data/rest; /root/.ray /root")
+    text = "alice@gpu07 ran /home/carol/x as carol, RUN is /data/r/logs, not /data/rest; /root/.ray /root"
+    cleaned.learn(text)
+    text = cleaned.text(text)
     assert [word.strip(",;") for word in text.split()] == [
         *("USER@host-1", "ran", "~/x", "as", "USER", "RUN", "is", "RUN/logs", "not", "/data/rest", "~/.ray", "~")
     ]
@@ -113,7 +155,11 @@ def test_short_values_of_variables_are_not_removed_from_texts():
     assert redactor(A_KEY="1", B_TOKEN="true", C_SECRET="").text("1 true") == "1 true"
 
 
-@pytest.mark.parametrize("piece", [".", "a", "_", "a.", "token ", "0:", "://", "- ", "key=", '"', "wandb"])
+@pytest.mark.parametrize(
+    "piece",
+    [".", "a", "_", "a.", "token ", "0:", "://", "- ", "key=", '"', "wandb"]
+    + ["password='", "secret=[", "A" * 16 + "\\n", "a@b1 ", "login x", "-p ", "://a:", "a:b@", "password:\n", "--key "],
+)
 def test_a_long_line_takes_linear_time(piece):
     began = time.process_time()
     redactor().text(piece * (200_000 // len(piece)))

@@ -51,6 +51,11 @@ def sections(**changes: Any) -> dict[str, Any]:
         ({"reward__function": "exact"}, "reward_model.pairs", "reward.function"),
         ({"eval__samples": 2, "eval__temperature": 1.0}, "reward_model.eval", "eval.samples"),
         ({"eval__temperature": 1.0}, "reward_model.eval", "eval.temperature"),
+        (
+            {"eval__temperature": 1.0, "eval__prompts": {"a": {"path": "f", "top_p": 0.5}}},
+            "reward_model.eval",
+            "eval.temperature",
+        ),
         ({"trainer__freeze": ["*"]}, "unproven", "trainer.freeze"),
         ({"trainer__lora": {"rank": 8, "alpha": 16}}, "unproven", "trainer.lora"),
         ({"trainer__moe__routing_replay": "R2"}, "unproven", "trainer.moe.routing_replay"),

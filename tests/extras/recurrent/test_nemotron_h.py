@@ -199,9 +199,9 @@ def test_no_value_model_is_built_on_them(tmp_path: Path):
 def test_ways_to_train_that_never_ran_on_them_are_refused(tmp_path: Path, trainer: dict[str, Any], key: str):
     spec = read(tmp_path, TINY)
     plain = run(tmp_path, "sft")
-    assert [*unproven_layers.ask(plain.trainer, plain.rollout, spec)] == []
+    assert [*unproven_layers.ask(plain.trainer, plain.rollout, plain.served, spec)] == []
     config = Config.model_validate(plain.model_dump() | {"trainer": trainer, "numerics": {"dtype": "bfloat16"}})
-    assert [about for about, _ in unproven_layers.ask(config.trainer, config.rollout, spec)] == [key]
+    assert [about for about, _ in unproven_layers.ask(config.trainer, config.rollout, config.served, spec)] == [key]
 
 
 def test_decays_and_skips_stay_in_fp32_as_megatron_core_makes_them(tmp_path: Path):

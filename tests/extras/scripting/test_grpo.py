@@ -14,6 +14,7 @@ from slimx.errors import SlimxError
 from slimx.extras.init.machine import Target
 from slimx.extras.quickstart.make_model import make_model
 from slimx.extras.scripting import grpo as room
+from slimx.observability.live.run_lock import locked
 from tests.refusals import refused
 
 ROWS = [{"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:02d}"} for a in range(8) for b in range(8)]
@@ -98,3 +99,74 @@ def test_a_directory_with_other_files_is_kept_after_a_refusal(model: Path, start
     with pytest.raises(SlimxError):
         quiet(model, ROWS, digits, directory="mine", overrides={"schedule.steps": 0})
     assert Path("mine/notes.txt").exists()
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Returns all files in `directory` with their bytes."""
+    return {str(path): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def run(model: Path, started: list[slimx.Config]) -> Path:
+    """A run that `grpo` has begun."""
+    result = quiet(model, ROWS, digits, eval=ROWS[:4], directory="runs/mine")
+    started.clear()
+    return Path(result)
+
+
+def test_a_refused_call_leaves_every_file_as_it_was(
+    model: Path, started: list[slimx.Config], run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    before = contents(run)
+    other = [{**row, "answer": "7"} for row in ROWS]
+
+    def again(code: str, model: Any = model, reward: Any = digits, **keywords: Any) -> None:
+        with refused(code, about=None):
+            quiet(model, other, reward, eval=other[:2], directory=run, **keywords)
+        assert contents(run) == before and not started
+
+    again("model.directory", model="nowhere")
+    again("script.hook", reward=lambda ctx, trajectory: 1.0)
+    again("run.fork", overrides={"run.fork": "nowhere"})
+    monkeypatch.setattr("multiprocessing.process._current_process._inheriting", True, raising=False)
+    again("script.main")
+    monkeypatch.delattr("multiprocessing.process._current_process._inheriting")
+
+    def refuse(config: slimx.Config, console: Console) -> Any:
+        assert contents(run) != before
+        raise SlimxError("refused late", code="late")
+
+    monkeypatch.setattr(start, "train", refuse)
+    again("late")
+    with locked(run):
+        before = contents(run)
+        again("run.locked")
+
+
+def test_a_run_that_has_begun_keeps_its_new_files(
+    model: Path, started: list[slimx.Config], run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def lose(config: slimx.Config, console: Console) -> Any:
+        (run / "logs").mkdir()
+        (run / "logs" / "trainer-0.log").write_text("begun")
+        raise SlimxError("lost", code="lost")
+
+    monkeypatch.setattr(start, "train", lose)
+    with refused("lost", about=None):
+        quiet(model, ROWS[:32], digits, eval=ROWS[:4], directory=run)
+    assert len((run / "prompts.jsonl").read_text().splitlines()) == 32
+
+
+def test_a_finished_run_keeps_its_files(
+    model: Path, started: list[slimx.Config], run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    before = contents(run)
+    monkeypatch.setattr(room, "_finished", lambda config: True)
+    quiet(model, ROWS[:32], digits, directory=run)
+    assert contents(run) == before and len(started) == 1
+
+
+def test_an_error_about_rows_names_the_file_of_the_run(model: Path, started: list[slimx.Config]):
+    with pytest.raises(SlimxError) as raised:
+        quiet(model, [{"prompt": "a", "answer": "1"}, {"prompt": 5, "answer": "1"}], digits, directory="runs/bad")
+    assert "runs/bad/prompts.jsonl" in str(raised.value) and not Path("runs").exists()

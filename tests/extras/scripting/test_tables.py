@@ -39,6 +39,10 @@ def test_rollouts_have_a_row_per_saved_step_or_per_response(run: Path) -> None:
     assert responses["reward"] == [1.0, -0.5] and responses["tokens"] == [1, 3]
     assert {"prompt", "response", "tokens", "advantage"} < {*responses.columns}
     assert slimx.rollouts(run, step=2, reward_below=0)["reward"] == [-0.5]
+    assert slimx.rollouts(run, step=2, group="g")["group"] == ["g", "g"]
+    for choice in ({"group": "g"}, {"reward_below": 0.0}):
+        with refused("rollouts.options", about=next(iter(choice))):
+            slimx.rollouts(run, **choice)
     with refused("rollouts.step", about="step 1"):
         slimx.rollouts(run, step=1)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,10 +74,55 @@ async def test_a_notebooks_event_loop_stands_aside_and_comes_back():
     assert asyncio.get_running_loop() is outer
 
 
-def test_a_script_without_a_guard_does_not_start_again_in_a_worker(config, monkeypatch):
-    monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
-    with refused("script.main"):
+BEGIN = """
+import multiprocessing, slimx
+config = {"run": {"dir": "r"}, "model": {"path": "missing"}, "schedule": {"steps": 1}}
+config["rollout"] = {"prompts": "p", "engines": [{}]}
+def start(results):
+    try:
         slimx.train(config)
+    except slimx.SlimxError as error:
+        results.put(error.code)
+"""
+GUARDED = """
+if __name__ == "__main__":
+    context = multiprocessing.get_context("{method}")
+    results = context.Queue()
+    context.Process(target=start, args=(results,)).start()
+    print(results.get(timeout=60))
+"""
+UNGUARDED = """
+if multiprocessing.current_process().name == "MainProcess":  # in place of the run, whose reward processes are such
+    process = multiprocessing.get_context("{method}").Process(target=start)
+    process.start()
+    process.join()
+else:
+    try:
+        slimx.train(config)
+    except slimx.SlimxError as error:
+        print(error.code, error.about)
+"""
+
+
+def ran(tmp_path: Path, text: str) -> str:
+    """Returns what the script `text` prints."""
+    (tmp_path / "script.py").write_text(BEGIN + text)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    return done.stdout.strip() or done.stderr
+
+
+SLOW = pytest.mark.slow("other ways to start a process")
+
+
+@pytest.mark.parametrize("method", ["spawn", pytest.param("fork", marks=SLOW), pytest.param("forkserver", marks=SLOW)])
+def test_a_process_of_the_user_may_start_a_run(tmp_path: Path, method: str):
+    assert ran(tmp_path, GUARDED.format(method=method)) == "model.directory"
+
+
+def test_a_script_without_a_guard_does_not_start_again_in_a_process(tmp_path: Path):
+    assert ran(tmp_path, UNGUARDED.format(method="spawn")).splitlines()[0] == "script.main __main__"
 
 
 def test_training_is_refused_as_the_command_refuses_it(config, tmp_path):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from slimx.config.sections.reward import Eval
+from slimx.config.sections.eval import Eval
 from slimx.data.batch import make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from slimx.config.rule import broken, rules_in
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.engines import Engines
-from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.eval import ServedEngines
 from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
@@ -91,7 +91,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_by_token(vocabularies):
     def problems(model: Path) -> list[SlimxError]:
         facts = {
             "algorithm": Algorithm(name="distillation", teacher_engine="wise"),
-            "rollout": Rollout(prompts="p", engines=(Engines(name="wise", frozen=True, model=str(model)),)),
+            "served": ServedEngines((Engines(name="wise", frozen=True, model=str(model)),), ()),
             "tokenizer": tokenizer,
         }
         return broken([rules.same_vocabulary], facts)

@@ -200,7 +200,7 @@ def test_larger_images_cost_more_time() -> None:
 )
 def test_engines_reserve_memory_for_images(gpu: str, engine: dict[str, object], mib: int) -> None:
     config, spec = planned()
-    (group,) = config.rollout.policy_engines
+    (group,) = config.served.policy
     machine = machine_of(config.cluster.model_copy(update={"gpu": gpu}))
     found, factor = image_memory(spec.hf, group.model_copy(update=engine), machine)
     assert found == mib * 2**20
@@ -214,7 +214,7 @@ def test_engines_reserve_memory_for_images(gpu: str, engine: dict[str, object], 
 @pytest.mark.usefixtures("in_root")
 def test_reserved_memory_leaves_less_room_for_keys_and_values() -> None:
     config, spec = planned()
-    (group,) = config.rollout.policy_engines
+    (group,) = config.served.policy
     record = engine_memory(config, spec, group, machine_of(config.cluster), staged=0)
     assert record.images == 2**30
     assert record.kv_room == record.static - record.weights - record.images

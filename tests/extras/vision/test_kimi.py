@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from slimx.config.sections.vision import Vision
+from slimx.config.sections.trainer import Vision
 from slimx.extras.vision.images.processing import limits, load_processor, patches
 from slimx.extras.vision.moonvit import KimiTower
 from slimx.extras.vision.prompts.check import ModelImages, shows_images

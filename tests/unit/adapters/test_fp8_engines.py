@@ -80,7 +80,7 @@ def engines_of(files: list[Path], directory: Path) -> Built:
     engines = {}
     for file in files:
         config = load_config(file, [])
-        for group in config.rollout.policy_engines if config.publish.quantize else ():
+        for group in config.served.policy if config.publish.quantize else ():
             name = f"{file.stem}-{group.name}"
             _, published = plan_of(config, group, directory / name)
             sizes = {"ep_size": group.expert, "dp_size": group.dp_attention, "pp_size": group.pipeline}

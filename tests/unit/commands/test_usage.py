@@ -16,6 +16,7 @@ from slimx.extras.doctor import command as doctor
 from slimx.extras.evaluation import command as evaluation
 from slimx.extras.generation import command as generation
 from slimx.extras.planner import command as planner
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,19 @@ def test_a_command_says_at_once_which_file_it_checks(monkeypatch, capsys, module
         cli.main()
     assert "".join(printed) == "checking a\\u001b.yaml\n"
     assert printed[command != "eval"] == "", "results of eval alone are on stdout"
+
+
+@pytest.mark.parametrize("module", ["torch", "torch.missing", "transformers.models.missing"])
+def test_a_module_that_setup_installs_is_named_if_it_is_missing(monkeypatch, module):
+    """The package, or the part that a broken package lacks."""
+
+    def load(*_: object) -> None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(cli, "load_config", load)
+    monkeypatch.setattr(sys, "argv", ["slimx", "train", "a.yaml", "--debug"])
+    with refused("setup.missing", about=module):
+        cli.main()
 
 
 def test_a_tilde_that_the_shell_leaves_is_the_home_directory(monkeypatch, tmp_path):

@@ -18,8 +18,8 @@ from slimx.config.load import load_config
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic
 from slimx.config.sections.engines import Engines
+from slimx.config.sections.eval import EvalSet
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.reward import EvalSet
 from slimx.config.sections.rollout import PromptSet, Rollout
 from slimx.config.sections.run import Model, RunSection
 from slimx.config.sections.trainer import Lora, Trainer

@@ -94,7 +94,7 @@ def test_a_configuration_passes_the_plan(file: Path, monkeypatch: pytest.MonkeyP
     for demand in report.phases:
         assert report.gpu_memory - demand.nbytes >= max(MARGIN, config.trainer.memory_margin_mib * 2**20), demand
     assert report.host.nbytes <= report.host.memory, "judged by the kind of GPU"
-    assert not [*crowded_warnings(config.rollout, report.engine_memory, report.batch.requests_in_flight)]
+    assert not [*crowded_warnings(config.served, report.engine_memory, report.batch.requests_in_flight)]
     assert (report.publication is not None) == served and bool(report.engine_memory) == served
     assert report.rank_map.nodes == config.cluster.nodes, "the header names the nodes that the run fills"
     if file in make_phases.FILES:
@@ -105,7 +105,7 @@ def test_a_configuration_passes_the_plan(file: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_engines_that_are_published_to_in_fp8_start_from_an_fp8_model(file: Path) -> None:
     config = load_config(file, [])
-    for group in config.rollout.policy_engines if config.publish.quantize else ():
+    for group in config.served.policy if config.publish.quantize else ():
         # A copy that the user converts first is not there.
         described = ROOT / (group.model or config.model.path) / "config.json"
         assert not described.exists() or "quantization_config" in json.loads(described.read_text())

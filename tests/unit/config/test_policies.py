@@ -135,7 +135,7 @@ def sharing(judge: dict[str, Any], **sections: dict[str, Any]) -> Config:
 def test_a_policy_whose_adapters_anothers_engines_have_starts_none() -> None:
     config = sharing({"trainer": {"lora": {"alpha": 4}}})
     judge = config.by_policy["judge"]
-    (theirs,), (ours,) = judge.rollout.policy_engines, config.rollout.policy_engines
+    (theirs,), (ours,) = judge.served.policy, config.served.policy
     assert theirs.name == ours.name and theirs.borrowed and not ours.borrowed
     assert (theirs.started, ours.started) == (0, 1)
     assert form_of(config).served() == ServedLora({"actor": 8.0, "judge": 4.0}, 4, served_modules(("attention",)))

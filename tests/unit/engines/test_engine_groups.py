@@ -107,8 +107,8 @@ def test_groups_that_cannot_work_are_refused_in_one_sentence(keys: dict[str, Any
 def test_engine_groups_that_serve_together_are_distinguished() -> None:
     judge = {"name": "judge", "frozen": True, "model": "m", "count": 2}
     config = config_of(**{"rollout.engines": [{"name": "a", "tensor": 4}, judge, {"name": "b", "urls": [URL]}]})
-    assert [group.name for group in config.rollout.policy_engines] == ["a", "b"]
-    assert [group.name for group in config.rollout.frozen_engines] == ["judge"]
+    assert [group.name for group in config.served.policy] == ["a", "b"]
+    assert [group.name for group in config.served.frozen] == ["judge"]
     assert [(group.servers, group.started) for group in config.rollout.engines] == [(1, 1), (2, 2), (1, 0)]
     assert config_of(**SPLIT).rollout.disaggregated and not config.rollout.disaggregated
 
@@ -155,7 +155,7 @@ def test_remote_servers_are_refused_by_single_machine_transports() -> None:
     assert broken_rules(config_of(**far), "cpu") == ["engines.urls_elsewhere"]
     assert broken_rules(config_of(**far | {"publish.transport": "disk"}), "cpu") == []
     assert broken_rules(config_of(**far, **{"cluster.ray_address": "auto"}), "cpu") == []
-    assert config_of(**far).rollout.external_hosts == {"actor-0": "127.0.0.1", "actor-1": "192.0.2.1"}
+    assert config_of(**far).served.external_hosts == {"actor-0": "127.0.0.1", "actor-1": "192.0.2.1"}
     refuse_elsewhere("memory", "10.0.0.1", {})
     with refused("publish.reach", about="actor-1"):
         refuse_elsewhere("memory", "10.0.0.1", {"actor-1": "10.0.0.2"})

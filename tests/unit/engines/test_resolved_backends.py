@@ -10,7 +10,7 @@ from slimx.config.load import load_config
 from tests.warm.sglang import run_with_sglang
 from tools.docs.make_backends import PAGE, SHIPPED
 
-SERVED = [file for file in SHIPPED if load_config(file, []).rollout.policy_engines]
+SERVED = [file for file in SHIPPED if load_config(file, []).served.policy]
 OFTEN = {"deepseek-v3-gb300", "qwen3-30b-a3b-async-fp8"}
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slimx.config.sections.reward import Eval
+from slimx.config.sections.eval import Eval
 from slimx.data.records import Group
 from slimx.observability.tracking.names import find
 from slimx.orchestration.start.prompts import heldout_prompts
@@ -91,7 +91,8 @@ def test_rows_of_another_form_are_mapped_by_the_evaluation_hook(tmp_path):
 
 
 SET = "eval.prompts.a"
-GREEDY = ("eval.samples", f"{SET}.samples")
+GREEDY, BEYOND, NUCLEUS = (("eval.samples",) * 2, ("eval.pass_at",) * 2, ("eval.top_p",) * 2)
+"""Code and key of settings of section `eval` that contradict those of a set."""
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,10 @@ GREEDY = ("eval.samples", f"{SET}.samples")
         ({"top_p": 0.9}, "eval.top_p", "eval.top_p"),
         ({"samples": 4, "temperature": 1.0, "pass_at": (4, 8)}, "eval.pass_at", "eval.pass_at"),
         ({"prompts": {"a/b": "f"}}, "eval.name", "a/b"),
-        ({"samples": 4, "temperature": 1, "prompts": {"a": {"path": "f", "temperature": 0}, "b": "f"}}, *GREEDY),
+        ({"samples": 4, "temperature": 1, "prompts": {"a": {"path": "f", "temperature": 0}}}, *GREEDY),
+        ({"prompts": {"a": {"path": "f", "samples": 4}}}, "eval.samples", f"{SET}.samples"),
+        ({"pass_at": (4,), "prompts": {"a": {"path": "f", "samples": 2, "temperature": 1}}}, *BEYOND),
+        ({"top_p": 0.9, "temperature": 1, "prompts": {"a": {"path": "f", "temperature": 0}}}, *NUCLEUS),
         ({"prompts": {"a": {"path": "f", "map": "m.f", "fields": {"prompt": "q"}}}}, "prompts.map", f"{SET}.map"),
         ({"prompts": {"a": {"path": "f", "pass_at": (2,)}}}, "eval.pass_at", f"{SET}.pass_at"),
         ({"prompts": {"a": {"path": "f", "top_p": 0.9}}}, "eval.top_p", f"{SET}.top_p"),
@@ -111,6 +115,14 @@ GREEDY = ("eval.samples", f"{SET}.samples")
 def test_an_evaluation_that_would_say_nothing_is_refused(options, code, about):
     with invalid(code, about=about):
         config_of(**{f"eval__{key}": value for key, value in options.items()})
+
+
+def test_a_value_of_several_sets_is_refused_once():
+    sets = {name: {"path": "f", "max_new_tokens": length} for name, length in (("a", 3), ("b", 4))}
+    with invalid("eval.top_p", about="eval.top_p") as caught:
+        config_of(eval__top_p=0.9, eval__prompts=sets)
+    (item,) = caught.value.errors()
+    assert len(item["ctx"]["error"].problems) == 1
 
 
 def test_k_defaults_to_powers_of_two_up_to_the_samples():

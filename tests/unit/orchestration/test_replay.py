@@ -75,7 +75,7 @@ def test_steps_that_fit_are_accepted_and_others_named(tmp_path):
 
 
 def test_settings_that_exclude_a_replay_are_refused():
-    assert config_of(replay="there").rollout.policy_engines == ()
+    assert config_of(replay="there").served.policy == ()
     assert config_of(replay="there").rollout.sampled
     # Without engines of its own a run may replay what other engines sampled.
     assert not config_of(replay="there", engines=[]).rollout.sampled

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slimx.config.sections.reward import Eval, Reward
+from slimx.config.sections.eval import Eval
+from slimx.config.sections.reward import Reward
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.saved.codec import decode, decode_groups, encode, encode_groups
 from slimx.observability.tracking.names import find

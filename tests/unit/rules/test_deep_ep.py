@@ -68,8 +68,9 @@ def test_servers_whose_size_deep_ep_does_not_take_are_refused(
     config = load_config(GPT_OSS, [])
     (group,) = config.rollout.engines
     group = group.model_copy(update={"tensor": tensor, "sglang": {"moe_a2a_backend": "deepep", **fields}})
+    changed = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engines": (group,)})})
     facts = {
-        "rollout": config.rollout.model_copy(update={"engines": (group,)}),
+        "served": changed.served,
         "spec": read_model(ROOT / config.model.path),
     }
     found = [(problem.code, problem.about) for problem in broken([has_engine_kernels], facts)]
@@ -103,7 +104,7 @@ def test_the_plan_counts_the_buffers_of_those_that_have_some(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(hf | {"num_hidden_layers": 4}))
     shallow = [f"model.path={tmp_path}", "trainer.pipeline=1", "trainer.layers_per_stage=null"]
     config = load_config(ROOT / "configs/moe/kimi-k2.yaml", shallow)
-    spec, (group,) = read_model(ROOT / config.model.path), config.rollout.policy_engines
+    spec, (group,) = read_model(ROOT / config.model.path), config.served.policy
     sizes, served = sizes_of(config.trainer), engine_sizes(group)
     trainer = trainer_buffers(config.trainer, spec, sizes, "cuda")
     assert trainer == nvl_buffer(7168, sizes.expert) + rdma_buffer(7168, sizes.expert) > 0

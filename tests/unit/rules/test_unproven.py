@@ -12,6 +12,7 @@ from slimx import entry_points
 from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.config.sections.critic import Critic
+from slimx.config.sections.eval import ServedEngines
 from slimx.rules.unproven import CONDITIONS, is_set, key_of, layer_tables
 
 MODULES = entry_points.load_all("slimx.rules").values()
@@ -40,7 +41,8 @@ def having(facts: dict[str, Any], entry: str) -> dict[str, Any]:
     if not names:
         return facts | {section: Critic()}
     changed = {"false": False}.get(value, value or "another")
-    return facts | {section: _changed(facts[section] or Critic(), names, changed)}
+    facts = facts | {section: _changed(facts[section] or Critic(), names, changed)}
+    return facts | {"served": ServedEngines(facts["rollout"].engines, ())}
 
 
 def _changed(owner: Any, names: list[str], value: Any) -> Any:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from slimx.algorithms.advantages.estimate import StepData, all_advantages, finish_advantages
-from slimx.config.sections.reward import Eval
+from slimx.config.sections.eval import Eval
 from slimx.data.batch import TrainBatch
 from slimx.data.packing import pack, zigzag
 from slimx.data.records import Prompt, Trajectory, Turn

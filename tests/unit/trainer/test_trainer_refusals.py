@@ -12,10 +12,10 @@ import torch
 
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.trainer import NOT_PASSED
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_model
+from slimx.rules.trainer import NOT_PASSED
 from slimx.trainer.device.backends import HYBRID, choose_backends
 from slimx.trainer.model.weights import Weights
 from tests.checkpoint_stand import QWEN3_MOE

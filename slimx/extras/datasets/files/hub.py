@@ -81,7 +81,8 @@ def _downloaded(name: str, subset: str | None, split: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise SlimxError(
-            f"{HUB}{name}: downloads need huggingface_hub, which is not installed; run pip install huggingface_hub",
+            f"{HUB}{name}: downloads need huggingface_hub, which cannot be imported ({error}); run pip install "
+            "huggingface_hub",
         ) from error
     patterns = f"{subset or '*'}/{split}/*.parquet"
     try:

@@ -27,7 +27,8 @@ def table_rows(path: Path, *, stream: bool) -> Iterator[tuple[str, int, Json]]:
         import pyarrow
     except ImportError as error:
         raise SlimxError(
-            f"{path}: reading parquet and Arrow files needs pyarrow, which is not installed; run pip install pyarrow",
+            f"{path}: reading parquet and Arrow files needs pyarrow, which cannot be imported ({error}); run pip "
+            "install pyarrow",
         ) from error
     number = 0
     try:

@@ -114,9 +114,9 @@ class HookTrial:
         heart = asyncio.create_task(self._beat())
         url = self.server.url
         shape = ModelShape.of(self.spec)
-        sampled = bool(self.config.rollout.policy_engines)
+        sampled = bool(self.config.served.policy)
         frozen: dict[str, FrozenEngine] = {}
-        for group in self.config.rollout.frozen_engines:
+        for group in self.config.served.frozen:
             frozen[group.name] = FrozenEngine(
                 group.name, url, deadline_s=LIMIT_S, retries=0, placeholder=image_placeholder(self.config)
             )

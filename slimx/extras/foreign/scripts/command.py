@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator
@@ -14,14 +15,18 @@ import typer
 from slimx.commands.usage import PlainCommand
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
+from slimx.extras.foreign.megatron import MEGATRON
 from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.from_slime import PROGRAMS, read_slime
 from slimx.extras.foreign.scripts.from_trl import is_program as is_trl
 from slimx.extras.foreign.scripts.from_trl import launch_values, read_trl, yaml_values
 from slimx.extras.foreign.scripts.from_verl import is_program, read_verl
 from slimx.extras.foreign.scripts.python_file import arguments_in
-from slimx.extras.foreign.scripts.shell.options import Launch, launch_of
+from slimx.extras.foreign.scripts.shell.expansion import unknown_in
+from slimx.extras.foreign.scripts.shell.options import Launch, flags_of, launch_of
 from slimx.extras.foreign.scripts.shell.script import commands_of
+from slimx.extras.foreign.slime import SLIME
+from slimx.extras.foreign.trl import TRL
 from slimx.observability.live.safe_text import one_line, visible
 
 slime_app = typer.Typer(add_completion=False)
@@ -35,7 +40,7 @@ _SIGNS = {
 }
 """Patterns of text that occurs in the scripts of each framework."""
 _KINDS = {".py": "a Python program", ".yaml": "a YAML file", ".yml": "a YAML file", ".json": "a JSON file"}
-_STARTS = {"slime": "train.py or train_async.py", "verl": "a trainer of verl", "trl": "a trainer of TRL"}
+_STARTS = {"slime": "train.py or train_async.py of slime", "verl": "a trainer of verl", "trl": "a trainer of TRL"}
 
 Script = Annotated[Path, typer.Argument(help="Launch script, or a file with only the flags.")]
 Settings = Annotated[
@@ -63,11 +68,12 @@ def from_slime(script: Script, variables: Settings = None, out: Out = None) -> N
     draft = Draft(f"{script.name} by `slimx from-slime`")
     text = _text(script, "slime")
     commands = commands_of(script, text, _values(variables or []))
-    launch = launch_of(commands, lambda word: Path(word).name in PROGRAMS)
-    if launch is None:
-        launch = _flags_alone(commands)
-    if launch is None:
+    names = {*SLIME, *MEGATRON}
+    launch = launch_of(commands, lambda word: Path(word).name in PROGRAMS, names) or _flags_alone(commands)
+    words = () if launch is None else launch.arguments
+    if launch is None or not (flags_of(words).keys() & names or unknown_in(" ".join(words))):
         raise _no_launch(script, text, "slime")
+    launch = dataclasses.replace(launch, program=Path(launch.program).name)
     with _named(script):
         read_slime(launch, draft)
     _print(draft, script, out)
@@ -117,7 +123,7 @@ def from_trl(script: Script, variables: Settings = None, out: Out = None) -> Non
         values = yaml_values(script)
     else:
         commands = commands_of(script, text, settings)
-        launch = launch_of(commands, is_trl) or _flags_alone(commands)
+        launch = launch_of(commands, is_trl, TRL) or _flags_alone(commands)
         values = {} if launch is None else launch_values(launch)
     if not values.keys() & {"trainer", "model_name_or_path", "output_dir"}:
         raise _no_launch(script, text, "trl")
@@ -175,7 +181,7 @@ def _values(variables: list[str]) -> dict[str, str]:
         name, equals, value = variable.partition("=")
         if not equals:
             raise SlimxError(
-                f"{variable!r} is no variable; write NAME=VALUE after the script",
+                f"{variable!r} sets no variable; write NAME=VALUE after the script",
                 code="foreign.no_variable",
                 about=variable,
             )
@@ -201,7 +207,7 @@ def _no_launch(script: Path, text: str, framework: str) -> SlimxError:
             about=str(script),
         )
     return SlimxError(
-        f"{script} starts {_STARTS[framework]} nowhere; give the launch script, or a file with only its "
+        f"{script} never starts {_STARTS[framework]}; give the launch script, or a file with only its "
         f"{'keys' if framework == 'verl' else 'flags'}",
         code="foreign.no_launch",
         about=str(script),

@@ -91,7 +91,7 @@ def _publication_bytes(config: Config, figures: PublicationFigures, ranks: int) 
     trainer ranks."""
     servers = 0  # number of servers with ranks on the node
     if config.schedule.colocate:
-        group = config.rollout.policy_engines[0]
+        group = config.served.policy[0]
         servers = max(1, ranks // (group.ranks // group.nodes))
     buckets = figures.publisher_bytes
     last = 0
@@ -145,7 +145,7 @@ def disk_bytes(config: Config, spec: ModelSpec, critic: ModelSpec | None, batch:
     if config.algorithm.reference_refresh:
         exports += min(options.keep + 1, steps // config.algorithm.reference_refresh)
     tracked_steps = 0
-    if tracked.every and config.rollout.policy_engines:
+    if tracked.every and config.served.policy:
         tracked_steps = steps // tracked.every
         if tracked.keep:
             tracked_steps = min(tracked_steps, tracked.keep)

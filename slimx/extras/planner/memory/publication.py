@@ -87,7 +87,7 @@ def most_merging(config: Config, adapted: int) -> int:
         return 0
     published = 0
     if not config.serves_adapters:
-        published = max((group.ranks for group in config.rollout.policy_engines), default=0)
+        published = max((group.ranks for group in config.served.policy), default=0)
     exported = int(exports(config))
     nbytes = adapted * ITEMSIZE[config.numerics.dtype]
     bucket = round(2 * config.publish.bucket_mib * 2**20)

@@ -116,7 +116,7 @@ def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: st
     if by_kind is not None:
         materialized = by_kind
     length = limit
-    if config.rollout.policy_engines:
+    if config.served.policy:
         length = min(config.rollout.longest, limit)
     return Setting(
         tokens=-(-limit // sizes.context),

@@ -21,7 +21,7 @@ def strategy_rules() -> tuple[Rule, ...]:
     """Returns the rules that concern only the configuration, and the rules about activations. A strategy that breaks
     one of them is skipped."""
     codes = ("activations.", "unproven.layers")
-    sections = Config.model_fields.keys()
+    sections = {*Config.model_fields, "served"}
     out = []
     for rule in all_rules():
         if rule.facts <= sections or rule.code.startswith(codes):

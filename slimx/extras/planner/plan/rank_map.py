@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from slimx.config.sections.engines import Engines
-from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.eval import ServedEngines
+from slimx.config.sections.run import Schedule
 from slimx.extras.planner.record import EnginePlace, RankMap, RankPlace
 from slimx.layout.ranks import Sizes, coordinates, stage_layers
 from slimx.models.families import ModelSpec
 
 
 def rank_map(
-    rollout: Rollout,
+    served: ServedEngines,
     schedule: Schedule,
     spec: ModelSpec,
     sizes: Sizes,
@@ -33,9 +33,9 @@ def rank_map(
     if critic is not None:
         critics = _places(spec, critic, first + sizes.world, per_node)
     trainers_end = first + len(trainers) + len(critics)
-    engines, end = _servers(rollout.sampling_engines, first if schedule.colocate else trainers_end, per_node)
-    evaluating, end = _servers(rollout.evaluating, max(end, trainers_end), per_node)
-    frozen, end = _servers(rollout.frozen_engines, max(end, trainers_end), per_node)
+    engines, end = _servers(served.sampling, first if schedule.colocate else trainers_end, per_node)
+    evaluating, end = _servers(served.evaluating, max(end, trainers_end), per_node)
+    frozen, end = _servers(served.frozen, max(end, trainers_end), per_node)
     return RankMap(
         gpus=end - first,
         nodes=-(-end // per_node) - first // per_node,

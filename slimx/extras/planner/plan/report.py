@@ -89,7 +89,7 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
     separate: Sizes | None = None
     if config.critic is not None and config.critic.placement == "own":
         separate = facts["critic_sizes"]
-    places = rank_map(config.rollout, config.schedule, spec, sizes, separate, per_node=machine.per_node, first=first)
+    places = rank_map(config.served, config.schedule, spec, sizes, separate, per_node=machine.per_node, first=first)
     lacking = 0 if machine.nodes is None else max(0, places.nodes - machine.nodes)
     compiled = None
     if not lacking:  # the plan of a run that exceeds its cluster may be huge
@@ -141,7 +141,7 @@ def _model_report(config: Config, spec: ModelSpec, machine: Machine, device: str
     shapes = spec.table.checkpoint_shapes()
     engines: list[PlannedGroup] = []
     frozen: list[PlannedGroup] = []
-    for group in config.rollout.served:
+    for group in config.served.groups:
         planned = _group(group, engine_sizes(group))
         if group.frozen:
             frozen.append(planned)
@@ -179,10 +179,10 @@ def _warnings(
     ]
     if runs and device == "cuda":
         warnings += margin_warnings(machine, fields["phases"])
-        warnings += idle_warnings(config.schedule, config.trainer, config.rollout)
-    warnings += crowded_warnings(config.rollout, fields["engine_memory"], fields["batch"].requests_in_flight)
+        warnings += idle_warnings(config.schedule, config.trainer, config.served)
+    warnings += crowded_warnings(config.served, fields["engine_memory"], fields["batch"].requests_in_flight)
     if runs and device == "cuda" and single:
-        warnings += unused_warnings(config.rollout, config.cluster, fields["rank_map"])
+        warnings += unused_warnings(config.served, config.cluster, fields["rank_map"])
     return tuple(warnings)
 
 
@@ -221,7 +221,7 @@ def _of_layout(
         separate_critic=separate_critic,
         colocate=colocate,
         offload=config.trainer.offload,
-        apart={group.name for group in config.rollout.evaluating},
+        apart={group.name for group in config.served.evaluating},
     )
     batch = batch_plan(config, sizes)
     host = host_memory(
@@ -265,9 +265,9 @@ def _engine_records(
     if config.schedule.colocate:
         occupied = max(record.away for record in trainers)
     out = []
-    for group in config.rollout.policy_engines:
+    for group in config.served.policy:
         if not group.borrowed:
-            shared = 0 if group in config.rollout.evaluating else occupied
+            shared = 0 if group in config.served.evaluating else occupied
             out.append(engine_memory(config, spec, group, machine, staged=staged, occupied=shared))
     return tuple(out)
 

@@ -123,7 +123,7 @@ class Search:
         self.machine = machine
         self.device = device
         self.gpu_memory = require_gpu(machine)
-        groups = config.rollout.sampling_engines if config.schedule.colocate else ()
+        groups = config.served.sampling if config.schedule.colocate else ()
         self.engines: tuple[tuple[Engines, EngineMemory], ...] = tuple(
             (group, engine_memory(config, spec, group, machine, staged=0)) for group in groups
         )

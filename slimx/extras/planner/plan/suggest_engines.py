@@ -24,7 +24,7 @@ def suggest_engines(config: Config, spec: ModelSpec, machine: Machine) -> tuple[
     If no size fits, the number of GPUs is doubled until one does, up to 64 times the configured number."""
     require_gpu(machine)
     out = []
-    for group in config.rollout.sampling_engines:
+    for group in config.served.sampling:
         table = engine_table(spec, group)
         gpus = group.started * group.tensor
         largest = LARGEST * gpus
@@ -73,7 +73,7 @@ def _engine(
         return None
     if not record.fits or record.concurrency is None:
         return None
-    if broken(all_rules(), config.sections | {"rollout": rollout}):
+    if broken(all_rules(), config.model_copy(update={"rollout": rollout}).sections):
         return None
     concurrency = record.concurrency * changed.count
     return EngineSuggestion(group=group.name, **fields, weights=record.weights, concurrency=concurrency)

@@ -7,10 +7,10 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
+from slimx.config.sections.eval import ServedEngines
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Cluster, Numerics
-from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.run import Cluster, Numerics, Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.layout.kernels import crosses_nodes, unpublishable
 
@@ -27,10 +27,10 @@ warning. It is above 1 because rollouts have about half the maximum length on av
 
 
 @rule("machine.server_nodes", "rollout.engines.nodes")
-def spans_nodes(cluster: Cluster, rollout: Rollout, machine: Machine) -> Problems:
+def spans_nodes(cluster: Cluster, served: ServedEngines, machine: Machine) -> Problems:
     if not cluster.gpu and not cluster.gpus_per_node:
         return
-    for group in rollout.served:
+    for group in served.groups:
         ranks = group.ranks // group.nodes
         if ranks > machine.per_node and not group.urls:
             yield (
@@ -65,7 +65,7 @@ def has_dispatcher(trainer: Trainer, machine: Machine) -> Problems:
 
 @rule("engines.backend", "rollout.engines.sglang")
 def publishes_to_plain_layouts(
-    rollout: Rollout, publish: Publish, numerics: Numerics, machine: Machine, spec: ModelSpec
+    served: ServedEngines, publish: Publish, numerics: Numerics, machine: Machine, spec: ModelSpec
 ) -> Problems:
     """Rejects kernels for which SGLang keeps weights in layouts that cannot be published, such as SGLang's default
     kernels on Blackwell.
@@ -75,7 +75,7 @@ def publishes_to_plain_layouts(
 
     if machine.gpu is not GPUS["gb300"] or numerics.exact:
         return
-    for group in rollout.policy_engines:
+    for group in served.policy:
         for field, plain in unpublishable(group.sglang, experts=spec.experts > 0, fp8=publish.in_fp8):
             yield (
                 f"rollout.engines.sglang.{field}",
@@ -144,10 +144,10 @@ def start_warnings(config: Config, spec: ModelSpec, device: str) -> Iterator[str
         )
 
 
-def idle_warnings(schedule: Schedule, trainer: Trainer, rollout: Rollout) -> Iterator[str]:
+def idle_warnings(schedule: Schedule, trainer: Trainer, served: ServedEngines) -> Iterator[str]:
     """Yields warnings about GPUs that are idle while engines generate. The warnings depend on which parts of the run
     can work at the same time, not on predicted generation times."""
-    generating = sum(group.started * group.ranks for group in rollout.sampling_engines)
+    generating = sum(group.started * group.ranks for group in served.sampling)
     if not generating:
         return
     if schedule.colocate:
@@ -166,12 +166,12 @@ def idle_warnings(schedule: Schedule, trainer: Trainer, rollout: Rollout) -> Ite
         )
 
 
-def crowded_warnings(rollout: Rollout, engines: Iterable[EngineMemory], requests: int) -> Iterator[str]:
+def crowded_warnings(served: ServedEngines, engines: Iterable[EngineMemory], requests: int) -> Iterator[str]:
     """Yields a warning if the KV caches of all servers have space for less than a third of the rollouts in flight,
     because the remaining rollouts then wait or are recomputed.
 
     `engines`: memory of the engine groups. `requests`: maximum number of requests in flight in all groups together."""
-    sampling = {group.name for group in rollout.sampling_engines if group.role != "prefill"}
+    sampling = {group.name for group in served.sampling if group.role != "prefill"}
     fitting = 0
     for engine in engines:
         if engine.group in sampling and engine.concurrency:
@@ -184,9 +184,9 @@ def crowded_warnings(rollout: Rollout, engines: Iterable[EngineMemory], requests
         )
 
 
-def unused_warnings(rollout: Rollout, cluster: Cluster, places: RankMap | Together) -> Iterator[str]:
+def unused_warnings(served: ServedEngines, cluster: Cluster, places: RankMap | Together) -> Iterator[str]:
     """Yields a warning about GPUs of the cluster that the run does not use."""
-    if not any(group.started for group in rollout.policy_engines):
+    if not any(group.started for group in served.policy):
         return
     if not cluster.nodes or not cluster.gpus_per_node:
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.critic import Critic
-from slimx.config.sections.reward import Eval
+from slimx.config.sections.eval import Eval
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
 from slimx.extras.evaluation.settings import lengths
@@ -75,7 +75,7 @@ def answers_at_length(rollout: Rollout, eval: Eval, engine_memory: tuple[EngineM
                 yield (
                     key,
                     f"engine {engine.group} has memory for the KV cache of only {engine.kv_tokens} tokens, but an "
-                    f"evaluated answer and its prompt may have {longest}; raise rollout.engines.tensor, or lower {key}",
+                    f"evaluated answer and its prompt may have {longest}; raise the group's tensor, or lower {key}",
                 )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from slimx.config.sections.vision import Vision
+from slimx.config.sections.trainer import Vision
 from slimx.errors import SlimxError, one_line
 from slimx.extras.vision.images.pictures import as_rgb, opened
 from slimx.extras.vision.images.store import Grid, ImageStore

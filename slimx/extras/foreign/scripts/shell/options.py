@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slimx.extras.foreign.scripts.shell.expansion import unknown_in
+
+_STARTERS = re.compile(
+    r"python[\d.]*|torchrun|accelerate|deepspeed|ray|swift|uv|nohup|time|exec|env|sudo|numactl|srun|mpirun|sbatch"
+)
+"""Programs that start the program in their arguments."""
 _NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -15,7 +21,7 @@ class Launch:
     """The command that starts the other framework."""
 
     program: str
-    """Base name of its script, such as train.py, or its module, such as verl.trainer.main_ppo."""
+    """Path of its script as the command has it, such as train.py, or its module, such as verl.trainer.main_ppo."""
     arguments: tuple[str, ...]
     before: tuple[str, ...] = ()
     """Words before the program, such as those of `ray job submit` or `torchrun`."""
@@ -23,20 +29,26 @@ class Launch:
     """True if the command ended before its flags, because a backslash is missing at the end of a line."""
 
 
-def launch_of(commands: Sequence[list[str]], is_program: Callable[[str], bool]) -> Launch | None:
-    """Returns the last of `commands` that has a word for which `is_program` is true; None if there is none. Flags that
-    follow it on lines of their own belong to it."""
-    for index in range(len(commands) - 1, -1, -1):
-        words = commands[index]
-        at = next((place for place, word in enumerate(words) if is_program(word)), None)
-        if at is None:
+def launch_of(
+    commands: Sequence[list[str]], is_program: Callable[[str], bool], names: Collection[str] = ()
+) -> Launch | None:
+    """Returns the one of `commands` that starts a program for which `is_program` is true; None if there is none. Flags
+    that follow it on lines of their own belong to it. `names`: of several commands, the one with the most of these
+    flags is taken, and the last of those with as many."""
+    found: list[Launch] = []
+    rest: list[str] = []
+    for words in reversed(commands):
+        if words[0].startswith("--"):
+            rest = [*words, *rest]
             continue
-        arguments = words[at + 1 :]
-        rest = [command for command in commands[index + 1 :] if command[0].startswith("--")]
-        for command in rest:
-            arguments = [*arguments, *command]
-        return Launch(Path(words[at]).name, tuple(arguments), tuple(words[:at]), bool(rest))
-    return None
+        starts = True  # the first word, or one after a program that starts others
+        for at, word in enumerate(words):
+            if starts and is_program(word):
+                found.append(Launch(word, (*words[at + 1 :], *rest), tuple(words[:at]), bool(rest)))
+                rest = []
+                break
+            starts = (starts and at > 0) or bool(_STARTERS.fullmatch(Path(word).name) or unknown_in(word))
+    return max(found, key=lambda launch: len(flags_of(launch.arguments).keys() & set(names)), default=None)
 
 
 def flags_of(arguments: Sequence[str]) -> dict[str, list[str]]:

@@ -1,328 +1,394 @@
 """Reading of a shell script: the commands that it would run, found without running anything.
 
-Variables, arrays, `if`, `case`, functions and files named by `source` are followed. The output of other programs is
+Variables, conditions, loops, functions, `eval` and files that it names are followed. The output of other programs is
 unknown, and a condition on it counts as false.
 """
 
 from __future__ import annotations
 
-import fnmatch
+import contextlib
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slimx.extras.foreign.scripts.shell.expansion import (
-    Variables,
-    arithmetic,
-    expanded,
-    text_of,
-    unknown_in,
-    without_unset,
-)
-from slimx.extras.foreign.scripts.shell.tokens import Token, tokens_of
+from tree_sitter import Node
 
-_ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
-_SEPARATORS = frozenset((";", "\n", "&", ";;"))
-_CHAINS = frozenset(("&&", "||", "|"))
-_ENDS = frozenset(("then", "elif", "else", "fi", "do", "done", "esac", "}"))
-_DECLARING = frozenset(("export", "local", "declare", "readonly", "typeset"))
-DEPTH = 20
-"""Maximum number of files and functions that may be open inside each other."""
+from slimx.errors import SlimxError
+from slimx.extras.foreign.scripts.shell.arithmetic import calculated, truth
+from slimx.extras.foreign.scripts.shell.builtins import (
+    SUCCEEDING,
+    Leave,
+    change_folder,
+    formatted,
+    leave,
+    printed_by,
+    read_file,
+    read_into,
+)
+from slimx.extras.foreign.scripts.shell.conditions import holds, inverted, matches, tested
+from slimx.extras.foreign.scripts.shell.declarations import declared, redirections
+from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END, computed, unknown_in, without_unset
+from slimx.extras.foreign.scripts.shell.syntax import check, parsed, text_in
+from slimx.extras.foreign.scripts.shell.words import Words
+
+_NUMBERED = re.compile(rf"{COMPUTED}(\d+){END}")
+_OUTPUT = re.compile(rf"{COMPUTED}(?!\d+{END})[^{END}]*{END}")
+_ROUNDS = 500
+"""Maximum number of rounds of a loop; one that waits for something outside the script ends there."""
+_COST = 100
+"""Effort of a command, in characters."""
+_WHOLE = frozenset(("command", "variable_assignment", "declaration_command", "unset_command", "test_command"))
+"""Kinds of nodes that mean nothing if any part of them is not correct."""
 
 
 def commands_of(script: Path, text: str, overrides: Mapping[str, str]) -> list[list[str]]:
     """Returns the words of every command that the script `text` of the file `script` would run, in order. `overrides`:
-    values of variables that the user set. Raises SlimxError if a quote or bracket is not closed."""
-    shell = _Shell(Variables(script, overrides))
-    shell.run(tokens_of(text), 0)
+    values of variables that the user set. Raises SlimxError if what it runs is not correct syntax, or has no end."""
+    shell = _Shell(script, overrides)
+    try:
+        shell.run(text)
+    except Leave:
+        pass
+    except RecursionError as error:
+        raise SlimxError(
+            f"{script} nests its commands too deeply; give a file with only the flags",
+            code="foreign.nesting",
+            about=str(script),
+        ) from error
     return shell.commands
 
 
-@dataclass(slots=True)
-class _Shell:
-    variables: Variables
+@dataclass
+class _Shell(Words):
     commands: list[list[str]] = field(default_factory=list)
-    functions: dict[str, Sequence[Token]] = field(default_factory=dict)
+    functions: dict[str, Node] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    """Texts of the here-documents that the script writes into files."""
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Unknown outputs in the texts that are run, where numbers stand for them."""
+    outputs: list[str | None] = field(default_factory=list)
+    """Texts that commands print; None for an unknown one."""
+    inside: bool = False
+    """True in a command substitution, whose commands are not recorded."""
 
-    def run(self, tokens: Sequence[Token], depth: int) -> bool | None:
-        """Runs `tokens` and returns the status of the last command; None if it is unknown."""
-        index = 0
+    def run(self, text: str) -> bool | None:
+        """Runs the script `text`, and returns its status; None if it is unknown."""
+        self.spend(10 * len(text))
+        for value in set(_OUTPUT.findall(text)):  # a command in it is no part of the text
+            number = str(len(self.unknown))
+            self.unknown[number] = value
+            text = text.replace(value, f"{COMPUTED}{number}{END}")
+        root = parsed(text)
+        check(root, self.script)
+        return self.block(root.children)
+
+    def known(self, word: str) -> str:
+        """Returns `word` with the unknown outputs for which numbers stand in it."""
+        return _NUMBERED.sub(lambda match: self.unknown.get(match[1], ""), word)
+
+    def block(self, nodes: Iterable[Node]) -> bool | None:
         status: bool | None = True
-        chain = ""
-        while index < len(tokens) and depth < DEPTH:
-            token = tokens[index]
-            if token.operator and token.text in _SEPARATORS:
-                chain = ""
-                index += 1
-                continue
-            if token.operator and token.text in _CHAINS:
-                chain = token.text
-                index += 1
-                while index < len(tokens) and tokens[index] == Token("\n", operator=True):
-                    index += 1
-                continue
-            end = _statement_end(tokens, index)
-            if chain in ("", "|") or (status is not None and status == (chain == "&&")):
-                status = self._statement(tokens[index:end], depth)
-            index = end
+        for node in nodes:
+            if node.is_named and node.type not in ("comment", "heredoc_body", "heredoc_end"):
+                status = self.status = self.statement(node)
         return status
 
-    def _statement(self, tokens: Sequence[Token], depth: int) -> bool | None:
-        """Runs one command or compound command."""
-        first = tokens[0]
-        word = first.text
-        if first.operator and word == "(":
-            return self.run(tokens[1:-1], depth)
-        if word == "{":
-            return self.run(tokens[1:-1], depth)
-        if word == "if":
-            return self._if(tokens, depth)
-        if word == "case":
-            return self._case(tokens, depth)
-        if word in ("for", "while", "until", "select"):
-            return None
-        named = _function(tokens)
-        if named is not None:
-            name, start = named
-            self.functions[name] = tokens[start:]
-            return True
-        return self._simple(tokens, depth)
-
-    def _if(self, tokens: Sequence[Token], depth: int) -> bool | None:
-        parts = _parts(tokens[1:-1], ("then", "elif", "else"))
-        condition: Sequence[Token] = parts[0][1]
-        for word, body in parts[1:]:
-            if word == "elif":
-                condition = body
-            elif word == "else" or self.run(condition, depth):
-                return self.run(body, depth)
-        return True
-
-    def _case(self, tokens: Sequence[Token], depth: int) -> bool | None:
-        value = without_unset(text_of(tokens[1].text, self.variables))
-        index = next((i for i, token in enumerate(tokens) if token.text == "in"), 1) + 1
-        while index < len(tokens):
-            patterns = []
-            while index < len(tokens) and not (tokens[index].operator and tokens[index].text == ")"):
-                if not tokens[index].operator:
-                    patterns.append(text_of(tokens[index].text, self.variables))
-                index += 1
-            index += 1
-            start = index
-            level = 0
-            while index < len(tokens):
-                level += _level(tokens, index)
-                if tokens[index].operator and tokens[index].text == ";;" and level == 0:
-                    break
-                index += 1
-            if not unknown_in(value) and any(fnmatch.fnmatchcase(value, pattern) for pattern in patterns):
-                body = tokens[start:index]
-                return self.run(body[:-1] if body and body[-1].text == "esac" else body, depth)
-            index += 1
+    def statement(self, node: Node) -> bool | None:
+        """Runs a command or compound command, and returns its status."""
+        self.spend(_COST)
+        check(node, self.script, whole=node.type in _WHOLE)
+        parts = node.children
+        match node.type:
+            case "command":
+                return self.command(node)
+            case "redirected_statement":
+                return self.redirected(node)
+            case "list":
+                return self.chained(self.statement(parts[0]), text_in(parts[1]), parts[2])
+            case "pipeline":
+                return self.pipeline(node.named_children)
+            case "subshell":
+                with self.apart():
+                    return self.block(parts[1:-1])
+            case "compound_statement" if text_in(parts[0]) == "((":
+                return truth(self.arithmetic(node, parts[0].end_byte, parts[-1].start_byte))
+            case "compound_statement" | "do_group" | "variable_assignments":
+                return self.block(parts)
+            case "if_statement":
+                return self.choice(node)
+            case "case_statement":
+                return self.case(node)
+            case "for_statement" | "while_statement" | "c_style_for_statement":
+                return self.loop(node)
+            case "negated_command":
+                return inverted(self.statement(parts[1]))
+            case "test_command" if text_in(parts[0]) == "[[":
+                return holds(parts[1], self)
+            case "test_command":
+                return tested(self.operands(parts[1:-1]), self)
+            case "variable_assignment":
+                self.assigned(node)
+                return True
+            case "declaration_command" | "unset_command":
+                return declared(node, self)
+            case "function_definition":
+                name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
+                if name is not None and body is not None:
+                    check(body, self.script)
+                    self.functions[text_in(name)] = body
+                return True
         return None
 
-    def _simple(self, tokens: Sequence[Token], depth: int) -> bool | None:
-        """Runs a simple command: assigns variables, reads a file, calls a function, or records the command."""
-        index = 0
-        while index < len(tokens) and self._assigned(tokens[index]):
-            index += 1
-        if index == len(tokens):
-            return True
-        name = tokens[index].text
-        if name in _DECLARING:
-            for token in tokens[index + 1 :]:
-                self._assigned(token)
-            return True
-        if name in ("[[", "((") or (tokens[index].operator and name == "("):
-            return self._condition([text_of(token.text, self.variables) for token in tokens[index + 1 : -1]])
-        words: list[str] = []
-        for token in tokens[index:]:
-            words += [token.text] if token.operator else expanded(token.text, self.variables)
-        return self._called(words, depth) if words else True
-
-    def _called(self, words: list[str], depth: int) -> bool | None:
-        name = words[0]
-        if name == "!":
-            status = self._called(words[1:], depth) if words[1:] else True
-            return None if status is None else not status
-        if name in ("[", "test"):
-            return self._condition(words[1:-1] if name == "[" else words[1:])
-        if name in ("true", "false", ":"):
-            return name != "false"
-        if name == "unset":
-            for word in words[1:]:
-                self.variables.values.pop(word, None)
-            return True
-        if name == "printf" and words[1:2] == ["-v"] and len(words) > 2:
-            self.variables.assign(words[2], [" ".join(words[4:])])
-            return True
-        if name in ("source", "."):
-            self._read(Path("".join(words[1:2])), depth)
-            return True
-        if name in self.functions:
-            for position, word in enumerate(words[1:], start=1):
-                self.variables.values[str(position)] = [word]
-            self.variables.values["@"] = words[1:]
-            status = self.run(self.functions[name], depth + 1)
-            self.variables.values.pop("@", None)
+    def chained(self, status: bool | None, sign: str, second: Node) -> bool | None:
+        """Runs the second command of `&&` or `||` if the status of the first asks for it."""
+        self.status = status
+        if status is None and sign == "||" and self.inside:
+            self.outputs.clear()  # what a missing package or file is replaced with
+        elif status != (sign == "&&"):
             return status
-        if name in ("bash", "sh") and words[1:2] in (["-c"], ["-lc"]) and len(words) > 2:
-            return self.run(tokens_of(words[2]), depth + 1)
-        self.commands.append(words)
-        return None
+        return self.statement(second)
 
-    def _read(self, path: Path, depth: int) -> None:
-        """Runs the file at `path`, if it exists."""
-        if path.is_file():
-            self.run(tokens_of(path.read_text(errors="replace")), depth + 1)
+    def pipeline(self, nodes: Sequence[Node]) -> bool | None:
+        status = None
+        for node in nodes:
+            with self.apart():
+                status = self.statement(node)
+        self.outputs.append(None)
+        return status
 
-    def _assigned(self, token: Token) -> bool:
-        """Assigns a variable if `token` is an assignment, and returns whether it is one."""
-        if token.operator:
-            return False
-        match = _ASSIGNMENT.fullmatch(token.text)
-        if match is None or token.text.startswith("="):
-            return False
-        append = match[2] == "+"
-        if token.array is None:
-            self.variables.assign(match[1], [text_of(match[3], self.variables)], append=append)
-            return True
-        values = []
-        for word in token.array:
-            values += expanded(word, self.variables)
-        self.variables.assign(match[1], values, append=append, array=True)
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Runs the commands in the `with` block in a subshell, which cannot change variables of this one."""
+        before = dict(self.values), dict(self.functions), self.folder, self.script
+        self.spend(len(self.values))
+        try:
+            yield
+        except Leave as left:
+            if left.name in ("break", "continue"):
+                raise
+        finally:
+            self.values, self.functions, self.folder, self.script = before
+
+    def choice(self, node: Node) -> bool | None:
+        """Runs the branch of `if` whose condition holds."""
+        others = ("elif_clause", "else_clause")
+        for clause in (node, *node.children):
+            if clause != node and clause.type not in others:
+                continue
+            check(clause, self.script)
+            parts = [part for part in clause.children if part.type not in others]
+            then = next((place for place, part in enumerate(parts) if part.type == "then"), 0)
+            if then == 0 or self.block(parts[1:then]):  # `else` has no condition
+                return self.block(parts[then + 1 :])
         return True
 
-    def _condition(self, words: list[str]) -> bool | None:
-        """Returns whether the condition of `[` or `[[` holds; None if it depends on an unknown value."""
-        for sign in ("||", "&&", "-o", "-a"):
-            if sign in words:
-                at = words.index(sign)
-                left, right = self._condition(words[:at]), self._condition(words[at + 1 :])
-                both = sign in ("&&", "-a")
-                if left is not None and left != both:
-                    return left
-                return right if left is not None else None
-        if words[:1] == ["!"]:
-            status = self._condition(words[1:])
-            return None if status is None else not status
-        words = [without_unset(word) for word in words]
-        if any(unknown_in(word) for word in words):
+    def case(self, node: Node) -> bool | None:
+        """Runs the first item of `case` whose pattern matches."""
+        value = without_unset(self.text(node.child_by_field_name("value")))
+        if unknown_in(value):
             return None
-        match words:
-            case ["-n", *value]:
-                return bool("".join(value))
-            case ["-z", *value]:
-                return not "".join(value)
-            case ["-f" | "-d" | "-e" | "-r" | "-x" | "-s", path]:
-                return Path(path).expanduser().exists()
-            case [text, "=" | "==", pattern]:
-                return fnmatch.fnmatchcase(text, pattern)
-            case [text, "!=", pattern]:
-                return not fnmatch.fnmatchcase(text, pattern)
-            case [first, "-eq" | "-ne" | "-gt" | "-ge" | "-lt" | "-le" as sign, second]:
-                return self._compared(first, sign, second)
-            case [value]:
-                return bool(value)
-        return None
+        status: bool | None = True
+        falls = False
+        for item in node.children:
+            if item.type != "case_item":
+                continue
+            check(item, self.script)
+            patterns = map(self.pattern, item.children_by_field_name("value"))
+            if falls or any(matches(value, pattern) for pattern in patterns):
+                start = next(place for place, part in enumerate(item.children) if part.type == ")")
+                status = self.block(item.children[start + 1 :])
+                falls = text_in(item.children[-1]) == ";&"
+                if text_in(item.children[-1]) not in (";&", ";;&"):
+                    break
+        return status
 
-    def _compared(self, left: str, sign: str, right: str) -> bool | None:
-        signs = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
-        result = arithmetic(f"{left or 0} {signs[sign]} {right or 0}", self.variables)
-        return None if unknown_in(result) else result == "1"
-
-
-def _function(tokens: Sequence[Token]) -> tuple[str, int] | None:
-    """Returns the name of the function that `tokens` define, and the index of its body; None if they define none."""
-    texts = [token.text for token in tokens[:4]]
-    if texts[1:3] == ["(", ")"]:
-        return texts[0], 3
-    if texts[:1] == ["function"]:
-        return texts[1], 4 if texts[2:4] == ["(", ")"] else 2
-    return None
-
-
-def _level(tokens: Sequence[Token], index: int) -> int:
-    """Returns by how much the nesting changes at the token `index`: 1 where a compound command starts, -1 where it
-    ends."""
-    token = tokens[index]
-    if token.operator:
-        return {"(": 1, ")": -1}.get(token.text, 0)
-    if not _starts_command(tokens, index):
-        return 0
-    if token.text in ("if", "case", "for", "while", "until", "select", "{"):
-        return 1
-    return -1 if token.text in ("fi", "esac", "done", "}") else 0
-
-
-def _starts_command(tokens: Sequence[Token], index: int) -> bool:
-    """Returns True if a command can start at the token `index`, so that a reserved word there is one."""
-    if index == 0:
+    def loop(self, node: Node) -> bool | None:
+        body = node.child_by_field_name("body")
+        for _ in itertools.islice(self.rounds(node), _ROUNDS):
+            try:
+                if body is not None:
+                    self.statement(body)
+            except Leave as left:
+                left.count -= 1
+                if left.name not in ("break", "continue") or left.count > 0:
+                    raise
+                if left.name == "break":
+                    break
         return True
-    before = tokens[index - 1]
-    return before.operator or before.text in ("then", "else", "elif", "do", "if", "while", "until", "!", "{")
 
+    def rounds(self, node: Node) -> Iterator[None]:
+        """Yields before every round of a loop. Words that are unknown have none."""
+        first = text_in(node.children[0])
+        if node.type == "while_statement":
+            while self.block(node.children_by_field_name("condition")) is (first == "while"):
+                yield
+        elif node.type == "c_style_for_statement":
+            ends = [part for part in node.children if part.type in ("((", ";", "))")]
+            self.arithmetic(node, ends[0].end_byte, ends[1].start_byte)
+            while truth(self.arithmetic(node, ends[1].end_byte, ends[2].start_byte)):
+                yield
+                self.arithmetic(node, ends[2].end_byte, ends[3].start_byte)
+        elif first == "for":
+            values = self.fields(*node.children_by_field_name("value"))
+            if text_in(node.children[2]) != "in":
+                values = list((self.elements("@") or {}).values())
+            for word in values:
+                if not unknown_in(word):
+                    self.store(self.text(node.child_by_field_name("variable")), word)
+                    yield
 
-def _statement_end(tokens: Sequence[Token], index: int) -> int:
-    """Returns the index after the command or compound command that starts at `index`."""
-    first = tokens[index]
-    start = index
-    if not first.operator and first.text == "case":
-        return _case_end(tokens, index)
-    named = _function(tokens[index : index + 4])
-    if named is not None:
-        start = index + named[1]
-        while start < len(tokens) and tokens[start] == Token("\n", operator=True):
-            start += 1
-        return _statement_end(tokens, start) if start < len(tokens) else start
-    if _level(tokens, index) <= 0:
-        while index < len(tokens) and not (
-            tokens[index].operator
-            and tokens[index].text in _SEPARATORS | _CHAINS
-            and not _in_test(tokens, start, index)
-        ):
-            index += 1
-        return max(index, start + 1)
-    level = 0
-    while index < len(tokens):
-        if index > start and _starts_command(tokens, index) and tokens[index].text == "case":
-            index = _case_end(tokens, index)
-            continue
-        level += _level(tokens, index)
-        index += 1
-        if level == 0:
-            break
-    return index
+    def operands(self, nodes: Sequence[Node]) -> list[str]:
+        """Returns the words of a condition in `[`."""
+        words = []
+        for node in nodes:
+            inner = node.type in ("binary_expression", "unary_expression", "parenthesized_expression")
+            words += self.operands(node.children) if inner else self.fields(node)
+        return words
 
+    def redirected(self, node: Node) -> bool | None:
+        """Runs a command with redirections, and keeps what it writes into a file."""
+        body = node.child_by_field_name("body")
+        stdin, target, append, extra = redirections(node, self)
+        outer = self.outputs
+        if target is not None:
+            self.outputs = []
+        status: bool | None = None
+        if body is None:
+            self.outputs.append(None)
+        elif body.type == "command":
+            status = self.command(body, extra, stdin)
+        else:
+            status = self.statement(body)
+        if target is not None and None not in self.outputs:
+            before = self.files.get(target, "") * append
+            self.files[target] = before + "".join(filter(None, self.outputs))
+        self.outputs = outer
+        for document in node.children_by_field_name("redirect"):
+            sign = document.child_by_field_name("operator")
+            for part in document.children:
+                if part.type == "pipeline":
+                    status = self.pipeline(part.named_children)
+                elif sign is not None and part == document.child_by_field_name("right"):
+                    status = self.chained(status, text_in(sign), part)
+        return status
 
-def _in_test(tokens: Sequence[Token], start: int, index: int) -> bool:
-    """Returns True if the operator at `index` is inside `[[ ... ]]` that starts at `start`."""
-    texts = [token.text for token in tokens[start:index]]
-    return "[[" in texts[:2] and "]]" not in texts
+    def command(self, node: Node, extra: Sequence[Node] = (), stdin: str | None = None) -> bool | None:
+        """Runs a simple command. `extra`: its words after a redirection."""
+        check(node, self.script, whole=True)
+        words = self.fields(*node.children_by_field_name("name"), *node.children_by_field_name("argument"), *extra)
+        before = {}
+        for part in node.children:
+            if part.type == "herestring_redirect":
+                stdin = self.text(part.children[-1])
+            elif part.type == "variable_assignment":
+                name = text_in(part).partition("=")[0]
+                before[name] = self.values.get(name)
+                self.assigned(part)
+        if not words:
+            return True
+        status = self.called(words, stdin)
+        self.restore(before)
+        return status
 
+    def called(self, words: list[str], stdin: str | None) -> bool | None:
+        """Runs the command `words`. Commands whose effect is not known are recorded."""
+        name, rest = words[0], words[1:]
+        if name in self.functions:
+            return self.function(name, rest)
+        if name in ("command", "builtin", "exec") and rest and not rest[0].startswith("-"):
+            return self.called(rest, stdin)
+        script = self.script_in(words, stdin)
+        if script is not None:
+            path, text, arguments = script
+            with self.apart():
+                return self.framed(lambda: self.run(text), arguments, path)
+        match name:
+            case "eval":
+                return self.run(" ".join(rest))
+            case "source" | ".":
+                file = self.file("".join(rest[:1]))
+                return file is None or self.framed(lambda: self.run(file[1]), rest[1:] or None, file[0])
+            case "exit" | "return" | "break" | "continue":
+                return leave(name, "".join(rest[:1]), self.status)
+            case "shift" if re.fullmatch(r"[0-9]{1,9}", "".join(rest or "1")):
+                self.set_arguments(list((self.elements("@") or {}).values())[int("".join(rest or "1")) :])
+            case "set" if "--" in rest:
+                self.set_arguments(rest[rest.index("--") + 1 :])
+            case "cd":
+                change_folder(rest, self)
+            case "read":
+                return read_into(rest, self, stdin)
+            case "let":
+                return calculated(",".join(rest), self) != "0"
+            case "true" | "false" | ":" | "set" | "shopt" | "trap":
+                return name != "false"
+            case "[" | "test":
+                return tested(rest[:-1] if name == "[" else rest, self)
+            case "printf" if rest[:1] == ["-v"] and len(rest) > 2:
+                self.store(rest[1], formatted(rest[2], rest[3:]) or computed(" ".join(words)))
+            case _:
+                printed = printed_by(words, self, stdin)
+                self.outputs.append(printed)
+                if printed is None and not self.inside:
+                    self.commands.append(list(map(self.known, words)))
+                return True if printed is not None or name in SUCCEEDING else None
+        return True
 
-def _case_end(tokens: Sequence[Token], index: int) -> int:
-    """Returns the index after the `esac` of the `case` at `index`."""
-    level = 0
-    while index < len(tokens):
-        if not tokens[index].operator and _starts_command(tokens, index):
-            level += {"case": 1, "esac": -1}.get(tokens[index].text, 0)
-        index += 1
-        if level == 0:
-            break
-    return index
+    def function(self, name: str, arguments: Sequence[str]) -> bool | None:
+        self.locals.append({})
+        try:
+            return self.framed(lambda: self.statement(self.functions[name]), arguments, self.script)
+        finally:
+            self.restore(self.locals.pop())
 
+    def framed(self, action: Callable[[], bool | None], arguments: Sequence[str] | None, script: Path) -> bool | None:
+        """Runs `action` with arguments and the path of a file of its own."""
+        outer, before = self.script, {"@": self.values.get("@")}
+        self.script = script
+        if arguments is not None:
+            self.set_arguments(arguments)
+        try:
+            return action()
+        except Leave as left:
+            if left.name != "return":
+                raise
+            return left.status
+        finally:
+            self.script = outer
+            if arguments is not None:
+                self.restore(before)
 
-def _parts(tokens: Sequence[Token], words: Sequence[str]) -> list[tuple[str, Sequence[Token]]]:
-    """Returns the parts of a compound command, each with the reserved word of `words` that starts it; the first has
-    none."""
-    parts: list[tuple[str, list[Token]]] = [("", [])]
-    level = 0
-    for index, token in enumerate(tokens):
-        if level == 0 and not token.operator and token.text in words and _starts_command(tokens, index):
-            parts.append((token.text, []))
-            continue
-        level += _level(tokens, index)
-        parts[-1][1].append(token)
-    return list(parts)
+    def script_in(self, words: Sequence[str], stdin: str | None) -> tuple[Path, str, Sequence[str]] | None:
+        """Returns the file, the text and the arguments of the script that `bash` in a command runs; None if it is not
+        known, or there is none."""
+        while words and Path(words[0]).name not in ("bash", "sh"):
+            words = words[1:]
+        for place, word in enumerate(words[1:], 1):
+            if re.fullmatch(r"-\w*c", word) and place + 1 < len(words):
+                return self.script, words[place + 1], words[place + 3 :]
+            if not word.startswith("-"):
+                file = self.file(word)
+                return None if file is None else (*file, words[place + 1 :])
+        return (self.script, stdin, ()) if words and stdin is not None else None
+
+    def file(self, name: str) -> tuple[Path, str] | None:
+        """Returns the path and the text of a file that exists, or that the script wrote."""
+        text = self.files.get(name)
+        if text is None:
+            return read_file(name, self.folder)
+        return Path(name), text
+
+    def output(self, node: Node) -> str:
+        """Returns the output of a command substitution."""
+        check(node, self.script)
+        text = text_in(node)
+        outer = self.outputs, self.inside
+        self.outputs, self.inside = [], True
+        with self.apart():
+            self.block(node.children)
+        printed, (self.outputs, self.inside) = self.outputs, outer
+        if None in printed or "\\`" in text:
+            return computed(f"({text.strip('$()`')})")
+        return "".join(filter(None, printed)).rstrip("\n")

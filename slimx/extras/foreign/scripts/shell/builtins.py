@@ -1,0 +1,137 @@
+"""Commands of a shell whose effect is known: what they print, and what `read` and `cd` set."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from slimx.extras.foreign.scripts.shell.expansion import Variables, numbered, unknown_in
+
+SUCCEEDING = (
+    "mkdir",
+    "rm",
+    "cp",
+    "mv",
+    "ln",
+    "chmod",
+    "touch",
+    "sleep",
+    "ulimit",
+    "wait",
+    "conda",
+    "pip",
+    "pip3",
+    "uv",
+)
+"""Commands that a script expects to succeed; the status of any other is unknown."""
+_FILE_SIZE = 1 << 20
+"""Maximum number of bytes of a file that is read."""
+_FORMAT = re.compile(r"%0?\d{0,2}[sd]|%%")
+
+
+class Leave(Exception):
+    """Leaves a loop, a function or the script."""
+
+    def __init__(self, name: str, count: int = 1, status: bool | None = True) -> None:
+        self.name = name
+        self.count = count
+        self.status = status
+
+
+def leave(name: str, word: str, status: bool | None) -> bool | None:
+    """Leaves a loop, a function or the script; a script that ends in an error is read on. `status`: of the last
+    command."""
+    if name in ("break", "continue"):
+        raise Leave(name, int(word) if re.fullmatch(r"[0-9]{1,9}", word) else 1)
+    if word:
+        status = None if unknown_in(word) else word == "0"
+    if name == "exit" and status is False:
+        return False
+    raise Leave(name, status=status)
+
+
+def printed_by(words: Sequence[str], variables: Variables, stdin: str | None) -> str | None:
+    """Returns the output of a command that only computes a text; None for any other. `stdin`: its here-document."""
+    arguments = [word for word in words[1:] if word != "--"]
+    match words[0], arguments:
+        case "echo", _:
+            while arguments and re.fullmatch(r"-[neE]+", arguments[0]):
+                arguments = arguments[1:]
+            return " ".join(arguments) + "\n"
+        case "printf", [form, *values]:
+            return formatted(form, values)
+        case "pwd", _:
+            return variables.folder
+        case "cat", []:
+            return stdin
+        case "dirname", [path]:
+            return os.path.dirname(path.rstrip("/")) or "."
+        case "basename", [path, *suffix]:
+            return os.path.basename(path.rstrip("/")).removesuffix("".join(suffix))
+        case (("realpath" | "readlink"), [*_, path]):
+            return path
+        case "seq", [*_, last] if re.fullmatch(r"(-?\d{1,9} ){1,3}", " ".join([*arguments, ""])):
+            first, step = [*map(int, arguments[:-1]), 1, 1][:2]
+            numbers = range(first, int(last) + (-1) ** (step < 0), step or 1)
+            variables.spend(len(numbers))
+            return "\n".join(map(str, numbers))
+    return None
+
+
+def formatted(form: str, values: Sequence[str]) -> str | None:
+    """Returns what `printf` makes of `values`; None for a format that is not of texts and integers."""
+    form = form.replace("\\n", "\n").replace("\\t", "\t")
+    signs = [sign for sign in _FORMAT.findall(form) if sign != "%%"]
+    if "%" in _FORMAT.sub("", form):
+        return None
+    parts = []
+    for start in range(0, len(values) or 1, len(signs) or len(values) or 1):
+        rest = iter(values[start:])
+        try:
+            parts.append(form % tuple(int(next(rest, "0")) if sign[-1] == "d" else next(rest, "") for sign in signs))
+        except ValueError:
+            return None
+    return "".join(parts)
+
+
+def read_into(arguments: Sequence[str], variables: Variables, stdin: str | None) -> bool | None:
+    """Sets the variables that `read` names to the words of `stdin`. Returns its status."""
+    if stdin is None:
+        return None
+    options = "".join(word[1:] for word in arguments if word.startswith("-"))
+    names = [word for word in arguments if re.fullmatch(r"[A-Za-z_]\w*", word)] or ["REPLY"]
+    text = stdin.strip("\n")
+    if "d" not in options:
+        text = text.partition("\n")[0]
+    sign = (variables.elements("IFS") or {}).get("0")
+    fields = [text] if sign == "" else text.split(sign)
+    if "a" in options:
+        variables.values[names[0]] = {}  # of an unknown text no element is known
+        if not unknown_in(text):
+            variables.values[names[0]] = numbered(fields)
+        return True
+    if unknown_in(text):
+        fields = [text]
+    fields[len(names) - 1 :] = [(sign or " ").join(fields[len(names) - 1 :])]
+    for name, value in zip(names, [*fields, *[""] * len(names)], strict=False):
+        variables.store(name, value)
+    return True
+
+
+def change_folder(arguments: Sequence[str], variables: Variables) -> None:
+    """Changes the working directory as `cd` does."""
+    path = next((word for word in arguments if word not in ("--", "-P", "-L")), "~")
+    variables.folder = path if path.startswith("~") else os.path.normpath(os.path.join(variables.folder, path))
+
+
+def read_file(name: str, folder: str) -> tuple[Path, str] | None:
+    """Returns the path and the text of a file, which is looked for in `folder` and here; None if there is none."""
+    for start in (folder, ""):
+        path = os.path.join(os.path.expanduser(start), os.path.expanduser(name))
+        with contextlib.suppress(OSError):
+            if os.path.isfile(path) and os.path.getsize(path) <= _FILE_SIZE:
+                return Path(path), Path(path).read_text(errors="replace")
+    return None

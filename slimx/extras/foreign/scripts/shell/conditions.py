@@ -1,0 +1,135 @@
+"""Conditions of a script: `[`, `test` and `[[`. Their result is None if it depends on an unknown value."""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+import os
+import re
+from collections.abc import Callable, Mapping
+
+from tree_sitter import Node
+
+from slimx.extras.foreign.scripts.shell.arithmetic import calculated, truth
+from slimx.extras.foreign.scripts.shell.expansion import Variables, numbered, unknown_in, without_unset
+from slimx.extras.foreign.scripts.shell.syntax import text_in
+from slimx.extras.foreign.scripts.shell.words import Words
+
+_NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
+_TEXTS: Mapping[str, Callable[[str, str], bool]] = {
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+_REPEATS = 3
+"""Maximum number of repetitions in a regular expression, whose time grows with the text's length to their power."""
+_LENGTH = 300
+"""Maximum number of characters that a regular expression is tried on."""
+
+
+def inverted(status: bool | None) -> bool | None:
+    """Returns the status of `! command`."""
+    return None if status is None else not status
+
+
+def tested(words: list[str], variables: Variables) -> bool | None:
+    """Returns whether the condition `words` of `[` or `test` holds."""
+    for sign in ("-o", "-a"):
+        if sign in words[1:-1]:
+            at = words.index(sign, 1)
+            left, right = tested(words[:at], variables), tested(words[at + 1 :], variables)
+            return _joined(left, right, everything=sign == "-a")
+    match words:
+        case ["!", _, *_]:
+            return inverted(tested(words[1:], variables))
+        case ["(", *inner, ")"]:
+            return tested(inner, variables)
+        case [sign, value]:
+            return _single(sign, value, variables)
+        case [first, sign, second]:
+            return _pair(first, sign, second, variables)
+    return _single("-n", "".join(words), variables)
+
+
+def holds(node: Node, words: Words) -> bool | None:
+    """Returns whether the condition `node` of `[[` holds."""
+    parts = node.children
+    match node.type:
+        case "parenthesized_expression":
+            return holds(parts[1], words)
+        case "unary_expression" if text_in(parts[0]) == "!":
+            return inverted(holds(parts[1], words))
+        case "unary_expression":
+            return _single(text_in(parts[0]), words.text(parts[1]), words)
+        case "binary_expression":
+            return _binary(parts[0], text_in(parts[1]), parts[2], words)
+    return _single("-n", words.text(node), words)
+
+
+def _binary(first: Node, sign: str, second: Node, words: Words) -> bool | None:
+    if sign in ("&&", "||"):
+        left = holds(first, words)
+        if left is (sign == "||"):
+            return left
+        right = holds(second, words)
+        return _joined(left, right, everything=sign == "&&")
+    if first.type == "unary_expression":  # `! a = b`, which the grammar takes for `(! a) = b`
+        return inverted(_binary(first.children[1], sign, second, words))
+    left_text = without_unset(words.text(first))
+    if sign not in ("=", "==", "!=", "=~"):
+        return _pair(left_text, sign, words.text(second), words)
+    pattern = without_unset(words.expression(second) if sign == "=~" else words.pattern(second))
+    if unknown_in(left_text) or unknown_in(pattern):
+        return None
+    if sign != "=~":
+        return matches(left_text, pattern) == (sign != "!=")
+    expression = pattern.replace("[:digit:]", "0-9").replace("[:alpha:]", "a-zA-Z").replace("[:space:]", r"\s")
+    repeats = re.sub(r"\\.", "", expression)
+    many = len(re.findall(r"[*+{]", repeats)) > _REPEATS or repeats.count("?") > 2 * _REPEATS
+    if many or re.search(r"\)[*+{]", repeats) or len(left_text) > _LENGTH:
+        return None
+    try:
+        found = re.search(expression, left_text)
+    except (re.error, OverflowError):
+        return None
+    words.values["BASH_REMATCH"] = {} if found is None else numbered([found[0], *found.groups("")])
+    return found is not None
+
+
+def matches(text: str, pattern: str) -> bool:
+    """Returns True if all of `text` matches `pattern`."""
+    return fnmatch.fnmatchcase(text, pattern.replace("[^", "[!"))
+
+
+def _joined(left: bool | None, right: bool | None, *, everything: bool) -> bool | None:
+    """Returns whether both of two conditions hold, or either."""
+    if (not everything) in (left, right):
+        return not everything
+    return None if None in (left, right) else everything
+
+
+def _single(sign: str, value: str, variables: Variables) -> bool | None:
+    if sign == "-v":
+        return variables.elements(value) is not None
+    value = without_unset(value)
+    if unknown_in(value):
+        return None
+    if sign in ("-n", "-z"):
+        return bool(value) == (sign == "-n")
+    exists = {"-d": os.path.isdir, "-f": os.path.isfile} | dict.fromkeys(("-e", "-r", "-x", "-s"), os.path.exists)
+    if sign not in exists:
+        return None
+    return exists[sign](os.path.expanduser(value))
+
+
+def _pair(left: str, sign: str, right: str, variables: Variables) -> bool | None:
+    left, right = without_unset(left), without_unset(right)
+    if unknown_in(left) or unknown_in(right):
+        return None
+    if sign in _TEXTS:
+        return _TEXTS[sign](left, right)
+    if sign not in _NUMBERS:
+        return None
+    return truth(calculated(f"({left or 0}) {_NUMBERS[sign]} ({right or 0})", variables))

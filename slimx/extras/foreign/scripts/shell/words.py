@@ -1,0 +1,273 @@
+"""Words of a script: their quotes and expansions, without running anything.
+
+A word that is expanded is a text with three signs: `_KEPT` before every character that is quoted, so that it neither
+divides the word nor belongs to a pattern; `_EMPTY` for quotes, which keep an empty word; `_NEXT` between two fields.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import re
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tree_sitter import Node
+
+from slimx.extras.foreign.scripts.shell.arithmetic import calculated, key_of
+from slimx.extras.foreign.scripts.shell.expansion import (
+    END,
+    UNSET,
+    Variables,
+    computed,
+    edited,
+    next_key,
+    numbered,
+    unknown_in,
+    without_unset,
+)
+from slimx.extras.foreign.scripts.shell.syntax import check, start_of, text_in
+
+_KEPT, _EMPTY, _NEXT = "\ue003", "\ue004", "\ue005"
+_ALL = ("@", "*")
+_PART = rf"(?:[^{{}},{_KEPT}]|{_KEPT}.)*"
+_BRACES = re.compile(rf"(?<!{_KEPT})\{{({_PART}(?:,{_PART})+|(-?[0-9]{{1,9}})\.\.(-?[0-9]{{1,9}}))\}}", re.DOTALL)
+
+type Context = Literal["bare", "quoted", "regex"]
+"""Surroundings of a text: nothing, double quotes, or a regular expression, in which a backslash means nothing."""
+
+
+@dataclass
+class Words(Variables):
+    """Expansion of the words of a script."""
+
+    @abstractmethod
+    def output(self, node: Node) -> str:
+        """Returns the output of a command substitution."""
+
+    def fields(self, *nodes: Node) -> list[str]:
+        """Returns the fields that words expand to: several for an array, none for an empty variable."""
+        words = itertools.chain.from_iterable(
+            map(self._alternatives, _NEXT.join(map(self.expanded, nodes)).split(_NEXT))
+        )
+        fields = [_plain(field) for word in words for field in re.split(rf"(?<!{_KEPT})\s", word) if field]
+        self.spend(sum(map(len, fields)) + 50 * len(fields))
+        return fields
+
+    def text(self, node: Node | None) -> str:
+        """Returns the value of a word where the shell does not split it, as in an assignment."""
+        text = "" if node is None else _plain(self.expanded(node))
+        self.spend(len(text))
+        return text
+
+    def pattern(self, node: Node) -> str:
+        """Returns the pattern that a word is: its quoted parts match themselves."""
+        return _pattern(self.expanded(node))
+
+    def expression(self, node: Node) -> str:
+        """Returns the regular expression that a word is: its quoted parts match themselves."""
+        return _plain(re.sub(f"{_KEPT}(.)", lambda kept: re.escape(kept[1]), self.expanded(node, "regex")))
+
+    def arithmetic(self, node: Node, start: int, end: int) -> str:
+        """Returns the value of the expression between the bytes `start` and `end` of `node`."""
+        return calculated(_plain(self._between(node, start, end, "quoted")), self)
+
+    def document(self, node: Node) -> str:
+        """Returns the text of a here-document."""
+        raw, text = False, ""
+        for part in node.children:
+            if part.type == "heredoc_start":
+                raw = bool(re.search(r"['\"\\]", text_in(part)))
+            elif part.type == "heredoc_body" and raw:
+                text = (part.text or b"").decode(errors="replace")
+            elif part.type == "heredoc_body":
+                text = _plain(self._between(part, part.start_byte, part.end_byte, "quoted"))
+        return re.sub(r"(?m)^\t+", "", text) if text_in(node.children[0]) == "<<-" else text
+
+    def assigned(self, node: Node) -> None:
+        """Sets a variable as an assignment does."""
+        target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
+        append = text_in(node.children[1]) == "+="
+        name, key = self._element(target or node)
+        if value is None or value.type != "array":
+            self.store(name, self.text(value), key, append=append)
+            return
+        elements = dict(self.elements(name) or {}) if append else {}
+        words = [word for word in value.named_children if word.type != "comment"]
+        pairs = [re.fullmatch(r"\[(.*?)\]=(.*)", self.text(word), re.DOTALL) for word in words]
+        if any(pairs):
+            elements |= {pair[1]: pair[2] for pair in pairs if pair is not None}
+        else:
+            elements |= numbered(self.fields(*words), next_key(elements))
+        self.spend(len(elements))
+        self.values[name] = elements
+
+    def expanded(self, node: Node, context: Context = "bare") -> str:
+        """Returns the text of a word with its signs."""
+        text = text_in(node)
+        start, end = start_of(node), node.end_byte
+        match node.type:
+            case "string":
+                return self._between(node, start + 1, end - 1, "quoted") or _EMPTY * (node.named_child_count == 0)
+            case "raw_string":
+                return _quoted(text if context == "quoted" else text[1:-1])
+            case "ansi_c_string":
+                return _quoted(text[2:-1].encode("latin-1", "backslashreplace").decode("unicode_escape", "replace"))
+            case "simple_expansion":
+                return self._values(text[1:], context)
+            case "expansion":
+                return self._parameter(node, context)
+            case "arithmetic_expansion" | "command_substitution" if re.match(r"\$\(\(.*\)\)|\$\[", text, re.DOTALL):
+                bracket = text[1] == "["
+                return _emitted([self.arithmetic(node, start + 3 - bracket, end - 2 + bracket)], context)
+            case "command_substitution":
+                return _emitted([self.output(node)], context)
+            case "process_substitution":
+                return _quoted(computed(text))
+        return self._between(node, node.start_byte, end, context)
+
+    def _between(self, node: Node, start: int, end: int, context: Context) -> str:
+        """Returns the text of `node` between two bytes of the script, with its signs."""
+        check(node, self.script)
+        source, base = node.text or b"", node.start_byte
+        text = ""
+        for child in node.children:
+            expands = child.child_count or child.type in ("raw_string", "ansi_c_string")
+            if expands and child.start_byte >= start and child.end_byte <= end:
+                text += self._literal(source[start - base : start_of(child) - base], context)
+                text += self.expanded(child, context)
+                start = child.end_byte
+        return text + self._literal(source[start - base : end - base], context)
+
+    def _literal(self, source: bytes, context: Context) -> str:
+        """Returns a text of the script with its signs: a character after a backslash stands for itself."""
+        text = source.decode(errors="replace").replace("\\\n", "")
+        if context == "quoted":
+            return _quoted(re.sub(r"\\([$`\"\\])", r"\1", text)) if text else ""
+        parts = re.split(r"(\\.|\$\w+|\$\{\w+\}|\".*?\")", text, flags=re.DOTALL)
+        for place, part in enumerate(parts):
+            if place % 2 and part[0] == "$":  # the grammar leaves variables and quotes in patterns as they are
+                parts[place] = self._values(part.strip("${}"), context)
+            elif place % 2 and (part[0] == '"' or context == "bare"):
+                parts[place] = _quoted(part.strip('"') if part[0] == '"' else part[1])
+        return "".join(parts)
+
+    def _element(self, node: Node) -> tuple[str, str]:
+        """Returns the name and the key of a variable or of an array with a subscript."""
+        target, index = node.child_by_field_name("name"), node.child_by_field_name("index")
+        name = text_in(target or node)
+        if name in _ALL:
+            return "@", name
+        key = "0" if index is None else self.text(index)
+        return name, key_of(name, key, self)
+
+    def _values(self, name: str, context: Context, key: str = "0") -> str:
+        """Returns the value of an element, or of all for the key `@` or `*`."""
+        elements = self.elements("@" if name in _ALL else name)
+        if name in _ALL or key in _ALL:
+            return self._all(list((elements or {}).values()), context, name if name in _ALL else key)
+        return _emitted([f"{UNSET}{name}{END}" if elements is None else elements.get(key, "")], context)
+
+    def _all(self, values: Sequence[str], context: Context, key: str) -> str:
+        """Returns values as fields of their own; quotes join them by the first character of IFS for the key `*`."""
+        if key == "*" and context == "quoted":
+            values = [(self.elements("IFS") or {"0": " "})["0"][:1].join(values)]
+        return _emitted(values, context)
+
+    def _parameter(self, node: Node, context: Context) -> str:
+        """Returns the text of `${...}` with its signs."""
+        check(node, self.script)
+        parts = node.children[1:-1]
+        prefix = text_in(parts.pop(0)) if len(parts) > 1 and not parts[0].is_named else ""
+        name, key = self._element(parts.pop(0))
+        if prefix == "!" and key in _ALL:
+            return self._all(list(self.elements(name) or {}), context, key)
+        if prefix == "!":
+            name = _plain(self._values(name, "quoted", key))
+            if unknown_in(name):
+                return _emitted([name], context)
+            name, _, key = name.rstrip("]").partition("[")
+            key = key or "0"
+        elements = self.elements(name)
+        values = [value for place, value in (elements or {}).items() if key in (place, *_ALL)]
+        if prefix == "#":
+            length = str(len(values) if key in _ALL else len("".join(values)))
+            return _emitted([computed(f"#{name}") if unknown_in("".join(values)) else length], context)
+        if not parts:
+            return self._values(name, context, key)
+        sign, rest = text_in(parts[0]), (parts[0].end_byte, node.end_byte - 1)
+        if sign.strip(":") not in ("-", "=", "+", "?"):
+            if elements is None and key not in _ALL:
+                return self._values(name, context)
+            return self._all(self._edited(node, values, key, parts), context, key)
+        has = bool(values) and (sign[0] != ":" or bool(without_unset("".join(values))))
+        if has and sign[-1] != "+":
+            return self._all(values, context, key)
+        if sign[-1] == "?":
+            return _emitted([f"{UNSET}{name}{END}"], context)
+        default = self._between(node, *rest, context) if sign[-1] != "+" or has else ""
+        if sign[-1] == "=":
+            self.store(name, _plain(default), key)
+        return default or _emitted([""], context)
+
+    def _edited(self, node: Node, values: list[str], key: str, parts: Sequence[Node]) -> list[str]:
+        """Returns the values of a parameter expansion whose name is followed by `parts`."""
+        sign, start, end = text_in(parts[0]), parts[0].end_byte, node.end_byte - 1
+        if sign == ":":
+            bounds = [start, *(part.end_byte for part in parts[1:] if text_in(part) == ":"), end + 1]
+            places = [self.arithmetic(node, one, two - 1) for one, two in itertools.pairwise(bounds)]
+            if unknown_in("".join([*places, *values])):
+                return [computed(text_in(node))]
+            first, count = [*map(int, places), len(values) + len("".join(values))][:2]
+            if key in _ALL:
+                first -= text_in(node)[2] in _ALL and first > 0  # arguments count from 1
+                return values[first:][:count]
+            return ["".join(values)[first:][:count]]
+        if sign == "@":
+            return [computed(text_in(node))]
+        middle = end
+        if sign[0] == "/":
+            rest = (node.text or b"")[start - node.start_byte : -1]
+            middle = start + len(re.sub(rb"((?:\\.|[^/\\])*).*", rb"\1", rest, flags=re.DOTALL))
+        pattern = _pattern(self._between(node, start, middle, "bare"))
+        new = _plain(self._between(node, middle + 1, end, "bare"))
+        return [edited(value, sign, pattern, new, self) for value in values]
+
+    def _alternatives(self, text: str) -> list[str]:
+        """Returns the words that `{a,b}` and `{1..3}` make of a word."""
+        found = _BRACES.search(text)
+        if found is None:
+            return [text]
+        parts = re.split(rf"(?<!{_KEPT}),", found[1])
+        if found[2]:
+            first, last = int(found[2]), int(found[3])
+            self.spend(abs(last - first))
+            step = 1 if first <= last else -1
+            parts = [str(number) for number in range(first, last + step, step)]
+        self.spend(len(parts) * len(text))
+        before, after = text[: found.start()], text[found.end() :]
+        return [word for part in parts for word in self._alternatives(f"{before}{part}{after}")]
+
+
+def _emitted(values: Sequence[str], context: Context) -> str:
+    """Returns values as fields of their own; those that are unknown are not divided."""
+    if context == "quoted":
+        return _NEXT.join(map(_quoted, values))
+    return _NEXT.join(
+        _quoted(value) if unknown_in(value) else re.sub("([{},])", rf"{_KEPT}\1", value) for value in values
+    )
+
+
+def _quoted(text: str) -> str:
+    return _EMPTY + re.sub(r"(\W)", rf"{_KEPT}\1", text)
+
+
+def _plain(text: str) -> str:
+    """Returns a text without its signs."""
+    return re.sub(f"{_KEPT}|{_EMPTY}", "", text.replace(_NEXT, " "))
+
+
+def _pattern(text: str) -> str:
+    return _plain(re.sub(f"{_KEPT}(.)", lambda kept: glob.escape(kept[1]), text, flags=re.DOTALL))

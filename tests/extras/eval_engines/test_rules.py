@@ -1,0 +1,68 @@
+"""Engines that evaluate during training: what they cannot be combined with, and when they are started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slimx.config.schema import Config
+from slimx.extras.generation.checks import without_trainers
+from tests.refusals import invalid
+from tests.unit.rollout.rollout_stand import config_of
+
+BESIDE = {"eval__prompts": "held_out.jsonl", "eval__engines": [{"max_total_tokens": 64}]}
+UNPROVEN, ROLE, NAME = "eval.engines_unproven", "eval.engines_role", "eval.engines_name"
+MISSING = object()
+REWARD_MODEL = {
+    "algorithm__name": "bradley_terry",
+    "rollout__group_size": 2,
+    "rollout__engines": [],
+    "reward__function": None,
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no prompts": ({"eval__prompts": MISSING}, "eval.engines_idle"),
+    "a reward model": (REWARD_MODEL, "eval.engines_scores"),
+    "prefill": ({"eval__engines": [{"role": "prefill"}]}, ROLE),
+    "decode": ({"eval__engines": [{"role": "decode"}]}, ROLE),
+    "frozen": ({"eval__engines": [{"frozen": True, "model": "m"}]}, ROLE),
+    "urls": ({"eval__engines": [{"urls": ["http://127.0.0.1:30000"]}]}, ROLE),
+    "the name of the policy's": ({"eval__engines": [{"name": "actor"}]}, NAME),
+    "one name twice": ({"eval__engines": [{}, {}]}, NAME),
+    "further weights": ({"policies__judge": {}}, UNPROVEN),
+    "adapters alone": ({"publish__adapters": "alone", "trainer__lora": {"rank": 1, "alpha": 1}}, UNPROVEN),
+}
+
+
+@pytest.mark.parametrize(("keys", "code"), REFUSED.values(), ids=REFUSED)
+def test_what_engines_cannot_evaluate_with_is_refused(keys, code):
+    """Each with its code, and about the engines."""
+    with invalid(code, about="eval.engines"):
+        config_of(**{key: value for key, value in (BESIDE | keys).items() if value is not MISSING})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"policies__solver": {"shares": "actor"}},
+        {"trainer__vision": {}},
+        {"schedule__colocate": True},
+        {"schedule__max_staleness": 2},
+        {"publish__transport": "disk", "publish__delta": {"every_full": 5}},
+        {"publish__transport": "nixl", "publish__delta": {"every_full": 5}},
+        {"trainer__lora": {"rank": 1, "alpha": 1}},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_engines_evaluate_together_with_what_has_run(keys):
+    assert isinstance(config_of(**BESIDE | keys), Config)
+
+
+def test_engines_during_training_are_started_only_if_the_run_evaluates():
+    config = config_of(**BESIDE)
+    assert [group.name for group in config.served.evaluating] == ["eval"]
+    assert config.served.sampling == config.rollout.engines
+    assert config.served.groups == (*config.rollout.engines, *config.eval.engines)
+    assert without_trainers(config, None).served.evaluating == (), "slimx eval needs no engines during training"
+    for off in ({"eval__every": 0}, {"eval__prompts": None}):
+        assert config_of(**BESIDE | off).served.evaluating == ()

@@ -1,0 +1,129 @@
+"""Scripts have the meaning that bash gives them: every snippet is read, and run by bash with a program that prints its
+arguments."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slimx.extras.foreign.scripts.shell.script import commands_of
+from tests.refusals import refused
+
+RUNNER = r"""
+prog() { printf '%s\0' prog "$@"; printf '\1\0'; }
+export -f prog
+snippets=("$@")
+set --
+for snippet in "${snippets[@]}"; do (eval "$snippet") 2>/dev/null </dev/null; printf '\2'; done
+"""
+FILE = Path(__file__).parent / "scripts" / "snippets.txt"
+PARTS = [part.partition("\n") for part in FILE.read_text().split("### ")[1:]]
+SNIPPETS = {name: text for name, _, text in PARTS}
+
+
+@pytest.fixture(scope="module")
+def of_bash() -> dict[str, list[list[str]]]:
+    """Returns the commands that bash runs, by snippet."""
+    command = ["bash", "-c", RUNNER, "bash", *SNIPPETS.values()]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PATH": "/usr/bin:/bin"}, check=True)
+    commands = [
+        [words.split("\0")[1:-1] for words in output.split("\1\0")[:-1]] for output in ran.stdout.split("\2")[:-1]
+    ]
+    return dict(zip(SNIPPETS, commands, strict=True))
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_a_script_is_read_as_bash_runs_it(of_bash, name):
+    commands = commands_of(Path("run.sh"), SNIPPETS[name], {})
+    assert [words[1:] for words in commands if words[0] == "prog"] == of_bash[name] != []
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "A=xx; for i in {1..60}; do A=$A$A; done",
+        'L=(a b); for i in {1..60}; do L+=("${L[@]}"); done',
+        "while :; do while :; do while :; do A=1; done; done; done",
+        "f0() { :; }\n" + "".join(f"f{i}() {{ f{i - 1}; f{i - 1}; }}\n" for i in range(1, 40)) + "f39",
+        "prog {1..999999999}",
+        "prog " + "{a,b}" * 40,
+        "prog $(seq 999999999)",
+        "a0=1; " + " ".join(f"a{i}=a{i - 1}+a{i - 1};" for i in range(1, 60)) + " prog $((a59))",
+        "A=" + "a" * 9000 + "; prog ${A##*b}",
+        "A=" + "a" * 3000 + "; for i in {1..9}; do A=${A//a/" + "a" * 50 + "}; done",
+        'E=\'E="$E $E"; eval "$E"\'; eval "$E"',
+    ],
+)
+def test_a_script_that_repeats_or_grows_without_end_is_refused(script):
+    with refused("foreign.endless", about="run.sh"):
+        commands_of(Path("run.sh"), script, {})
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "f() { f; }; f",
+        "a=a; prog $((a))",
+        "prog $((" + "(" * 3000 + "1" + ")" * 3000 + "))",
+        "prog " + "$(" * 1000 + "echo a" + ")" * 1000,
+        "true" + " && true" * 3000,
+        'E=\'eval "$E"\'; eval "$E"',
+    ],
+)
+def test_a_script_that_nests_too_deeply_is_refused(script):
+    with refused("foreign.nesting", about="run.sh"):
+        commands_of(Path("run.sh"), script, {})
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "while true; do sleep 5; done",
+        "until curl -sf localhost; do sleep 5; done",
+        "for ((;1;)); do A=1; done",
+        "A=" + "a" * 40 + "; [[ $A =~ (a+)+$b ]]; [[ $A =~ a*a*a*a*a*a*c ]]; [[ a =~ [ ]]",
+        "A=" + "a" * 900 + "; case $A in " + "*a" * 90 + "*b) prog ;; esac; A=${A//*a*a*a*a*b/c}",
+        "A=$((1 << 9999999999)) B=$((9 ** 9 ** 9)); printf '%999999999d' 1; shift x; shift 99999999999",
+        f"shift {'9' * 5000}; : {{1..{'9' * 5000}}} $(({'9' * 5000})); declare -A M; M[{'9' * 5000}]=1; M+=(a)",
+        f"A={'a' * 28}; [[ $A =~ {'a?' * 28}{'a' * 28} ]]; [[ $A =~ a{{99999999999}} ]]",
+        "A=\ue0015\ue002; prog $A; eval $A \ue0017\ue002 \ue000x",
+        "source "
+        + "a" * 9000
+        + "; [ -f "
+        + "b/" * 9000
+        + " ]; L[99999999999999]=1; : ${L[-1]} ${L:99999999999999999999}",
+    ],
+)
+def test_a_script_cannot_make_its_reading_take_long(script):
+    assert commands_of(Path("run.sh"), f"{script}\nprog end", {})[-1] == ["prog", "end"]
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        ('A=1\nprog "x\n', 2),
+        ("if true; then\n prog 1\n", 1),
+        ("A=1\nB=2\nprog $(echo\n", 3),
+        ("prog a\nA=(1\n", 2),
+        ("prog <node1> <node2>\n", 1),
+        ("f() {\n prog <a> <b>; }\nf", 2),
+    ],
+)
+def test_wrong_syntax_is_told_with_its_line(script, line):
+    with refused("foreign.syntax", about=f"line {line}"):
+        commands_of(Path("run.sh"), script, {})
+
+
+def test_wrong_syntax_in_a_part_that_is_not_run_does_not_matter():
+    wrong = 'prog "${A:-{\\"a\\": 1}}"'  # it is correct, but unknown to the grammar
+    text = f"f() {{ {wrong}; }}\nif false; then\n {wrong}\nfi\nprog 1"
+    assert commands_of(Path("run.sh"), text, {}) == [["prog", "1"]]
+
+
+def test_wrong_syntax_is_told_with_the_file_that_has_it(tmp_path: Path):
+    (tmp_path / "models.sh").write_text('A=1\nB=("x\n')
+    with refused("foreign.syntax", about="line 2") as caught:
+        commands_of(Path("run.sh"), f"\n\n\nsource {tmp_path}/models.sh\n", {})
+    assert f"{tmp_path}/models.sh" in str(caught.value)

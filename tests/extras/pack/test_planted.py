@@ -1,0 +1,216 @@
+"""Nothing that is planted into the files of a run, in forms in which secrets and names occur, reaches its archive."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import string
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slimx.extras.pack.archive import pack
+from slimx.extras.pack.redaction import Redactor
+
+KEPT = ("step 7 began", "loss 0.25, max_tokens=1024")
+"""Lines around the secrets."""
+CERTIFICATE = "-----BEGIN {0} PRIVATE KEY-----\n{1}\n{2}\n-----END {0} PRIVATE KEY-----"
+LINES = [
+    # variables, in shells, containers and dumps of the environment
+    "HF_TOKEN={word}",
+    "export WANDB_API_KEY='{word}'",
+    "PASSWORD={number}",
+    "DB_PASSWORD={phrase}",
+    'PGPASSWORD="{quoted}"',
+    "export SMTP_PASS={shell}",
+    "    MYSQL_PWD={word} NCCL_DEBUG=INFO",
+    "declare -x GH_PAT={word}",
+    "ENV REGISTRY_PASSWORD {phrase}",
+    "os.environ['ADMIN_PASSWORD'] = '{quoted1}'",
+    "environ({{'HOME': '/x', 'AZURE_CLIENT_SECRET': '{word}', 'PATH': '/bin'}})",
+    "SECRETS=[{word}, {number}]",
+    "AWS_SECRET_ACCESS_KEY={blob}",
+    "the key id AK{aws} was refused",
+    # YAML and JSON in logs
+    "password: {number}",
+    "db_password: {phrase}",
+    "smtp: {{user: bob, password: {word}, port: 25}}",
+    "client_secret: |\n    {phrase}\n    {word}",
+    "passwords:\n- {word}\n- {phrase}\nnext: 1",
+    '{{"step": 1, "api_key": "{quoted}", "text": "x"}}',
+    'event {{"body": "{{\\"password\\": \\"{word}\\", \\"n\\": 1}}"}}',
+    '"auth_tokens": [\n  "{word}",\n  "{word2}"\n]',
+    '"auths": {{"registry.example": {{"auth": "{blob}"}}}}',
+    # commands
+    "running: serve --api-key {word} --port 1",
+    "serve --admin-password={phrase1} --port 1",
+    "['sglang', '--ssl-keyfile-password', '{word}', '--tp', '2']",
+    "args:\n- --password\n- {number}\n",
+    "ray start --head --redis-password={number}",
+    "curl -u bob:{word} -H 'X-Api-Key: {word2}' https://api.wandb.ai",
+    "curl --user=bob:{word} x",
+    "sshpass -p {word} ssh n1",
+    "mysql -u root -p{word} db",
+    "machine api.wandb.ai login user password {hex}",
+    # addresses
+    "https://bob:{word}@mirror.example/simple",
+    "postgresql://bob:p@{word}/{word2}@db.example:5432/x",
+    "origin\thttps://x-access-token:{word}@github.com/o/r.git (push)",
+    "redis://:{word}@cache:6379/0",
+    "GET /v1/a?sig={word}&access_token={word2}&x=1",
+    "https://store.example/d?X-Amz-Signature={hex}&X-Amz-Credential={word}%2Fus",
+    "https://hooks.slack.com/services/T0/B0/{word}",
+    "https://discord.com/api/webhooks/123/{word}",
+    "Server=tcp:x;Database=d;Password={password};Encrypt=True",
+    "DefaultEndpointsProtocol=https;AccountName=a;AccountKey={blob}==;EndpointSuffix=x",
+    # headers
+    "Authorization: Bearer {word}",
+    "authorization: Token {word}",
+    '-H \'Authorization: Digest username="bob", response="{word}"\' x',
+    "{{'Authorization': 'Basic {blob}=='}}",
+    "Cookie: session={word}; csrftoken={word2}",
+    "< Set-Cookie: sid={word}; Path=/; HttpOnly",
+    "cookies={{'session': '{word}', 'b': '{word2}'}}",
+    "Proxy-Authorization: {phrase}",
+    # forms of keys
+    "hf_{letters} sk-proj-{word} sk-ant-api03-{word2}",
+    "ghp_{word} github_pat_{word2} glpat-{word3} xoxb-{word4}",
+    "nvapi-{word} gsk_{word2} npm_{word3} pypi-{word4} sk_live_{word5}",
+    "eyJhbGciOiJIUzI1NiJ9.{word}abc.{word2}",
+    "wandb: logged in with {hex}",
+    CERTIFICATE.format("RSA", "{long}", "{long2}"),
+    CERTIFICATE.format("OPENSSH", "{long}", "{long2}").replace("\n", "\\n"),
+    "{long}\n{long2}\n-----END EC PRIVATE KEY-----",
+    "-----BEGIN PGP PRIVATE KEY BLOCK-----\n\n{long}\n=abcd\n-----END PGP PRIVATE KEY BLOCK-----",
+    # tracebacks
+    "AuthenticationError: Incorrect API key provided: {word}. You can find yours at x",
+    'OperationalError: password "{word}" of role bob was refused',
+    "ServerArgs(model_path='m', api_key='{word}', admin_api_key=\"{quoted}\", port=1)",
+    "    client = Client(token='{word}', timeout=3)",
+    "wandb.login(key='{hex}')",
+    # words near a name
+    "os.environ.setdefault('HF_TOKEN', '{mixed}')",
+    "[('HF_TOKEN', '{mixed}'), ('PATH', '/bin')]",
+    "| HF_TOKEN | {mixed} |",
+    "<password>{mixed}</password>",
+    "- name: DB_PASSWORD\n  value: {mixed}",
+    '{{"name": "HF_TOKEN", "value": "{mixed}"}}',
+    "\x1b[31mpassword\x1b[0m=\x1b[32m{number}\x1b[0m",
+    "ValueError: the access token {mixed} has expired",
+    "| -----BEGIN RSA PRIVATE KEY-----\n| {long}\n| {long2}\n| -----END RSA PRIVATE KEY-----",
+    "7 INFO -----BEGIN PRIVATE KEY-----\n7 INFO {long}\n7 INFO {long2}",
+    # machines and people
+    "(TrainerRank pid=12, ip={ip}) failed",
+    "MASTER_ADDR={host} MASTER_PORT=1",
+    "connecting to http://{host}.cluster.internal:8265/api",
+    "ssh {user}@{host} nvidia-smi",
+    "fe80::{colons} and 2001:db8::{colons2} are up",
+    "cache in /mnt/home/{user}/.cache and C:\\Users\\{user2}\\x",
+    "USER={user} HOSTNAME={host}",
+    "mail {user}.x@corp.example",
+    "worker {aws_host}.ec2.internal joined at {ip}.",
+]
+
+
+def planted(template: str, chance: random.Random) -> tuple[str, list[str]]:
+    """Returns a text with new secrets in the places of `template`, and the secrets."""
+    secrets: list[str] = []
+
+    def letters(count: int, alphabet: str = string.ascii_letters + string.digits) -> str:
+        return "".join(chance.choices(alphabet, k=count - 2)) + "q7"
+
+    makers: dict[str, Callable[[], str]] = {
+        "word": lambda: letters(14),
+        "mixed": lambda: "aK4" + letters(11),
+        "letters": lambda: letters(34),
+        "hex": lambda: "".join(chance.choices("0123456789abcdef", k=40)),
+        "number": lambda: str(chance.randrange(10**9, 10**10)),
+        "ip": lambda: f"10.31.{chance.randrange(100, 250)}.{chance.randrange(100, 250)}",
+        "aws_host": lambda: f"ip-10-31-7-{chance.randrange(100, 250)}",
+        "colons": lambda: f"{chance.randrange(100, 250)}b:a{chance.randrange(100, 250)}",
+        "phrase": lambda: f"{letters(5)} {letters(6)} {letters(7)}",
+        "password": lambda: f"{letters(5)},{letters(4)}@!{letters(5)}",
+        "blob": lambda: letters(19) + "/+" + letters(19),
+        "aws": lambda: "IA" + "".join(chance.choices(string.ascii_uppercase + string.digits, k=16)),
+        "long": lambda: letters(64),
+        "host": lambda: f"node{letters(8, string.ascii_lowercase)}",
+        "user": lambda: letters(8, string.ascii_lowercase),
+    }
+    values = {}
+    for field in {name for _, name, _, _ in string.Formatter().parse(template) if name}:
+        kind = field.rstrip("12345")
+        if kind == "quoted":  # a quote inside, which the text escapes
+            first, second = letters(7), letters(9)
+            secrets += [first, second]
+            mark = "'" if field == "quoted1" else '"'
+            values[field] = f"{first}\\{mark}{second}"
+        elif kind == "shell":
+            first, second = letters(7), letters(9)
+            secrets += [first, second]
+            values[field] = shlex.quote(f"{first}'{second}")
+        else:
+            values[field] = makers[kind]()
+            parts = values[field].replace(",", " ").split() if kind in ("phrase", "password") else [values[field]]
+            secrets += parts
+            if field == "phrase1":
+                values[field] = shlex.quote(values[field])
+    return template.format(**values), secrets
+
+
+def archived(run: Path, out: Path, **environment: str) -> str:
+    """Returns all names and bytes of the archive of a run."""
+    pack(run, out, 3, environment)
+    with tarfile.open(out) as opened:
+        parts = []
+        for member in opened.getmembers():
+            parts += [member.name, opened.extractfile(member).read().decode(), repr(member.get_info())]
+    return "\n".join(parts)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("slimx.extras.pack.archive.environment_lines", lambda environment: iter(()))  # takes 0.2 s
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    (run / "config.yaml").write_text("run: {name: r}\n")
+    return run
+
+
+def write_everywhere(run: Path, text: str) -> None:
+    """Writes `text` into the files of a run in the ways in which they contain text."""
+    (run / "logs" / "trainer-0.log").write_text(f"{KEPT[0]}\n{text}\n{KEPT[1]}\n")
+    (run / "alerts.jsonl").write_text(json.dumps({"time": 1.0, "kind": "failed", "text": text}) + "\n")
+    (run / "summary.json").write_text(json.dumps({"steps": 1, "error": f"failed: {text}"}))
+    (run / "config.yaml").write_text(yaml.safe_dump({"run": {"name": "r"}, "reward": {"options": {"a": text}}}))
+    (run / "samples.jsonl").write_text(json.dumps({"step": 1, "text": text}) + "\n")
+
+
+@pytest.mark.parametrize("template", LINES)
+def test_a_planted_secret_is_found(template: str):
+    for seed in range(3):
+        text, secrets = planted(template, random.Random(f"{template}{seed}"))
+        forms = [f"{KEPT[0]}\n{text}\n{KEPT[1]}\n", json.dumps({"text": text}), json.dumps(json.dumps([text]))]
+        if "\n" not in text:
+            forms.append(yaml.safe_dump([{"a": text}], width=10_000))
+        for written in forms:
+            redactor = Redactor({})
+            redactor.learn(written)
+            shown = redactor.text(written)
+            left = [secret for secret in secrets if secret in shown]
+            assert secrets and not left, (written, left)
+            assert not written.startswith(KEPT) or all(text in shown for text in KEPT)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_planted_secret_reaches_the_archive(run: Path, tmp_path: Path, seed: int):
+    chance = random.Random(seed)
+    made = [planted(template, chance) for template in LINES]
+    chance.shuffle(made)
+    write_everywhere(run, "\n".join(text for text, _ in made))
+    shown = archived(run, tmp_path / "bug.tar.gz")
+    assert [secret for _, secrets in made for secret in secrets if secret in shown] == []
+    assert all(text in shown for text in KEPT)
