@@ -27,7 +27,7 @@ class Received:
         self.body = b""
         """Body of answers with the status 200."""
         self.bodies: list[bytes] = []
-        """Bodies of the next such answers, before `body`."""
+        """Bodies of the next answers with any status, before `body`."""
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == kind]
@@ -51,8 +51,10 @@ def webhook_server() -> Iterator[Received]:
                 received.events.append(json.loads(body))
             self.send_response(status)
             body = b""
-            if status == 200:
-                body = received.bodies.pop(0) if received.bodies else received.body
+            if received.bodies:
+                body = received.bodies.pop(0)
+            elif status == 200:
+                body = received.body
             for name, value in {
                 "Content-Length": str(len(body)),
                 **(received.headers if status != 200 else {}),

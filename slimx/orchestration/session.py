@@ -23,7 +23,7 @@ from slimx.engines.fleet.handle import kernels_of
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_trunk
 from slimx.observability.events import Events, open_events
-from slimx.observability.live.activity import FILE, Activity
+from slimx.observability.live.activity import FILE, writing_activity
 from slimx.observability.live.safe_text import plain
 from slimx.observability.live.table import (
     PPO_COLUMNS,
@@ -205,7 +205,7 @@ async def _session(
         run.checkpoints.on_failure = alarm.ring
         stack.push_async_callback(run.rollouts.stop)
         stack.push_async_callback(run.checkpoints.stop)
-        await stack.enter_async_context(Activity(directory, run.activity, table.note, watch=events.look))
+        await stack.enter_async_context(writing_activity(directory, run.activity, table.note, watch=events.look))
         for engines in service.groups.values():
             engines.members.watch()
         if state is not None and resume_from is not None:
@@ -321,9 +321,10 @@ async def start_parts(
         if service.device == "cuda":
             shared = await trainers[ACTOR].places()
         await trainers[ACTOR].offload()
-    for name, engines in [*service.place(shared).items(), *service.evaluation.groups.items()]:
-        starting.append(partial(check_reach, trainers[name], engines))
-        starting.append(partial(timed, prefix_of(name) + "engines", engines.start))
+    for part, groups in (("engines", service.place(shared)), ("evaluation engines", service.evaluation.groups)):
+        for name, engines in groups.items():
+            starting.append(partial(check_reach, trainers[name], engines))
+            starting.append(partial(timed, prefix_of(name) + part, engines.start))
     for name in config.served_by_actor:
         shared_engines = service.engines_of(name)
         if shared_engines is not None:

@@ -16,12 +16,22 @@ ACTOR = "actor"
 """Name of the policy that the run's top-level sections describe; every run has it."""
 RESERVED = frozenset({ACTOR, "critic", "slimx", "trainer"})
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
+_OF_POLICY = re.compile(r"policy/([^/]+)/([^/]+/.+)")
 
 
 def prefix_of(policy: str) -> str:
     """Returns the prefix of a policy's metrics and of the paths of its files and processes: "" for `actor`, else
     "policy/NAME/"."""
     return "" if policy == ACTOR else f"policy/{policy}/"
+
+
+def policy_of(metric: str) -> tuple[str, str]:
+    """Returns the name of the policy to which a metric belongs, "" for `actor`, and the metric's name without the
+    policy's prefix."""
+    match = _OF_POLICY.fullmatch(metric)
+    if match is None:
+        return "", metric
+    return match[1], match[2]
 
 
 class Policy(Section):

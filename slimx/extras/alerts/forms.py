@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Literal
 from urllib.parse import urlsplit
@@ -20,10 +21,14 @@ HOSTS: dict[str, Form] = {
 }
 """Hosts whose webhooks need a form other than JSON with all fields."""
 SLACK_ESCAPES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+RETRIED = (429, 500, 502, 503, 504)
+"""HTTP statuses after which an event is posted again."""
 BUSY_CODES = (9499, 11232, 2200)
 """Codes by which Feishu and Lark refuse a message that they may accept later: two for too many messages, 5 in a second
 or 100 in a minute, and one for internal errors. Others, such as 19024 for a missing keyword and 19021 for a wrong
-signature, are final."""
+signature, are final. They come with the status 200 or 400."""
+BUSY_S = 10.0
+"""Pause in seconds before a message is posted again that was refused with one of these codes."""
 MOST = 2900
 """Maximum number of characters of a message. Slack accepts 3,000 in one block."""
 
@@ -62,25 +67,33 @@ def _shortened(characters: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Answer of a server that did not accept a message although its status is below 300."""
+    """Answer of a server that did not accept a message."""
 
     reason: str
-    again: bool = False
+    again: bool
     """True if the server may accept the message later."""
+    pause_s: float = 0.0
+    """Shortest pause in seconds until then, unless the response has a header Retry-After."""
 
 
-def refusal_of(content: bytes, form: Form) -> Refused | None:
-    """Returns the refusal of a server that answered with a status below 300; None if it accepted the message. Feishu
-    and Lark give the reason as a code other than 0 in the body."""
-    if form != "feishu":
-        return None
-    try:
+def refusal_of(status: int, content: bytes, form: Form) -> Refused | None:
+    """Returns the refusal of a server; None if it accepted the message. `status`, `content`: HTTP status and body of
+    its response. Feishu and Lark give the reason as a code other than 0 in the body, with any status."""
+    code = _code(content) if form == "feishu" else 0
+    if code in BUSY_CODES:
+        return Refused(f"code {code}", True, BUSY_S)
+    if status >= 300 and code in (0, None):
+        return Refused(f"HTTP status {status}", status in RETRIED)
+    if code is None:
+        return Refused("an answer that is no JSON object", False)
+    return Refused(f"code {code}", status in RETRIED) if code else None
+
+
+def _code(content: bytes) -> object:
+    """Returns the code in an answer of Feishu or Lark, 0 if the message was accepted; None if the answer is no JSON
+    object."""
+    with suppress(ValueError):
         answer = json.loads(content)
-    except ValueError:
-        return Refused("an answer that is not JSON")
-    if not isinstance(answer, dict):
-        return Refused("an answer that is no JSON object")
-    code = answer.get("code", answer.get("StatusCode", 0))
-    if code == 0:
-        return None
-    return Refused(f"code {code}", code in BUSY_CODES)
+        if isinstance(answer, dict):
+            return answer.get("code", answer.get("StatusCode", 0))
+    return None

@@ -1,14 +1,17 @@
-"""Lines at the end of files to which a run appends, and new records in its metrics.jsonl."""
+"""Lines of files to which a run appends: the last ones, and those that are new."""
 
 from __future__ import annotations
 
-import json
 import os
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from slimx.errors import SlimxError
-from slimx.observability.tracking.metrics import StepRecord
+import msgspec
+
+from slimx.json_types import Json
+from slimx.observability.tracking.jsonl import UNREADABLE
 
 
 def last_lines(file: Path, nbytes: int) -> list[bytes]:
@@ -21,34 +24,42 @@ def last_lines(file: Path, nbytes: int) -> list[bytes]:
         return lines.read().split(b"\n")[:-1]
 
 
-class NewRecords:
-    """Reader of metrics.jsonl that returns every record once, in the order of the file."""
+class Growing[T]:
+    """File of JSON lines that a run appends to. Each complete line is parsed once. If a resumed run has truncated or
+    replaced the file, it is read again from the start."""
 
-    def __init__(self, file: Path) -> None:
-        """Stores the path; does not read yet."""
-        self._file = file
-        self._inode: int | None = None
-        self._read = 0
+    def __init__(self, path: Path, parse: Callable[[Json], T], keep: int | None = None) -> None:
+        """Stores the parameters without reading the file. `parse`: converts the JSON object on a line to a record.
+        `keep`: number of newest records to keep; None: all."""
+        self._path = path
+        self._parse = parse
+        self._file: tuple[int, int] | None = None
+        self.records: deque[T] = deque(maxlen=keep)
+        self.read = 0
         """Number of bytes that have been read."""
 
-    def read(self) -> tuple[bool, list[StepRecord]]:
-        """Returns the records that were added since the last call, and True before them if they begin at the file's
-        start, because this is the first call or another file has taken the place of the old one. Leaves out damaged
-        lines. Raises OSError if the file cannot be read."""
-        if not self._file.is_file():
+    def refresh(self) -> tuple[bool, list[T]]:
+        """Reads and parses the lines that were appended since the last call. Returns their records without those of
+        damaged lines, and True before them if they begin at the file's start, because this is the first call or another
+        file has taken the place of the old one. Raises OSError if the file cannot be read; the next call then reads the
+        same lines."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                same = (status.st_dev, status.st_ino)
+                begins = same != self._file or status.st_size < self.read
+                start = 0 if begins else self.read
+                file.seek(start)
+                complete, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
             return False, []
-        with self._file.open("rb") as file:
-            status = os.fstat(file.fileno())
-            begins = status.st_ino != self._inode or status.st_size < self._read
-            if begins:
-                self._inode = status.st_ino
-                self._read = 0
-            file.seek(self._read)
-            content = file.read()
-        lines = content[: content.rfind(b"\n") + 1]
-        self._read += len(lines)
-        records = []
-        for line in lines.splitlines():
-            with suppress(AttributeError, KeyError, TypeError, ValueError, SlimxError):
-                records.append(StepRecord.from_json(json.loads(line)))
-        return begins, records
+        if begins:
+            self.records.clear()
+        self._file = same
+        self.read = start + len(complete) + len(newline)
+        new = []
+        for line in complete.split(b"\n"):
+            with suppress(*UNREADABLE):  # incomplete lines of a killed process; the report names them
+                new.append(self._parse(msgspec.json.decode(line)))
+        self.records += new
+        return begins, new

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import msgspec
 
+from slimx.config.sections.eval import Eval
 from slimx.durable import write_atomic
+from slimx.errors import SlimxError
 from slimx.extras.alerts.curves.watch import Curves
 from slimx.extras.alerts.finding import Finding
 from slimx.extras.alerts.remedies import REMEDIES
@@ -145,9 +147,18 @@ def alerts_of(directory: Path) -> list[Alert]:
     status = metrics.stat()
     rollout = config.get("rollout") or {}
     off = (config.get("alerts") or {}).get("disabled") or ()
-    passing = (config.get("eval") or {}).get("passing", 1.0)
     groups = int(rollout.get("prompts_per_step") or 1)
-    return list(_computed(metrics, groups, tuple(off), float(passing), status.st_mtime_ns, status.st_size))
+    passing = least_passing(directory)
+    return list(_computed(metrics, groups, tuple(off), passing, status.st_mtime_ns, status.st_size))
+
+
+def least_passing(directory: Path) -> float:
+    """Returns the least reward of an answer that passes in the run in `directory`, its `eval.passing`; the default if
+    config.yaml is missing or damaged."""
+    try:
+        return float(read_config(directory)["eval"]["passing"])
+    except (SlimxError, KeyError, TypeError, ValueError):
+        return Eval().passing
 
 
 @lru_cache(maxsize=4)
@@ -161,7 +172,8 @@ def _computed(
 
 
 def replayed(curves: Curves, records: Iterable[StepRecord]) -> list[Alert]:
-    """Returns the alerts that the metrics of `records` open and close. `curves` then has their history."""
+    """Returns the alerts that the metrics of `records` open and close, in the order in which they last changed.
+    `curves` then has the history of the metrics."""
     alerts: dict[tuple[str, str, float], Alert] = {}
     current: dict[tuple[str, str], tuple[str, str, float]] = {}
     for record in records:
@@ -172,7 +184,7 @@ def replayed(curves: Curves, records: Iterable[StepRecord]) -> list[Alert]:
                 alerts[current[key]] = opened(finding, record.step, record.time)
             else:
                 at = current.pop(key)
-                alerts[at] = replace(alerts[at], closed=record.time, closed_step=record.step)
+                alerts[at] = replace(alerts.pop(at), closed=record.time, closed_step=record.step)
     return list(alerts.values())
 
 

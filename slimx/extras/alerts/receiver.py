@@ -18,12 +18,14 @@ from slimx.extras.alerts.curves.watch import Curves
 from slimx.extras.alerts.event import Event
 from slimx.extras.alerts.finding import Finding
 from slimx.extras.alerts.forms import form_of
-from slimx.extras.alerts.lines import NewRecords
+from slimx.extras.alerts.lines import Growing
 from slimx.extras.alerts.log import Alert, AlertLog, opened, replayed
 from slimx.extras.alerts.machine.watch import CLOSES, MachineWatch, this_machine
 from slimx.extras.alerts.pace import PhasePace, phase_pace
 from slimx.extras.alerts.section import AlertSettings, settings_of
 from slimx.observability.events import Events, Kind
+from slimx.observability.tracking.guard import Guard
+from slimx.observability.tracking.metrics import StepRecord
 
 if TYPE_CHECKING:
     from slimx.extras.alerts.webhook import Webhook
@@ -60,8 +62,9 @@ class Alerts(Events):
         self._at_least = at_least
         self._make_curves = curves
         self._curves: Curves | None = None
-        """Checks that have seen the records read so far; None before the first record."""
-        self._records = NewRecords(directory / "metrics.jsonl")
+        """Checks that have seen the records read so far; None before the first call."""
+        self._records = Growing(directory / "metrics.jsonl", StepRecord.from_json, keep=0)
+        self._guard = Guard("the check for alerts", note)
         self._began = time.time()
         self._reported: tuple[str, int] | None = None
         """Name and number of a phase whose stall was reported and whose end has not been reported yet; None if there is
@@ -96,10 +99,10 @@ class Alerts(Events):
 
     def look(self, activity: Mapping[str, Any]) -> None:
         """Reports once if the phase that `activity` describes has stalled; a later call reports that the stalled phase
-        has ended. Also reports what the checks of this machine and of the metrics have found since the last call."""
+        has ended. Also reports what the checks of the metrics and of this machine have found since the last call."""
+        self._guard.call(self._check_records)
         if self.machine is not None:
             self._report(self.machine.changes(), self.step, time.time())
-        self._check_records()
         current = (activity["phase"], activity["number"])
         if self._reported is not None and self._reported != current:
             phase, _ = self._reported
@@ -123,29 +126,27 @@ class Alerts(Events):
             if name.endswith(("optim/skipped", "critic/skipped")) and count:
                 about = name.removesuffix("/skipped").removesuffix("optim").strip("/")
                 self.tell("step_skipped", skipped, about=about)
-        self._check_records(newest=1)
+        self._guard.call(self._check_records)
 
-    def _check_records(self, newest: int = 0) -> None:
+    def _check_records(self) -> None:
         """Shows the records that were added to metrics.jsonl since the last call to the checks, and reports the alerts
         that they open and close. The file is read, because evaluations before the first step and during training are
         records but no steps: the alerts are those that are computed from the file.
 
-        The records of an earlier process, which are all but the `newest` last ones when the file is read from its
-        start, are not reported: their alerts replace those of the log."""
+        When the file is read from its start, its records are those of an earlier process and are not reported: their
+        alerts replace those of the log."""
         if self._make_curves is None:
             return
         try:
-            begins, records = self._records.read()
+            begins, records = self._records.refresh()
         except OSError as error:
             self.log.fail("metrics.jsonl", error)
             return
-        if begins:
+        if begins or self._curves is None:
             self._curves = self._make_curves()
-            earlier = records[: len(records) - newest]
-            records = records[len(earlier) :]
-            self._restart_log(replayed(self._curves, earlier))
+            self._restart_log(replayed(self._curves, records))
+            return
         for record in records:
-            assert self._curves is not None, "the first call begins at the file's start"
             self._report(self._curves.look(record.metrics), record.step, record.time)
 
     def _restart_log(self, alerts: Iterable[Alert]) -> None:
@@ -182,7 +183,7 @@ class Alerts(Events):
         """Checks the last records of metrics, ends the checks of this machine, and closes their alerts. Waits for the
         webhook to post the last events, and reports undelivered ones to `note`."""
         if self._curves is not None:
-            self._check_records()
+            self._guard.call(self._check_records)
         if self.machine is not None:
             self.machine.close()
             for alert in self.log.open_alerts().values():

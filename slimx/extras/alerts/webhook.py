@@ -22,14 +22,10 @@ TIMEOUT_S = 10.0
 """Timeout in seconds for connecting to the server, and for periods without progress after that."""
 PAUSES_S = (1.0, 2.0)
 """Pauses in seconds before the second and the third attempt to post an event."""
-RETRIED = (429, 500, 502, 503, 504)
-"""HTTP statuses after which an event is posted again."""
 REDIRECTS = (307, 308)
 """HTTP statuses after which an event is posted to the URL in the response; with others, the request would lose its
 body."""
 MAX_REDIRECTS = 5
-BUSY_S = 10.0
-"""Pause in seconds before a message is posted again that Feishu or Lark refused because there were too many."""
 MAX_PAUSE_S = 30.0
 """Maximum pause in seconds that a Retry-After header of a response can request."""
 CLOSE_S = 60.0
@@ -83,20 +79,15 @@ class Webhook:
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: of a Location
                 problem = type(error).__name__  # without its text, which contains the URL, which may be a secret
                 continue
-            if response.status < 300:
-                refusal = refusal_of(response.content, self._form)
-                if refusal is None:
-                    return
-                problem = refusal.reason
-                if not refusal.again:
-                    break
-                retry_after_s = BUSY_S
-                continue
-            problem = f"HTTP status {response.status}"
-            if response.status not in RETRIED:
+            refusal = refusal_of(response.status, response.content, self._form)
+            if refusal is None:
+                return
+            problem = refusal.reason
+            if not refusal.again:
                 break
-            with suppress(ValueError):  # Retry-After may be a date
-                retry_after_s = min(float(response.headers.get("Retry-After", 0)), MAX_PAUSE_S)
+            retry_after_s = refusal.pause_s
+            with suppress(KeyError, ValueError):  # Retry-After may be a date
+                retry_after_s = min(float(response.headers["Retry-After"]), MAX_PAUSE_S)
         self._lose(event, problem)
 
     def _answer(self, body: Json) -> HttpResponse:

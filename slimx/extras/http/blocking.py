@@ -112,7 +112,7 @@ async def _fetch(
                 most = MAX_ERROR
                 to = None
             content = await _read(response, most, to, progress)
-            return HttpResponse(response.status, content, dict(response.headers))
+            return HttpResponse(response.status, content, response.headers)
 
 
 async def _pieces(file: IO[bytes], progress: Callable[[], None]) -> AsyncIterator[bytes]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from slimx.extras.alerts.curves.watch import policy_of
+from slimx.config.sections.policies import policy_of
 from slimx.observability.tracking.names import find
 
 

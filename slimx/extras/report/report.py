@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from slimx.errors import SlimxError
-from slimx.extras.alerts.log import alert_lines, alerts_of
+from slimx.extras.alerts.log import alert_lines, alerts_of, least_passing
 from slimx.extras.report.cards import cards, digits, other_cards
 from slimx.extras.report.charts import PALETTE, Chart, PhaseColors
 from slimx.extras.report.comparison import config_rows, overlaid, read_runs, run_names, value_rows, x_axes
@@ -24,7 +24,7 @@ from slimx.extras.report.curves import curves
 from slimx.extras.report.meanings import TERMS
 from slimx.extras.report.phase_charts import phase_charts
 from slimx.extras.report.previews import Previews
-from slimx.extras.report.samples import least_passing, sample_table, training_table
+from slimx.extras.report.samples import sample_table, training_table
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.run_files import RunFiles, read_run
 from slimx.observability.tracking.samples import compare

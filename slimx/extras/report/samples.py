@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from slimx.config.sections.eval import Eval
-from slimx.errors import SlimxError
 from slimx.extras.report.cards import digits
 from slimx.extras.report.previews import Shown
-from slimx.observability.tracking.run_files import read_config
 from slimx.observability.tracking.samples import Comparison, RecordedSample, spread
 
 TRAINING_ROWS = 20
@@ -58,15 +54,6 @@ def training_table(samples: Sequence[RecordedSample], show: Show, passing: float
         cell = _cell(sample, None, passing)
         rows.append({"step": step, "prompt": _cut(sample.prompt), "images": show(sample.images), "cell": cell})
     return rows
-
-
-def least_passing(directory: Path) -> float:
-    """Returns the least reward of an answer that passes in the run in `directory`, its `eval.passing`; the default if
-    config.yaml is missing or damaged."""
-    try:
-        return float(read_config(directory)["eval"]["passing"])
-    except (SlimxError, KeyError, TypeError, ValueError):
-        return Eval().passing
 
 
 def _cell(sample: RecordedSample | None, before: RecordedSample | None, passing: float) -> dict[str, Any] | None:

@@ -12,9 +12,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from slimx.cluster.restarts import Restart
+from slimx.config.sections.policies import policy_of
 from slimx.config.sections.run import Stall
 from slimx.errors import SlimxError
-from slimx.extras.alerts.curves.watch import policy_of
 from slimx.extras.alerts.lines import last_lines
 from slimx.extras.alerts.log import alerts_of
 from slimx.extras.alerts.pace import SILENT_S, PhasePace, phase_pace
@@ -184,14 +185,7 @@ def _shown(metrics: Mapping[str, float], prefix: str = "") -> str:
 
 def _restarts(part: dict[str, Any]) -> list[str]:
     """Returns a line for each recent restart of `part`, an engine or a router."""
-    lines = []
-    for restart in part.get("history", []):
-        when = time.strftime("%H:%M:%S UTC", time.gmtime(restart["at"]))
-        result = "succeeded"
-        if restart["error"]:
-            result = f"failed: {restart['error']}"
-        lines.append(f"         {when} restart after {restart['reason']}: {result} ({restart['seconds']:.0f} s)")
-    return lines
+    return [f"         {Restart(**restart)}" for restart in part.get("history", [])]
 
 
 def _last_step(file: Path) -> dict[str, Any]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
 from slimx.json_types import Json
+from slimx.observability.tracking.guard import Guard
 
 EVERY_S = 2.0
 """Interval between two writes of the activity file, in seconds."""
@@ -40,48 +42,36 @@ PARTS: Mapping[str, tuple[str, str]] = {
 Engines with the description "" generate or wait, depending on the state of the rollouts."""
 
 
-class Activity:
-    """Context manager that writes the activity file of a run every `EVERY_S` seconds."""
+@asynccontextmanager
+async def writing_activity(
+    directory: Path,
+    look: Callable[[], Json],
+    warn: Callable[[str], None],
+    *,
+    watch: Callable[[Json], None] = lambda activity: None,
+) -> AsyncIterator[None]:
+    """Writes the activity file of the run in `directory` every `EVERY_S` seconds of the `with` block. `look`: function
+    that returns the current activity. `watch` is called with each activity before it is written. `warn` is called with
+    a message about the first failure, after which the file is written if that is possible again."""
+    guard = Guard(FILE, warn)
 
-    def __init__(
-        self,
-        directory: Path,
-        look: Callable[[], Json],
-        warn: Callable[[str], None],
-        *,
-        watch: Callable[[Json], None] = lambda activity: None,
-    ) -> None:
-        """Prepares to write the activity file in `directory`. `look`: function that returns the current activity.
-        `watch` is called with each activity that is written. `warn` is called once with a message if the file cannot be
-        written."""
-        self._path = directory / FILE
-        self._look = look
-        self._warn = warn
-        self._watch = watch
-        self._task: asyncio.Task[None] | None = None
+    def write() -> None:
+        activity = look()
+        watch(activity)
+        text = json.dumps({"written": time.time(), **activity})
+        write_atomic(directory / FILE, text.encode(), sync=False)
 
-    async def __aenter__(self) -> Activity:
-        self._task = asyncio.create_task(self._keep())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _keep(self) -> None:
+    async def keep() -> None:
         while True:
-            try:
-                activity = self._look()
-                self._watch(activity)
-                text = json.dumps({"written": time.time(), **activity})
-                write_atomic(self._path, text.encode(), sync=False)
-            except OSError as error:
-                self._warn(
-                    f"{self._path} cannot be written ({error}); slimx status will not show the activity of this run"
-                )
-                return
+            guard.call(write)
             await asyncio.sleep(EVERY_S)
+
+    task = asyncio.create_task(keep())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def read_activity(directory: Path) -> Json | None:

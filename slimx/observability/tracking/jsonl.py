@@ -14,6 +14,9 @@ from slimx.durable import write_atomic
 from slimx.errors import SlimxError, raised
 from slimx.json_types import Json
 
+UNREADABLE = (AttributeError, KeyError, TypeError, ValueError, msgspec.MsgspecError, SlimxError)
+"""Errors about a line that does not contain a record."""
+
 
 class JsonlFile:
     """Appends records to a file. When `write` returns, the record survives the end of the process, but perhaps not a
@@ -71,7 +74,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes, Json | None]]:
                 continue
             try:
                 record = msgspec.json.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except UNREADABLE:
                 record = None
             yield number, line, record if isinstance(record, dict) else None
 
@@ -86,7 +89,7 @@ def load_records[T](path: Path, parse: Callable[[Json], T]) -> tuple[list[T], li
             if record is None:
                 raise ValueError("the line is not a complete JSON object")
             records.append(parse(record))
-        except (AttributeError, KeyError, TypeError, ValueError, msgspec.ValidationError, SlimxError) as error:
+        except UNREADABLE as error:
             problems.append(f"line {number} of {path.name} cannot be read ({raised(error)})")
     return records, problems
 

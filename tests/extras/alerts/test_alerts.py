@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import time
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +20,10 @@ from slimx import durable
 from slimx.extras.alerts import lines as lines_module
 from slimx.extras.alerts import receiver
 from slimx.extras.alerts.command import OPEN_STATUS, app
+from slimx.extras.alerts.curves.no_signal import SILENT_STEPS
 from slimx.extras.alerts.curves.watch import Curves
-from slimx.extras.alerts.log import FILE, Alert, alert_lines, alerts_of, read_log
+from slimx.extras.alerts.finding import Finding
+from slimx.extras.alerts.log import FILE, Alert, alerts_of, read_log
 from slimx.extras.alerts.machine.watch import Machine
 from slimx.extras.alerts.receiver import Alerts, alerting, open_alerts
 from slimx.extras.alerts.remedies import NAMES, REMEDIES
@@ -37,6 +41,9 @@ from tests.webhook_server import webhook_server
 IDLE = {"phase": "train", "number": 1, "since": float("inf")}
 ILL = 40
 """First step of 20 with a large gap."""
+
+
+MetricsOf = Callable[[int], dict[str, float]]
 
 
 def metrics_at(step: int) -> dict[str, float]:
@@ -61,12 +68,13 @@ class Process:
         self.notes: list[str] = []
         self.alerts = Alerts("r", run, self.notes.append, factor=10, at_least=5, curves=partial(Curves, GROUPS))
 
-    def train(self, first: int, last: int) -> None:
+    def train(self, first: int, last: int, metrics_of: MetricsOf = metrics_at) -> None:
         JsonlFile(self.run / "metrics.jsonl", resume_step=first).close()
+        self.alerts.look(IDLE)
         for step in range(first, last + 1):
             self.alerts.step = step
-            log(self.run, step, metrics_at(step))
-            self.alerts.recorded(metrics_at(step))
+            log(self.run, step, metrics_of(step))
+            self.alerts.recorded(metrics_of(step))
 
 
 def log(run: Path, step: int, metrics: dict[str, float]) -> None:
@@ -188,6 +196,72 @@ def test_metrics_that_cannot_be_read_cost_alerts_and_not_the_run(run, monkeypatc
     process.alerts.look(IDLE)
 
 
+class Unreadable(io.FileIO):
+    """File whose disk fails after it was opened."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_error_in_the_first_read_of_a_file_loses_no_alert(run, monkeypatch, replaced):
+    Process(run).train(1, 30)
+    process = Process(run)
+    first = 31
+    if replaced:  # by a longer file without an alert
+        process.train(31, 38, lambda step: metrics_at(step) | {"gap/mean": 1e-3})
+        JsonlFile(run / "metrics.jsonl", resume_step=31).close()
+        first = ILL
+        for step in range(31, first):
+            log(run, step, metrics_at(step))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, mode: Unreadable(path, mode))
+        process.alerts.look(IDLE)
+        process.alerts.recorded({})
+    process.alerts.look(IDLE)
+    for step in range(first, 91):
+        log(run, step, metrics_at(step))
+        process.alerts.recorded(metrics_at(step))
+    logged = alerts_of(run)
+    assert [note.split()[:2] for note in process.notes[-2:]] == [["alert", "gap:"], ["alert", "gap"]]
+    assert logged == computed(run) and len(logged) == 1
+
+
+def test_a_check_that_fails_costs_alerts_and_not_the_run(run):
+    class Broken(Curves):
+        def look(self, metrics: Mapping[str, float]) -> Iterator[tuple[bool, Finding]]:
+            raise ZeroDivisionError("no groups")
+
+    process = Process(run)
+    process.alerts = Alerts("r", run, process.notes.append, factor=10, at_least=5, curves=partial(Broken, 1))
+    process.train(1, 3)
+    process.alerts.close()
+    assert ["no groups" in note for note in process.notes] == [True]
+
+
+@pytest.mark.parametrize("killed_at", [31, 32, 33, 36])
+def test_steps_without_a_signal_are_counted_across_a_resume(run, killed_at):
+    """No step from 30 on has a signal. The metric's count starts at 0 in every process."""
+
+    def metrics_since(start: int, step: int) -> dict[str, float]:
+        return {"optim/steps_without_signal": float(max(0, step + 1 - max(start, 30)))}
+
+    Process(run).train(1, killed_at, partial(metrics_since, 1))
+    Process(run).train(killed_at + 1, 60, partial(metrics_since, killed_at + 1))
+    assert told(run) == [("no_signal", 29 + SILENT_STEPS, None)]
+    assert alerts_of(run) == computed(run)
+
+
+def test_alerts_that_overlap_are_in_the_order_of_their_last_change(run):
+    def metrics_of(step: int) -> dict[str, float]:
+        return metrics_at(step) | ({"response/truncated": 0.9} if ILL + 2 <= step < ILL + 12 else {})
+
+    Process(run).train(1, 90, metrics_of)
+    logged = alerts_of(run)
+    assert [(alert.name, alert.closed is None) for alert in logged] == [("truncated", False), ("gap", False)]
+    assert logged[0].opened > logged[1].opened and logged == computed(run)
+
+
 def test_a_log_that_is_replaced_is_never_seen_half_written(run, monkeypatch):
     Process(run).train(1, 90)
     before = (run / FILE).read_bytes()
@@ -218,12 +292,6 @@ def test_gpus_are_watched_in_runs_that_use_them(run, monkeypatch, device, watche
     assert off == [set() if watched else {"gpu"}]
     with open_alerts(config_of(cluster__device=device, run__dir=str(run), alerts__disabled=["disk"]), print) as alerts:
         assert (alerts.machine is not None) == watched
-
-
-def test_times_of_alerts_are_in_utc(run):
-    Process(run).train(1, ILL + 15)
-    (line,) = alert_lines(alerts_of(run))
-    assert "2001-09-09 01:47 UTC" in line  # 1e9 s
 
 
 def test_a_damaged_line_of_the_log_is_left_out(run):
@@ -278,6 +346,12 @@ def test_alerts_of_a_killed_processs_machine_end_with_the_next_process(run):
     Process(run).train(1, 2)
     (found,) = alerts_of(run)
     assert found.name == "disk" and found.closed is not None
+    (run / FILE).write_text(json.dumps(alert | {"opened": time.time() - 60}) + "\n")
+    process = Process(run)
+    full = Finding(name="disk", about="/x", bad=True, good=False, text="t")
+    process.alerts.machine = SimpleNamespace(changes=lambda: [(True, full)])
+    process.alerts.look(IDLE)
+    assert [alert.closed is None for alert in alerts_of(run)] == [False, True], "of either process"
 
 
 def test_each_alert_has_a_remedy_and_a_row_on_both_pages():

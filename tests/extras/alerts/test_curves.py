@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from slimx.extras.alerts.curves.checks import SILENT_STEPS
-from slimx.extras.alerts.curves.history import START, noise
-from slimx.extras.alerts.curves.watch import policy_of
-from tests.extras.alerts.curve_stand import HEALTHY, changes, longer
+from slimx.extras.alerts.curves.history import START, USUAL, noise
+from slimx.extras.alerts.curves.no_signal import SILENT_STEPS
+from slimx.extras.alerts.curves.watch import Curves
+from tests.extras.alerts.curve_stand import GROUPS, HEALTHY, changes, longer
 
 BEGINS = 60
 LASTS = 60
@@ -92,6 +92,11 @@ def test_a_held_out_set_is_named():
     assert changes([{"eval/sums/accuracy": value} for value in values]) == [(9, True, "heldout_fell", "sums")]
 
 
+def test_the_best_evaluation_of_a_long_run_is_not_forgotten():
+    rows = [{"eval/accuracy": 0.9 if index < 10 else 0.6} for index in range(3 * USUAL)]
+    assert changes(rows) == [(11, True, "heldout_fell", "")]
+
+
 def test_an_alert_that_is_off_never_opens():
     assert changes(diseased("gap"), off=["gap"]) == []
 
@@ -145,6 +150,8 @@ def test_a_rare_signal_is_no_signal_unless_the_reward_has_risen():
     assert [change[:3] for change in changes(stuck)] == [(START, True, "no_signal")]
     learned = [rare | {"reward/mean": min(0.99, 0.05 * step)} for step in range(60)]
     assert changes(learned) == []
+    for top, expected in ((0.1, RARE_AT), (0.2, RARE_AT), (0.3, [])):  # after 3 steps
+        assert changes(silent(0.0, 0.0, 0.95, 4) + silent(top, 0.3, 0.95)) == expected, top
 
 
 def silent(mean: float, std: float, groups: float = 1.0, steps: int = 60) -> list[Row]:
@@ -188,21 +195,28 @@ def test_an_alert_about_the_signal_closes_when_the_task_is_solved():
     assert opened[:2] == (SILENT_STEPS - 1, True) and not closed[1] and 20 < closed[0] < 30
 
 
+def test_a_solved_task_with_some_hopeless_prompts_gives_no_alert():
+    """8 groups, of which a few have no correct rollout and all others only correct ones."""
+    for share in (0.01, 0.02):
+        chance = random.Random(1)
+        rows = []
+        for step in range(1, 301):
+            solved = sum(chance.random() > share for _ in range(8)) / 8
+            rows.append(silent(solved, (solved * (1 - solved)) ** 0.5)[0] | {"optim/steps_without_signal": float(step)})
+        assert changes(rows) == [], share
+    assert changes(rows + silent(0.0, 0.0, steps=SILENT_STEPS)) == []
+    assert changes(rows + silent(0.0, 0.0))[0] == (300 + SILENT_STEPS - 1, True, "no_signal", "")
+
+
+def test_an_alert_that_opens_in_a_solved_step_names_its_cause():
+    rows = silent(0.0, 0.0, 0.95, START + 1) + silent(1.0, 0.0)
+    curves = Curves(GROUPS)
+    ((opens, finding),) = [change for row in rows[: START + 1] for change in curves.look(row)]
+    assert opens and "reward/groups_without_signal 0.95" in finding.text
+
+
 def test_a_gradient_of_0_is_reported_although_rewards_are_high():
     assert changes([row | {"reward/groups_without_signal": 0.9} for row in silent(0.97, 0.1)]) == SILENT_AT
-
-
-@pytest.mark.parametrize(
-    ("metric", "expected"),
-    [
-        ("policy/solver/reward/mean", ("solver", "reward/mean")),
-        ("policy/a-b/policy/entropy", ("a-b", "policy/entropy")),
-        ("policy/entropy", ("", "policy/entropy")),
-        ("reward/mean", ("", "reward/mean")),
-    ],
-)
-def test_the_policy_of_a_metric_is_its_prefix(metric, expected):
-    assert policy_of(metric) == expected
 
 
 def test_the_noise_of_a_line_is_0():

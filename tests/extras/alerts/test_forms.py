@@ -11,7 +11,7 @@ from slimx.config.load import load_config
 from slimx.errors import SlimxError
 from slimx.extras.alerts import webhook
 from slimx.extras.alerts.event import Event
-from slimx.extras.alerts.forms import MOST, body_of, form_of
+from slimx.extras.alerts.forms import BUSY_S, MOST, body_of, form_of, refusal_of
 from slimx.extras.alerts.receiver import Alerts, alerting
 from slimx.extras.alerts.section import AlertSettings, settings_of
 from tests.webhook_server import webhook_server
@@ -69,18 +69,35 @@ def test_a_refusal_of_feishu_with_the_status_200_counts(answer, tmp_path):
 
 
 @pytest.mark.parametrize(("refusals", "arrives"), [(1, True), (2, True), (3, False)])
-@pytest.mark.parametrize("code", [9499, 11232])
-def test_a_message_that_feishu_has_no_time_for_is_posted_again(code, refusals, arrives, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("code", "status"), [(9499, 200), (9499, 400), (11232, 200), (2200, 200), (2200, 500)])
+def test_a_message_that_feishu_has_no_time_for_is_posted_again(code, status, refusals, arrives, tmp_path, monkeypatch):
     pauses: list[float] = []
     monkeypatch.setattr(webhook, "time", SimpleNamespace(sleep=pauses.append))
     notes: list[str] = []
     alerts = Alerts("r", tmp_path, notes.append, factor=10, at_least=5)
     with webhook_server() as server:
         server.body, server.bodies = b'{"code":0}', [b'{"code":%d}' % code] * refusals
+        server.statuses = [status] * refusals
         with alerting(alerts, server.url, AlertSettings(webhook_form="feishu")):
             alerts.tell("restarted", TEXT)
-    assert server.posts == min(refusals + 1, 3) and pauses == [0.0, *[webhook.BUSY_S] * (server.posts - 1)]
+    assert server.posts == min(refusals + 1, 3) and pauses == [0.0, *[BUSY_S] * (server.posts - 1)]
     assert [str(code) in note for note in notes] == ([] if arrives else [True])
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "form", "refusal"),
+    [
+        (400, b'{"code":19024}', "feishu", ("code 19024", False)),
+        (400, b"", "feishu", ("HTTP status 400", False)),
+        (502, b"<html>", "feishu", ("HTTP status 502", True)),
+        (500, b'{"code":0}', "feishu", ("HTTP status 500", True)),
+        (429, b'{"code":9499}', "json", ("HTTP status 429", True)),
+        (404, b'{"code":9499}', "json", ("HTTP status 404", False)),
+    ],
+)
+def test_a_status_that_is_a_refusal_counts_with_or_without_a_code(status, content, form, refusal):
+    found = refusal_of(status, content, form)
+    assert found is not None and (found.reason, found.again) == refusal
 
 
 @pytest.mark.parametrize(("form", "text"), [("slack", "x" * 9000), ("slack", "<a>" * 3000), ("feishu", "x" * 9000)])

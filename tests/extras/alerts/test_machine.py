@@ -107,6 +107,50 @@ def test_a_checkpoint_that_is_written_at_once_is_not_extrapolated(space, tmp_pat
     assert not any(found)
 
 
+@pytest.mark.parametrize("seconds", [30, 120, 240])
+def test_a_disk_that_suddenly_fills_fast_is_reported_while_there_is_time(space, tmp_path, seconds):
+    machine = Machine([Disk(tmp_path)], [])
+    space.free = 300 * GIB
+    found: list[tuple[int, bool]] = []
+    for now in range(0, 145 * 60, seconds):
+        found += [(now // 60, opens) for opens, _ in machine.look(now)]
+        if now >= 120 * 60:
+            space.free -= 12 * GIB * seconds // 60
+    ((minute, opens),) = found
+    assert opens and minute <= 120 + 5 + 2 * seconds / 60
+
+
+@pytest.mark.parametrize(("lasts", "fall"), [(1, 200), (2, 100), (4, 60)])
+def test_a_short_burst_is_not_extrapolated(space, tmp_path, lasts, fall):
+    machine = Machine([Disk(tmp_path)], [])
+    found = []
+    for number in range(2 * 150):
+        found += machine.look(number * 30.02)
+        if 120 <= number < 120 + 2 * lasts:
+            space.free -= fall * GIB // 2
+    assert found == []
+
+
+def test_a_long_checkpoint_is_not_extrapolated(space, tmp_path):
+    manifest = tmp_path / "iter_0000005" / MANIFEST
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text("{}")
+    with (manifest.parent / "weights").open("wb") as file:
+        file.truncate(200 * GIB)  # without blocks on the disk
+    disk = Disk(tmp_path, tmp_path)
+    assert not any(minutes(disk, space, 0, 60, 0) + minutes(disk, space, 60, 70, 20) + minutes(disk, space, 70, 90, 0))
+    assert any(minutes(disk, space, 90, 100, 20)), "the disk holds no further one"
+
+
+def test_looks_that_are_far_apart_measure_a_rate_too(space, tmp_path):
+    disk = Disk(tmp_path)
+    found = []
+    for number in range(12):
+        found.append(disk.look(number * 600.0).bad)
+        space.free -= 40 * GIB
+    assert found.index(True) == 3, "the first after half an hour"
+
+
 def test_a_disk_that_checkpoints_fill_in_bursts_opens_one_alert(space, tmp_path):
     disk = Disk(tmp_path)
     machine = Machine([disk], [])
@@ -124,8 +168,10 @@ def test_disks_of_a_run_are_looked_at_once_each(tmp_path):
     assert all(disk.look(time.time()).value > 0 for disk in found)
 
 
-def test_a_directory_that_vanished_is_passed_over(tmp_path):
+def test_a_directory_that_vanished_is_passed_over(tmp_path, monkeypatch):
     assert looks(Machine([Disk(tmp_path / "gone")], []), 3) == []
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)  # a moment ago
+    assert tmp_path / "gone" not in [disk.directory for disk in disks_of(tmp_path / "gone")]
 
 
 @dataclass

@@ -37,6 +37,12 @@ def test_a_token_is_sent_although_netrc_has_credentials(server, monkeypatch, tmp
     assert fetch("POST", server.url, json={}, headers=headers, connect_s=60, read_s=60).status == 200
 
 
+def test_headers_of_a_response_have_no_case(server):
+    server.statuses, server.headers = [503], {"retry-after": "7"}
+    headers = fetch("POST", server.url, json={}, connect_s=60, read_s=60).headers
+    assert headers["Retry-After"] == headers["retry-after"] == "7" and "RETRY-AFTER" in headers
+
+
 def test_a_header_that_cannot_be_sent_is_an_error_of_the_request(server):
     with pytest.raises(aiohttp.ClientError):
         fetch("POST", server.url, json={}, headers={"Authorization": "Bearer a\nb"}, connect_s=60, read_s=60)

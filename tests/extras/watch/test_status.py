@@ -80,10 +80,12 @@ def test_each_further_policy_has_a_line_of_figures(run, monkeypatch, capsys):
 
 
 def test_steps_without_a_signal_are_reported_above_a_threshold(run, monkeypatch, capsys):
-    for steps, shown in ((4.0, 0), (7.0, 1)):
-        metrics = {"reward/mean": 1.0, "reward/groups_without_signal": 1.0, "optim/steps_without_signal": steps}
-        record = {"step": 7, "version": None, "time": 1e9, "metrics": metrics}
-        (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    for steps, shown in ((4, 0), (5, 1)):
+        records = []
+        for step in range(1, steps + 1):
+            metrics = {"reward/mean": 1.0, "reward/groups_without_signal": 1.0, "optim/steps_without_signal": step}
+            records.append(json.dumps({"step": step, "version": None, "time": 1e9, "metrics": metrics}) + "\n")
+        (run / "metrics.jsonl").write_text("".join(records))
         lines = [line for line in status(run, monkeypatch, capsys).splitlines() if line.startswith("alert ")]
         assert len(lines) == shown and all(numbers(line)[0] == steps for line in lines)
 
@@ -194,16 +196,21 @@ async def test_a_run_says_what_each_part_does_and_waits_for_and_since_when(run, 
 async def test_the_activity_is_written_anew_while_a_run_goes_on(run, monkeypatch):
     monkeypatch.setattr(activity, "EVERY_S", 0.01)
     looks, notes = iter(range(1000)), []
-    async with activity.Activity(
+    async with activity.writing_activity(
         run, lambda: {"step": next(looks), "phase": "train", "since": time.time()}, notes.append
     ):
         while (run_status(run)["activity"] or {"step": 0})["step"] < 2:
             await asyncio.sleep(0.01)
     assert not notes
-    async with activity.Activity(run / "lock", lambda: {}, notes.append):
-        while not notes:
+    watched: list[dict[str, object]] = []
+    later = run / "later"
+    async with activity.writing_activity(later, lambda: {"step": 1}, notes.append, watch=watched.append):
+        while len(watched) < 3:
             await asyncio.sleep(0.01)
-    assert len(notes) == 1 and "cannot be written" in notes[0], "a run does not end because of its status"
+        later.mkdir()
+        while activity.read_activity(later) is None:
+            await asyncio.sleep(0.01)
+    assert [activity.FILE in note for note in notes] == [True], "a run does not end because of its status"
 
 
 def test_a_run_that_was_summed_up_is_finished_until_it_goes_on(run):

@@ -20,7 +20,7 @@ from slimx.config.schema import Config
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.data.saved.trained_tokens import SUFFIX
 from slimx.extras.watch.page import server
-from slimx.extras.watch.page.content import CHARACTERS, Content, Growing, cut
+from slimx.extras.watch.page.content import CHARACTERS, Content, cut
 from slimx.extras.watch.page.server import serve
 from slimx.extras.watch.rollouts import Choice, show_rollouts, step_of
 from slimx.observability.live.run_lock import locked
@@ -144,24 +144,6 @@ def test_a_long_text_is_cut_in_the_middle_and_says_how_much_is_left_out():
     assert cut("a" * CHARACTERS) == "a" * CHARACTERS
     short = cut("a" * CHARACTERS + "b" * CHARACTERS)
     assert short.startswith("a") and short.endswith("b") and numbers(short) == [CHARACTERS]
-
-
-def test_a_growing_file_is_parsed_once_and_a_cut_file_again(tmp_path):
-    parsed: list[int] = []
-    file = tmp_path / "lines.jsonl"
-    growing = Growing(file, lambda values: parsed.append(values["step"]) or values["step"], keep=3)
-    growing.refresh()
-    assert not growing.records, "the run has not begun"
-    file.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    growing.refresh()
-    with file.open("a") as more:
-        more.write('ep": 3}\nnonsense\n{"step": 4}\n')
-    growing.refresh()
-    growing.refresh()
-    assert list(growing.records) == [2, 3, 4] and parsed == [1, 2, 3, 4]
-    file.write_text('{"step": 1}\n')
-    growing.refresh()
-    assert list(growing.records) == [1]
 
 
 def test_only_the_pages_addresses_are_answered(page):

@@ -8,7 +8,7 @@ import pytest
 
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.policies import ACTOR
+from slimx.config.sections.policies import ACTOR, policy_of
 from slimx.extras.lora.form import ServedLora
 from slimx.extras.lora.targets import served_modules
 from slimx.layout.form import form_of
@@ -166,3 +166,16 @@ def test_a_shared_base_excludes_policies_with_separate_engines() -> None:
     config["policies"]["writer"] = {}
     with invalid("unproven", about="trainer.lora"):
         Config.model_validate(config)
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        ("policy/solver/reward/mean", ("solver", "reward/mean")),
+        ("policy/a-b/policy/entropy", ("a-b", "policy/entropy")),
+        ("policy/entropy", ("", "policy/entropy")),
+        ("reward/mean", ("", "reward/mean")),
+    ],
+)
+def test_the_policy_of_a_metric_is_its_prefix(metric, expected):
+    assert policy_of(metric) == expected

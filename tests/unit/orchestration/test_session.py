@@ -190,6 +190,21 @@ async def test_colocated_engines_start_on_devices_that_trainers_have_left(tmp_pa
         assert parts.done == ["trainers", "engines", "trainers done", "engines done"]
 
 
+async def test_engines_of_evaluations_start_under_a_name_of_their_own(tmp_path, monkeypatch):
+    async def reached(*_: Any) -> None:
+        """Reaches every engine."""
+
+    async def timed(name: str, work: Any) -> None:
+        names.append(name)
+
+    names: list[str] = []
+    monkeypatch.setattr(session, "check_reach", reached)
+    parts = StartedParts("cpu")
+    parts.evaluation = SimpleNamespace(groups={"actor": SimpleNamespace(start=None)})
+    await session.start_parts(config_of(tmp_path), {"actor": parts}, None, parts, timed)
+    assert names == ["trainers", "engines", "evaluation engines"]
+
+
 async def test_a_start_that_is_refused_leaves_no_part_half_begun(tmp_path, unawaited):
     def place(shared: list[str]) -> dict[str, Any]:
         raise SlimxError("no place", code="place")

@@ -9,24 +9,13 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
-from slimx.extras.alerts.curves.history import START, History, noise
+from slimx.extras.alerts.curves.history import START, USUAL, History, noise
 from slimx.extras.alerts.finding import Finding, Gate
-from slimx.observability.tracking.metrics import GROUPS_WITHOUT_SIGNAL, STEPS_WITHOUT_SIGNAL
+from slimx.observability.tracking.metrics import GROUPS_WITHOUT_SIGNAL
 from slimx.rollout.flow.rollouts import is_failure
 
 Metrics = Mapping[str, float]
 
-SILENT_STEPS = 5
-"""Number of consecutive steps without a training signal that opens an alert."""
-RARE = 0.9
-"""Fraction of groups without a signal from which on a signal counts as rare, if the reward has not risen either."""
-RISEN_NOISE = 2.0
-"""Multiple of the noise by which the median reward of 10 steps must exceed that of the first 20 to have risen."""
-SOLVED_SHARE = 0.1
-"""Share of the reward of a correct answer by which the mean reward of solved prompts may be lower."""
-SOLVED_SPREAD = 0.35
-"""Largest standard deviation of the rewards of solved prompts, relative to their mean; it is 1/3 if a tenth of the
-rollouts have the reward 0."""
 GAP_FACTOR = 4.0
 """Multiple of the usual gap, and of the gap at the start, above which a gap is bad."""
 GAP_FLOOR = 1e-5
@@ -80,74 +69,6 @@ class Check:
         if usual:
             text = f"{text}, usually {usual}"
         return Finding(name=self.name, about=self.about, bad=bad, good=good, text=text, value=value, usual=usual)
-
-
-class NoSignal(Check):
-    """All rollouts of each group have the same reward, or the gradient is 0, in several steps in a row; or almost all
-    groups have no signal in many steps, and the reward has not risen since the start. Groups whose rollouts are all
-    correct do not count, because a solved task is no fault."""
-
-    name = "no_signal"
-    opens = 1
-    closes = 3
-
-    def __init__(self, about: str, passing: float) -> None:
-        """Creates the check. `passing`: minimum reward of a correct answer (`eval.passing`)."""
-        super().__init__(about)
-        self._passing = passing
-        self._silent: deque[float] = deque(maxlen=10)
-        self._rewards: deque[float] = deque(maxlen=10)
-        self._solved: deque[bool] = deque(maxlen=10)
-        self._first: list[float] = []
-
-    def look(self, metrics: Metrics) -> Finding | None:
-        steps = number(metrics, STEPS_WITHOUT_SIGNAL)
-        if steps is None:
-            return None
-        silent = number(metrics, GROUPS_WITHOUT_SIGNAL)
-        reward = number(metrics, "reward/mean")
-        rare = False
-        solved = False
-        if silent is not None and reward is not None:
-            solved = self._is_solved(reward, number(metrics, "reward/std"))
-            rare = self._is_rare(silent, reward, solved)
-        # A gradient of 0 is a fault if some groups have a signal.
-        learns = steps == 0 or (solved and silent == 1)
-        if steps and learns:
-            text = "groups have no training signal, because the prompts are solved"
-        elif steps == 0 and not rare:
-            text = "groups have a training signal"
-        elif steps:
-            why = "because the gradient is 0"
-            if silent == 1:
-                why = "because all rollouts of each group have the same reward"
-            text = f"no training signal for {steps:.0f} steps, {why}"
-        else:
-            text = f"{GROUPS_WITHOUT_SIGNAL} {median(self._silent):.3g}, and the reward has not risen since the start"
-        if reward is not None:
-            text += f", reward/mean {reward:.4g}"
-        bad = rare or (steps >= SILENT_STEPS and not learns)
-        return self.found(bad=bad, good=learns and not rare, value=steps, text=text)
-
-    def _is_solved(self, reward: float, spread: float | None) -> bool:
-        """Returns True if almost all rollouts of a step are correct. `reward` and `spread`: mean and standard deviation
-        of their rewards; None if it is unknown."""
-        enough = self._passing - SOLVED_SHARE * abs(self._passing)
-        return reward >= enough and spread is not None and spread <= SOLVED_SPREAD * abs(reward)
-
-    def _is_rare(self, silent: float, reward: float, solved: bool) -> bool:
-        """Adds a step, and returns True if almost all groups of the last steps had no signal, the reward is no better
-        than in the first ones, and the prompts are not solved."""
-        self._silent.append(silent)
-        self._rewards.append(reward)
-        self._solved.append(solved)
-        if len(self._first) < START:
-            self._first.append(reward)
-            return False
-        # The first values alone are the level at the start of a task that is learned within 10 steps.
-        start = min(median(self._first), median(self._first[:3]))
-        risen = median(self._rewards) - start > RISEN_NOISE * noise(self._first)
-        return median(self._silent) >= RARE and not risen and median(self._solved) < 0.5
 
 
 class Gap(Check):
@@ -228,26 +149,29 @@ class HeldOutFell(Check):
     def __init__(self, about: str, metric: str) -> None:
         super().__init__(about)
         self.metric = metric
-        self._values: list[float] = []
+        self._values: deque[float] = deque(maxlen=USUAL)
+        self._best = -math.inf
+        self._lowest = math.inf
 
     def look(self, metrics: Metrics) -> Finding | None:
         reward = number(metrics, self.metric)
         if reward is None:
             return None
         self._values.append(reward)
-        earlier = self._values[:-2]
+        self._lowest = min(self._lowest, reward)
+        values = list(self._values)
+        earlier = values[:-2]
+        if len(earlier) >= 3:  # a median, so that one lucky evaluation is not the best level
+            self._best = max(self._best, median(earlier[-3:]))
         if len(earlier) < EVALUATIONS:
             return None
-        # Of three values, so that one lucky evaluation is not the best level.
-        best = max(median(earlier[start : start + 3]) for start in range(len(earlier) - 2))
-        level = max(self._values[-2:])
-        allowed = allowed_fall(best, min(self._values), max(noise(earlier), noise(self._values)))
+        allowed = allowed_fall(self._best, self._lowest, max(noise(earlier), noise(values)))
         return self.found(
-            bad=best - level > allowed,
-            good=best - reward < allowed / 2,
+            bad=self._best - max(values[-2:]) > allowed,
+            good=self._best - reward < allowed / 2,
             value=reward,
-            text=f"{self.metric} {reward:.3g}, its best was {best:.3g}",
-            usual=f"{best - allowed:.3g} to {best:.3g}",
+            text=f"{self.metric} {reward:.3g}, its best was {self._best:.3g}",
+            usual=f"{self._best - allowed:.3g} to {self._best:.3g}",
         )
 
 

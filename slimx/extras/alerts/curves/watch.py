@@ -5,32 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 
+from slimx.config.sections.policies import policy_of
 from slimx.extras.alerts.curves.checks import (
     Check,
     Drops,
     Entropy,
     Gap,
     HeldOutFell,
-    NoSignal,
     RewardFell,
     Stale,
     Truncated,
 )
+from slimx.extras.alerts.curves.no_signal import NoSignal
 from slimx.extras.alerts.finding import Finding
 
-_OF_POLICY = re.compile(r"policy/([^/]+)/([^/]+/.+)")
 _HELD_OUT = re.compile(r"eval/(?:(.+)/)?accuracy")
 BY_POLICY: tuple[type[Check], ...] = (Gap, RewardFell, Entropy, Stale, Truncated)
 """Checks that each policy has besides `NoSignal`, if its metrics are logged."""
-
-
-def policy_of(metric: str) -> tuple[str, str]:
-    """Returns the name of the policy to which a metric belongs, "" for the policy `actor`, and the metric's name
-    without the policy's prefix."""
-    match = _OF_POLICY.fullmatch(metric)
-    if match is None:
-        return "", metric
-    return match[1], match[2]
 
 
 class Curves:

@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import tempfile
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +26,12 @@ RATE_S = (1800.0, 3600.0)
 half of this time, in its second half, and in the last `RECENT_S` seconds, so that caches that a start fills, and a
 single checkpoint, are not extrapolated."""
 RECENT_S = 300.0
+FAST_HOURS = 0.5
+"""Hours until the disk is full, at the slowest of the rates in each of the last 5 minutes, below which the disk is
+nearly full even if the rate is new. A burst of writing that is over, or that wrote no more than a checkpoint in the
+last half hour, is not extrapolated."""
+MINUTE_S = 60.0
+"""Shortest duration in seconds over which one of these rates is measured."""
 
 
 class Disk:
@@ -53,6 +59,10 @@ class Disk:
             middle = (oldest + now) / 2
             of_last_hour = self._hours(oldest, now)
             hours = max(self._hours(oldest, middle), self._hours(middle, now), self._hours(now - RECENT_S, now))
+            before = self._before(now - RATE_S[0])[1]
+            fast = self._hours_of_minutes(now)
+            if fast < FAST_HOURS and before - usage.free > CHECKPOINTS * checkpoint:
+                hours = min(hours, fast)
         text = f"{self.directory}: {_gib(usage.free)} of {_gib(usage.total)} free"
         if checkpoint:
             text += f", enough for {usage.free // checkpoint} checkpoints of {_gib(checkpoint)}"
@@ -71,11 +81,26 @@ class Disk:
     def _hours(self, begin: float, end: float) -> float:
         """Returns the hours until the disk is full if its free space falls as between the times `begin` and `end`;
         infinity if it has not fallen."""
-        since, before = self._free[bisect_left(self._free, (begin, 0))]
+        since, before = self._before(begin)
         until, after = self._free[bisect_left(self._free, (end, 0))]
         if after >= before:
             return math.inf
         return self._free[-1][1] / (before - after) * (until - since) / 3600
+
+    def _hours_of_minutes(self, now: float) -> float:
+        """Returns the hours until the disk is full at the slowest rate of parts of the last `RECENT_S` seconds, which
+        last a minute, or longer if looks are farther apart."""
+        hours = 0.0
+        end = now
+        while end > now - RECENT_S:
+            begin, _ = self._before(end - MINUTE_S)
+            hours = max(hours, self._hours(begin, end))
+            end = begin
+        return hours
+
+    def _before(self, at: float) -> tuple[float, int]:
+        """Returns time and free bytes of the last look at or before the time `at`, or of the first look."""
+        return self._free[max(0, bisect_right(self._free, (at, math.inf)) - 1)]
 
     def _checkpoint(self) -> int:
         """Returns the size of the newest checkpoint in bytes; 0 if there is none."""
@@ -92,9 +117,10 @@ def disks_of(directory: Path) -> Iterator[Disk]:
     once."""
     seen = set()
     for path in (directory, Path(tempfile.gettempdir()), Path("/dev/shm")):
-        if not path.is_dir():
+        try:
+            device = os.stat(path).st_dev
+        except OSError:  # it is missing, or another process has removed it
             continue
-        device = os.stat(path).st_dev
         if device not in seen:
             yield Disk(path, directory / "checkpoints" if path == directory else None)
         seen.add(device)

@@ -1,12 +1,11 @@
-"""Content of a run's live page: status, charts and rollouts. Files that the run appends to are parsed only once."""
+"""Content of a run's live page: status, charts and rollouts."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ import msgspec
 from slimx.data.saved.step_files import DIRECTORY, step_files
 from slimx.data.saved.trained_tokens import SUFFIX
 from slimx.errors import SlimxError
+from slimx.extras.alerts.lines import Growing
+from slimx.extras.alerts.log import least_passing
 from slimx.extras.report.cards import cards
 from slimx.extras.report.charts import Chart, PhaseColors
 from slimx.extras.report.comparison import check_different, overlaid, run_names
@@ -22,7 +23,7 @@ from slimx.extras.report.curves import curves
 from slimx.extras.report.meanings import TERMS
 from slimx.extras.report.phase_charts import phase_charts
 from slimx.extras.report.previews import image_store
-from slimx.extras.report.samples import least_passing, marked
+from slimx.extras.report.samples import marked
 from slimx.extras.vision.images.pictures import preview
 from slimx.extras.vision.images.sources import read_image
 from slimx.extras.watch.rollouts import Choice, step_of
@@ -44,42 +45,6 @@ CHARACTERS = 4000
 view shows the full text."""
 
 Json = dict[str, Any]
-
-
-class Growing[T]:
-    """File of JSON lines that a run appends to. Each complete line is parsed once. If a resumed run has truncated or
-    replaced the file, it is read again from the start."""
-
-    def __init__(self, path: Path, parse: Callable[[dict[str, Any]], T], keep: int | None = None) -> None:
-        """Stores the parameters without reading the file. `parse`: converts the JSON object on a line to a record.
-        `keep`: number of newest records to keep; None: all."""
-        self._path = path
-        self._parse = parse
-        self.records: deque[T] = deque(maxlen=keep)
-        self.read = 0
-        """Number of bytes that have been read."""
-        self._file: tuple[int, int] | None = None
-
-    def refresh(self) -> None:
-        """Reads and parses the lines that were appended since the last call."""
-        try:
-            with self._path.open("rb") as file:
-                status = self._path.stat()
-                same = (status.st_dev, status.st_ino)
-                if same != self._file or status.st_size < self.read:
-                    self.records.clear()
-                    self.read = 0
-                    self._file = same
-                file.seek(self.read)
-                complete, newline, _ = file.read().rpartition(b"\n")
-        except FileNotFoundError:
-            return
-        self.read += len(complete) + len(newline)
-        for line in complete.split(b"\n"):
-            try:
-                self.records.append(self._parse(msgspec.json.decode(line)))
-            except (msgspec.MsgspecError, SlimxError, KeyError, TypeError, ValueError):
-                continue  # an incomplete line of a killed process; the report names it
 
 
 class Content:
