@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.filesize import decimal
@@ -317,7 +318,7 @@ def describe_suggestions(report: PlanReport) -> list[str]:
         lines += [
             f"nearest     layout that fits: {nearest.layout}; peak {_gib(nearest.trainer_peak)} GiB, margin "
             f"{_gib(nearest.margin)}",
-            f"            {' '.join(nearest.overrides)}",
+            f"            {shlex.join(nearest.overrides)}",
         ]
     elif report.refits and report.gpu and not report.suggestions:
         lines.append(f"nearest     none: no layout of up to 64 times as many ranks fits{_searched(report)}")
@@ -330,7 +331,7 @@ def describe_suggestions(report: PlanReport) -> list[str]:
             f"  {number}. {suggestion.layout}: {suggestion.cost:.2f} s ({suggestion.why}); peak "
             f"{_gib(suggestion.trainer_peak)} GiB, margin {_gib(suggestion.margin)}"
         )
-        lines.append(f"     {' '.join(suggestion.overrides) or 'as configured'}")
+        lines.append(f"     {shlex.join(suggestion.overrides) or 'as configured'}")
     for engine in report.suggested_engines:
         lines.append(
             f"  engines   {engine.group}: count {engine.count}, tensor {engine.tensor}, expert {engine.expert}, "
