@@ -19,7 +19,7 @@ def test_every_mistake_is_answered_as_the_page_shows(every: int):
     assert differing == [], "run python -m tools.docs.make_messages, and read the difference"
 
 
-def test_a_refusal_is_one_sentence():
+def test_a_refusal_is_one_sentence_per_problem():
     names = [mistake.name for mistake in mistakes.MISTAKES]
     assert len(names) == len({*names}) >= LEAST
     page = mistakes.PAGE.read_text()
@@ -29,5 +29,5 @@ def test_a_refusal_is_one_sentence():
     ):
         if command != "doctor":  # what it tells of hooks is a list
             assert status == "2"
-            output = re.sub("^checking .*\n", "", output)
-            assert output.startswith("slimx: ") and output.count("\n") == 1, output
+            first, *others = re.sub("^checking .*\n", "", output).splitlines()
+            assert first.startswith("slimx: ") and all(line.startswith("  ") for line in others), output
