@@ -44,7 +44,7 @@ def test_a_run_that_does_not_fit_gets_the_nearest_layout(plan):
     assert "trainer rank 0" in refused and 79.1 in numbers(refused)
     (nearest,) = lines_of(text, "nearest")
     assert "TP4 x EP8 x DP2, " in nearest
-    overrides = text.splitlines()[text.splitlines().index(nearest) + 1].split()
+    overrides = shlex.split(text.splitlines()[text.splitlines().index(nearest) + 1])
     assert plan(QWEN3_30B, *RUN_30B, H100, *overrides)[0] == 0
     assert plan(QWEN3_30B, *RUN_30B, "cluster.gpu=h200")[0] == 0
     assert plan(QWEN3_30B, *RUN_30B)[0] == 0, "without a GPU memory is shown and not judged"

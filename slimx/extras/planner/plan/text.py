@@ -9,14 +9,7 @@ from rich.filesize import decimal
 
 from slimx.extras.planner.links.model import Stages
 from slimx.extras.planner.memory.phases import PHASES
-from slimx.extras.planner.memory_record import (
-    DiskBytes,
-    EngineMemory,
-    HostMemory,
-    MemoryPart,
-    Phase,
-    TrainerMemory,
-)
+from slimx.extras.planner.memory_record import DiskBytes, EngineMemory, HostMemory, MemoryPart, Phase, TrainerMemory
 from slimx.extras.planner.record import (
     BatchPlan,
     PlannedGroup,
@@ -61,7 +54,7 @@ def describe(report: PlanReport) -> list[str]:
         )
     lines += [f"engines     {_engines(group)}" for group in report.engines]
     lines += [f"frozen      {_engines(group)}" for group in report.frozen]
-    lines += _places(report.rank_map)
+    lines += _places(report.rank_map, report.device)
     lines += [f"kernels     {sentence}" for sentence in report.kernels]
     lines += _batch(report.batch)
     lines += _memory(report)
@@ -77,8 +70,11 @@ def describe(report: PlanReport) -> list[str]:
     return lines
 
 
-def _places(places: RankMap) -> Iterator[str]:
-    yield f"places      {places.gpus} GPUs on {places.nodes} nodes of {places.per_node}, filled in the order of ranks"
+def _places(places: RankMap, device: str) -> Iterator[str]:
+    where = f"GPUs on {places.nodes} node{'s' * (places.nodes > 1)} of {places.per_node}, filled in the order of ranks"
+    if device == "cpu":
+        where = "processes on CPUs"
+    yield f"places      {places.gpus} {where}"
     for name, ranks in (("trainer", places.trainer), ("critic", places.critic)):
         stages: dict[int, list[RankPlace]] = {}
         for rank in ranks:
@@ -178,7 +174,8 @@ def _host_and_disk(host: HostMemory | None, disk: DiskBytes | None) -> Iterator[
 
 def describe_together(sums: Together) -> list[str]:
     """Returns the lines about the GPUs, the host memory and the disk space of all policies together."""
-    line = f"together    {sums.gpus} GPUs on {sums.nodes} nodes of {sums.per_node}, one policy after the other"
+    nodes = f"{sums.nodes} node{'s' * (sums.nodes > 1)}"
+    line = f"together    {sums.gpus} GPUs on {nodes} of {sums.per_node}, one policy after the other"
     if sums.fullest is not None:
         line += f", {_gib(sums.fullest)} GiB on the fullest"
     return [line, *_host_and_disk(sums.host, sums.disk)]
