@@ -36,7 +36,7 @@ def executed(notebook: Any, directory: Path, **options: Any) -> list[Any]:
     return [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def test_a_refusal_in_a_notebook_has_a_line_per_problem(tmp_path: Path) -> None:
+def test_a_refusal_in_a_notebook_is_one_line(tmp_path: Path) -> None:
     asked = [f"try:\n    {cell}\nexcept slimx.SlimxError as error:\n    print(error.code)" for cell in REFUSED]
     cells = [new_code_cell(text) for text in (*CELLS, *REFUSED, *asked)]
     outputs = executed(new_notebook(cells=cells), tmp_path, allow_errors=True)

@@ -19,7 +19,7 @@ def test_every_mistake_is_answered_as_the_page_shows(every: int):
     assert differing == [], "run python -m tools.docs.make_messages, and read the difference"
 
 
-def test_a_refusal_is_one_sentence_per_problem():
+def test_a_refusal_is_one_sentence():
     names = [mistake.name for mistake in mistakes.MISTAKES]
     assert len(names) == len({*names}) >= LEAST
     page = mistakes.PAGE.read_text()
