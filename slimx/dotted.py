@@ -72,7 +72,7 @@ def imported(key: str, path: str, group: str = "") -> Any:
             )
         near = difflib.get_close_matches(name, vars(module), n=1)
         hint = f"did you mean {module_name}.{near[0]}?" if near else f"it defines {_listed(module_name, module)}"
-        raise SlimxError(f"{key}: module {module_name} has no {name}; {hint}", code="dotted.missing", about=key)
+        raise SlimxError(f"{key}: module '{module_name}' has no '{name}'; {hint}", code="dotted.missing", about=key)
     return target
 
 

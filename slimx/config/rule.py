@@ -130,11 +130,11 @@ def broken(rules: Iterable[Rule], facts: Mapping[str, object], *, before: Collec
 
 def refuse(problems: Sequence[SlimxError], where: str = "") -> None:
     """Raises one Refusal for all `problems`, with the code and key of the first; its message is `where` followed by all
-    their messages. Returns if `problems` is empty. Only the first problem's cause is chained,
-    such as an error in a hook, because the message says everything else."""
+    their messages, one per line. Returns if `problems` is empty. Only the first problem's cause is chained, such as an
+    error in a hook, because the message says everything else."""
     if not problems:
         return
-    sentences = "; ".join(dict.fromkeys(map(str, problems)))
+    sentences = "\n  ".join(dict.fromkeys(map(str, problems)))
     error = Refusal(where + sentences, code=problems[0].code, about=problems[0].about)
     error.problems = tuple(problems)
     raise error from problems[0].__cause__

@@ -171,7 +171,7 @@ class EngineLayout:
                 elif row.group == "attention":
                     keys += " or dp_attention"
                 raise SlimxError(
-                    f"engine tensor {row.name} cannot be split over the ranks of {keys}, because {error}",
+                    f"{keys}: engine tensor {row.name} cannot be split over the ranks, because {error}",
                     code="engine_layout.tensor",
                     about=row.name,
                 ) from None

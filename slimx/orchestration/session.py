@@ -133,9 +133,8 @@ def _skip_damaged(error: Damaged, saves: Saves, strategy: str) -> str:
     """Renames a damaged checkpoint, so that the run resumes from the previous one, and returns a message about it.
     Raises `error` if `strategy` (`checkpoint.damaged`) is not "skip", if the checkpoint belongs to another run, or if
     there is no previous one."""
-    forked = error.checkpoint.parent != saves.directory
     aside = None
-    if strategy == "skip" and not forked:
+    if strategy == "skip" and error.checkpoint.parent == saves.directory:  # not another run's
         aside = saves.set_aside(error.checkpoint)
     if aside is None:
         raise error
@@ -233,10 +232,10 @@ def _note_backends(prepared: Prepared, service: EngineService, note: Callable[[s
     handles = chain.from_iterable(group.engines for group in service.groups.values())
     for kernels in dict.fromkeys(kernels_of(engine.attestation) for engine in handles):
         note(f"engines: {kernels}")
-    rollout = prepared.policies[ACTOR].config.rollout
-    if rollout.replay:
-        message = f"rollouts are replayed from {rollout.replay}, so no engine is started"
-        if prepared.policies[ACTOR].config.eval.files:
+    config = prepared.policies[ACTOR].config
+    if config.rollout.replay:
+        message = f"rollouts are replayed from {config.rollout.replay}, so no engine is started"
+        if config.eval.files:
             message += " and eval.prompts is not used"
         note(message)
 

@@ -175,9 +175,9 @@ def fits_microbatch(rollout: Rollout, served: ServedEngines, trainer: Trainer, s
     if served.policy and positions > trainer.max_tokens_per_microbatch:
         yield (
             f"trainer.max_tokens_per_microbatch is {trainer.max_tokens_per_microbatch}, but a rollout may have "
-            f"{rollout.longest} tokens (rollout.max_prompt_tokens + rollout.sampling.max_new_tokens); set "
-            f"trainer.max_tokens_per_microbatch to at least {positions}, or lower rollout.max_prompt_tokens or "
-            "rollout.sampling.max_new_tokens"
+            f"{rollout.longest} tokens (rollout.max_prompt_tokens + rollout.sampling.max_new_tokens), the first "
+            f"untrained; set trainer.max_tokens_per_microbatch to at least {positions}, or lower "
+            "rollout.max_prompt_tokens or rollout.sampling.max_new_tokens"
         )
 
 

@@ -99,6 +99,7 @@ def _script(*lines: str) -> dict[str, str]:
 
 USER = {"role": "user", "content": "3+4="}
 TORN = _parquet([{"question": "3+4=", "answer": "7"}])[:-20]
+LATIN_1 = '{"messages": [{"role": "user", "content": "Où est-il ?"}], "answer": "ici"}\n'.encode("latin-1")
 MISTAKES = (
     # The command line.
     Mistake("a command that is spelt wrong", "trian run.yaml"),
@@ -207,9 +208,22 @@ MISTAKES = (
         "train run.yaml model.path=bert",
         {"bert/config.json": '{"model_type": "bert", "architectures": ["BertForMaskedLM"]}'},
     ),
+    Mistake("a directory of models that is not there", "train run.yaml model.path=models/tiny"),
+    Mistake(
+        "a run instead of its weights",
+        "eval run.yaml eval.prompts=prompts.jsonl --checkpoint runs/sums",
+        {f"runs/sums/checkpoints/iter_0000100/slimx/{name}.json": "{}" for name in ("run", "manifest")},
+    ),
+    Mistake(
+        "a run as start weights",
+        "train run.yaml trainer.load=runs/first",
+        {f"runs/first/checkpoints/iter_0000100/slimx/{name}.json": "{}" for name in ("run", "manifest")},
+    ),
     Mistake("a torn config.json", "train run.yaml", {"model/config.json": '{"model_type": "qwen3_m'}),
     Mistake("more tensor ranks than there are", "train run.yaml trainer.tensor=4"),
     Mistake("heads that ranks cannot share", "train run.yaml trainer.tensor=3 trainer.world_size=3"),
+    Mistake("heads that an engine's ranks cannot share", "train run.yaml rollout.engines.0.tensor=3"),
+    Mistake("as many ranks as experts cannot share", "train run.yaml trainer.expert=2 trainer.world_size=3"),
     Mistake("experts that ranks cannot share", "train run.yaml trainer.expert=3 trainer.world_size=3"),
     Mistake("a template argument that nothing reads", "plan run.yaml 'rollout.template={enable_thinking: false}'"),
     Mistake("the same, when training", "train run.yaml 'rollout.template={enable_thinking: false}'"),
@@ -227,6 +241,8 @@ MISTAKES = (
     Mistake("an answer that is a list", "train run.yaml", _prompts({"messages": [USER], "answer": ["7"]})),
     Mistake("no messages", "train run.yaml", _prompts({"answer": "7"})),
     Mistake("an id twice", "train run.yaml", _prompts(*[{"id": "a", "messages": [USER], "answer": "7"}] * 2)),
+    Mistake("a file in Latin-1", "train run.yaml", {"prompts.jsonl": LATIN_1}),
+    Mistake("a data set of the Hub without hf://", "train run.yaml rollout.prompts=openai/gsm8k"),
     Mistake("a comma too many", "train run.yaml", _prompts('{"messages": [], }')),
     Mistake("a line that is cut off", "train run.yaml", _prompts('{"messages": [{"role": "user", "con')),
     Mistake("one long list of JSON", "train run.yaml", _prompts([{"messages": [USER], "answer": "7"}])),
@@ -386,6 +402,19 @@ MISTAKES = (
     Mistake("a run that must not go on", "train run.yaml run.resume=never", {"runs/sums/metrics.jsonl": ""}),
     Mistake("a fork of a run instead of its checkpoint", "train run.yaml run.fork=runs/old", {"runs/old/a": ""}),
     Mistake("an unwritable run.dir", "train run.yaml run.dir=/proc/sums"),
+    Mistake(
+        "an unwritable publish.directory", "train run.yaml publish.transport=disk publish.directory=/proc/published"
+    ),
+    Mistake(
+        "three wrong paths",
+        "train run.yaml model.path=modle rollout.prompts=prompts.json reward.function=hoooks.rises",
+        _hooks(REWARD),
+    ),
+    Mistake(
+        "a step whose rollouts are no longer saved",
+        "rollouts runs/sums --step 1",
+        {"runs/sums/config.yaml": RUN, "runs/sums/rollouts/step-0000091.groups": b""},
+    ),
     Mistake("a file as run.dir", "train run.yaml run.dir=prompts.jsonl"),
     Mistake("a tracker that is not installed", "train run.yaml track.wandb=true"),
     # Installation.

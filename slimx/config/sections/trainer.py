@@ -312,8 +312,8 @@ class Trainer(RankLayout):
                 "trainer.expert",
                 "trainer.expert",
                 f"trainer.expert {self.expert} x trainer.expert_tensor {self.expert_tensor_size} = {experts} does not "
-                f"divide the {stage} ranks of a pipeline stage (tensor x context x data); the nearest valid setting is "
-                f"{remedy}",
+                f"divide the {stage} ranks of a pipeline stage (tensor x context x data); change trainer.world_size, "
+                f"or use the nearest valid setting, {remedy}",
             )
         if self.expert == 1 and self.expert_tensor_size != self.tensor:
             # megatron-core 0.19.2 reduces such experts over separate groups, but layout and memory plan treat experts

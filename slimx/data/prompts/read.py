@@ -219,8 +219,8 @@ class PromptSource:
         changes = self._changes(state)
         if changes:
             raise SlimxError(
-                f"the saved order of prompts cannot be continued ({changes}); restore the prompts and seed of the "
-                "saved run, or start a new run",
+                f"the saved order of prompts cannot be continued ({changes}); set run.seed and rollout.prompts to the "
+                "values of the saved run, or start a new run in another run.dir",
                 code="prompts.changed",
                 about=next(key for key, value in self._identity.items() if state[key] != value),
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from slimx.commands.usage import PlainCommand, RayCommand
 from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
+from slimx.layout.ranks import Sizes
 from slimx.observability.live.safe_text import one_line, plain, visible
 
 app = typer.Typer(add_completion=False)
@@ -129,10 +131,16 @@ def _check_machine(file: Path | None, overrides: list[str]) -> None:
             for line in ["the first prompt, as the model receives it:", *rendered_lines(first, actor.tokenizer)]:
                 console.print(plain(line))
         console.print(plain(f"publish.transport {actor.transport}"))
-        summary = f"{file}: {len(prepared.prompts)} prompts, layout {actor.sizes}: ready to start"
+        summary = f"{file}: {len(prepared.prompts)} prompts, {described(actor.sizes)}: ready to start"
         console.print(plain(summary))
     if not healthy:
         raise typer.Exit(1)
+
+
+def described(sizes: Sizes) -> str:
+    """Returns the number of the trainer's ranks, with those parallel sizes that are not 1."""
+    parts = [f"{name} {size}" for name, size in asdict(sizes).items() if isinstance(size, int) and size > 1]
+    return f"trainer.world_size={sizes.world} ({', '.join(parts) or 'one rank'})"
 
 
 def _show_gap(config: Config, layers: bool) -> bool:

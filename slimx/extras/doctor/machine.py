@@ -76,7 +76,7 @@ def examine(say: Say) -> bool:
             if finding.problem:
                 problems.append(finding)
     missing = any(finding.needed for finding in problems)
-    say("Problems" if problems else "Nothing is missing.", "bold")
+    say("Problems" if problems else "Nothing is missing on this machine.", "bold")
     for finding in problems:
         kind = "missing" if finding.needed else "note"
         say(f"  {kind:<8} {finding.name}: {finding.problem}", _style(finding))

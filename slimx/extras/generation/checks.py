@@ -82,7 +82,7 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
     if weights is None and config.trainer.load:
         weights = Path(config.trainer.load)
     if weights is not None:
-        _check_loadable(weights, "checkpoint" if checkpoint else "trainer.load")
+        _check_loadable(weights, "--checkpoint" if checkpoint else "trainer.load", config.model.path)
     groups = []
     for group in config.rollout.engines:
         if not group.frozen and group.urls:
@@ -106,13 +106,15 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
     )
 
 
-def _check_loadable(weights: Path, key: str) -> None:
-    """Raises SlimxError if engines cannot load the directory `weights`. `key`: configuration key that names the
-    directory, for messages."""
-    if format_of(weights) is not None:
+def _check_loadable(weights: Path, key: str, model: str) -> None:
+    """Raises SlimxError if engines cannot load the directory `weights`. `key`: option or configuration key that names
+    the directory; `model`: the model's directory, for messages."""
+    saved = Saves(weights / "checkpoints", keep=1).newest()  # None unless `weights` is a run
+    if saved is not None or format_of(weights) is not None:
         raise SlimxError(
             f"{key}: {weights} is not in Hugging Face's format, the only format that engines load; convert the "
-            "weights with `slimx convert`, or set checkpoint.export_every to export weights during training",
+            f"weights with `slimx convert megatron-to-hf {saved or weights} OUT --original {model}`, or set "
+            "checkpoint.export_every to export weights during training",
             code="engines.weights",
             about=key,
         )

@@ -41,7 +41,7 @@ def search(words: Sequence[str]) -> list[Found]:
     framework, and one for all other words together, which a key must contain, in its names or its text. Raises
     SlimxError, with the nearest names, if a search has no result."""
     results, rest = [], []
-    for word in words:
+    for word in " ".join(words).split():  # an argument may be several words
         found = _named(_plain(word))
         if found is None:
             rest.append(_plain(word))

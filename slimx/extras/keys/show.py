@@ -114,10 +114,9 @@ def _about(key: Key, words: Sequence[str]) -> str:
         for other in foreign_names().get(key.path, ()):
             if word in other.lower().replace("-", "_"):
                 return f"{first} ({other})"
-        at = key.text.lower().find(word)
-        if at >= 0:
-            start = key.text.rfind(" ", 0, max(0, at - 30)) + 1
-            return f"{first} (... {key.text[start : at + len(word) + 30].strip()} ...)"
+        for clause in re.split("[.;] ", key.text):
+            if word in clause.lower():
+                return f"{first}; {clause.rstrip('.')}"
     return first
 
 

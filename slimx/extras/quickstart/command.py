@@ -11,7 +11,8 @@ import typer
 
 from slimx.commands.options import Debug
 from slimx.commands.usage import PlainCommand
-from slimx.extras.quickstart.run import commands, make, run
+from slimx.data.saved.step_files import DIRECTORY, step_files
+from slimx.extras.quickstart.run import GRPO, commands, make, run
 from slimx.observability.live.safe_text import visible
 
 app = typer.Typer(add_completion=False)
@@ -48,4 +49,8 @@ def quickstart(
         status = run(arguments)
         if status:
             sys.exit(status)  # the stage has said why; typer.Exit would say again that a signal came
-    print(visible(f"see what the model answered: slimx rollouts {directory / 'quickstart'} --step 1"))
+    trained = directory / GRPO
+    answers = f"slimx rollouts {trained}"
+    for step in [*step_files(trained / DIRECTORY)][-1:]:  # files of earlier steps are deleted (track.rollouts.keep)
+        answers += f" --step {step}"
+    print(visible(f"see what the model answered: {answers}"))

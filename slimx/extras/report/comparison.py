@@ -185,14 +185,15 @@ def _settings(run: RunFiles) -> dict[str, Any]:
 
 
 def _flat(value: object, prefix: str = "") -> dict[str, str]:
-    """Returns the leaves of nested settings as JSON text, by keys such as `rollout.engines[0].name`."""
+    """Returns the leaves of nested settings as JSON text, by keys as in overrides, such as
+    `rollout.engines.0.name`. The empty name of the only set in `eval.prompts` is left out."""
     out: dict[str, str] = {}
     if isinstance(value, dict) and value:
         for key, item in value.items():
-            out |= _flat(item, f"{prefix}.{key}" if prefix else str(key))
+            out |= _flat(item, f"{prefix}.{key}".strip("."))
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
         for number, item in enumerate(value):
-            out |= _flat(item, f"{prefix}[{number}]")
+            out |= _flat(item, f"{prefix}.{number}")
     elif prefix:
         out[prefix] = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     return out

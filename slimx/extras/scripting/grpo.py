@@ -14,6 +14,7 @@ from rich.console import Console
 
 from slimx.config.load import Overrides, load_config, set_values
 from slimx.config.schema import Config
+from slimx.config.suggestions import for_flag
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
 from slimx.extras.init.machine import target
@@ -55,17 +56,25 @@ def grpo(
     generate: Hook | None = None,
     keep: Hook | None = None,
     console: Console | None = None,
+    **unknown: object,
 ) -> RunResult:
     """Trains a model by GRPO on this machine, its GPUs or its CPU, and returns the run. The other values are those that
     `slimx init` chooses; RUN/grpo.yaml contains them with comments.
 
     `model`: Hugging Face directory. `prompts`, `eval`: training and held-out prompts, as a file or as rows; rows have
     the keys of a prompt (docs/data.md) or columns such as prompt and answer. `reward`: hook as for `slimx.train`; None:
-    a built-in reward that can grade the answers. `directory`: the run's directory, in which a run continues; None: a
+    a built-in reward that can grade the answers. `unknown`: arguments of other frameworks, which are refused with the
+    key to set in `overrides`. `directory`: the run's directory, in which a run continues; None: a
     new one, runs/grpo or runs/grpo-N. `overrides`, `generate`, `keep`, `console`: as for `slimx.train`. Raises
     SlimxError for a model that does not fit, and the errors of `slimx.train`."""
+    for name, value in unknown.items():
+        hint = for_flag(Config, f"--{name}", json.dumps(value, default=str)) or "see help(slimx.grpo)"
+        raise SlimxError(
+            f"slimx.grpo has no argument {name}; in overrides=, {hint}", code="script.argument", about=name
+        )
     chosen = _free() if directory is None else Path(directory).expanduser()
     console = console or standard_output()
+    console.print(plain(f"checking {model} and its prompts"))
     with alone(), tempfile.TemporaryDirectory() as staging:
         rows = _Rows(Path(staging), chosen)
         with rows.named():
@@ -202,6 +211,8 @@ def _lines(rows: Iterable[Mapping[str, object] | str], argument: str) -> str:
                 code="script.prompts",
                 about=argument,
             ) from None
+    if not lines:
+        raise SlimxError(f"{argument} is empty; pass at least one row", code="prompts.empty", about=argument)
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -111,9 +111,14 @@ def step_of(directory: Path, step: int, choice: Choice) -> Json:
     matching groups omitted because of `choice.limit`, problems}. Raises SlimxError for a missing step or group."""
     files = _files(directory)
     if step not in files:
+        steps = list(files)
+        remedy = f"choose a saved step ({_ranges(steps)})"
+        if step < steps[0]:
+            remedy += ", or set track.rollouts.keep=0 before a new run to keep the files of all steps"
+        elif step < steps[-1]:
+            remedy += ", or set track.rollouts.every=1 before a new run to save every step"
         raise SlimxError(
-            f"{directory / DIRECTORY} has no step {step}; choose a saved step ({_ranges(list(files))}), or set "
-            "track.rollouts.every=1 before a new run to save every step",
+            f"{directory / DIRECTORY} has no step {step}; {remedy}",
             code="rollouts.step",
             about=f"step {step}",
         )

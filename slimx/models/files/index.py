@@ -12,8 +12,8 @@ from slimx.json_types import Json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-"""Pattern of model names on the Hugging Face Hub, such as Qwen/Qwen3-0.6B."""
+HUB_ID = re.compile(r"(?!(checkpoints|data|models?|runs|weights)/)[\w-][\w.-]*/[\w-][\w.-]*")
+"""Pattern of model names on the Hugging Face Hub, such as Qwen/Qwen3-0.6B, but not of usual names of local folders."""
 _RESTORE = "restore the file from the checkpoint's source"
 
 

@@ -12,19 +12,17 @@ from slimx.algorithms.credit import load_credit
 from slimx.cluster.access import check_reachable, check_token
 from slimx.config.rule import all_rules, broken, refuse
 from slimx.config.schema import Config
-from slimx.data.prompts.mapping import make_mapping
-from slimx.data.prompts.read import iter_prompts
 from slimx.errors import SlimxError, not_installed
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import configured_model
 from slimx.models.files.index import check_downloaded
 from slimx.observability.live.run_lock import check_usable
-from slimx.orchestration.start.prompts import check_order, first_prompt, row_images, source_prompts
+from slimx.orchestration.start.prompts import check_order, first_prompt, heldout_rows, row_images, source_prompts
 from slimx.orchestration.state.directory import finished, resume_point
 from slimx.orchestration.state.resume import ComparedPolicy, check_resume
 from slimx.orchestration.state.saves import RunState, Saves, read_state
 from slimx.preflight.facts import weight_facts
-from slimx.rollout.hook_loading import load_hooks
+from slimx.rollout.hook_loading import load_generate, load_keep, load_rewards
 from slimx.runtime.user_files import private_directory
 from slimx.trainer.checkpoint.files import Damaged
 
@@ -64,8 +62,8 @@ def check_training(config: Config) -> None:
 
 
 def check_parts(config: Config) -> None:
-    """Raises SlimxError for the first of the run's packages, addresses, settings, paths, prompts and hooks that cannot
-    be used."""
+    """Raises SlimxError for the first of the run's packages and addresses that cannot be used, or else for all of its
+    settings, models, prompts and hooks that cannot."""
     for name in PACKAGES:
         _check_package(name)
     check_reachable(config.cluster.ray_address)
@@ -74,20 +72,32 @@ def check_parts(config: Config) -> None:
         private_directory()
     device = "cuda" if config.cluster.device == "cuda" else "cpu"  # "auto" needs torch; the CPU accepts more
     facts = config.sections
-    refuse(broken(all_rules(), facts | {"local_device": device}, before=facts))
+    problems = broken(all_rules(), facts | {"local_device": device}, before=facts)
+    checks: list[Callable[[Config], object]] = [_check_weights]
+    if not config.rollout.replay:
+        checks += [_check_inputs, load_generate, load_rewards, load_keep]
+    for check in checks:
+        try:
+            check(config)
+        except SlimxError as error:
+            problems.append(error)
+    refuse(problems)
+
+
+def _check_weights(config: Config) -> None:
     for policy in config.by_policy.values():
         configured_model(policy)
         for name, directory in weight_facts(policy).items():
             if directory is not None:
                 _check_directory(LOADED[name], directory)
-    if config.rollout.replay:
-        return
+
+
+def _check_inputs(config: Config) -> None:
+    """Raises SlimxError for a prompt file that cannot be read or has no valid first prompt, or for the credit hook."""
     images = row_images(config, False)
     first_prompt(config, images)
-    for name, options in config.eval.sets.items():
-        mapping = make_mapping(options.fields, options.map, config.rollout.system, images, section="eval")
-        next(iter_prompts(config.eval.files[name], mapping, dataset=name or None))
-    load_hooks(config)
+    for name in config.eval.sets:
+        next(heldout_rows(config, name, images))
     load_credit(config.algorithm.credit)
 
 
@@ -102,16 +112,15 @@ def check_state(point: Path | None, check: Callable[[RunState], None]) -> None:
 def check_prompt_order(config: Config, state: RunState, *, forked: bool) -> None:
     """Raises SlimxError if the order of the prompts of `config` differs from that of `state`, the state from which a
     run resumes. `forked`: True for the state of another run."""
-    prompts = {} if config.rollout.replay else source_prompts(config.rollout, row_images(config, False))
-    check_order(config, prompts, state.rollouts, forked=forked)
+    if not config.rollout.replay:
+        check_order(config, source_prompts(config.rollout, row_images(config, False)), state.rollouts, forked=forked)
 
 
 def _check_directory(key: str, directory: Path) -> None:
     check_downloaded(directory)
     if not directory.is_dir():
-        base = "" if directory.is_absolute() else f" in the working directory {Path.cwd()}"
         raise SlimxError(
-            f"{key}: there is no directory {directory}{base}; set {key} to an existing directory",
+            f"{key}: there is no directory {directory.absolute()}; set {key} to an existing directory",
             code="weights.directory",
             about=key,
         )

@@ -191,9 +191,8 @@ def make_plans(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> tu
 
 
 def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
-    """Checks and reads the inputs of rollouts for a command without trainers. Raises SlimxError with the problems that
-    it finds."""
-    check_reachable(config.cluster.ray_address)
+    """Checks and reads the inputs of rollouts for a command without trainers, which `check_parts` has checked. Raises
+    SlimxError with the problems that it finds."""
     facts = config.sections | {"device": device, "local_device": device}
     refuse(broken(all_rules(), facts, before=config.sections))
     return _sources(config, spec, device, facts)
@@ -208,12 +207,12 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: Json) -> Sourc
     _check_engines(config, spec, device)
     import_transformers()
     tokenizer = run_tokenizer(config)
-    refuse(broken(all_rules(), facts | {"tokenizer": tokenizer}, before=facts))
+    known = facts | {"tokenizer": tokenizer}
+    refuse(broken(all_rules(), known, before=facts))
     by_source: dict[str, list[Prompt]] = {}
     eval_prompts: dict[str, list[Prompt]] = {}
     if not config.rollout.replay:
         by_source = training_prompts(config, tokenizer, spec)
-        known = facts | {"tokenizer": tokenizer}
         prompts = list(chain.from_iterable(by_source.values()))
         refuse(broken(all_rules(), known | {"prompts": prompts}, before=known))
         make_source(config, by_source)  # raises SlimxError if a user's source cannot be created

@@ -3,7 +3,7 @@ order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from slimx import entry_points
@@ -12,7 +12,7 @@ from slimx.config.sections.rollout import Rollout
 from slimx.data.chat.template import check_arguments, check_ends, with_template
 from slimx.data.chat.tokens import check_prompts, load_tokenizer
 from slimx.data.prompts.mapping import RowRewriter, make_mapping
-from slimx.data.prompts.read import DataSource, PromptSource, iter_prompts, read_prompts
+from slimx.data.prompts.read import DataSource, PromptSource, iter_prompts
 from slimx.data.records import Prompt
 from slimx.dotted import load_function
 from slimx.errors import SlimxError, raised
@@ -74,13 +74,8 @@ def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, spec: M
 
 def first_prompt(config: Config, images: RowImages | None) -> Prompt:
     """Reads only the first prompt of the first prompt file. Raises SlimxError if this prompt is missing or invalid."""
-    rollout = config.rollout
-    if rollout.prompts is not None:
-        mapping = make_mapping(rollout.fields, rollout.map, rollout.system, images)
-        return next(iter_prompts(rollout.prompts, mapping))
-    source = rollout.sources[0]
-    mapping = make_mapping(source.fields or rollout.fields, rollout.map, rollout.system, images)
-    return next(iter_prompts(source.path, mapping, dataset=source.name, subset=source.subset, split=source.split))
+    _, prompts = next(_streams(config.rollout, images))
+    return next(prompts)
 
 
 def make_source(config: Config, prompts: Mapping[str, list[Prompt]]) -> DataSource:
@@ -126,25 +121,31 @@ def check_order(config: Config, prompts: Mapping[str, list[Prompt]], rollouts: J
 def source_prompts(rollout: Rollout, images: RowRewriter | None = None) -> dict[str, list[Prompt]]:
     """Reads the prompts of each of `rollout.sources`, and returns them by source name; the prompts of `rollout.prompts`
     have the name "". `images`: as in `RowMapping`. Raises SlimxError if two sources have prompts with the same id."""
-    if rollout.prompts is not None:
-        mapping = make_mapping(rollout.fields, rollout.map, rollout.system, images)
-        return {"": read_prompts(rollout.prompts, mapping)}
     prompts: dict[str, list[Prompt]] = {}
     seen: dict[str, str] = {}
-    for source in rollout.sources:
-        mapping = make_mapping(source.fields or rollout.fields, rollout.map, rollout.system, images)
-        rows = read_prompts(source.path, mapping, dataset=source.name, subset=source.subset, split=source.split)
-        for prompt in rows:
-            other = seen.setdefault(prompt.id, source.name)
-            if other != source.name:
+    for name, rows in _streams(rollout, images):
+        prompts[name] = [*rows]
+        for prompt in prompts[name]:
+            other = seen.setdefault(prompt.id, name)
+            if other != name:
                 raise SlimxError(
-                    f"rollout.sources: {source.name!r} and {other!r} both have a prompt with id {prompt.id!r}; "
+                    f"rollout.sources: {name!r} and {other!r} both have a prompt with id {prompt.id!r}; "
                     "give the prompts different ids, or rename a file if its name is part of the id",
                     code="prompts.id",
                     about=prompt.id,
                 )
-        prompts[source.name] = rows
     return prompts
+
+
+def _streams(rollout: Rollout, images: RowRewriter | None) -> Iterator[tuple[str, Iterator[Prompt]]]:
+    """Yields the name and the prompts, read lazily, of each of `rollout.sources`, or "" and those of
+    `rollout.prompts`."""
+    if rollout.prompts is not None:
+        yield "", iter_prompts(rollout.prompts, make_mapping(rollout.fields, rollout.map, rollout.system, images))
+    for source in rollout.sources:
+        mapping = make_mapping(source.fields or rollout.fields, rollout.map, rollout.system, images)
+        rows = iter_prompts(source.path, mapping, dataset=source.name, subset=source.subset, split=source.split)
+        yield source.name, rows
 
 
 def heldout_prompts(
@@ -153,9 +154,14 @@ def heldout_prompts(
     """Reads and checks the prompts of the evaluation file `path`. `name`: name of the file in `eval.prompts`; "" if it
     has no name there."""
     images = row_images(config, True)
-    options = config.eval.sets[name]
-    mapping = make_mapping(options.fields, options.map, config.rollout.system, images, section="eval")
-    prompts = read_prompts(path, mapping, dataset=name or None)
+    prompts = [*heldout_rows(config, name, images)]
     check = check_prompts if images is None else images.check
     check(tokenizer, prompts, path, config.rollout.max_prompt_tokens, spec.vocab_size)
     return prompts
+
+
+def heldout_rows(config: Config, name: str, images: RowRewriter | None) -> Iterator[Prompt]:
+    """Yields the prompts, read lazily, of the file `name` in `eval.prompts`. `images`: as in `RowMapping`."""
+    options = config.eval.sets[name]
+    mapping = make_mapping(options.fields, options.map, config.rollout.system, images, section="eval")
+    return iter_prompts(config.eval.files[name], mapping, dataset=name or None)

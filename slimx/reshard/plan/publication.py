@@ -109,7 +109,7 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
         served = spec.engine_table()
         # SGLang splits experts evenly, regardless of the names of their weights.
         for group in config.served.policy:
-            EngineLayout(served, engine_sizes(group))
+            tuple(EngineLayout(served, engine_sizes(group)).shards())  # raises SlimxError for heads that do not divide
         target = checkpoint_parts(table, mtp=False, served=served)
         ranks = 1
 

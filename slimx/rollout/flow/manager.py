@@ -297,7 +297,8 @@ class RolloutManager:
             raise (PartLost if silent else SlimxError)(
                 f"{len(self._failures)} of rollout.prompts_per_step={self.config.rollout.prompts_per_step} groups "
                 f"failed, more than rollout.max_failed_share={self.config.rollout.max_failed_share} allows; correct "
-                f"the cause of the last failure, {last.reason} ({last.detail}), or raise rollout.max_failed_share",
+                f"the cause of the last failure, {last.reason} ({last.detail}), after `slimx doctor FILE --hooks` has "
+                "shown it if it is in a hook, or raise rollout.max_failed_share",
                 code="rollout.failed",
                 about="rollout.max_failed_share",
             )

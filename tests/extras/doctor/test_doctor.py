@@ -15,7 +15,9 @@ from slimx.errors import SlimxError
 from slimx.extras.boxes.programs.sandbox import Sandbox
 from slimx.extras.cpu.adapters import absent as sglang_absent
 from slimx.extras.doctor import machine as doctor
+from slimx.extras.doctor.command import described
 from slimx.extras.exact.ordered import kernel as exact_kernel
+from slimx.layout.ranks import Sizes
 from slimx.reshard.kernels import cpu as kernel
 from slimx.trainer.device import backends
 from tests.refusals import numbers
@@ -192,3 +194,8 @@ def test_the_command_exits_with_the_verdict(healthy, status, monkeypatch, capsys
     with pytest.raises(SystemExit) as exit:
         cli.main()
     assert exit.value.code == status
+
+
+def test_a_layout_is_described_by_the_sizes_that_split():
+    assert described(Sizes()) == "trainer.world_size=1 (one rank)"
+    assert described(Sizes(data=2, expert=2, split=(1, 2))) == "trainer.world_size=2 (data 2, expert 2)"

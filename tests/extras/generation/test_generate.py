@@ -108,7 +108,7 @@ def test_engines_start_from_the_training_or_the_named_checkpoint(model, tmp_path
 
 def test_a_checkpoint_that_engines_cannot_load_is_refused(model, tmp_path):
     config = config_in(tmp_path, model)
-    with refused("engines.weights", about="checkpoint"):
+    with refused("engines.weights", about="--checkpoint"):
         without_trainers(config, tmp_path / "nothing")
     external = config_in(tmp_path, model, engines=[{"name": "far", "urls": ["http://10.0.0.1:3000"]}])
     with refused("engines.urls", about="far"):
@@ -122,7 +122,7 @@ def test_a_checkpoint_that_engines_cannot_load_is_refused(model, tmp_path):
     megatron.mkdir()
     (megatron / "metadata.json").write_text("{}")
     (megatron / ".metadata").write_bytes(b"")
-    with refused("engines.weights", about="checkpoint"):
+    with refused("engines.weights", about="--checkpoint"):
         without_trainers(config, megatron)
 
 

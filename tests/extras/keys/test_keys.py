@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from rich.table import Table
 
 from slimx import cli
 from slimx.config.schema import Config
@@ -18,6 +19,7 @@ from slimx.extras.keys.catalog import all_keys, headings
 from slimx.extras.keys.names import foreign_names
 from slimx.extras.keys.pages import SECTIONS, pages_of
 from slimx.extras.keys.search import search
+from slimx.extras.keys.show import lines_of
 from tests.documents import ROOT
 
 
@@ -147,3 +149,16 @@ def test_a_search_imports_neither_torch_nor_transformers() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert ended.stdout.splitlines()[-1] == "set()"
+
+
+def test_words_may_come_as_one_argument() -> None:
+    assert search(["batch size"]) == search(["batch", "size"])
+    assert "rollout.prompts_per_step" in {key.path for key in search(["batch size"])[0].keys}
+
+
+def test_a_word_that_occurs_late_is_shown_in_its_whole_clause() -> None:
+    (found,) = search(["several"])
+    table = next(line for line in lines_of(found) if isinstance(line, Table))
+    cells = [str(cell) for cell in table.columns[-1].cells]
+    assert len(cells) == len(found.keys) and all("several" in cell.lower() for cell in cells)
+    assert not any("..." in cell for cell in cells)

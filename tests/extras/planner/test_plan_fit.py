@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from slimx.config.load import load_config
 from slimx.extras.planner.plan import publication as publication_module
 from slimx.extras.planner.plan.report import plan_report
-from slimx.extras.planner.record import PlanReport
+from slimx.extras.planner.plan.text import describe_suggestions
+from slimx.extras.planner.record import PlanReport, Suggestion
 from slimx.reshard.plan.publication import publication_plan
 from tests.extras.planner.planning_stand import H100, RUN_30B, SHALLOW, lines_of
 from tests.published import QWEN3_30B
@@ -42,7 +44,7 @@ def test_a_run_that_does_not_fit_gets_the_nearest_layout(plan):
     assert "trainer rank 0" in refused and 79.1 in numbers(refused)
     (nearest,) = lines_of(text, "nearest")
     assert "TP4 x EP8 x DP2, " in nearest
-    overrides = text.splitlines()[text.splitlines().index(nearest) + 1].split()
+    overrides = shlex.split(text.splitlines()[text.splitlines().index(nearest) + 1])
     assert plan(QWEN3_30B, *RUN_30B, H100, *overrides)[0] == 0
     assert plan(QWEN3_30B, *RUN_30B, "cluster.gpu=h200")[0] == 0
     assert plan(QWEN3_30B, *RUN_30B)[0] == 0, "without a GPU memory is shown and not judged"
@@ -142,6 +144,14 @@ def test_engines_that_do_not_fit_are_refused_with_sizes_that_do(plan):
     assert code == 2 and "engine actor" in refused and 56.9 in numbers(refused), "GiB of weights"
     (line,) = lines_of(text, "  engines   actor: count")
     assert "count 1, tensor 2, expert 1, dp_attention 1, nodes 1:" in line
+
+
+def test_suggested_overrides_can_be_pasted_into_a_shell():
+    overrides = ("trainer.pipeline=3", "trainer.layers_per_stage=[1, 2, 2]")
+    suggestion = Suggestion(overrides=overrides, layout="", trainer_peak=0, margin=0, cost=0.0, recomputed=0.0, why="")
+    report = PlanReport.model_construct(nearest=suggestion, suggestions=(suggestion,))
+    pasted = [shlex.split(line) for line in describe_suggestions(report) if "pipeline" in line]
+    assert pasted == [[*overrides]] * 2
 
 
 def test_layouts_are_searched_for_a_named_gpu_only(plan):

@@ -46,7 +46,7 @@ def test_gpus_nodes_host_memory_and_disk_are_summed_over_policies(plan):
     assert disks[0]["checkpoints"] == disks[2]["checkpoints"]
     code, text = plan(SHALLOW, *RUN, "cluster.gpu=h100", JUDGE)
     (line,) = [line for line in text.splitlines() if line.startswith("together ")]
-    assert code == 0 and "8 GPUs on 1 nodes of 8" in line
+    assert code == 0 and "8 GPUs on 1 node of 8" in line
 
 
 @pytest.mark.parametrize(

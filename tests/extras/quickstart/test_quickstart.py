@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 
 from slimx.cli import app
 from slimx.config.load import load_config
+from slimx.data.saved.step_files import DIRECTORY, file_name
 from slimx.errors import SlimxError
 from slimx.extras.quickstart import command
 from slimx.extras.quickstart import run as stages
@@ -61,6 +63,22 @@ def test_the_command_adds_nothing_to_a_stage_that_failed(monkeypatch: pytest.Mon
     with pytest.raises(SystemExit) as ended:
         app(["quickstart"], standalone_mode=False)
     assert ended.value.code == 130
+
+
+def test_the_last_line_names_a_step_that_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "make", lambda directory: None)
+    monkeypatch.setattr(command, "run", lambda arguments: 0)
+    rollouts = tmp_path / "quickstart" / DIRECTORY
+    rollouts.mkdir(parents=True)
+    for step in (19, 20):
+        (rollouts / file_name(step)).touch()
+    app(["quickstart", "--dir", str(tmp_path)], standalone_mode=False)
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"slimx rollouts {tmp_path / 'quickstart'} --step 20")
+    shutil.rmtree(rollouts)
+    app(["quickstart", "--dir", str(tmp_path)], standalone_mode=False)
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"slimx rollouts {tmp_path / 'quickstart'}")
 
 
 def test_signals_reach_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:

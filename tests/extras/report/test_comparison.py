@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slimx.extras.report.comparison import config_rows, overlaid, run_names, value_rows, x_axes
+from slimx.extras.report.comparison import _flat, config_rows, overlaid, run_names, value_rows, x_axes
 from slimx.extras.report.report import write_comparison
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.run_files import read_run
@@ -87,9 +87,14 @@ def test_only_settings_that_differ_are_listed(two):
     rows = dict(config_rows([read_run(directory) for directory in two]))
     assert rows == {
         "rollout.prompts_per_step": ["8", "2"],
-        "rollout.engines[0].gpus": ["1", "2"],
+        "rollout.engines.0.gpus": ["1", "2"],
         "eval.every": ["not set", "5"],
     }
+
+
+def test_keys_of_a_comparison_are_those_of_overrides():
+    nested = {"eval": {"prompts": {"": {"path": "heldout.jsonl"}}}, "rollout": {"engines": [{"count": 2}]}}
+    assert _flat(nested) == {"eval.prompts.path": "heldout.jsonl", "rollout.engines.0.count": "2"}
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(two, tmp_path):

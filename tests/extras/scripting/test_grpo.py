@@ -93,6 +93,18 @@ def test_what_cannot_be_trained_is_refused_and_leaves_no_files(
     assert not Path("runs/grpo").exists() and not started
 
 
+def test_an_argument_of_another_framework_is_refused_with_the_key(model: Path, started: list[slimx.Config]):
+    with refused("script.argument", about="num_generations") as refusal:
+        quiet(model, ROWS, digits, num_generations=4)
+    assert "rollout.group_size=4" in str(refusal.value) and not started
+
+
+def test_checks_are_announced_before_they_take_time(model: Path, started: list[slimx.Config], capsys: Any):
+    with refused("prompts.unreadable", about=None):
+        slimx.grpo(model, "nothing.jsonl", digits)
+    assert capsys.readouterr().out.split()[:2] == ["checking", str(model)]
+
+
 def test_a_directory_with_other_files_is_kept_after_a_refusal(model: Path, started: list[slimx.Config]):
     Path("mine").mkdir()
     Path("mine/notes.txt").write_text("")

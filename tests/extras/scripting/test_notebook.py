@@ -43,8 +43,10 @@ def test_a_refusal_in_a_notebook_is_one_line(tmp_path: Path) -> None:
     count = len(REFUSED)
     for output in outputs[len(CELLS) :][:count]:
         (error,) = output
-        (line,) = error.traceback
-        assert error.output_type == "error" and line.startswith("slimx: ") and "\n" not in line
+        (text,) = error.traceback
+        first, *others = text.splitlines()
+        assert error.output_type == "error" and first.startswith("slimx: ")
+        assert all(line.startswith("  ") for line in others), "one line per problem"
     assert [output[0].text.strip() for output in outputs[-count:]] == [*REFUSED.values()]
 
 

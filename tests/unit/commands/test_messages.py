@@ -19,7 +19,7 @@ def test_a_command_says_what_its_golden_file_shows(command):
         assert typed.startswith(f"$ slimx {command} ") and re.fullmatch(r"\[[012]\]", status)
         if status == "[2]":
             output = [line for line in output if not line.startswith("checking ")]
-            assert len(output) == 1 and output[0].startswith("slimx: ")
+            assert output[0].startswith("slimx: ") and all(line.startswith("  ") for line in output[1:])
 
 
 def test_every_golden_file_belongs_to_a_command_or_is_that_of_the_mistakes():

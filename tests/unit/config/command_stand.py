@@ -51,7 +51,8 @@ class Command:
         printed = self.capsys.readouterr()
         assert exit.value.code == 2
         assert printed.out.split() == ["checking", str(file)]
-        assert printed.err.startswith("slimx: ") and len(printed.err.splitlines()) == 1, printed.err
+        first, *others = printed.err.splitlines()
+        assert first.startswith("slimx: ") and all(line.startswith("  ") for line in others), printed.err
         assert not file.with_name("run").exists(), "a refused run left its directory"
         error = exit.value.__context__
         assert isinstance(error, SlimxError) and printed.err == f"slimx: {error}\n"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import difflib
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -74,7 +75,17 @@ def _file_rows(path: Path) -> Iterator[Row]:
     elif ending == ".json" and _begins_array(path):
         yield from _array_rows(path)
     elif ending in ("", *SUFFIXES):
-        yield from json_lines(path)
+        try:
+            yield from json_lines(path)
+        except SlimxError as error:
+            if not isinstance(error.__cause__, UnicodeDecodeError):
+                raise
+            raise SlimxError(
+                f"{error.about}: the file is not UTF-8 text; save it as UTF-8, for example with `iconv -f latin1 -t "
+                f"utf8 {shlex.quote(str(path))}` if it is Latin-1",
+                code="prompts.line",
+                about=error.about,
+            ) from error.__cause__
     else:
         raise SlimxError(
             f"{path}: the file name ends in {path.suffix}, but must end in {' or '.join(SUFFIXES)}; convert the file "
@@ -96,9 +107,9 @@ def _instead_of(path: Path) -> str:
     if near:
         return f"did you mean {neighbours[near[0]]}?"
     known = next((name for name in entry_points.find(DATASETS) if path.name.startswith(name)), None)
-    if known is not None:
-        return f"write it with `slimx data {known} {path}`"
     hint = "give a prompt file, or write one with `slimx data`"
+    if known is not None:
+        hint = f"write it with `slimx data {known} {path}`"
     if re.fullmatch(r"[\w-][\w.-]*/[\w-]+", str(path)):
         hint += f"; for a data set of the Hugging Face Hub write {HUB}{path}"
     return hint

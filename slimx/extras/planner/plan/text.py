@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.filesize import decimal
 
 from slimx.extras.planner.links.model import Stages
 from slimx.extras.planner.memory.phases import PHASES
-from slimx.extras.planner.memory_record import (
-    DiskBytes,
-    EngineMemory,
-    HostMemory,
-    MemoryPart,
-    Phase,
-    TrainerMemory,
-)
+from slimx.extras.planner.memory_record import DiskBytes, EngineMemory, HostMemory, MemoryPart, Phase, TrainerMemory
 from slimx.extras.planner.record import (
     BatchPlan,
     PlannedGroup,
@@ -60,7 +54,7 @@ def describe(report: PlanReport) -> list[str]:
         )
     lines += [f"engines     {_engines(group)}" for group in report.engines]
     lines += [f"frozen      {_engines(group)}" for group in report.frozen]
-    lines += _places(report.rank_map)
+    lines += _places(report.rank_map, report.device)
     lines += [f"kernels     {sentence}" for sentence in report.kernels]
     lines += _batch(report.batch)
     lines += _memory(report)
@@ -76,8 +70,11 @@ def describe(report: PlanReport) -> list[str]:
     return lines
 
 
-def _places(places: RankMap) -> Iterator[str]:
-    yield f"places      {places.gpus} GPUs on {places.nodes} nodes of {places.per_node}, filled in the order of ranks"
+def _places(places: RankMap, device: str) -> Iterator[str]:
+    where = f"GPUs on {places.nodes} node{'s' * (places.nodes > 1)} of {places.per_node}, filled in the order of ranks"
+    if device == "cpu":
+        where = "processes on CPUs"
+    yield f"places      {places.gpus} {where}"
     for name, ranks in (("trainer", places.trainer), ("critic", places.critic)):
         stages: dict[int, list[RankPlace]] = {}
         for rank in ranks:
@@ -177,7 +174,8 @@ def _host_and_disk(host: HostMemory | None, disk: DiskBytes | None) -> Iterator[
 
 def describe_together(sums: Together) -> list[str]:
     """Returns the lines about the GPUs, the host memory and the disk space of all policies together."""
-    line = f"together    {sums.gpus} GPUs on {sums.nodes} nodes of {sums.per_node}, one policy after the other"
+    nodes = f"{sums.nodes} node{'s' * (sums.nodes > 1)}"
+    line = f"together    {sums.gpus} GPUs on {nodes} of {sums.per_node}, one policy after the other"
     if sums.fullest is not None:
         line += f", {_gib(sums.fullest)} GiB on the fullest"
     return [line, *_host_and_disk(sums.host, sums.disk)]
@@ -317,7 +315,7 @@ def describe_suggestions(report: PlanReport) -> list[str]:
         lines += [
             f"nearest     layout that fits: {nearest.layout}; peak {_gib(nearest.trainer_peak)} GiB, margin "
             f"{_gib(nearest.margin)}",
-            f"            {' '.join(nearest.overrides)}",
+            f"            {shlex.join(nearest.overrides)}",
         ]
     elif report.refits and report.gpu and not report.suggestions:
         lines.append(f"nearest     none: no layout of up to 64 times as many ranks fits{_searched(report)}")
@@ -330,7 +328,7 @@ def describe_suggestions(report: PlanReport) -> list[str]:
             f"  {number}. {suggestion.layout}: {suggestion.cost:.2f} s ({suggestion.why}); peak "
             f"{_gib(suggestion.trainer_peak)} GiB, margin {_gib(suggestion.margin)}"
         )
-        lines.append(f"     {' '.join(suggestion.overrides) or 'as configured'}")
+        lines.append(f"     {shlex.join(suggestion.overrides) or 'as configured'}")
     for engine in report.suggested_engines:
         lines.append(
             f"  engines   {engine.group}: count {engine.count}, tensor {engine.tensor}, expert {engine.expert}, "
