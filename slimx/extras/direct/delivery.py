@@ -138,7 +138,8 @@ class DirectDelivery(Delivery):
         `engines`: name -> receivers of the engine, equally many on each of its machines; trainer ranks write to all of
         them. A receiver is identified by the index of its GPU in the process on that machine, or by None for host
         memory. `step_deadline_s`: seconds for one call to one engine. `changes`: None to send full weights each time,
-        else the size in bytes of the elements that are compared, and the interval of full publications in versions."""
+        else the size in bytes of the elements that are compared, and the interval at which an engine is sent full weights,
+        in publications to this engine."""
         self.senders = senders
         self.step_deadline_s = step_deadline_s
         self.item, self.every_full = changes or (0, 1)
@@ -159,6 +160,9 @@ class DirectDelivery(Delivery):
         """Error that prevents the trainers from sending; None if they can send."""
         self._connected: dict[str, int] = {}
         """Engine -> its incarnation (number of starts) at the time when the trainer ranks connected to its memory."""
+        self._received: dict[str, int] = {}
+        """Engine -> number of transfers to it since trainer ranks connected to its memory. Engines may take part in
+        different publications, so each has a count of its own."""
         self._prepared = False
         self._owners: list[Any] = []
         """Ray actors of the trainer ranks that pack the current publication."""
@@ -200,8 +204,9 @@ class DirectDelivery(Delivery):
         index = self.engines[recipient.name]
         receivers = self._receivers[index]
         bases = [[NO_BASE] * self.plan.count] * len(receivers)
+        received = self._received.get(recipient.name, 0)
         if self._connected.get(recipient.name) == recipient.incarnation:
-            if (self.transfer - 1) % self.every_full:
+            if received % self.every_full:
                 attested = await recipient.perform("transport", epoch, "bases")
                 bases = _bases(recipient.name, attested, len(receivers), self.plan.count)
         else:
@@ -217,6 +222,8 @@ class DirectDelivery(Delivery):
                     for receiver, offer in zip(receivers, offers, strict=True):
                         await self._meet(recipient.name, receiver, offer)
             self._connected[recipient.name] = recipient.incarnation
+            received = 0
+        self._received[recipient.name] = received + 1
         self.taking.update(zip(receivers, bases, strict=True))
 
     def _invitation(self, name: str, receiver: int) -> Invitation:
