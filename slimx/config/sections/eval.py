@@ -88,8 +88,8 @@ class Eval(Section):
     """Groups of engine servers that evaluate while training goes on, with the keys of `rollout.engines`; empty: the
     engines of `rollout.engines` evaluate, and training waits for them."""
     deadline: Seconds = 3600
-    """Seconds for which training waits for the evaluation of an earlier step on `eval.engines`; after that the
-    evaluation is given up and counted (`eval/lost`)."""
+    """Seconds for which training waits for the evaluation of an earlier step on `eval.engines`, and the end of the run
+    for that of the last step; after that the evaluation is given up and counted (`eval/lost`)."""
 
     @property
     def ks(self) -> tuple[int, ...]:
