@@ -100,7 +100,7 @@ class CoreConfig(Section):
         """Engine groups that the run starts or connects to: those of `rollout.engines` and, if it evaluates, those of
         `eval.engines`; none if it replays rollouts."""
         if self.rollout.replay:
-            return ServedEngines((), ())
+            return ServedEngines(())
         evaluating = self.eval.engines if self.eval.files else ()
         return ServedEngines((*self.rollout.engines, *evaluating), evaluating)
 

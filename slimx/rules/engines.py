@@ -29,7 +29,7 @@ def has_valid_sizes(served: ServedEngines) -> Problems:
         try:
             engine_sizes(group)
         except SlimxError as error:
-            yield str(error)
+            yield f"{group.where}: {error}"
 
 
 @rule("engines.urls_colocate", "schedule.colocate")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import chain
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
@@ -203,16 +204,14 @@ class Engines(Section):
         idle = ("count", "model", "nodes", "max_total_tokens", "threads", "precompile", "sglang")
         # Compares values with the defaults, because a run's saved config.yaml sets every key.
         default = type(self)()
-        changed = []
         for key in idle:
             if getattr(self, key) != getattr(default, key):
-                changed.append(key)
-        if changed:
-            yield (
-                "engines.urls_idle_key",
-                f"rollout.engines.{changed[0]}",
-                f"{where} has urls, and {changed[0]} has no effect on external servers; remove {changed[0]}",
-            )
+                yield (
+                    "engines.urls_idle_key",
+                    f"rollout.engines.{key}",
+                    f"{where} has urls, and {key} has no effect on external servers; remove {key}",
+                )
+                break
         if self.role == "prefill":
             yield (
                 "engines.urls_prefill",
@@ -245,20 +244,16 @@ def group_faults(groups: Sequence[Engines]) -> Faults:
             "rollout.engines",
             f"rollout.engines has groups named {', '.join(names)}; give each group a unique name",
         )
-    urls: list[str] = []
-    for group in groups:
-        urls += group.urls
-    if len(set(urls)) < len(urls):
-        twice = next(url for url in urls if urls.count(url) > 1)
-        yield (
-            "engines.url_in_two_groups",
-            twice,
-            f"rollout.engines lists the server {twice} twice; list each server in one group only",
-        )
-    roles = set()
-    for group in groups:
-        if not group.frozen:
-            roles.add(group.role)
+    urls = [*chain.from_iterable(group.urls for group in groups)]
+    for url in urls:
+        if urls.count(url) > 1:
+            yield (
+                "engines.url_in_two_groups",
+                url,
+                f"rollout.engines lists the server {url} twice; list each server in one group only",
+            )
+            break
+    roles = {group.role for group in groups if not group.frozen}
     split = roles & {"prefill", "decode"}
     if len(split) == 1:
         (present,) = split

@@ -118,7 +118,7 @@ class ServedEngines:
 
     groups: tuple[Engines, ...]
     """All groups, those of `eval.engines` last."""
-    evaluating: tuple[EvaluationGroup, ...]
+    evaluating: tuple[EvaluationGroup, ...] = ()
     """Groups that evaluate during training; empty if the other engines of the policy evaluate."""
 
     @property

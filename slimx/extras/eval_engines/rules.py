@@ -28,7 +28,7 @@ def serves_alone(served: ServedEngines) -> Problems:
     for group in served.evaluating:
         for key in ("role", "frozen", "urls"):
             if getattr(group, key) != type(group).model_fields[key].default:
-                yield f"{group.where} sets {key}, which works only in rollout.engines; remove {key}"
+                yield f"{group.where} sets {key}, which engines that evaluate cannot have; remove {key}"
 
 
 @rule("eval.engines_name", "eval.engines")

@@ -42,7 +42,7 @@ def having(facts: dict[str, Any], entry: str) -> dict[str, Any]:
         return facts | {section: Critic()}
     changed = {"false": False}.get(value, value or "another")
     facts = facts | {section: _changed(facts[section] or Critic(), names, changed)}
-    return facts | {"served": ServedEngines(facts["rollout"].engines, ())}
+    return facts | {"served": ServedEngines(facts["rollout"].engines)}
 
 
 def _changed(owner: Any, names: list[str], value: Any) -> Any:
