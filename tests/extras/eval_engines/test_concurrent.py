@@ -231,12 +231,17 @@ async def test_a_run_that_is_asked_to_stop_does_not_wait(tmp_path, last):
     assert found == ({0: [BEGUN, LOST], 1: [LOST]} if last else {0: [BEGUN], 1: [BEGUN]})
 
 
-async def test_the_last_evaluation_is_lost_if_the_run_is_asked_to_stop(tmp_path):
+@pytest.mark.parametrize("starts", [True, False])
+async def test_the_last_evaluation_is_lost_if_the_run_is_asked_to_stop(tmp_path, starts):
+    """Also if none of its engines runs yet."""
     leaving = asyncio.Event()
     stand = evaluating(tmp_path, held=True, leaving=leaving, schedule__steps=1)
     stand.run.step = 1
+    if not starts:
+        stand.members.runs.clear()
     ending = asyncio.create_task(stand.run.evaluation.begin(stand.run))
-    await until(lambda: "evaluate 1" in stand.parts.done)
+    await until(lambda: stand.members.watches == 1 and ("evaluate 1" in stand.parts.done) == starts)
+    await asyncio.sleep(0.1)
     leaving.set()
     assert await asyncio.wait_for(ending, 10) == {}
     assert evaluated(tmp_path) == {1: [LOST]} and stand.told.events == [("evaluation_lost", "step 1")]
