@@ -19,8 +19,8 @@ from slimx.config.rule import Refusal, all_rules, broken, refuse
 from slimx.config.section import Section, refuse_faults
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic, critic_trainer
-from slimx.config.sections.engines import Engines
-from slimx.config.sections.eval import Eval, ServedEngines
+from slimx.config.sections.engines import Engines, ServedEngines
+from slimx.config.sections.eval import Eval
 from slimx.config.sections.policies import ACTOR, Policy, derived, engine_faults, name_faults
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.reward import Reward

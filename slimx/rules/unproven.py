@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from slimx import entry_points
 from slimx.config.rule import Problems, rule
-from slimx.config.sections.eval import ServedEngines
+from slimx.config.sections.engines import ServedEngines
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
 from slimx.models.layer_kind import GROUP

@@ -1,11 +1,14 @@
-"""Groups of engine servers (the entries of `rollout.engines`) and their health checks."""
+"""Groups of engine servers (the entries of `rollout.engines` and `eval.engines`), the groups of a run by their task, and
+their health checks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
 
@@ -232,6 +235,48 @@ class Engines(Section):
                 "rollout.engines",
                 f"{where} has a repeated address in urls; list each server once",
             )
+
+
+class EvaluationGroup(Engines):
+    """A group of engine servers that evaluate during training, and generate no training data (`eval.engines`)."""
+
+    section = "eval"
+    name: str = "eval"
+    """Name of the group in logs and metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedEngines:
+    """Engine groups that a run starts or connects to. Rules use them as the fact `served`."""
+
+    groups: tuple[Engines, ...]
+    """All groups, those of `eval.engines` last."""
+    evaluating: tuple[EvaluationGroup, ...] = ()
+    """Groups that evaluate during training; empty if the other engines of the policy evaluate."""
+
+    @property
+    def policy(self) -> tuple[Engines, ...]:
+        """Groups that serve the policy: they receive its weights and sample rollouts, or evaluate."""
+        return tuple(group for group in self.groups if not group.frozen)
+
+    @property
+    def sampling(self) -> tuple[Engines, ...]:
+        """Groups of the policy that sample rollouts for training."""
+        return tuple(group for group in self.policy if group not in self.evaluating)
+
+    @property
+    def frozen(self) -> tuple[Engines, ...]:
+        """Groups that serve other models, which hooks call by the group's name."""
+        return tuple(group for group in self.groups if group.frozen)
+
+    @property
+    def external_hosts(self) -> dict[str, str]:
+        """Hosts of the policy's external engines, which slimx does not start, by engine name."""
+        hosts = {}
+        for group in self.policy:
+            for index, url in enumerate(group.urls):
+                hosts[f"{group.name}-{index}"] = urlsplit(url).hostname or ""
+        return hosts
 
 
 def group_faults(groups: Sequence[Engines]) -> Faults:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slimx.config.rule import Problems, rule
-from slimx.config.sections.eval import ServedEngines
+from slimx.config.sections.engines import ServedEngines
 from slimx.config.sections.publish import Publish
 
 

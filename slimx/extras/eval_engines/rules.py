@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.eval import Eval, ServedEngines
+from slimx.config.sections.engines import ServedEngines
+from slimx.config.sections.eval import Eval
 from slimx.config.sections.policies import Policy
 from slimx.config.sections.publish import Publish
 

@@ -12,7 +12,7 @@ from slimx import entry_points
 from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.config.sections.critic import Critic
-from slimx.config.sections.eval import ServedEngines
+from slimx.config.sections.engines import ServedEngines
 from slimx.rules.unproven import CONDITIONS, is_set, key_of, layer_tables
 
 MODULES = entry_points.load_all("slimx.rules").values()
