@@ -1,5 +1,5 @@
-"""Groups of engine servers (the entries of `rollout.engines` and `eval.engines`), the groups of a run by their task, and
-their health checks."""
+"""Groups of engine servers (the entries of `rollout.engines` and `eval.engines`), the groups of a run by task, and their
+health checks."""
 
 from __future__ import annotations
 

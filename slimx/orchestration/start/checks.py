@@ -73,7 +73,7 @@ def check_parts(config: Config) -> None:
         check_token()
         private_directory()
     device = "cuda" if config.cluster.device == "cuda" else "cpu"  # "auto" needs torch; the CPU accepts more
-    facts = config.sections
+    facts = config.facts
     refuse(broken(all_rules(), facts | {"local_device": device}, before=facts))
     for policy in config.by_policy.values():
         configured_model(policy)

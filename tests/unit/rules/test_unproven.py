@@ -31,7 +31,7 @@ DICTIONARIES = ("megatron", "sglang")
 
 
 def sections(**changes: Any) -> dict[str, Any]:
-    return Config.model_validate(PLAIN | changes).sections
+    return Config.model_validate(PLAIN | changes).facts
 
 
 def having(facts: dict[str, Any], entry: str) -> dict[str, Any]:
