@@ -1,5 +1,4 @@
-"""Groups of engine servers (the entries of `rollout.engines` and `eval.engines`), the groups of a run by task, and their
-health checks."""
+"""Groups of engine servers (entries of `rollout.engines` and `eval.engines`), a run by its groups, and health checks."""
 
 from __future__ import annotations
 
