@@ -1,4 +1,4 @@
-"""Groups of engine servers (entries of `rollout.engines` and `eval.engines`), a run by its groups, and health checks."""
+"""Groups of engine servers (entries of `rollout.engines` and `eval.engines`), a run by its groups, health checks."""
 
 from __future__ import annotations
 
