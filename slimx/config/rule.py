@@ -76,11 +76,20 @@ class Rule:
         try:
             for problem in self.ask(**{name: facts[name] for name in self.facts}):
                 about, sentence = (self.about, problem) if isinstance(problem, str) else problem
-                yield SlimxError(_naming(about, sentence, facts), code=self.code, about=about)
+                yield problem_of(self.code, about, _naming(about, sentence, facts))
         except SlimxError as error:
             named = SlimxError(str(error), code=error.code or self.code, about=error.about or self.about)
             named.__cause__ = error.__cause__  # for example an error of a user's hook
             yield named
+
+
+def problem_of(code: str, about: str, sentence: str) -> SlimxError:
+    """Returns the error that says `sentence` about the key `about`. Rules name the keys of engine groups as those of
+    `rollout.engines`; in a sentence about a group of `eval.engines`, they become keys of this list."""
+    if "eval.engines group" in sentence:
+        about = about.replace("rollout.engines", "eval.engines")
+        sentence = sentence.replace("rollout.engines", "eval.engines")
+    return SlimxError(sentence, code=code, about=about)
 
 
 def _naming(about: str, sentence: str, facts: Mapping[str, object]) -> str:

@@ -19,8 +19,8 @@ from slimx.config.rule import Refusal, all_rules, broken, refuse
 from slimx.config.section import Section, refuse_faults
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic, critic_trainer
-from slimx.config.sections.engines import Engines
-from slimx.config.sections.eval import Eval, ServedEngines
+from slimx.config.sections.engines import Engines, ServedEngines
+from slimx.config.sections.eval import Eval
 from slimx.config.sections.policies import ACTOR, Policy, derived, engine_faults, name_faults
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.reward import Reward
@@ -83,7 +83,7 @@ class CoreConfig(Section):
         if info.context is CHECKED:
             return self
         policies = self.policies if info.context is None else info.context  # the run's, for one of its policies
-        refuse(broken(all_rules(), {**self.sections, "policies": policies}))
+        refuse(broken(all_rules(), {**self.facts, "policies": policies}))
         refuse_faults(name_faults(self.policies))
         configs = self.by_policy
         refuse(broken(all_rules(), {"configs": configs}))
@@ -91,8 +91,8 @@ class CoreConfig(Section):
         return self
 
     @property
-    def sections(self) -> dict[str, object]:
-        """All sections by name, and `served`. Rules use them as facts."""
+    def facts(self) -> dict[str, object]:
+        """Facts that rules use: all sections by name, and `served`."""
         return {name: getattr(self, name) for name in (*type(self).model_fields, "served")}
 
     @property
@@ -100,14 +100,14 @@ class CoreConfig(Section):
         """Engine groups that the run starts or connects to: those of `rollout.engines` and, if it evaluates, those of
         `eval.engines`; none if it replays rollouts."""
         if self.rollout.replay:
-            return ServedEngines((), ())
+            return ServedEngines(())
         evaluating = self.eval.engines if self.eval.files else ()
         return ServedEngines((*self.rollout.engines, *evaluating), evaluating)
 
     def section[S: Section](self, record: type[S]) -> S:
         """Returns the section whose class is `record`, such as one that an extra adds. Raises LookupError if no section
         has this class."""
-        for section in self.sections.values():
+        for section in self.facts.values():
             if isinstance(section, record):
                 return section
         raise LookupError(f"the configuration has no section {record.__name__}")

@@ -14,7 +14,7 @@ from slimx.models.families import ModelSpec, read_trunk
 def model_facts(config: Config, spec: ModelSpec) -> Json:
     """Returns the facts that follow from the configuration and the model's config.json, by name: all sections, and the
     descriptions and parallel sizes of the model and of the critic (None without a critic)."""
-    facts: Json = config.sections | {"spec": spec, "sizes": sizes_of(config.trainer)}
+    facts: Json = config.facts | {"spec": spec, "sizes": sizes_of(config.trainer)}
     if config.critic is None:
         return facts | dict.fromkeys(("critic_view", "critic_spec", "critic_sizes"))
     view = config.as_critic().trainer

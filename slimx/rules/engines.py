@@ -7,7 +7,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
-from slimx.config.sections.eval import ServedEngines
+from slimx.config.sections.engines import ServedEngines
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster, Schedule
 from slimx.config.sections.trainer import Trainer
@@ -29,7 +29,7 @@ def has_valid_sizes(served: ServedEngines) -> Problems:
         try:
             engine_sizes(group)
         except SlimxError as error:
-            yield str(error)
+            yield f"{group.where}: {error}"
 
 
 @rule("engines.urls_colocate", "schedule.colocate")

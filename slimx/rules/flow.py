@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.eval import Eval, ServedEngines
-from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import RunSection, Schedule, batches_in_flight
+from slimx.config.sections.engines import ServedEngines
+from slimx.config.sections.eval import Eval
+from slimx.config.sections.rollout import Rollout, batches_in_flight
+from slimx.config.sections.run import RunSection, Schedule
 from slimx.config.sections.trainer import Trainer
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slimx.config.rule import Problems, rule
-from slimx.config.sections.eval import ServedEngines
+from slimx.config.sections.engines import ServedEngines
 from slimx.config.sections.policies import Policy
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.run import Cluster, Schedule

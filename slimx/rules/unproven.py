@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from slimx import entry_points
 from slimx.config.rule import Problems, rule
-from slimx.config.sections.eval import ServedEngines
+from slimx.config.sections.engines import ServedEngines
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
 from slimx.models.layer_kind import GROUP
@@ -77,24 +77,16 @@ differs from the default), `KEY=VALUE` (it has this value), or `KEY (words)` (a 
 `rollout.engines` applies to every engine group of the policy."""
 
 
-def _drafts(sections: Sections) -> bool:
-    return any(group.drafts for group in sections["served"].policy)
-
-
-def _has_further_weights(sections: Sections) -> bool:
-    return any(policy.shares is None for policy in sections["policies"].values())
-
-
-def _has_further_engines(sections: Sections) -> bool:
-    policies = sections["policies"].values()
-    return any(policy.shares is None and policy.engines_of is None for policy in policies)
-
-
 CONDITIONS: Mapping[str, Callable[[Sections], bool]] = {
-    "rollout.engines.sglang.speculative_algorithm (with multi-token prediction layers)": _drafts,
-    "policies (with separate weights)": _has_further_weights,
+    "rollout.engines.sglang.speculative_algorithm (with multi-token prediction layers)": lambda sections: any(
+        group.drafts for group in sections["served"].policy
+    ),
+    "policies (with separate weights)": lambda sections: any(
+        policy.shares is None for policy in sections["policies"].values()
+    ),
     "trainer.lora (if a policy does not use the actor's engines)": lambda sections: (
-        sections["trainer"].lora is not None and _has_further_engines(sections)
+        sections["trainer"].lora is not None
+        and any(policy.shares is None and policy.engines_of is None for policy in sections["policies"].values())
     ),
     "rollout.engines (without a group for the policy)": lambda sections: not sections["rollout"].sampled,
     "algorithm.advantages (computed over a whole step, or remax)": lambda sections: (
@@ -155,8 +147,7 @@ def _inner(owner: object, name: str) -> tuple[object, object]:
 
 def sections_in(table: Mapping[str, Sequence[str]]) -> set[str]:
     """Returns the names of all sections whose keys occur in `table`, a table such as `UNPROVEN`, and `served`."""
-    entries = [*table, *chain.from_iterable(table.values())]
-    return {"served", *(key_of(entry).partition(".")[0] for entry in entries)}
+    return {"served", *(key_of(entry).partition(".")[0] for entry in chain(table, *table.values()))}
 
 
 def table_problems(table: Mapping[str, Sequence[str]], sections: Sections) -> Problems:
@@ -196,6 +187,9 @@ def unproven_layers(trainer: Trainer, rollout: Rollout, served: ServedEngines, s
 
 
 def _refusals(entries: Sequence[str], sections: Sections, feature: str) -> Iterator[tuple[str, str]]:
+    sampling = {**sections, "served": ServedEngines(sections["served"].sampling)}
     for entry in entries:
         if is_set(entry, sections):
+            if not is_set(entry, sampling):  # only engines that evaluate use it
+                entry = entry.replace("rollout", "eval", 1)
             yield key_of(entry), f"{entry} was never tested together with {feature}; set one of the two to its default"

@@ -10,13 +10,18 @@ import pytest
 
 from tests.integration.runs import TrainProcess, completed_steps, write_config, written
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow("six whole runs")]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("eight whole runs")]
 
 
 @pytest.mark.parametrize(
     ("colocate", "publish"),
-    [(False, {}), (True, {}), (False, {"transport": "disk", "delta": {"every_full": 3}})],
-    ids=["apart", "colocated", "deltas"],
+    [
+        (False, {}),
+        (True, {}),
+        (False, {"transport": "disk", "delta": {"every_full": 3}}),
+        (False, {"transport": "nixl", "delta": {"every_full": 2}}),
+    ],
+    ids=["apart", "colocated", "deltas on disk", "direct deltas"],
 )
 def test_evaluations_during_training_belong_to_their_step_across_a_kill(
     tiny_model: Path, task_of_sums: Path, tmp_path: Path, colocate: bool, publish: dict[str, Any]

@@ -280,6 +280,8 @@ MISTAKES = (
         "a held-out set with fewer answers than k",
         "train run.yaml eval.pass_at=[4] 'eval.prompts={sums: {path: prompts.jsonl, samples: 2, temperature: 1}}'",
     ),
+    Mistake("a held-out set with a slash in its name", "train run.yaml 'eval.prompts={math/sums: prompts.jsonl}'"),
+    Mistake("a held-out set without a name", "train run.yaml 'eval.prompts={\"\": {path: prompts.jsonl, samples: 4}}'"),
     Mistake("engines for evaluations without prompts", "train run.yaml 'eval.engines=[{max_total_tokens: 4096}]'"),
     Mistake(
         "engines for evaluations with the name of others",
@@ -292,6 +294,14 @@ MISTAKES = (
     Mistake(
         "engines for evaluations of several policies",
         "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{count: 1}]' 'policies={judge: {}}'",
+    ),
+    Mistake(
+        "engines for evaluations with external servers' keys",
+        "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{api_key_env: KEY}]'",
+    ),
+    Mistake(
+        "engines for evaluations that exact mode does not support",
+        "train run.yaml eval.prompts=prompts.jsonl numerics.mode=exact 'eval.engines=[{tensor: 2, dp_attention: 2}]'",
     ),
     Mistake(
         "engines for evaluations that are split wrongly",

@@ -1,10 +1,13 @@
-"""Groups of engine servers (the entries of `rollout.engines`) and their health checks."""
+"""Groups of engine servers (entries of `rollout.engines` and `eval.engines`), a run by its groups, health checks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
 
@@ -203,16 +206,14 @@ class Engines(Section):
         idle = ("count", "model", "nodes", "max_total_tokens", "threads", "precompile", "sglang")
         # Compares values with the defaults, because a run's saved config.yaml sets every key.
         default = type(self)()
-        changed = []
         for key in idle:
             if getattr(self, key) != getattr(default, key):
-                changed.append(key)
-        if changed:
-            yield (
-                "engines.urls_idle_key",
-                f"rollout.engines.{changed[0]}",
-                f"{where} has urls, and {changed[0]} has no effect on external servers; remove {changed[0]}",
-            )
+                yield (
+                    "engines.urls_idle_key",
+                    f"rollout.engines.{key}",
+                    f"{where} has urls, and {key} has no effect on external servers; remove {key}",
+                )
+                break
         if self.role == "prefill":
             yield (
                 "engines.urls_prefill",
@@ -235,6 +236,48 @@ class Engines(Section):
             )
 
 
+class EvaluationGroup(Engines):
+    """A group of engine servers that evaluate during training, and generate no training data (`eval.engines`)."""
+
+    section = "eval"
+    name: str = "eval"
+    """Name of the group in logs and metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedEngines:
+    """Engine groups that a run starts or connects to. Rules use them as the fact `served`."""
+
+    groups: tuple[Engines, ...]
+    """All groups, those of `eval.engines` last."""
+    evaluating: tuple[EvaluationGroup, ...] = ()
+    """Groups that evaluate during training; empty if the other engines of the policy evaluate."""
+
+    @property
+    def policy(self) -> tuple[Engines, ...]:
+        """Groups that serve the policy: they receive its weights and sample rollouts, or evaluate."""
+        return tuple(group for group in self.groups if not group.frozen)
+
+    @property
+    def sampling(self) -> tuple[Engines, ...]:
+        """Groups of the policy that sample rollouts for training."""
+        return tuple(group for group in self.policy if group not in self.evaluating)
+
+    @property
+    def frozen(self) -> tuple[Engines, ...]:
+        """Groups that serve other models, which hooks call by the group's name."""
+        return tuple(group for group in self.groups if group.frozen)
+
+    @property
+    def external_hosts(self) -> dict[str, str]:
+        """Hosts of the policy's external engines, which slimx does not start, by engine name."""
+        hosts = {}
+        for group in self.policy:
+            for index, url in enumerate(group.urls):
+                hosts[f"{group.name}-{index}"] = urlsplit(url).hostname or ""
+        return hosts
+
+
 def group_faults(groups: Sequence[Engines]) -> Faults:
     """Yields the faults that concern several groups: repeated names and addresses, and roles that cannot be
     combined."""
@@ -245,20 +288,16 @@ def group_faults(groups: Sequence[Engines]) -> Faults:
             "rollout.engines",
             f"rollout.engines has groups named {', '.join(names)}; give each group a unique name",
         )
-    urls: list[str] = []
-    for group in groups:
-        urls += group.urls
-    if len(set(urls)) < len(urls):
-        twice = next(url for url in urls if urls.count(url) > 1)
-        yield (
-            "engines.url_in_two_groups",
-            twice,
-            f"rollout.engines lists the server {twice} twice; list each server in one group only",
-        )
-    roles = set()
-    for group in groups:
-        if not group.frozen:
-            roles.add(group.role)
+    urls = [*chain.from_iterable(group.urls for group in groups)]
+    for url in urls:
+        if urls.count(url) > 1:
+            yield (
+                "engines.url_in_two_groups",
+                url,
+                f"rollout.engines lists the server {url} twice; list each server in one group only",
+            )
+            break
+    roles = {group.role for group in groups if not group.frozen}
     split = roles & {"prefill", "decode"}
     if len(split) == 1:
         (present,) = split

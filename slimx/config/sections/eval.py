@@ -1,24 +1,14 @@
-"""Section `eval`: evaluation on held-out prompts, and the engines that a run has for its tasks."""
+"""Section `eval`: evaluation on held-out prompts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
-from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator
 
 from slimx.config.section import Amount, Count, PathText, Real, Seconds, Section, TopP, Weight
-from slimx.config.sections.engines import Engines
+from slimx.config.sections.engines import EvaluationGroup
 from slimx.config.sections.rollout import RowFields
-
-
-class EvaluationGroup(Engines):
-    """A group of engine servers that evaluate during training, and generate no training data (`eval.engines`)."""
-
-    section = "eval"
-    name: str = "eval"
-    """Name of the group in logs and metrics."""
 
 
 class EvalSet(Section):
@@ -88,8 +78,8 @@ class Eval(Section):
     """Groups of engine servers that evaluate while training goes on, with the keys of `rollout.engines`; empty: the
     engines of `rollout.engines` evaluate, and training waits for them."""
     deadline: Seconds = 3600
-    """Seconds for which training waits for the evaluation of an earlier step on `eval.engines`; after that the
-    evaluation is given up and counted (`eval/lost`)."""
+    """Seconds for which training waits for the evaluation of an earlier step on `eval.engines`, and the end of the run
+    for that of the last step; after that the evaluation is given up and counted (`eval/lost`)."""
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -110,37 +100,3 @@ class Eval(Section):
     def sets(self) -> dict[str, Eval]:
         """Settings of each set of held-out prompts by its name in `files`: this section with the set's own values."""
         return {name: self.model_copy(update=entry.changes) for name, entry in self._used.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class ServedEngines:
-    """Engine groups that a run starts or connects to. Rules use them as the fact `served`."""
-
-    groups: tuple[Engines, ...]
-    """All groups, those of `eval.engines` last."""
-    evaluating: tuple[EvaluationGroup, ...]
-    """Groups that evaluate during training; empty if the other engines of the policy evaluate."""
-
-    @property
-    def policy(self) -> tuple[Engines, ...]:
-        """Groups that serve the policy: they receive its weights and sample rollouts, or evaluate."""
-        return tuple(group for group in self.groups if not group.frozen)
-
-    @property
-    def sampling(self) -> tuple[Engines, ...]:
-        """Groups of the policy that sample rollouts for training."""
-        return tuple(group for group in self.policy if group not in self.evaluating)
-
-    @property
-    def frozen(self) -> tuple[Engines, ...]:
-        """Groups that serve other models, which hooks call by the group's name."""
-        return tuple(group for group in self.groups if group.frozen)
-
-    @property
-    def external_hosts(self) -> dict[str, str]:
-        """Hosts of the policy's external engines, which slimx does not start, by engine name."""
-        hosts = {}
-        for group in self.policy:
-            for index, url in enumerate(group.urls):
-                hosts[f"{group.name}-{index}"] = urlsplit(url).hostname or ""
-        return hosts

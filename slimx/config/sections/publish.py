@@ -15,7 +15,7 @@ class Delta(Section):
     """Publication of only the elements that have changed, instead of all weights."""
 
     every_full: Annotated[int, Field(ge=2, le=LARGEST)]
-    """Interval of full publications: one in every `every_full` publications sends all weights to every engine."""
+    """Interval of full publications: one in every `every_full` publications to an engine sends all weights."""
 
 
 class Publish(Section):

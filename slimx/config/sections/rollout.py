@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -20,6 +20,9 @@ from slimx.config.section import (
     Weight,
 )
 from slimx.config.sections.engines import Engines, Health, group_faults
+
+if TYPE_CHECKING:
+    from slimx.config.sections.run import Schedule
 
 MAX_SUPPORT = 4096
 """Maximum number of candidates per token that SGLang reports with top-k or top-p (sampling_mask_max_tokens)."""
@@ -300,3 +303,9 @@ class Rollout(Section):
                 "rollout.routed_experts is true with prefill and decode groups, but the decode server that sends the "
                 "response does not know the experts of the prompt's tokens; set rollout.routed_experts=false",
             )
+
+
+def batches_in_flight(rollout: Rollout, schedule: Schedule) -> float:
+    """Returns the number of groups in flight while a step waits for rollouts, as a multiple of
+    `rollout.prompts_per_step`."""
+    return rollout.over_sampling or float(max(1, schedule.max_staleness + 1 - schedule.window))

@@ -11,7 +11,6 @@ from pydantic import Field, field_validator
 
 from slimx.config.rule import Refusal
 from slimx.config.section import Amount, Count, Faults, PathText, Positive, Seconds, Section, Size
-from slimx.config.sections.rollout import Rollout
 from slimx.runtime.ports import LOOPBACK
 
 
@@ -269,9 +268,3 @@ class Schedule(Section):
     def updates(self) -> int:
         """Number of optimizer updates in the whole run."""
         return self.steps * self.updates_per_step
-
-
-def batches_in_flight(rollout: Rollout, schedule: Schedule) -> float:
-    """Returns the number of groups in flight while a step waits for rollouts, as a multiple of
-    `rollout.prompts_per_step`."""
-    return rollout.over_sampling or float(max(1, schedule.max_staleness + 1 - schedule.window))

@@ -138,7 +138,7 @@ class DirectDelivery(Delivery):
         `engines`: name -> receivers of the engine, equally many on each of its machines; trainer ranks write to all of
         them. A receiver is identified by the index of its GPU in the process on that machine, or by None for host
         memory. `step_deadline_s`: seconds for one call to one engine. `changes`: None to send full weights each time,
-        else the size in bytes of the elements that are compared, and the interval of full publications in versions."""
+        else the size in bytes of the elements that are compared, and the interval of an engine's full publications."""
         self.senders = senders
         self.step_deadline_s = step_deadline_s
         self.item, self.every_full = changes or (0, 1)
@@ -157,8 +157,9 @@ class DirectDelivery(Delivery):
         """Receiver -> a trainer rank that could not write to this receiver, and the reason."""
         self.broken: SlimxError | None = None
         """Error that prevents the trainers from sending; None if they can send."""
-        self._connected: dict[str, int] = {}
-        """Engine -> its incarnation (number of starts) at the time when the trainer ranks connected to its memory."""
+        self._connected: dict[str, tuple[int, int]] = {}
+        """Engine -> its incarnation (number of starts) when trainer ranks connected to its memory, and the number of
+        transfers to it since then."""
         self._prepared = False
         self._owners: list[Any] = []
         """Ray actors of the trainer ranks that pack the current publication."""
@@ -172,8 +173,7 @@ class DirectDelivery(Delivery):
     def _deal(self) -> None:
         """Chooses which of the current trainer ranks sends each tensor part that engines receive."""
         plan = self.senders.published
-        # Every engine rank has its own memory.
-        self.buckets = PlannedBuckets(plan, apart=True)
+        self.buckets = PlannedBuckets(plan, apart=True)  # every engine rank has its own memory
         self.copies, self.edges = copies_of(plan, [len(receivers) for receivers in self._receivers])
         self.dealt = deal(plan, engines=self.copies)
 
@@ -200,8 +200,9 @@ class DirectDelivery(Delivery):
         index = self.engines[recipient.name]
         receivers = self._receivers[index]
         bases = [[NO_BASE] * self.plan.count] * len(receivers)
-        if self._connected.get(recipient.name) == recipient.incarnation:
-            if (self.transfer - 1) % self.every_full:
+        incarnation, received = self._connected.get(recipient.name, (None, 0))
+        if incarnation == recipient.incarnation:
+            if received % self.every_full:
                 attested = await recipient.perform("transport", epoch, "bases")
                 bases = _bases(recipient.name, attested, len(receivers), self.plan.count)
         else:
@@ -216,7 +217,8 @@ class DirectDelivery(Delivery):
                 async with self._unless_died(recipient.name):
                     for receiver, offer in zip(receivers, offers, strict=True):
                         await self._meet(recipient.name, receiver, offer)
-            self._connected[recipient.name] = recipient.incarnation
+            received = 0
+        self._connected[recipient.name] = recipient.incarnation, received + 1
         self.taking.update(zip(receivers, bases, strict=True))
 
     def _invitation(self, name: str, receiver: int) -> Invitation:
@@ -334,10 +336,8 @@ class DirectDelivery(Delivery):
         received.result()
 
     async def end(self) -> None:
-        for outcome in self._outcomes.values():
-            if outcome.culprits:
-                self._culprits = outcome.culprits
-                return
+        culprits = [outcome.culprits for outcome in self._outcomes.values() if outcome.culprits]
+        self._culprits = next(iter(culprits), self._culprits)
 
     def renew(self) -> None:
         self._prepared = False

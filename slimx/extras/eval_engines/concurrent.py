@@ -6,7 +6,7 @@
 
 An evaluation that has begun is marked by the metric `eval/begun` in its step's line. If the process ends before the
 result is there, the next process repeats the evaluation if it resumes at this step, and else counts it as lost. One
-that fails is reported at once; an error that later evaluations would meet too ends the run when the next one begins.
+that fails is reported at once and counted as lost, and training goes on.
 """
 
 from __future__ import annotations
@@ -39,10 +39,6 @@ LOST = "eval/lost"
 """Metric of a step whose evaluation ended without a result."""
 
 
-class EvaluationLost(SlimxError):
-    """Raised if an evaluation cannot be finished, although later ones can."""
-
-
 class EnginesBeside(EvaluationEngines):
     """The engine groups of `eval.engines`, with a router of their own, and the evaluation that they work on."""
 
@@ -58,38 +54,40 @@ class EnginesBeside(EvaluationEngines):
         self._step = 0
         """Step of the current or most recent evaluation."""
         self._work: asyncio.Task[dict[str, float]] | None = None
-        """The evaluation that goes on; None between evaluations."""
+        """The evaluation that goes on, which raises an error only if the loss of its result cannot be recorded; None
+        between evaluations."""
+        self._open: set[int] = set()
+        """Steps whose evaluations were asked for and have neither a result nor been lost."""
         self._lost: list[int] = []
         """Steps whose evaluations this process has reported as lost."""
 
     async def begin(self, run: Run, *, resumed: bool = False) -> dict[str, float]:
         """Waits for the previous evaluation, publishes the current weights to these engines, and begins to evaluate
-        them. After the run's last step, waits for the result and returns it. If the run is asked to save and stop,
-        waits no longer: the process that resumes the run repeats the evaluation, and after the last step it is lost."""
+        them. After the run's last step, waits for the result and returns it. `eval.deadline` bounds each wait for a
+        result, `rollout.health.outage_deadline` the wait for an engine, and `publish.deadline` the publication. If the
+        run is asked to save and stop, waits no longer: the process that resumes the run repeats the evaluation, and
+        after the last step it is lost. Returns {} if the evaluation is lost."""
         if resumed:
             await self._resume(run)
             return {}
         step = run.step
+        self._open.add(step)
         if self._maker is None:
             self.group.members.watch()
             self._maker = self._service.make_maker(self)
-        last = step == run.config.schedule.steps
-        if await self._publish(run, step):
-            self._step = step
-            self._work = asyncio.create_task(self._reported(run, self._evaluate(run, self._maker, step), step))
-            result = await run.watched(run.unless_leaving(self._result(run))) if last else {BEGUN: 1.0}
-            if result is not None:
-                return result
-        elif not last:
-            return {BEGUN: 1.0}
-        pending = {step}
-        if self._work is not None and not self._work.done():
-            pending.add(self._step)
-        await cancelled(self._work)
-        self._work = None
-        for unfinished in sorted(pending.difference(self._lost)):
-            self._lose(run, unfinished, "the run is asked to stop")
-        return {}
+        result: dict[str, float] | None = None
+        while await self._unless_over(run, self._ready(run)):
+            if await self._publish(run):
+                self._step = step
+                self._work = asyncio.create_task(self._reported(run, self._maker, step))
+                break
+        if step < run.config.schedule.steps:
+            return {BEGUN: 1.0} if step in self._open else {}
+        if self._step == step:
+            result = await self._unless_over(run, self._result(run))
+        if result is None:
+            await self._abandon(run, "the run is asked to stop")
+        return result or {}
 
     async def _resume(self, run: Run) -> None:
         """Repeats the evaluation of the step at which the run resumes if it has no result, and counts those of earlier
@@ -102,16 +100,17 @@ class EnginesBeside(EvaluationEngines):
             if step == run.step and step not in ended:
                 self._note(f"the evaluation of step {step} is repeated, because the earlier process did not finish it")
                 with run.phase("eval"):
-                    await self.begin(run)
+                    result = await self.begin(run)
+                if result and BEGUN not in result:  # after the last step, whose metrics nobody else logs any more
+                    run.records.tracker.log(step, result, version=step)
             elif step not in ended:
                 self._lose(run, step, "the earlier process ended, and the weights of this step are gone")
 
     async def cancel(self) -> None:
-        """Cancels the evaluation that goes on, and names the steps whose evaluations were lost."""
-        if self._work is not None and not self._work.done():
-            self._note(f"the evaluation of step {self._step} is not finished")
-        if self._lost:
-            self._note(f"evaluations that were lost: {', '.join(f'step {step}' for step in self._lost)}")
+        """Cancels the evaluation that goes on, and names the steps whose evaluations are unfinished or were lost."""
+        for kind, steps in (("are not finished", sorted(self._open)), ("were lost", self._lost)):
+            if steps:
+                self._note(f"evaluations that {kind}: {', '.join(f'step {step}' for step in steps)}")
         await cancelled(self._work)
         if self._maker is not None:
             self._maker.close()
@@ -120,37 +119,48 @@ class EnginesBeside(EvaluationEngines):
         """Stops the router and the servers that slimx started."""
         await self.group.stop()
 
-    async def _publish(self, run: Run, step: int) -> bool:
-        """Waits for the previous evaluation, and publishes the weights to these engines, again and again until at least
-        one has received them. Returns False if the run is asked to save and stop during a wait."""
-        publications = cast(EnginePublications, run.policies[ACTOR].publications)
-        members = self.group.members
+    async def _unless_over[T](self, run: Run, work: Awaitable[T]) -> T | None:
+        """Awaits `work` and returns its result; None if the run is asked to save and stop. Raises SlimxError if no
+        engine that samples is left, unless the run has no further step, which would need one."""
+        waiting = run.unless_leaving(work)
+        return await (waiting if run.step == run.config.schedule.steps else run.watched(waiting))
 
-        async def ready() -> bool:
-            await self._result(run)
-            await members.available()
-            return True
-
-        # Engines are awaited outside of the trainers' turn, during which colocated engines sleep and none restarts.
-        while await run.watched(run.unless_leaving(ready())):
-            async with run.trainers_turn():
-                try:
-                    await publications.publish_to(members, step)
-                    return True
-                except (NoReceiverLeft, TransportLost) as error:
-                    self._note(first_line(error))
-        return False
-
-    async def _reported(self, run: Run, work: Awaitable[dict[str, float]], step: int) -> dict[str, float]:
-        """Awaits the evaluation `work` and returns its metrics; {} if it is lost. Reports an error at once, and raises
-        it if later evaluations cannot succeed either."""
+    async def _ready(self, run: Run) -> bool:
+        """Waits for the previous evaluation, and until an engine runs. Returns False if none can be started again, so
+        that the current step's evaluation is lost. Engines are awaited outside of the trainers' turn, during which
+        colocated engines sleep and none restarts."""
+        await self._result(run)
         try:
-            return await work
+            await self.group.members.available()
+        except SlimxError as error:
+            self._lose(run, run.step, first_line(error))
+            return False
+        return True
+
+    async def _publish(self, run: Run) -> bool:
+        """Publishes the weights to these engines. Returns False if none of them has received the weights."""
+        publications = cast(EnginePublications, run.policies[ACTOR].publications)
+        async with run.trainers_turn():
+            try:
+                await publications.publish_to(self.group.members, run.step)
+            except (NoReceiverLeft, TransportLost) as error:
+                self._note(first_line(error))
+                return False
+        return True
+
+    async def _reported(self, run: Run, maker: GroupMaker, step: int) -> dict[str, float]:
+        """Evaluates the weights of `step` and returns the metrics; {} if the evaluation fails. Reports the error at
+        once instead of raising it: training can go on, and its last checkpoint may be old."""
+        try:
+            metrics = await self._evaluate(run, maker, step)
         except SlimxError as error:
             self._lose(run, step, first_line(error))
-            if not isinstance(error, EvaluationLost):
-                raise
-            return {}
+        except Exception as error:
+            self._lose(run, step, f"{type(error).__name__}: {first_line(error)}")
+        else:
+            self._open.discard(step)
+            return metrics
+        return {}
 
     async def _evaluate(self, run: Run, maker: GroupMaker, step: int) -> dict[str, float]:
         since = time.time()
@@ -159,7 +169,7 @@ class EnginesBeside(EvaluationEngines):
         members = self.group.members
 
         async def lose() -> None:
-            raise EvaluationLost(
+            raise SlimxError(
                 "all engines of eval.engines were lost, and the weights of this step are gone",
                 code="eval.lost",
                 about="eval.engines",
@@ -177,22 +187,31 @@ class EnginesBeside(EvaluationEngines):
         return metrics
 
     async def _result(self, run: Run) -> dict[str, float]:
-        """Waits for the evaluation that goes on and returns its metrics; {} if there is none, or if it is lost. Raises
-        SlimxError if later evaluations cannot succeed either."""
-        if self._work is None:
+        """Waits for the evaluation that goes on and returns its metrics; {} if there is none, or if it is lost, as it
+        is after `eval.deadline`."""
+        work = self._work
+        if work is None:
             return {}
         limit = run.config.eval.deadline
-        done, _ = await asyncio.wait({self._work}, timeout=limit)
+        done, _ = await asyncio.wait({work}, timeout=limit)
+        if done:
+            self._work = None
+            return work.result()
+        await self._abandon(run, f"it has no result after another {limit:g} s (eval.deadline)", self._step)
+        return {}
+
+    async def _abandon(self, run: Run, reason: str, *steps: int) -> None:
+        """Counts the evaluations of `steps`, by default all that are open, as lost because of `reason`, and cancels the
+        one that goes on. They are counted first, because the cancellation may be interrupted."""
+        for step in steps or sorted(self._open):
+            self._lose(run, step, reason)
         work = self._work
         self._work = None
-        if done:
-            return work.result()
         await cancelled(work)
-        self._lose(run, self._step, f"it has no result after another {limit:g} s (eval.deadline)")
-        return {}
 
     def _lose(self, run: Run, step: int, reason: str) -> None:
         sentence = f"the evaluation of step {step} is lost: {reason}"
+        self._open.discard(step)
         self._lost.append(step)
         self._note(sentence)
         run.records.events.tell("evaluation_lost", sentence, about=f"step {step}")

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.eval import Eval, ServedEngines
+from slimx.config.sections.engines import ServedEngines
+from slimx.config.sections.eval import Eval
 from slimx.config.sections.policies import Policy
 from slimx.config.sections.publish import Publish
 
@@ -28,7 +29,7 @@ def serves_alone(served: ServedEngines) -> Problems:
     for group in served.evaluating:
         for key in ("role", "frozen", "urls"):
             if getattr(group, key) != type(group).model_fields[key].default:
-                yield f"{group.where} sets {key}, which works only in rollout.engines; remove {key}"
+                yield f"{group.where} sets {key}, which engines that evaluate cannot have; remove {key}"
 
 
 @rule("eval.engines_name", "eval.engines")

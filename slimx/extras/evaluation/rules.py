@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
-from slimx.config.sections.eval import Eval
+from slimx.config.sections.eval import Eval, EvalSet
 from slimx.config.sections.rollout import Rollout
 from slimx.extras.evaluation.settings import by_keys, lengths
 
@@ -60,10 +60,12 @@ def samples_from_nucleus(eval: Eval) -> Problems:
 @rule("eval.name", "eval.prompts")
 def has_plain_names(eval: Eval) -> Problems:
     for name in eval.sets:
-        if "/" in name or (not name and len(eval.sets) > 1):
+        if "/" in name:
+            yield f"eval.prompts has the name {name!r}, but names are parts of metric names; remove the slash"
+        elif not name and eval.prompts != {"": EvalSet(path=eval.files[""])}:
             yield (
-                name,
-                f"eval.prompts has the name {name!r}, but names are parts of metric names; remove the slash",
+                "eval.prompts has a set without a name, which only a single file without settings may be; give the set "
+                "a name"
             )
 
 

@@ -12,6 +12,8 @@ def by_keys(options: Eval, *names: str) -> dict[tuple[str, ...], Eval]:
     found = {}
     for name, of_set in options.sets.items():
         changes = (options.prompts or {})[name].changes
+        if changes and not name:  # refused by the rule eval.name
+            continue
         keys = [f"eval.prompts.{name}.{field}" if field in changes else f"eval.{field}" for field in names]
         found[tuple(keys)] = of_set
     return found or {tuple(f"eval.{field}" for field in names): options}

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slimx.config.rule import Problems, rule
-from slimx.config.sections.engines import Engines
-from slimx.config.sections.eval import ServedEngines
+from slimx.config.sections.engines import Engines, ServedEngines
 from slimx.config.sections.policies import ACTOR
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.trainer import Trainer
@@ -113,7 +112,7 @@ def _serving(groups: Iterable[Engines]) -> Iterator[tuple[str, str]]:
     for group in groups:
         for name in ("enable_lora", "lora_paths"):
             if group.sglang.get(name):
-                yield f"rollout.engines.sglang.{name}", group.name
+                yield f"{group.section}.engines.sglang.{name}", group.name
 
 
 @rule("lora.frozen", "trainer.freeze")

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimx.config.rule import Problems, rule
-from slimx.config.sections.engines import Engines
-from slimx.config.sections.eval import ServedEngines
+from slimx.config.sections.engines import Engines, ServedEngines
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.run import Cluster, Numerics
 from slimx.config.sections.trainer import Trainer

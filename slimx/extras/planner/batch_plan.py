@@ -6,7 +6,7 @@ from __future__ import annotations
 from math import ceil
 
 from slimx.config.schema import Config
-from slimx.config.sections.run import batches_in_flight
+from slimx.config.sections.rollout import batches_in_flight
 from slimx.extras.evaluation.settings import lengths
 from slimx.extras.planner.record import BatchPlan
 from slimx.layout.ranks import Sizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slimx.config.rule import Problems, rule
-from slimx.config.sections.eval import ServedEngines
+from slimx.config.sections.engines import ServedEngines
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Checkpoint, Schedule

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.eval import ServedEngines
+from slimx.config.sections.engines import ServedEngines
 from slimx.config.sections.rollout import Rollout, Sampling
 
 if TYPE_CHECKING:

@@ -71,7 +71,7 @@ def check_parts(config: Config) -> None:
         check_token()
         private_directory()
     device = "cuda" if config.cluster.device == "cuda" else "cpu"  # "auto" needs torch; the CPU accepts more
-    facts = config.sections
+    facts = config.facts
     problems = broken(all_rules(), facts | {"local_device": device}, before=facts)
     checks: list[Callable[[Config], object]] = [_check_weights]
     if not config.rollout.replay:

@@ -133,7 +133,7 @@ def _check_model(config: Config, device: str, policies: Mapping[str, Policy]) ->
     spec = configured_model(config)
     facts = model_facts(config, spec) | {"device": device, "local_device": device}
     facts["policies"] = policies  # because section policies is empty in the configuration of a single policy
-    refuse(broken(all_rules(), facts, before=config.sections))
+    refuse(broken(all_rules(), facts, before=config.facts))
     backends = choose_backends(
         config.trainer,
         device=device,
@@ -193,8 +193,8 @@ def make_plans(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> tu
 def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
     """Checks and reads the inputs of rollouts for a command without trainers, which `check_parts` has checked. Raises
     SlimxError with the problems that it finds."""
-    facts = config.sections | {"device": device, "local_device": device}
-    refuse(broken(all_rules(), facts, before=config.sections))
+    facts = config.facts | {"device": device, "local_device": device}
+    refuse(broken(all_rules(), facts, before=config.facts))
     return _sources(config, spec, device, facts)
 
 

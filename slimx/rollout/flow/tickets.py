@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slimx.config.schema import Config
-from slimx.config.sections.run import batches_in_flight
+from slimx.config.sections.rollout import batches_in_flight
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.rollout.flow.progress import GroupProgress, SavedRollout
 from slimx.rollout.flow.rollouts import GroupOutcome, is_failure

@@ -150,6 +150,16 @@ async def test_engines_get_changes_relative_to_the_state_they_report() -> None:
     assert stand.senders.item == 2 and stand.engines[0].invited == [2]
 
 
+@pytest.mark.parametrize("every_full", [2, 3, 4])
+async def test_engines_that_take_turns_get_full_weights_equally_often(every_full: int) -> None:
+    """For example engines that sample and engines that evaluate, to which the same weights are published apart."""
+    stand = Stand(every_full)
+    bases = [await stand.publish(number % 2) for number in range(4 * every_full)]
+    for engine in (0, 1):
+        full = [base[engine] == 0 for base in bases[engine::2]]
+        assert full == [number % every_full == 0 for number in range(2 * every_full)]
+
+
 async def test_an_engine_that_missed_one_or_was_started_again_says_so_itself() -> None:
     stand = Stand(EVERY_FULL)
     await stand.publish(0, 1)

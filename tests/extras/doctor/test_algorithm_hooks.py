@@ -43,7 +43,7 @@ def test_hooks_are_tried_on_invented_rollouts_before_a_run():
     with refused("algorithm.hook", about=f"algorithm.loss={HERE}.faulty") as caught:
         try_hooks(settings(loss=f"{HERE}.faulty"))
     assert isinstance(caught.value.__cause__, AttributeError)
-    facts = {**settings(loss=f"{HERE}.faulty").sections, "weights": Path()}
+    facts = {**settings(loss=f"{HERE}.faulty").facts, "weights": Path()}
     with refused("algorithm.hook", about=f"algorithm.loss={HERE}.faulty") as caught:
         refuse(broken([rules.hooks_answer], facts))
     assert isinstance(caught.value.__cause__, AttributeError)
@@ -61,7 +61,7 @@ def test_hooks_are_tried_on_invented_rollouts_before_a_run():
     ],
 )
 def test_the_rule_tries_them_once_the_directory_of_weights_is_known(algorithm, codes):
-    sections = settings(**algorithm).sections
+    sections = settings(**algorithm).facts
     assert broken(rules_in(rules), sections) == []
     found = broken(rules_in(rules), sections | {"weights": Path("m")}, before=sections)
     assert [problem.code for problem in found] == codes

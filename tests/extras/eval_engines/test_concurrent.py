@@ -21,7 +21,7 @@ from slimx.reshard.parties import NoReceiverLeft
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.runtime.tasks import while_served
-from tests.refusals import numbers, refused
+from tests.refusals import refused
 from tests.unit.orchestration.run_stand import LIMIT_S, Members, Parts, lines, run_of, service_of, sources_of, stopped
 from tests.unit.rollout.rollout_stand import FakeEngine, prompts
 
@@ -35,29 +35,42 @@ class EvaluationMembers(Members):
     def __init__(self) -> None:
         super().__init__()
         self.out = asyncio.Event()
+        self.gone: SlimxError | None = None
+        """Error after which no engine can be started again."""
+        self.watches = 0
         self.runs = asyncio.Event()
         self.runs.set()
 
     async def available(self) -> None:
         await self.runs.wait()
+        if self.gone is not None:
+            raise self.gone
 
     def watch(self) -> None:
-        """Watches nothing."""
+        self.watches += 1
 
     async def starved(self) -> None:
         await self.out.wait()
 
 
 class HeldEngine(FakeEngine):
-    """Answers once `go` is set, or raises `error`."""
+    """Answers once `go` is set, or raises `error`. Requests that are cancelled end once `ends` is set."""
 
     def __init__(self) -> None:
         super().__init__()
         self.go = asyncio.Event()
         self.error: SlimxError | None = None
+        self.cancelled = 0
+        self.ends = asyncio.Event()
+        self.ends.set()
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        await self.go.wait()
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            await self.ends.wait()
+            raise
         if self.error is not None:
             raise self.error
         return await super().generate(request)
@@ -196,53 +209,6 @@ async def test_training_goes_on_meanwhile_and_the_next_evaluation_waits(tmp_path
     assert steps[:4] == [(0, False), (1, False), (0, True), (2, False)] and steps[-1] == (4, True)
 
 
-async def test_a_late_evaluation_is_counted_and_training_goes_on(tmp_path):
-    stand = evaluating(tmp_path, held=True, schedule__steps=2, eval__deadline=0.1)
-    await stand.train()
-    assert [metrics[-1] for _, metrics in sorted(evaluated(tmp_path).items())] == [{"eval/lost": 1.0}] * 3
-
-
-async def test_an_evaluation_whose_engines_are_all_lost_is_counted(tmp_path):
-    stand = evaluating(tmp_path, held=True, schedule__steps=1)
-    training = asyncio.create_task(stand.train())
-    await until(lambda: "train 0 at version 0" in stand.parts.done)
-    stand.members.out.set()
-    await until(lambda: {"eval/lost": 1.0} in evaluated(tmp_path).get(0, ()))
-    stand.members.out.clear()
-    stand.client.go.set()
-    await training
-    assert evaluated(tmp_path)[0] == [{"eval/begun": 1.0}, {"eval/lost": 1.0}]
-
-
-@pytest.mark.parametrize("lasting", [False, True])
-async def test_a_failed_evaluation_is_reported_once_and_at_once(tmp_path, lasting):
-    """`lasting`: an error that later evaluations would meet as well."""
-    stand = evaluating(tmp_path, held=True, schedule__steps=2)
-    beside = stand.run.evaluation
-    assert await beside.begin(stand.run) == {"eval/begun": 1.0}
-    if lasting:
-        stand.client.error = SlimxError("no prompt fits", code="prompt.long", about="p")
-        stand.client.go.set()
-    else:
-        stand.members.out.set()
-    await until(lambda: evaluated(tmp_path) == {0: [{"eval/lost": 1.0}]})  # although no other evaluation has begun
-    assert stand.told.events == [("evaluation_lost", "step 0")] and len(stand.notes) == 1
-    stand.members.out.clear()
-    stand.run.step = 1
-    if lasting:
-        with pytest.raises(SlimxError):
-            await beside.begin(stand.run)
-    else:
-        assert await beside.begin(stand.run) == {"eval/begun": 1.0}
-        stand.client.go.set()
-        await until(lambda: 1 in evaluated(tmp_path))
-    assert stand.told.events == [("evaluation_lost", "step 0")] and evaluated(tmp_path)[0] == [{"eval/lost": 1.0}]
-    before = len(stand.notes)
-    await beside.cancel()
-    assert [numbers(note) for note in stand.notes[before:]] == [[0]], "named again at the run's end"
-    await stopped(stand.run)
-
-
 @pytest.mark.parametrize("last", [False, True])
 async def test_a_run_that_is_asked_to_stop_does_not_wait(tmp_path, last):
     leaving = asyncio.Event()
@@ -265,12 +231,17 @@ async def test_a_run_that_is_asked_to_stop_does_not_wait(tmp_path, last):
     assert found == ({0: [BEGUN, LOST], 1: [LOST]} if last else {0: [BEGUN], 1: [BEGUN]})
 
 
-async def test_the_last_evaluation_is_lost_if_the_run_is_asked_to_stop(tmp_path):
+@pytest.mark.parametrize("starts", [True, False])
+async def test_the_last_evaluation_is_lost_if_the_run_is_asked_to_stop(tmp_path, starts):
+    """Also if none of its engines runs yet."""
     leaving = asyncio.Event()
     stand = evaluating(tmp_path, held=True, leaving=leaving, schedule__steps=1)
     stand.run.step = 1
+    if not starts:
+        stand.members.runs.clear()
     ending = asyncio.create_task(stand.run.evaluation.begin(stand.run))
-    await until(lambda: "evaluate 1" in stand.parts.done)
+    await until(lambda: stand.members.watches == 1 and ("evaluate 1" in stand.parts.done) == starts)
+    await asyncio.sleep(0.1)
     leaving.set()
     assert await asyncio.wait_for(ending, 10) == {}
     assert evaluated(tmp_path) == {1: [LOST]} and stand.told.events == [("evaluation_lost", "step 1")]
@@ -308,17 +279,6 @@ async def test_engines_that_share_devices_go_on_until_those_that_evaluate_run(tm
     await stopped(stand.run)
 
 
-async def test_the_run_ends_if_no_engine_can_be_started_again(tmp_path):
-    stand = evaluating(tmp_path, held=True, schedule__steps=2)
-
-    async def failed() -> None:
-        raise SlimxError("no engine is left", code="engines.gone", about="eval-0")
-
-    stand.members.starved = failed
-    with refused("engines.gone", about="eval-0"):
-        await stand.train()
-
-
 async def test_a_resumed_run_repeats_its_steps_evaluation_and_counts_others(tmp_path):
     begun = {"eval/begun": 1.0}
     stand = evaluating(tmp_path, schedule__steps=3)
@@ -328,5 +288,51 @@ async def test_a_resumed_run_repeats_its_steps_evaluation_and_counts_others(tmp_
     await stand.train()
     found = evaluated(tmp_path)
     assert found[1] == [begun, {"eval/lost": 1.0}] and len(found[0]) == 2
-    assert found[2][0] == begun and found[2][-1]["eval/accuracy"] == 1.0 and found[3][-1]["eval/accuracy"] == 1.0
+    assert (
+        len(found[2]) == 2
+        and found[2][0] == begun
+        and found[2][1]["eval/accuracy"] == 1.0
+        and found[3][-1]["eval/accuracy"] == 1.0
+    )
     assert [what for what in stand.parts.done if what.startswith("evaluate")] == ["evaluate 2", "evaluate 3"]
+
+
+async def test_an_evaluation_is_counted_as_lost_once_over_several_resumes(tmp_path):
+    stand = evaluating(tmp_path, schedule__steps=3)
+    for step, metrics in ((1, BEGUN), (1, LOST), (2, BEGUN), (2, {"eval/accuracy": 1.0})):
+        stand.run.records.tracker.log(step, metrics)
+    stand.run.step = 2
+    assert await stand.run.evaluation.begin(stand.run, resumed=True) == {}
+    assert evaluated(tmp_path)[1] == [BEGUN, LOST] and stand.told.events == []
+    await stopped(stand.run)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_run_resumed_after_its_last_step_evaluates_it(tmp_path, leaves):
+    """For example one whose `schedule.steps` was lowered, or that was killed before its export."""
+    leaving = asyncio.Event()
+    stand = evaluating(tmp_path, held=leaves, leaving=leaving, schedule__steps=2)
+    stand.run.records.tracker.log(2, BEGUN)
+    stand.run.step = 2
+    training = asyncio.create_task(stand.train())
+    if leaves:
+        await until(lambda: "evaluate 2" in stand.parts.done)
+        leaving.set()
+    await training
+    begun, end = evaluated(tmp_path)[2]
+    assert begun == BEGUN and (end == LOST if leaves else end["eval/accuracy"] == 1.0)
+
+
+async def test_engines_are_watched_once_and_their_hooks_are_closed(tmp_path):
+    stand = evaluating(tmp_path, schedule__steps=2)
+    beside, closed = stand.run.evaluation, []
+    make = stand.run.evaluation._service.make_maker
+
+    def make_maker(served: Any) -> Any:
+        maker = make(served)
+        maker.close = lambda: closed.append(maker)
+        return maker
+
+    beside._service.make_maker = make_maker
+    await stand.train()
+    assert stand.members.watches == 1 and len(closed) == 1

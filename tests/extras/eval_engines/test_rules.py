@@ -58,6 +58,42 @@ def test_engines_evaluate_together_with_what_has_run(keys):
     assert isinstance(config_of(**BESIDE | keys), Config)
 
 
+OF_GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "keys": ({}, {"api_key_env": "KEY"}, "engines.keys_without_urls", ""),
+    "a field": ({}, {"sglang": {"kv_cache_dtype": 1}}, "engines.sglang_value", ".sglang.kv_cache_dtype"),
+    "sizes": ({}, {"tensor": 2, "expert": 3}, "engines.sizes", ""),
+    "stages": ({}, {"pipeline": 2}, "engines.sizes", ""),
+    "exact": ({"numerics__mode": "exact"}, {"tensor": 2, "dp_attention": 2}, "exact.engines", ".dp_attention"),
+    "adapters": (
+        {"trainer__lora": {"rank": 1, "alpha": 1}},
+        {"sglang": {"enable_lora": True}},
+        "lora.served",
+        ".sglang.enable_lora",
+    ),
+    "images": ({"trainer__vision": {}}, {"sglang": {"language_only": True}}, "vision.engines", ".sglang.language_only"),
+    "codes": ({"publish__quantize": "int4"}, {"model": "m"}, "publish.int4", ".sglang.moe_runner_backend"),
+    "drafts": (
+        {"publish__quantize": "int4"},
+        {"sglang": {"speculative_algorithm": "EAGLE"}},
+        "unproven",
+        ".sglang.speculative_algorithm",
+    ),
+}
+"""Other keys, keys of a group, and the code and the group's key of the refusal."""
+
+
+@pytest.mark.parametrize("section", ["rollout", "eval"])
+@pytest.mark.parametrize(("keys", "group", "code", "key"), OF_GROUPS.values(), ids=OF_GROUPS)
+def test_refusals_name_the_list_of_the_group(section, keys, group, code, key):
+    plain = {"rollout__engines": [{"max_total_tokens": 64, "sglang": {"moe_runner_backend": "triton"}}]}
+    with invalid(code, about=f"{section}.engines{key}") as caught:
+        config_of(**(BESIDE | plain | keys | {f"{section}__engines": [group]}))
+    problems = [problem for item in caught.value.errors() for problem in item["ctx"]["error"].problems]
+    (text,) = {str(problem) for problem in problems if problem.about == f"{section}.engines{key}"}
+    other = {"rollout": "eval", "eval": "rollout"}[section]
+    assert f"{section}.engines" in text and f"{other}.engines" not in text
+
+
 def test_engines_during_training_are_started_only_if_the_run_evaluates():
     config = config_of(**BESIDE)
     assert [group.name for group in config.served.evaluating] == ["eval"]

@@ -28,7 +28,7 @@ TRITON = {"sglang": {"moe_runner_backend": "triton"}}
 
 def broken_codes(config: Config, spec: Any, local_device: str) -> list[str]:
     """Returns the codes of the broken rules about exact mode, model and machine."""
-    facts = config.sections | {"spec": spec, "local_device": local_device}
+    facts = config.facts | {"spec": spec, "local_device": local_device}
     return [problem.code for problem in broken(rules_in(rules), facts)]
 
 
@@ -40,7 +40,7 @@ def test_settings_that_keep_the_forward_pass_exact_are_accepted() -> None:
         config(trainer={"megatron": {"batch_p2p_sync": False}}),
         config(schedule={"max_staleness": 1}, rollout={"gap_probe": 0, "replay": "/tmp/y"}),
     ):
-        assert broken(rules_in(rules), good.sections) == []
+        assert broken(rules_in(rules), good.facts) == []
 
 
 @pytest.mark.parametrize(
@@ -177,5 +177,5 @@ def test_quantized_blocks_are_sent_only_in_the_engines_layout(tmp_path: Path) ->
         publication_plan(two, spec, Sizes(), "cpu")
     fast = config(numerics={"mode": "fast"}, publish={"quantize": "ieee"})
     for mode, refusals in ((one, 0), (fast, 1)):
-        problems = broken(all_rules(), mode.sections | {"device": "cpu", "sizes": Sizes()})
+        problems = broken(all_rules(), mode.facts | {"device": "cpu", "sizes": Sizes()})
         assert [p.about for p in problems if p.code == "publish.quantize_on_cpu"] == refusals * ["publish.quantize"]

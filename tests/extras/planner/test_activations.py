@@ -113,7 +113,7 @@ def test_offloading_fields_of_megatron_are_not_passed(key):
 )
 def test_modules_that_a_model_or_device_has_not_are_refused(tmp_path, model, device, trainer, expected):
     (tmp_path / "config.json").write_text(json.dumps(model))
-    facts = settings(trainer).sections | {"spec": read_model(tmp_path), "device": device}
+    facts = settings(trainer).facts | {"spec": read_model(tmp_path), "device": device}
     assert {(problem.code, problem.about) for problem in broken(strategy_rules(), facts)} == expected
 
 
@@ -129,7 +129,7 @@ def test_modules_that_a_model_or_device_has_not_are_refused(tmp_path, model, dev
     ],
 )
 def test_attention_whose_activations_never_moved_is_refused(model, refused):
-    facts = settings({"offload_activations": ALL}).sections
+    facts = settings({"offload_activations": ALL}).facts
     facts |= {"spec": read_model(ROOT / "configs/moe/models" / model), "device": "cuda"}
     found = {(problem.code, problem.about) for problem in broken(strategy_rules(), facts)}
     assert found == ({("unproven.layers", "trainer.offload_activations")} if refused else set())

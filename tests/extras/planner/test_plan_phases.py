@@ -195,7 +195,7 @@ def problems(*records: TrainerMemory, engines: tuple[EngineMemory, ...] = (), ma
     phases = phase_memory(machine, records, engines, **keys)
     host = host_memory(config, machine, records, None, separate_critic=False)
     facts = {"machine": machine, "trainer_memory": records, "engine_memory": engines, "phases": phases, "host": host}
-    return {problem.code: problem for problem in broken(rules_in(memory), config.sections | facts)}
+    return {problem.code: problem for problem in broken(rules_in(memory), config.facts | facts)}
 
 
 @pytest.mark.parametrize(

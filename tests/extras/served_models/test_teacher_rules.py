@@ -11,8 +11,7 @@ from tokenizers import Tokenizer
 
 from slimx.config.rule import broken, rules_in
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.engines import Engines
-from slimx.config.sections.eval import ServedEngines
+from slimx.config.sections.engines import Engines, ServedEngines
 from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError

@@ -260,5 +260,5 @@ def test_the_setting_that_excludes_the_engines_layout_is_named(places: dict[str,
     config.rollout.engines[0].sglang["enable_eplb"] = True
     with refused("publish.int4_encoding", about="publish.quantize"):
         publication_plan(config, read_model(place / "bf16"), sizes_of(config.trainer), "cuda")
-    facts = config.sections | {"device": "cpu", "sizes": sizes_of(config.trainer)}
+    facts = config.facts | {"device": "cpu", "sizes": sizes_of(config.trainer)}
     assert ("publish.quantize_on_cpu", "publish.quantize") in {(p.code, p.about) for p in broken(all_rules(), facts)}

@@ -176,7 +176,7 @@ def test_a_dense_model_is_refused_for_router_features(tmp_path):
         )
 
     def problems(spec, **moe):
-        facts = config(**moe).sections | {"spec": spec}
+        facts = config(**moe).facts | {"spec": spec}
         return [(problem.code, problem.about) for problem in broken(rules_in(trainer_rules), facts)]
 
     assert problems(spec, routing_replay="R3", z_loss_coef=0.1) == []

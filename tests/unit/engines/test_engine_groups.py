@@ -52,9 +52,7 @@ def config_of(**keys: Any) -> Config:
 
 def broken_rules(config: Config, device: str, **facts: Any) -> list[str]:
     """Returns the codes of the rules about engines and devices that the configuration breaks."""
-    return [
-        problem.code for problem in broken(rules_in(engines, publish), config.sections | {"device": device} | facts)
-    ]
+    return [problem.code for problem in broken(rules_in(engines, publish), config.facts | {"device": device} | facts)]
 
 
 def test_ranks_can_read_a_configuration_with_a_server_that_runs_already() -> None:

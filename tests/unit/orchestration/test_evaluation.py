@@ -102,7 +102,9 @@ GREEDY, BEYOND, NUCLEUS = (("eval.samples",) * 2, ("eval.pass_at",) * 2, ("eval.
         ({"samples": 4}, "eval.samples", "eval.samples"),
         ({"top_p": 0.9}, "eval.top_p", "eval.top_p"),
         ({"samples": 4, "temperature": 1.0, "pass_at": (4, 8)}, "eval.pass_at", "eval.pass_at"),
-        ({"prompts": {"a/b": "f"}}, "eval.name", "a/b"),
+        ({"prompts": {"a/b": "f"}}, "eval.name", "eval.prompts"),
+        ({"prompts": {"": "f", "b": "g"}}, "eval.name", "eval.prompts"),
+        ({"prompts": {"": {"path": "f", "temperature": 0.5}}}, "eval.name", "eval.prompts"),
         ({"samples": 4, "temperature": 1, "prompts": {"a": {"path": "f", "temperature": 0}}}, *GREEDY),
         ({"prompts": {"a": {"path": "f", "samples": 4}}}, "eval.samples", f"{SET}.samples"),
         ({"pass_at": (4,), "prompts": {"a": {"path": "f", "samples": 2, "temperature": 1}}}, *BEYOND),
@@ -115,6 +117,13 @@ GREEDY, BEYOND, NUCLEUS = (("eval.samples",) * 2, ("eval.pass_at",) * 2, ("eval.
 def test_an_evaluation_that_would_say_nothing_is_refused(options, code, about):
     with invalid(code, about=about):
         config_of(**{f"eval__{key}": value for key, value in options.items()})
+
+
+def test_a_set_without_a_name_is_refused_under_no_other_key():
+    with invalid("eval.name", about="eval.prompts") as caught:
+        config_of(eval__prompts={"": {"path": "f", "samples": 4}})
+    (item,) = caught.value.errors()
+    assert [problem.about for problem in item["ctx"]["error"].problems] == ["eval.prompts"]
 
 
 def test_a_value_of_several_sets_is_refused_once():

@@ -77,7 +77,7 @@ def test_the_chosen_transport_breaks_no_rule() -> None:
         sizes = {"rollout.engines": engines, "trainer.world_size": world}
         config = config_of(**cluster, **schedule, **staging, **sizes)
         chosen = choose_transport(config, device).applied(config)
-        assert broken(rules, chosen.sections | {"device": device}) == [], chosen.publish
+        assert broken(rules, chosen.facts | {"device": device}) == [], chosen.publish
         tried += 1
     assert tried == 4 * (2 * 3 + 2) * 2 * 2 * 2
 
@@ -86,5 +86,5 @@ def test_the_chosen_transport_breaks_no_rule() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_several_machines_of_unknown_size_are_refused_to_what_reaches_one(transport: str, device: str) -> None:
     config = config_of(**{"publish.transport": transport, "cluster.nodes": 4})
-    (problem,) = broken(all_rules(), config.sections | {"device": device})
+    (problem,) = broken(all_rules(), config.facts | {"device": device})
     assert (problem.code, problem.about) == ("publish.machines", "publish.transport")

@@ -82,7 +82,7 @@ def test_shipped_configurations_have_sizes_that_their_dispatcher_takes(file) -> 
     config = load_config(file, [])
     if not (ROOT / config.model.path).exists():
         pytest.skip("the recipe's model is downloaded")
-    facts = config.sections | {"sizes": sizes_of(config.trainer), "spec": read_model(ROOT / config.model.path)}
+    facts = config.facts | {"sizes": sizes_of(config.trainer), "spec": read_model(ROOT / config.model.path)}
     assert broken([has_trainer_kernels, has_engine_kernels], facts) == []
 
 

@@ -12,7 +12,7 @@ from slimx import entry_points
 from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.config.sections.critic import Critic
-from slimx.config.sections.eval import ServedEngines
+from slimx.config.sections.engines import ServedEngines
 from slimx.rules.unproven import CONDITIONS, is_set, key_of, layer_tables
 
 MODULES = entry_points.load_all("slimx.rules").values()
@@ -31,7 +31,7 @@ DICTIONARIES = ("megatron", "sglang")
 
 
 def sections(**changes: Any) -> dict[str, Any]:
-    return Config.model_validate(PLAIN | changes).sections
+    return Config.model_validate(PLAIN | changes).facts
 
 
 def having(facts: dict[str, Any], entry: str) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def having(facts: dict[str, Any], entry: str) -> dict[str, Any]:
         return facts | {section: Critic()}
     changed = {"false": False}.get(value, value or "another")
     facts = facts | {section: _changed(facts[section] or Critic(), names, changed)}
-    return facts | {"served": ServedEngines(facts["rollout"].engines, ())}
+    return facts | {"served": ServedEngines(facts["rollout"].engines)}
 
 
 def _changed(owner: Any, names: list[str], value: Any) -> Any:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from slimx.config.sections.engines import Engines
-from slimx.config.sections.eval import ServedEngines
+from slimx.config.sections.engines import Engines, ServedEngines
 from slimx.config.sections.run import Schedule
 from slimx.extras.planner.record import EnginePlace, RankMap, RankPlace
 from slimx.layout.ranks import Sizes, coordinates, stage_layers

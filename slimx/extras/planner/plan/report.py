@@ -79,7 +79,7 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
     config = transport.applied(config)
     facts = model_facts(config, spec) | {"device": device, "machine": machine}
     facts["policies"] = config.policies if policies is None else policies
-    problems = broken(all_rules(), facts, before=config.sections)
+    problems = broken(all_rules(), facts, before=config.facts)
     splits = not any(problem.code.startswith("layout.") for problem in problems)
     report = _model_report(config, spec, machine, device)
     if not splits or any(problem.code == "critic.split" for problem in problems):

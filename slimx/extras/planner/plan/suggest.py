@@ -269,7 +269,7 @@ class Search:
         if config is None:
             return None
         rules = (*TRAINED, *self.spec.layer_kind.split_rules())
-        if broken(rules, config.sections | {"spec": self.spec, "sizes": split.sizes}):
+        if broken(rules, config.facts | {"spec": self.spec, "sizes": split.sizes}):
             return None
         states = stage_states(config.trainer, self.holdings, self.spec, split.sizes, quick=True)
         if self.critic is None:
@@ -284,7 +284,7 @@ class Search:
         if strategy.moments is not None:
             fields["optimizer"] = {**self.config.trainer.optimizer.model_dump(), "offload_fraction": strategy.moments}
         config = with_trainer(self.config, fields)
-        if config is None or not allowed(config.sections | {"spec": self.spec, "device": self.device}):
+        if config is None or not allowed(config.facts | {"spec": self.spec, "device": self.device}):
             return None
         return config
 
@@ -325,7 +325,7 @@ class Search:
         graphs = max((engine.graphs for engine in engines), default=0)
         host = host_memory(config, self.machine, trainers, None, separate_critic=False, graphs=graphs)
         facts = {"trainer_memory": trainers, "engine_memory": engines, "phases": phases, "host": host}
-        return broken(MEMORY_RULES, config.sections | facts | {"machine": self.machine})
+        return broken(MEMORY_RULES, config.facts | facts | {"machine": self.machine})
 
     def _suggested(self, candidate: Candidate) -> Suggestion:
         ranks, _ = by_gpu(candidate.records + candidate.critics, separate_critic=False)

@@ -73,7 +73,7 @@ def _engine(
         return None
     if not record.fits or record.concurrency is None:
         return None
-    if broken(all_rules(), config.model_copy(update={"rollout": rollout}).sections):
+    if broken(all_rules(), config.model_copy(update={"rollout": rollout}).facts):
         return None
     concurrency = record.concurrency * changed.count
     return EngineSuggestion(group=group.name, **fields, weights=record.weights, concurrency=concurrency)

@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
-from slimx.config.sections.eval import ServedEngines
+from slimx.config.sections.engines import ServedEngines
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster, Numerics, Schedule
