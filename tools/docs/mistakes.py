@@ -217,7 +217,7 @@ MISTAKES = (
     Mistake(
         "a run as start weights",
         "train run.yaml trainer.load=runs/first",
-        {f"runs/first/checkpoints/iter_0000100/slimx/{name}.json": "{}" for name in ("run", "manifest")},
+        {"runs/first/checkpoints/latest_checkpointed_iteration.txt": "100"},
     ),
     Mistake("a torn config.json", "train run.yaml", {"model/config.json": '{"model_type": "qwen3_m'}),
     Mistake("more tensor ranks than there are", "train run.yaml trainer.tensor=4"),
