@@ -47,7 +47,6 @@ AFTER = [
         r"(?<![\w-])((?:-u|--user|--proxy-user|-U)[ =]{0,8}(\\*[\"'])?[\w.@\\-]{1,100}[:%])(?(2)[^\n\"']+|[^\s\"']+)"
     ),
     re.compile(r"(\b(?:sshpass|login|mysql|mysqldump)\b[^\n]{0,80}? -p[ =]?[\"']?)(?!ort)[^\s\"']+"),
-    re.compile(r"(?i)((?:^|\s)login\s+\S+\s+password\s+)\S+"),
     re.compile(
         r"(?i)(\b(?:(?:api|access|secret|auth)[ -](?:key|token)s?|pass(?:word|phrase|wd))\b"
         r"(?: (?:is |was )?(?=\w{0,60}\d)(?=\w{8})|(?<=[yns])[:=](?!=) ?[\"'`]?"
@@ -83,7 +82,9 @@ MACHINES = [
         r"(?i)(?<![A-Za-z])(?:\w{0,40}(?:addr|address|host|hostname|node_?name|node_?list))"
         rf"\\*[\"']?\s?[=:]\s?\\*[\"']?(?=[\w.-]*[\d.-])({HOST_NAME})(?![\w(])"
     ),
-    re.compile(rf"(?i)(?:^|\s)(?:ssh|scp|rsync|ping)[ \t]+(?:-\S+[ \t]+)*(?:[\w.-]+@)?(?=[\w.-]*[\d.-])({HOST_NAME})"),
+    re.compile(
+        rf"(?i)(?<![\w.-])(?:ssh|scp|rsync|ping)[ \t]+(?:-\S+[ \t]+)*(?:[\w.-]+@)?(?=[\w.-]*[\d.-])({HOST_NAME})"
+    ),
     re.compile(
         rf"(?<![\w.+-])[A-Za-z_][\w.-]{{0,31}}@(?!v\d|step|[0-9a-f]{{6,40}}\b)(?=[\w.-]*[\d.-])({HOST_NAME})(?=[:\s])"
     ),

@@ -75,6 +75,8 @@ LINES = [
     "postgresql://bob:p@{word}/{word2}@db.example:5432/x",
     "origin\thttps://x-access-token:{word}@github.com/o/r.git (push)",
     "redis://:{word}@cache:6379/0",
+    "redis://bob:{word}/{word2}@cache:6379/0",
+    "git clone https://{word}@cache/x",
     "GET /v1/a?sig={word}&access_token={word2}&x=1",
     "https://store.example/d?X-Amz-Signature={hex}&X-Amz-Credential={word}%2Fus",
     "https://hooks.slack.com/services/T0/B0/{word}",
@@ -84,6 +86,7 @@ LINES = [
     # headers
     "Authorization: Bearer {word}",
     "authorization: Token {word}",
+    "sent x: Basic {blob}==",
     '-H \'Authorization: Digest username="bob", response="{word}"\' x',
     "{{'Authorization': 'Basic {blob}=='}}",
     "Cookie: session={word}; csrftoken={word2}",
@@ -112,6 +115,7 @@ LINES = [
     "ServerArgs(model_path='m', api_key='{word}', admin_api_key=\"{quoted}\", port=1)",
     "    client = Client(token='{word}', timeout=3)",
     "wandb.login(key='{hex}')",
+    "login(key='{word}{word2}')",
     # names and values in pairs
     "os.environ.setdefault('HF_TOKEN', '{word}')",
     "os.putenv('TOGETHER_API_KEY','{hex}')",
@@ -138,6 +142,10 @@ LINES = [
     "cache in /mnt/home/{user}/.cache and C:\\Users\\{user2}\\x",
     "USER={user} HOSTNAME={host}",
     "uid=1000({user}) gid=1",
+    "username: {user}, node_name='{host}'",
+    "MASTER_ADDR={name}",
+    "ping {host}",
+    "root@{name}-x:~# ls",
     "logged in as {user}.",
     "mail {user}.x@corp.example",
     "worker {aws_host}.ec2.internal joined at {ip}.",
@@ -165,6 +173,7 @@ def planted(template: str, chance: random.Random) -> tuple[str, list[str]]:
         "aws": lambda: "IA" + "".join(chance.choices(string.ascii_uppercase + string.digits, k=16)),
         "long": lambda: letters(64),
         "host": lambda: f"node{letters(8, string.ascii_lowercase)}",
+        "name": lambda: "".join(chance.choices(string.ascii_lowercase, k=9)),
         "user": lambda: letters(8, string.ascii_lowercase),
     }
     values = {}
