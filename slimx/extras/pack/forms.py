@@ -64,9 +64,9 @@ COLOR = re.compile(r"(?:\x1b|\\{1,8}(?:(?:u00|x)1b|e))\[[\d;]*m")
 HOME = re.compile(r"(?:/home/|/Users/|/users/|/var/home/|\\{1,8}Users\\{1,8})([\w.-]+)|/root(?=/|$|[\s\"':,])")
 USERS = [
     re.compile(
-        r"(?<![A-Za-z])(?:SUDO_|SLURM_JOB_)?(?:USER|LOGNAME|USERNAME)\\*[\"']?\s?[=:]\s?\\*[\"']?([\w.-]{3,32})"
+        r"(?<![A-Za-z])(?:SUDO_|SLURM_JOB_)?(?:USER|LOGNAME|USERNAME)\\*[\"']?\s?[=:]\s?\\*[\"']{0,2}([\w.-]{3,32})"
     ),
-    re.compile(r"(?i)(?<![A-Za-z])user_?name\\*[\"']?\s?[=:]\s?\\*[\"']?([\w.-]{3,32})"),
+    re.compile(r"(?i)(?<![A-Za-z])user_?name\\*[\"']?\s?[=:]\s?\\*[\"']{0,2}([\w.-]{3,32})"),
     re.compile(r"\buid=\d+\(([\w.-]+)\)"),
     re.compile(r"(?i)logged in as:? [\"']?([\w.-]{3,32})"),
     re.compile(r"(?<![\w./+-])([A-Za-z_][\w.-]{2,31})@(?!v\d|step|[0-9a-f]{6,40}\b)[A-Za-z][\w-]*\d[\w.-]*"),
@@ -80,7 +80,7 @@ MACHINES = [
     ),
     re.compile(
         r"(?i)(?<![A-Za-z])(?:\w{0,40}(?:addr|address|host|hostname|node_?name|node_?list))"
-        rf"\\*[\"']?\s?[=:]\s?\\*[\"']?(?=[\w.-]*[\d.-])({HOST_NAME})(?![\w(])"
+        rf"\\*[\"']?\s?[=:]\s?\\*[\"']{{0,2}}(?=[\w.-]*[\d.-])({HOST_NAME})(?![\w(])"
     ),
     re.compile(
         rf"(?i)(?<![\w.-])(?:ssh|scp|rsync|ping)[ \t]+(?:-\S+[ \t]+)*(?:[\w.-]+@)?(?=[\w.-]*[\d.-])({HOST_NAME})"
