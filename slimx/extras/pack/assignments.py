@@ -27,8 +27,9 @@ _FLAG = re.compile(
 """Flag and its closing quote, or name that a shell or Dockerfile sets, before the value."""
 _PAIR = re.compile(
     rf"(?<![\w.-])({_NAME}){_CLOSING}(?:"
-    r",\s{0,8}(?=[rbu]?\\*[\"']{1,2}[^\"'\n]{0,200}\d)(?![rbu]?\\*[\"'][^\"'\n]{0,200}\"\s?:)"
-    r"|(?:\s{0,40}(?:[|\u2502\u2503]|-?>)\s{0,40}|(?:\t|\\+t)\s{0,40}|[ ]{2,40})(?=[^\s|<>]{0,99}\d)(?=[^\s|<>]{6})"
+    r",\s{0,8}(?=[rbu]?\\*[\"'])(?![rbu]?\\*[\"'][^\"'\n]{0,200}\"\s?:)"
+    r"|(?:\s{0,40}(?:[|\u2502\u2503]|\\+u250[23]|-?>)\s{0,40}|(?:(?:\t|\\+t)\s{0,40}|[ ]{2,40})(?=[^\s|<>]{0,99}\d))"
+    r"(?=[^\s|<>]{0,20}?\w{6})"
     r"|(?:[^\w\\]|\\++n?){1,24}[Vv]alue\\*[\"']?\s?[=:]\s{0,8})"
 )
 """Name and value in a pair, a call, a table, an element of XML, or the values of the keys "name" and "value"."""
@@ -49,8 +50,8 @@ _QUOTES = [
 _OPENING = re.compile(r"[A-Za-z_]?[\w.]{0,80}[\[{(]")
 """Begin of a list, a mapping, a tuple or a call."""
 _NESTED = re.compile(r"(\\*[\"'])[^\n]{0,400}?(?<!\\)\1|[\[{(]|[\]})]")
-_WORD = re.compile(r"\$\{[^}\n]*\}|[^\s,;&\"'})\]]+")
-_WORDS = re.compile(r"\$\{[^}\n]*\}|(?:(?!,?[ \t]+[\w.-]+[\"']?\s?[=:]|,\s|[;&\"'})\]\n]).)+")
+_WORD = re.compile(r"\$\{[^}\n]*\}|<[A-Za-z _-]{1,40}>|[^\s,;&\"'})\]]+")
+_WORDS = re.compile(r"\$\{[^}\n]*\}|<[A-Za-z _-]{1,40}>|(?:(?!,?[ \t]+[\w.-]+[\"']?\s?[=:]|,\s|[;&\"'})\]\n]).)+")
 """Password with blanks, up to the next assignment."""
 _SHORT = re.compile("[a-z]{1,5}")
 """Word after "token:" in a sentence."""
@@ -61,12 +62,13 @@ _BLOCK = re.compile(r"(?:[|>][-+\d]*[ \t]*)?(?=\n)")
 _COMMENT = re.compile(r"[ \t]+#")
 _HARMLESS = re.compile(
     r"(?:null|none|nil|nan|true|false|yes|no|str|bool|int|\$\{\{?[\w. :]*(?:, ?(?:null)?)?\}?\}|\$[A-Za-z_]\w*"
-    r"|<[a-z _|-]{0,30}>|\*+|\.\.\.|\{\}|\[\])?",
+    r"|<(?:unset|empty|missing|hidden|redacted|masked|your[a-z _-]{0,30}|[a-z _-]{0,20}(?:token|key|password))>"
+    r"|\*+|\.\.\.|\{\}|\[\])?",
     re.I,
 )
 """Values that are kept: no value, references to variables without a default, types, placeholders."""
 _COUNT = re.compile(
-    r"[-+]?(?:\d{1,7}|\d*\.\d+|\d+\.\d*)(?:e[-+]?\d+)?%?|</?[a-z_]{1,20}\d{0,3}>|<\|\w{1,40}\|?>?|\[[A-Z]{2,6}\]"
+    r"[-+]?(?:\d{1,7}|\d*\.\d+|\d+\.\d*)(?:e[-+]?\d+)?%?|</?(?:s|unk|pad|[be]os|mask|cls|sep|extra_id_\d+)>|<\|\w{1,40}\|?>?|\[[A-Z]{2,6}\]"
     r"|[\[(][\d\s,.-]*[\])]",
     re.I,
 )
@@ -107,7 +109,8 @@ def _values(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[int, int]]:
             kind = kind_of(next(filter(None, match.groups())))
         if kind:
             span = _value(text, kind, match.start(), match.end(), quoted=bool(match[2]) or pattern is _PAIR)
-            if span is not None:
+            digit = pattern is not _PAIR or kind == "password" or (span and re.search(r"\d", text[span[0] : span[1]]))
+            if span is not None and digit:
                 end = span[1]
                 yield span
 

@@ -87,6 +87,7 @@ def test_a_secret_is_removed(text):
         "actions/checkout@v4 vllm@abc123 Qwen@v2.5 reward@step4 a reward of git main, host: engine-actor-0",
         "--redis-username default, /root_dir default",
         "google-auth==2.62.2, if token == 'abc':, nvidia-cudnn-cu12 9.10.2.21, cuDNN: 9.10.2.21",
+        "per token -> 12.5ms/step, HF_TOKEN=<your token>, token: </s>, num_tokens | 12345678 |, tokens  1234567",
         "per-token quant with W8A8Fp8MoEMethod, forward pass Qwen3MoE30BA3BInstruct2507, pass 3/4 took, pass  1234567x",
         "choose 'token', 'sequence' is in secrets: {}, tokens: [], token 'a', the token is Qwen3MoE30BA3B",
     ],
