@@ -44,6 +44,11 @@ _CODE = re.compile(
     r"(?:[A-Za-z_]+\d{0,2}|\d)(?:\.(?:[A-Za-z_]+\d{0,2}|\d{1,3})|\[\d*\])+|step-\d+|[\w.]*[\[({].*", re.S
 )
 """Expressions of Python, keys, calls and lists: values that other texts contain for other reasons."""
+_ATTRIBUTE = re.compile(
+    r"(?:self|cls|\w*(?:args|config|cfg|ctx|spec|options|params|settings)|os|socket|ray)\..*"
+    r"|.*\.(?:\w*_\w*|host|hostname|addr|address|ip|name|nodes?|url)"
+)
+"""Attribute of an object in Python."""
 _TOKEN = re.compile(r"[\w.-]+")
 _PIECE = re.compile(r"[^\W_]+")
 _PIECES = 16
@@ -261,7 +266,10 @@ def _items(value: object) -> Iterable[tuple[str, object]]:
 
 
 def _is_machine(name: str) -> bool:
-    return len(name) > 3 and re.search("[A-Za-z]{2}", name) is not None and not PUBLIC.fullmatch(name)
+    """Returns True if `name` after "host" can be a machine, rather than an expression of Python in a traceback."""
+    if len(name) < 4 or PUBLIC.fullmatch(name) or _ATTRIBUTE.fullmatch(name):
+        return False
+    return re.search("[A-Za-z]{2}", name) is not None
 
 
 def _is_ip6(text: str) -> bool:

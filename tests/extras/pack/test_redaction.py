@@ -85,11 +85,12 @@ def test_a_secret_is_removed(text):
         "https://huggingface.co/a/b, https://github.com/a/b.git, hf://datasets/a@main, http://127.0.0.1:1/x",
         "--max-tokens 512 --eos-token-id 5 --key-value-heads 8 -u 5",
         "actions/checkout@v4 vllm@abc123 Qwen@v2.5 reward@step4 a reward of git main, host: engine-actor-0",
+        "claimed(host=self.host) of self, {'host': spec.host, 'node_name': node.hostname} of a spec, addr=f.my_addr f",
         "--redis-username default, /root_dir default",
         "google-auth==2.62.2, if token == 'abc':, nvidia-cudnn-cu12 9.10.2.21, cuDNN: 9.10.2.21",
         "per token -> 12.5ms/step, HF_TOKEN=<your token>, token: </s>, num_tokens | 12345678 |, tokens  1234567",
         "per-token quant with W8A8Fp8MoEMethod, forward pass Qwen3MoE30BA3BInstruct2507, pass 3/4 took, pass  1234567x",
-        "choose 'token', 'sequence' is in secrets: {}, tokens: [], token 'a', the token is Qwen3MoE30BA3B",
+        "API keys of a run's servers, choose 'token', 'sequence' is in secrets: {}, tokens: [], token 'a', the token is Qwen3MoE30BA3B",
     ],
 )
 def test_what_a_maintainer_needs_is_kept(text):
