@@ -90,7 +90,7 @@ def test_a_secret_is_removed(text):
         "google-auth==2.62.2, if token == 'abc':, nvidia-cudnn-cu12 9.10.2.21, cuDNN: 9.10.2.21",
         "per token -> 12.5ms/step, HF_TOKEN=<your token>, token: </s>, num_tokens | 12345678 |, tokens  1234567",
         "per-token quant with W8A8Fp8MoEMethod, forward pass Qwen3MoE30BA3BInstruct2507, pass 3/4 took, pass  1234567x",
-        "API keys of a run's servers, choose 'token', 'sequence' is in secrets: {}, tokens: [], token 'a', the token is Qwen3MoE30BA3B",
+        "API keys of a run's servers, choose 'token', 'sequence' is in secrets: {}, tokens: [], token 'a'",
     ],
 )
 def test_what_a_maintainer_needs_is_kept(text):
