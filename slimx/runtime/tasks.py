@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -76,7 +77,7 @@ class Ticker:
 
 
 async def in_thread[**P, T](function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
-    """Runs `function` in a new daemon thread, which does not delay the exit of the process, and returns its result."""
+    """Runs `function` in a new daemon thread, as `start_thread` does, and returns its result."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 
@@ -96,8 +97,14 @@ async def in_thread[**P, T](function: Callable[P, T], *arguments: P.args, **keyw
         with suppress(RuntimeError):  # the event loop has been closed
             loop.call_soon_threadsafe(settle, outcome)
 
-    threading.Thread(target=work, name=f"slimx {getattr(function, '__name__', 'work')}", daemon=True).start()
+    start_thread(work, getattr(function, "__name__", "work"))
     return await result
+
+
+def start_thread(work: Callable[[], object], name: str) -> None:
+    """Runs `work` with the caller's context variables in a new daemon thread, which does not delay the exit of the
+    process. `name`: name of the thread after "slimx"."""
+    threading.Thread(target=copy_context().run, args=(work,), name=f"slimx {name}", daemon=True).start()
 
 
 async def within[T](seconds: float, work: Awaitable[T], awaited: str, holder: str) -> T:

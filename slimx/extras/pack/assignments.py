@@ -11,29 +11,47 @@ from slimx.extras.pack.secret_names import Kind, kind_of
 REMOVED = "[removed]"
 _NAME = r"[A-Za-z_][\w.-]{0,200}"
 _CLOSING = r"(''|\"\"|\\*[\"'])?"
+_NEXT_LINE = r"(?:\\\n|\\{3,}n)\s{0,60}"
+"""End of a line that the shell continues, also in JSON."""
 _ASSIGNED = re.compile(
-    rf"(?<![\w.-])(-{{0,2}}{_NAME}){_CLOSING}\]?\s{{0,8}}(?:=>|:=|[=:])(?:\s{{0,60}}(?=\\*[\"'\[{{(])|[ \t]{{0,60}})"
+    rf"(?<![\w.-])(-{{0,2}}{_NAME}){_CLOSING}\]?\s{{0,8}}"
+    r"(?:=>|:=|:\s?(?:Secret|Optional\[)?[Ss]tr\]?(?: \| None)?\s?=(?!=)|[=:](?!=))"
+    rf"(?:\s{{0,60}}(?=\\*[\"'\[{{(])|[ \t]{{0,60}}(?:{_NEXT_LINE})?)"
 )
-"""Name, closing quote of the name, separator."""
+"""Name, closing quote of the name, annotation of Python, separator."""
 _FLAG = re.compile(
-    rf"(?<![\w.-])(--?{_NAME}){_CLOSING}(?:[ \t]{{1,8}}|,\s{{0,60}}|(?:\n|\\+n)\s{{0,60}}- )(?![\s-])|"
-    rf"(?<![\w.-])(?:setenv|ENV|ARG)[ \t]{{1,8}}({_NAME})[ \t]{{1,8}}(?=\S)"
+    rf"(?<![\w.-])(--?{_NAME}){_CLOSING}(?:[ \t]{{0,8}}{_NEXT_LINE}|[ \t]{{1,8}}|,\s{{0,60}}"
+    r"|(?:\n|\\+n)\s{0,60}(?:- )?)(?![\s-])|"
+    rf"(?<![\w.-])(?:setenv|setx|set -\w{{1,3}}|ENV|ARG)[ \t]{{1,8}}({_NAME})[ \t]{{1,8}}(?=\S)"
 )
 """Flag and its closing quote, or name that a shell or Dockerfile sets, before the value."""
+_PAIR = re.compile(
+    rf"(?<![\w.-])({_NAME}){_CLOSING}(?:"
+    r",\s{0,8}(?=[rbu]?\\*[\"'])(?![rbu]?\\*[\"'][^\"'\n]{0,200}\"\s?:)"
+    r"|(?:\s{0,40}(?:[|\u2502\u2503]|\\+u250[23]|-?>)\s{0,40}|(?:(?:\t|\\+t)\s{0,40}|[ ]{2,40})(?=[^\s|<>]{0,99}\d))"
+    r"(?=[^\s|<>]{0,20}?\w{6})"
+    r"|(?:[^\w\\]|\\++n?){1,24}[Vv]alue\\*[\"']?\s?[=:]\s{0,8})"
+)
+"""Name and value in a pair, a call, a table, an element of XML, or the values of the keys "name" and "value"."""
 _LONGEST = 4000
 """Maximum number of characters of a value in brackets or of a quoted value with line breaks."""
-_ESCAPED = re.compile(rf"(\\+)([\"'])(?!\1\2)[^\n]{{0,{_LONGEST}}}?(?<!\\)\1\2|(\\+)([\"'])\3\4")
-"""Quoted value inside a quoted string."""
-_DOUBLED = re.compile(rf"(''|\"\")(?=[^\s,;)}}\]\"'])[^\n]{{0,{_LONGEST}}}?\1")
-"""Quoted value inside a quoted string of YAML."""
-_QUOTED = re.compile(
-    r"[rbuRBU]{0,2}(?:\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')"
-    r"(?:\\+[\"']|[\"'](?:[^\"'\\\n]|\\.)*[\"']|[^\s,;:&)}\]\"'\\])*"  # a shell joins what follows a quoted part
-)
-_LINES = re.compile(rf"\"[^\"]{{0,{_LONGEST}}}\"|'[^']{{0,{_LONGEST}}}'")
-_BRACKETS = re.compile(rf"[\[{{(][^\[\]{{}}()]{{0,{_LONGEST}}}[\]}})]")
-_WORD = re.compile(r"\$\{[^}\n]*\}|[^\s,;&\"'})\]]+")
-_WORDS = re.compile(r"\$\{[^}\n]*\}|(?:(?!,?[ \t]+[\w.-]+[\"']?\s?[=:]|,\s|[;&\"'})\]\n]).)+")
+_QUOTES = [
+    re.compile(pattern)
+    for pattern in (
+        rf"(\\+[\"'])(?P<value>[^\n]{{0,{_LONGEST}}}?)(?<!\\)\1",  # inside a quoted string
+        rf"(''|\"\")(?=[^\s,;)}}\]\"'])(?P<value>[^\n]{{0,{_LONGEST}}}?)\1",  # inside a quoted string of YAML
+        r"[rbuRBU]{0,2}[\"'](?P<value>(?:(?<=\")(?:[^\"\\\n]|\\.)*\"|(?<=')(?:[^'\\\n]|\\.)*')"
+        r"(?:\\+[\"']|[\"'](?:[^\"'\\\n]|\\.)*[\"']|[^\s,;:&)}\]\"'\\<])*)",  # a shell joins what follows a quoted part
+        rf"([\"'])(?P<value>(?:(?!\1)[\s\S]){{0,{_LONGEST}}})\1",
+        r"[\"'](?P<value>[^\n]*)",
+    )
+]
+"""Values in quotes; the last form is cut."""
+_OPENING = re.compile(r"[A-Za-z_]?[\w.]{0,80}[\[{(]")
+"""Begin of a list, a mapping, a tuple or a call."""
+_NESTED = re.compile(r"(\\*[\"'])[^\n]{0,400}?(?<!\\)\1|[\[{(]|[\]})]")
+_WORD = re.compile(r"\$\{[^}\n]*\}|<[A-Za-z _-]{1,40}>|[^\s,;&\"'})\]]+")
+_WORDS = re.compile(r"\$\{[^}\n]*\}|<[A-Za-z _-]{1,40}>|(?:(?!,?[ \t]+[\w.-]+[\"']?\s?[=:]|,\s|[;&\"'})\]\n]).)+")
 """Password with blanks, up to the next assignment."""
 _SHORT = re.compile("[a-z]{1,5}")
 """Word after "token:" in a sentence."""
@@ -43,10 +61,17 @@ _START = re.compile(r"[\s>#*|-]*(?:(?:export|set|env|declare -x|typeset -x)[ \t]
 _BLOCK = re.compile(r"(?:[|>][-+\d]*[ \t]*)?(?=\n)")
 _COMMENT = re.compile(r"[ \t]+#")
 _HARMLESS = re.compile(
-    r"(?:null|none|nil|nan|true|false|yes|no|str|bool|int|\$\{.*\}|\$[A-Za-z_]\w*|<.*>|\*+|\.\.\.)?", re.I | re.S
+    r"(?:null|none|nil|nan|true|false|yes|no|str|bool|int|\$\{\{?[\w. :]*(?:, ?(?:null)?)?\}?\}|\$[A-Za-z_]\w*"
+    r"|<(?:unset|empty|missing|hidden|redacted|masked|your[a-z _-]{0,30}|[a-z _-]{0,20}(?:token|key|password))>"
+    r"|\*+|\.\.\.|\{\}|\[\])?",
+    re.I,
 )
-"""Values that are kept: no value, references to variables, types, placeholders."""
-_COUNT = re.compile(r"[-+]?(?:\d{1,7}|\d*\.\d+|\d+\.\d*)(?:e[-+]?\d+)?%?|<.*|\[[A-Z]{2,6}\]|[\[(][\d\s,.-]*[\])]", re.I)
+"""Values that are kept: no value, references to variables without a default, types, placeholders."""
+_COUNT = re.compile(
+    r"[-+]?(?:\d{1,7}|\d*\.\d+|\d+\.\d*)(?:e[-+]?\d+)?%?|</?(?:s|unk|pad|[be]os|mask|cls|sep|extra_id_\d+)>|<\|\w{1,40}\|?>?|\[[A-Z]{2,6}\]"
+    r"|[\[(][\d\s,.-]*[\])]",
+    re.I,
+)
 """Values of names of tokens that are kept: numbers, special tokens, lists of token ids."""
 
 
@@ -64,7 +89,7 @@ def _is_secret(kind: Kind, value: str) -> bool:
 
 def without_values(text: str, found: Callable[[str], object]) -> str:
     """Returns `text` without the values after secret names, and calls `found` with each of them."""
-    for pattern in (_ASSIGNED, _FLAG):
+    for pattern in (_ASSIGNED, _FLAG, _PAIR):
         parts = []
         end = 0
         for start, stop in _values(text, pattern):
@@ -83,8 +108,9 @@ def _values(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[int, int]]:
         if match.start() >= end:
             kind = kind_of(next(filter(None, match.groups())))
         if kind:
-            span = _value(text, kind, match.start(), match.end(), quoted=bool(match[2]))
-            if span is not None:
+            span = _value(text, kind, match.start(), match.end(), quoted=bool(match[2]) or pattern is _PAIR)
+            digit = pattern is not _PAIR or kind == "password" or (span and re.search(r"\d", text[span[0] : span[1]]))
+            if span is not None and digit:
                 end = span[1]
                 yield span
 
@@ -92,36 +118,22 @@ def _values(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[int, int]]:
 def _value(text: str, kind: Kind, name: int, at: int, *, quoted: bool) -> tuple[int, int] | None:
     """Returns the span of the value that begins at `at`, without its quotes, or None if it is kept. `name`: start of
     the name; `quoted`: True if quotes end the name."""
-    escaped = _ESCAPED.match(text, at)
-    if escaped is not None:
-        width = len(escaped[1] or escaped[3]) + 1
-        return _span(text, kind, at + width, escaped.end() - width)
-    doubled = _DOUBLED.match(text, at)
-    if doubled is not None:
-        return _span(text, kind, at + 2, doubled.end() - 2)
-    first = text[at : at + 1]
-    value = _QUOTED.match(text, at)
-    if value is not None:
-        stop = value.end()
-        if text[stop - 1] in "\"'":
-            stop -= 1
-        return _span(text, kind, value.start() + value[0].index(_quote_of(value[0])) + 1, stop)
-    if first in ('"', "'"):
-        stop = text.find("\n", at) % (len(text) + 1)  # -1 becomes the end of the text
-        value = _LINES.match(text, at)
+    for form in _QUOTES:
+        value = form.match(text, at)
         if value is not None:
-            stop = value.end() - 1
-        return _span(text, kind, at + 1, stop)
-    if first in ("[", "{", "("):
-        value = _BRACKETS.match(text, at)
-        if value is not None:
-            return _span(text, kind, at, value.end())
+            return _span(text, kind, *value.span("value"))
+    begin = text.rfind("\n", max(0, name - 80), name) + 1
+    starts = not quoted and (begin > 0 or name <= 80) and _START.fullmatch(text, begin, name) is not None
+    opening = _OPENING.match(text, at)
+    if opening is not None:
+        stop = _closed(text, opening.end() - 1)
+        if starts and len(opening[0]) > 1:  # a call, or a password with a bracket
+            stop = max(stop, _line_end(text, at))
+        return _span(text, kind, at, stop)
     before = text[max(0, name - 1) : name]
     if before and before in "\"'" and not quoted:  # 'Authorization: Digest a="b"'
         closing = re.compile(rf"[^\n{before}]*").match(text, at)
         return closing and _span(text, kind, at, closing.end())
-    begin = text.rfind("\n", max(0, name - 80), name) + 1
-    starts = not quoted and (begin > 0 or name <= 80) and _START.fullmatch(text, begin, name) is not None
     block = _BLOCK.match(text, at)
     if block is not None and starts and (kind == "password" or block[0]):
         return _block(text, name - begin, block.end())
@@ -134,11 +146,23 @@ def _value(text: str, kind: Kind, name: int, at: int, *, quoted: bool) -> tuple[
     return value and _span(text, kind, at, value.end())
 
 
-def _quote_of(value: str) -> str:
-    return next(letter for letter in value if letter in "\"'")
+def _closed(text: str, at: int) -> int:
+    """Returns the end of the brackets that open at `at`, or of the line if they do not close."""
+    depth = 0
+    for match in _NESTED.finditer(text, at, at + _LONGEST):
+        depth += (match[0] in "[{(") - (match[0] in "]})")
+        if depth == 0:
+            return match.end()
+    return _line_end(text, at)
+
+
+def _line_end(text: str, at: int) -> int:
+    return text.find("\n", at) % (len(text) + 1)  # -1 becomes the end of the text
 
 
 def _span(text: str, kind: Kind, start: int, stop: int) -> tuple[int, int] | None:
+    while stop > start and text[stop - 1] in "\"'":
+        stop -= 1
     if not _is_secret(kind, text[start:stop]):
         return None
     return start, stop

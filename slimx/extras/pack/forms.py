@@ -16,11 +16,12 @@ FORMS = [
     re.compile(pattern)
     for pattern in (
         r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----[\s\S]{0,20000}?-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----",
-        r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----(?:(?:\\+[nr]|\s){1,9}[^\n]{0,80}?[\w+/=]{16,}+)*",
+        r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----(?:(?:\\+[nr]|\s){1,9}[^\n]{0,80}?"
+        r"(?:[\w+/=]{16,}+|(?:Proc-Type|DEK-Info|Version|Comment): [^\n\\]*+))*",
         r"(?<![A-Za-z0-9+/])(?:[A-Za-z0-9+/]{16,}+={0,2}+(?:\\+[nr]|\s)++){1,400}+"
         r"-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----",
-        r"PuTTY-User-Key-File-\d:[^\n]*(?:\n(?!\n)[^\n]+)*",
-        rf"(?<![A-Za-z0-9])(?:{'|'.join(_TOKENS)})(?=[A-Za-z0-9._-]*[0-9])[\w=/+-]{{8,}}(?:\.[\w=-]{{16,}})*",
+        r"PuTTY-User-Key-File-\d:[^\n]*(?:\n(?:[A-Z][A-Za-z-]{2,20}: [^\n]*|[\w+/=]+(?=\n|\Z)))*",
+        rf"(?<![A-Za-z0-9])(?:{'|'.join(_TOKENS)})(?=[A-Za-z0-9._-]{{0,200}}[0-9])[\w=/+-]{{8,}}(?:\.[\w=-]{{16,}})*",
         r"(?<![A-Za-z0-9])sk-[A-Za-z0-9_-]{8,}",
         r"(?<![A-Z0-9])A(?:KIA|SIA|GPA|IDA|ROA|IPA|NPA)[A-Z0-9]{16}(?![A-Z0-9])",
         r"(?<![A-Za-z0-9])AIza[A-Za-z0-9_-]{30,}",
@@ -32,13 +33,9 @@ FORMS = [
         r"(?<=://)[^\s/\"'<>]{1,300}(?=@)",
         r"(?i)(?<=[?&;])(?:[\w.-]{0,60}(?:token|key|secret|signature|password|credential|auth|code|session)|sig|sas|pwd)"
         r"=[^\s&\"'#<>]+",
-        r"(?i)(?<=hooks\.slack\.com/)[^\s\"'<>]+",
-        r"(?i)(?<=discord\.com/api/webhooks/)[^\s\"'<>]+",
-        r"(?i)(?<=discordapp\.com/api/webhooks/)[^\s\"'<>]+",
-        r"(?i)(?<=api\.telegram\.org/bot)[^\s\"'<>/]+",
-        r"(?i)(?<=webhook\.office\.com/)[^\s\"'<>]+",
-        r"(?i)(?<=open\.feishu\.cn/)[^\s\"'<>]+",
-        r"(?i)(?<=open\.larksuite\.com/)[^\s\"'<>]+",
+        r"(?i)(?:(?<=hooks\.slack\.com/)|(?<=discord\.com/api/webhooks/)|(?<=discordapp\.com/api/webhooks/)"
+        r"|(?<=api\.telegram\.org/bot)|(?<=webhook\.office\.com/)|(?<=open\.feishu\.cn/)|(?<=open\.larksuite\.com/))"
+        r"[^\s\"'<>]+",
         r"(?<![\w.+-])[\w.+-]{1,100}@[\w-]{1,100}(?:\.[\w-]{1,100}){0,8}\.[A-Za-z]{2,}",
     )
 ]
@@ -46,37 +43,33 @@ FORMS = [
 AFTER = [
     # The key of Weights & Biases has 40 hexadecimal digits, like a commit.
     re.compile(r"(?i)(wandb[^\n]{0,80}?)(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"),
-    re.compile(r"(?<![\w-])((?:-u|--user|--proxy-user|-U)[ =]{0,8}[\"']?[\w.@\\-]{1,100}[:%])[^\s\"']+"),
+    re.compile(
+        r"(?<![\w-])((?:-u|--user|--proxy-user|-U)[ =]{0,8}(\\*[\"'])?[\w.@\\-]{1,100}[:%])(?(2)[^\n\"']+|[^\s\"']+)"
+    ),
     re.compile(r"(\b(?:sshpass|login|mysql|mysqldump)\b[^\n]{0,80}? -p[ =]?[\"']?)(?!ort)[^\s\"']+"),
-    re.compile(r"(?i)((?:^|\s)login\s+\S+\s+password\s+)\S+"),
     re.compile(
         r"(?i)(\b(?:(?:api|access|secret|auth)[ -](?:key|token)s?|pass(?:word|phrase|wd))\b"
-        r" [^\n:='\"`,;\[{\\]{0,39}(?:[:=] ?[\"'`]?|\\*[\"'`]))(?!\[removed)[^\s\"'`,)\\]+"
+        r"(?: (?:is |was )?(?=\w{0,60}\d)(?=\w{8})|(?<=[yns])[:=](?!=) ?[\"'`]?"
+        r"| [^\n:='\"`,;\[{\\]{0,39}(?:[:=](?!=) ?[\"'`]?|(?<!\w)\\*[\"'`](?![]}):,]))))"
+        r"(?!\[removed)[^\s\"'`,)\\]+"
     ),
-    re.compile(r"(?i)(\b(?:api|access|secret|auth)[ -](?:key|token)s?[:=] ?[\"'`]?)(?!\[removed)[^\s\"'`,)]+"),
     re.compile(
         r"(?i)(\bkeys?\\*[\"']?\s?[=:]\s?\\*[\"']?)(?=[a-z0-9+/_=-]{0,99}\d)(?=[\d+/_=-]{0,99}[a-z])[a-z0-9+/_=-]{24,}"
-    ),
-    re.compile(
-        r"((?i:pass(?:word|wd|[_ ]?phrase)?|pwd?|secret|token|api[ _-]?key|_key|bearer|login|cookie|credentials?)\b"
-        r"(?:[^\n]{0,40}?|\W{1,24}(?i:value)\W{1,24}))(?<![A-Za-z0-9_+/])(?!=)"
-        r"(?![A-Z][a-z]{2,}\d?(?:[A-Z][a-z]+|[A-Z]+){1,9}\b)"  # a class, such as Qwen3MoeForCausalLM
-        r"(?=[a-z0-9_+/=]{0,99}[A-Z])(?=[A-Z0-9_+/=]{0,99}[a-z])(?=[A-Za-z_+/=]{0,99}\d)[A-Za-z0-9_+/=]{10,}"
     ),
     re.compile(r"(?i)(\bIDENTIFIED BY (?:PASSWORD )?[\"'])[^\"'\n]+"),
 ]
 """Secrets that only the words before them show."""
-COLOR = re.compile(r"(?:\x1b|\\+(?:u00|x)1b|\\+e)\[[\d;]*m")
+COLOR = re.compile(r"(?:\x1b|\\{1,8}(?:(?:u00|x)1b|e))\[[\d;]*m")
 """Escape sequences of colors, which can separate a name from its value."""
-HOME = re.compile(r"(?:/home/|/Users/|/users/|/var/home/|\\+Users\\+)([\w.-]+)|/root(?=/|$|[\s\"':,])")
+HOME = re.compile(r"(?:/home/|/Users/|/users/|/var/home/|\\{1,8}Users\\{1,8})([\w.-]+)|/root(?=/|$|[\s\"':,])")
 USERS = [
     re.compile(
-        r"(?<![A-Za-z])(?:SUDO_|SLURM_JOB_)?(?:USER|LOGNAME|USERNAME)\\*[\"']?\s?[=:]\s?\\*[\"']?([\w.-]{3,32})"
+        r"(?<![A-Za-z])(?:SUDO_|SLURM_JOB_)?(?:USER|LOGNAME|USERNAME)\\*[\"']?\s?[=:]\s?\\*[\"']{0,2}([\w.-]{3,32})"
     ),
-    re.compile(r"(?i)(?<![A-Za-z])user_?name\\*[\"']?\s?[=:]\s?\\*[\"']?([\w.-]{3,32})"),
+    re.compile(r"(?i)(?<![A-Za-z])user_?name\\*[\"']?\s?[=:]\s?\\*[\"']{0,2}([\w.-]{3,32})"),
     re.compile(r"\buid=\d+\(([\w.-]+)\)"),
     re.compile(r"(?i)logged in as:? [\"']?([\w.-]{3,32})"),
-    re.compile(r"(?<![\w.+-])([A-Za-z_][\w.-]{2,31})@[A-Za-z][\w-]*\d[\w.-]*"),
+    re.compile(r"(?<![\w./+-])([A-Za-z_][\w.-]{2,31})@(?!v\d|step|[0-9a-f]{6,40}\b)[A-Za-z][\w-]*\d[\w.-]*"),
 ]
 """Places where texts name users."""
 HOST_NAME = r"[A-Za-z0-9](?:[\w.-]{0,200}[A-Za-z0-9])?"
@@ -87,10 +80,14 @@ MACHINES = [
     ),
     re.compile(
         r"(?i)(?<![A-Za-z])(?:\w{0,40}(?:addr|address|host|hostname|node_?name|node_?list))"
-        rf"\\*[\"']?\s?[=:]\s?\\*[\"']?(?=[\w.-]*[\d.-])({HOST_NAME})(?![\w(])"
+        rf"\\*[\"']?\s?[=:]\s?\\*[\"']{{0,2}}(?=[\w.-]*[\d.-])({HOST_NAME})(?![\w(])"
     ),
-    re.compile(rf"(?i)(?:^|\s)(?:ssh|scp|rsync|ping)[ \t]+(?:-\S+[ \t]+)*(?:[\w.-]+@)?(?=[\w.-]*[\d.-])({HOST_NAME})"),
-    re.compile(rf"(?<![\w.+-])[A-Za-z_][\w.-]{{0,31}}@(?=[\w.-]*[\d.-])({HOST_NAME})(?=[:\s])"),
+    re.compile(
+        rf"(?i)(?<![\w.-])(?:ssh|scp|rsync|ping)[ \t]+(?:-\S+[ \t]+)*(?:[\w.-]+@)?(?=[\w.-]*[\d.-])({HOST_NAME})"
+    ),
+    re.compile(
+        rf"(?<![\w.+-])[A-Za-z_][\w.-]{{0,31}}@(?!v\d|step|[0-9a-f]{{6,40}}\b)(?=[\w.-]*[\d.-])({HOST_NAME})(?=[:\s])"
+    ),
     re.compile(r"(?<![\w.-])(ip-\d+-\d+-\d+-\d+(?:\.[\w.-]+\w)?)"),
 ]
 """Places where texts name machines."""
@@ -106,7 +103,11 @@ PUBLIC = re.compile(
     r"|w3\.org|modelscope\.cn|docker\.io|telegram\.org|office\.com|localhost|auto|local|none|null|true|false)"
 )
 """Hosts in addresses that say nothing about a machine of the user."""
-IP4 = re.compile(r"(?<![\w.-])(?<!==)(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?!\w|\.\w)")
+IP4 = re.compile(
+    r"(?i)((?:nvidia-[\w-]*|cu(?:da|dnn|blas|fft|rand|solver|sparse)\w*|nccl|version)\W{1,40})?"
+    r"(?<![\w.-])(?<!==)(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?!\w|\.\w)"
+)
+"""Address after nothing, or version of a package after its name."""
 IP6 = re.compile(
     r"(?<![\w:.])(?=[0-9A-Fa-f:]{0,39}\d)(?=[0-9A-Fa-f]{0,4}:[0-9A-Fa-f]{0,4}:)[0-9A-Fa-f:]{3,39}(?![\w:])"
 )

@@ -36,9 +36,23 @@ _LOCAL = ("0.0.0.0", "127.0.0.1")
 _COMMON = re.compile(
     "root|users?|ubuntu|slimx|none|null|true|false|runner|conda|jenkins|builder|build|admin|docker|app|test|dev|work|"
     "worker|node|home|data|models?|server|engine|trainer|ray|torch|python|public|shared|localhost|head|main|master|"
-    "driver|cluster|container|\\d+"
+    "driver|cluster|container|default|policy|slime|rewards?|rollouts?|actor|critic|judge|agent|loss|step|router|proxy|"
+    "sglang|vllm|megatron|git|(?:engine|trainer|router|worker|rank)(?:-[a-z]{1,20})?-?\\d*|step-\\d+|\\d+"
 )
-"""Names that say nothing about a person or a machine, and words that occur elsewhere."""
+"""Names that say nothing about a person or a machine, names of slimx, and words that occur elsewhere."""
+_CODE = re.compile(
+    r"(?:[A-Za-z_]+\d{0,2}|\d)(?:\.(?:[A-Za-z_]+\d{0,2}|\d{1,3})|\[\d*\])+|step-\d+|[\w.]*[\[({].*", re.S
+)
+"""Expressions of Python, keys, calls and lists: values that other texts contain for other reasons."""
+_ATTRIBUTE = re.compile(
+    r"(?:self|cls|\w*(?:args|config|cfg|ctx|spec|options|params|settings)|os|socket|ray)\..*"
+    r"|.*\.(?:\w*_\w*|host|hostname|addr|address|ip|name|nodes?|url)"
+)
+"""Attribute of an object in Python."""
+_TOKEN = re.compile(r"[\w.-]+")
+_PIECE = re.compile(r"[^\W_]+")
+_PIECES = 16
+"""Maximum number of pieces of a name."""
 
 
 class Redactor:
@@ -59,12 +73,14 @@ class Redactor:
         """Number of values that have been removed or replaced."""
         self._values: set[str] = set()
         self._paths = sorted((paths or {}).items(), key=lambda item: len(item[1]), reverse=True)
-        self._users: set[str] = set()
+        self._known: dict[str, str] = {}
+        """Kind of each name in lowercase: "user" or "host"."""
         self._names: dict[str, str] = {}
         """Replacements of machines and addresses, which stay the same in all texts."""
         self._counts: Counter[str] = Counter()
         """Number of names of each kind, "host" or "ip"."""
-        self._hosts: set[str] = set()
+        self._cleaned: dict[str, str] = {}
+        """Texts of files' values without secrets; most values occur many times."""
         self._vocabulary: set[str] = set()
         """Words of keys of learned files: names that are such words are replaced only where they stand alone."""
         self._add_users(users)
@@ -84,8 +100,7 @@ class Redactor:
             if IP4.fullmatch(host) or ":" in host:
                 continue
             for name in (host, host.partition(".")[0]):
-                if len(name) > 2 and not _COMMON.fullmatch(name.lower()):
-                    self._hosts.add(name)
+                self._add_name(name, "host")
 
     def learn(self, text: str) -> None:
         """Collects the secret values, users and machines that `text` shows, so that `text` removes them from all
@@ -102,14 +117,10 @@ class Redactor:
 
     def learn_values(self, value: object, name: str = "") -> None:
         """Collects the secrets in a value of a YAML or JSON file, as `learn` does. `name`: key of `value` itself."""
-        if isinstance(value, dict):
-            for key, part in value.items():
-                self._vocabulary.update(re.findall("[a-z0-9]+", str(key).lower()))
-                self.learn_values(part, name if kind_of(name) else str(key))
-        elif isinstance(value, list):
-            for part in value:
-                self.learn_values(part, name)
-        elif _is_scalar(value) and is_secret(name, str(value)):
+        for key, part in _items(value):
+            self._vocabulary.update(re.findall("[a-z0-9]+", key.lower()))
+            self.learn_values(part, name if kind_of(name) else key or name)
+        if _is_scalar(value) and is_secret(name, str(value)):
             self._learn_value(str(value))
 
     def text(self, text: str) -> str:
@@ -127,30 +138,26 @@ class Redactor:
         for form in AFTER:
             text = form.sub(self._after, text)
         text = self._replace(HOME, "~", text)
-        for user in sorted(self._users, key=len, reverse=True):
-            if user in text:
-                text = self._replace(self._bounded(user), "USER", text)
-        lower = text.lower()
-        for host in sorted(self._hosts, key=len, reverse=True):
-            if host.lower() in lower:
-                text = self._bounded(host).sub(lambda match: self._named("host", match[0].lower()), text)
+        text = _TOKEN.sub(self._without_names, text)
         text = URL.sub(self._url, text)
-        text = IP4.sub(lambda match: match[0] if match[0] in _LOCAL else self._named("ip", match[0]), text)
+        text = IP4.sub(lambda match: match[0] if match[1] or match[0] in _LOCAL else self._named("ip", match[0]), text)
         text = MAC.sub(lambda match: self._named("ip", match[0]), text)
         return IP6.sub(lambda match: self._named("ip", match[0]) if _is_ip6(match[0]) else match[0], text)
 
     def values(self, value: object, name: str = "") -> object:
         """Returns a value of a YAML or JSON file, in which the values of keys with secret names are removed. `name`:
         key of `value` itself."""
-        if isinstance(value, dict):
-            return {str(key): self.values(part, name if kind_of(name) else str(key)) for key, part in value.items()}
-        if isinstance(value, list):
-            return [self.values(part, name) for part in value]
-        if _is_scalar(value) and is_secret(name, str(value)):
+        if not isinstance(value, bool | None) and is_secret(name, str(value)):
             self.count += 1
             return REMOVED
-        if isinstance(value, str) and not {*"\"'\\\n"}.isdisjoint(value):  # a file would write it with escapes
-            return self.text(value)
+        if isinstance(value, dict):
+            return {self.values(str(key)): self.values(part, str(key)) for key, part in value.items()}
+        if isinstance(value, list):
+            return [self.values(part, name) for part in value]
+        if isinstance(value, str):  # a file would write it with escapes
+            if value not in self._cleaned:
+                self._cleaned[value] = self.text(value)
+            return self._cleaned[value]
         return value
 
     def file_name(self, name: str) -> str:
@@ -164,13 +171,19 @@ class Redactor:
         if found is None or PUBLIC.fullmatch(found[1]) or len(found[1]) < LOOSE - 1 or IP4.fullmatch(found[1]):
             return
         if "://" in address and not re.search(r"\d", found[1].partition(".")[0]):
-            self._hosts.add(found[1])
+            self._add_name(found[1], "host")
         else:
             self.add_hosts([found[1]])
 
     def _add_users(self, users: Iterable[str]) -> None:
         """Adds the names among `users` that can identify a person and are long enough to be replaced in texts."""
-        self._users |= {user for user in users if len(user) > 2 and not _COMMON.fullmatch(user)}
+        for user in users:
+            self._add_name(user, "user")
+
+    def _add_name(self, name: str, kind: str) -> None:
+        name = name.lower().strip("._-")
+        if len(name) > 2 and not _COMMON.fullmatch(name):
+            self._known.setdefault(name, kind)
 
     def _add_value(self, value: str, shortest: int) -> None:
         """Adds a secret value in all forms in which texts write it; of a value with several lines also each line."""
@@ -187,15 +200,32 @@ class Redactor:
         """Adds a value under a secret name, unless it could be an ordinary word or number."""
         value = value.strip("\"' \t\n")
         letters = re.search("[A-Za-z]", value)
-        if len(value) >= LEARNED and letters and re.search(r"[^A-Za-z_-]", value) and REMOVED not in value:
+        plain = len(value) >= LEARNED and letters and re.search(r"[^A-Za-z_-]", value) and REMOVED not in value
+        if plain and not _CODE.fullmatch(value):
             self._add_value(value, LEARNED)
 
-    def _bounded(self, name: str) -> re.Pattern[str]:
-        """Returns the pattern of a user or machine. A name that is short, or a word of keys, has to stand alone."""
-        name_pattern = re.escape(name)
-        if len(name) < LOOSE or name.lower() in self._vocabulary:
-            return re.compile(rf"(?<![\w.-]){name_pattern}(?![\w-])", re.IGNORECASE)
-        return re.compile(rf"(?<![A-Za-z0-9]){name_pattern}(?![A-Za-z0-9])", re.IGNORECASE)
+    def _without_names(self, match: re.Match[str]) -> str:
+        """Returns a token, such as a file's name, without the users and machines in it, the longest first. A name that
+        is short, or a word of keys, has to stand alone."""
+        token = match[0]
+        pieces = list(_PIECE.finditer(token))
+        shown = ""
+        end = 0
+        for index, first in enumerate(pieces):
+            for last in reversed(pieces[index : index + _PIECES]):
+                name = token[first.start() : last.end()].lower()
+                kind = self._known.get(name)
+                alone = token.rstrip(".") == token[first.start() : last.end()]
+                if first.start() >= end and kind and (alone or len(name) >= LOOSE and name not in self._vocabulary):
+                    shown += token[end : first.start()] + self._shown(kind, name)
+                    end = last.end()
+        return shown + token[end:]
+
+    def _shown(self, kind: str, name: str) -> str:
+        if kind == "host":
+            return self._named(kind, name)
+        self.count += 1
+        return "USER"
 
     def _replace(self, pattern: re.Pattern[str], replacement: str, text: str) -> str:
         text, count = pattern.subn(lambda match: replacement, text)
@@ -211,7 +241,7 @@ class Redactor:
 
     def _url(self, match: re.Match[str]) -> str:
         host = match[2].lower()
-        if PUBLIC.fullmatch(host) or IP4.fullmatch(host) or host in self._names.values():
+        if PUBLIC.fullmatch(host) or IP4.fullmatch(host):
             return match[0]
         return match[1] + self._named("host", host)
 
@@ -219,7 +249,8 @@ class Redactor:
         self.count += 1
         if name not in self._names:
             self._counts[kind] += 1
-            self._names[name] = f"{kind}-{self._counts[kind]}"
+            shown = f"{kind}-{self._counts[kind]}"
+            self._names |= {name: shown, shown: shown}  # a text can be redacted twice
         return self._names[name]
 
 
@@ -227,8 +258,18 @@ def _is_scalar(value: object) -> bool:
     return value is not None and not isinstance(value, bool | dict | list)
 
 
+def _items(value: object) -> Iterable[tuple[str, object]]:
+    """Returns the keys and values of a mapping, or the values of a list with "" as their keys."""
+    if isinstance(value, dict):
+        return [(str(key), part) for key, part in value.items()]
+    return [("", part) for part in value] if isinstance(value, list) else []
+
+
 def _is_machine(name: str) -> bool:
-    return len(name) > 3 and re.search("[A-Za-z]{2}", name) is not None and not PUBLIC.fullmatch(name)
+    """Returns True if `name` after "host" can be a machine, rather than an expression of Python in a traceback."""
+    if len(name) < 4 or PUBLIC.fullmatch(name) or _ATTRIBUTE.fullmatch(name):
+        return False
+    return re.search("[A-Za-z]{2}", name) is not None
 
 
 def _is_ip6(text: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ from slimx.extras.scripting.functions import Hook, with_hooks
 from slimx.extras.scripting.result import RunResult
 from slimx.extras.scripting.training import standard_output, train
 from slimx.json_types import Json
+from slimx.observability.live.run_lock import LOCK, locked
 from slimx.observability.live.safe_text import plain
 from slimx.orchestration.start.checks import check_state, check_training
 from slimx.orchestration.state.directory import finished, resume_point
@@ -72,10 +74,13 @@ def grpo(
         raise SlimxError(
             f"slimx.grpo has no argument {name}; in overrides=, {hint}", code="script.argument", about=name
         )
-    chosen = _free() if directory is None else Path(directory).expanduser()
     console = console or standard_output()
     console.print(plain(f"checking {model} and its prompts"))
-    with alone(), tempfile.TemporaryDirectory() as staging:
+    with (
+        alone(),
+        _claimed(None if directory is None else Path(directory).expanduser()) as chosen,
+        tempfile.TemporaryDirectory(dir=chosen, prefix=".grpo-") as staging,  # of the file system of the run
+    ):
         rows = _Rows(Path(staging), chosen)
         with rows.named():
             found = examine(rows.file(prompts, "prompts"), str(model))
@@ -111,10 +116,9 @@ def grpo(
         if evaluated is not None:
             evaluated = rows.moved(evaluated)
         settings, config = configured(rows.moved(found), evaluated)
-        files = {**rows.files, chosen / FILE: file_of(settings, TITLE).encode()}
-        if _finished(config):  # nothing will be trained on the files
-            files = {}
-        with _replaced(chosen, files):
+        rows.add(FILE, file_of(settings, TITLE))
+        names = [] if _finished(config) else rows.names  # nothing will be trained on those of a finished run
+        with _replaced(chosen, Path(staging), names):
             console.print(plain(f"settings {chosen / FILE}"))
             return train(config, console=console)
 
@@ -157,19 +161,21 @@ class _Rows:
     def __init__(self, staging: Path, directory: Path):
         self._staging = staging
         self._directory = directory
-        self.files: dict[Path, bytes] = {}
-        """Contents of the files by the path at which the run reads them."""
+        self.names: list[str] = []
+        """Names of the staged files."""
 
     def file(self, prompts: Prompts, argument: str) -> str:
         """Returns the path of a file with `prompts`: theirs, or a staged file with the rows. Raises SlimxError if a row
         cannot be written. `argument`: name under which the prompts were passed."""
         if isinstance(prompts, str | os.PathLike):
             return str(prompts)
-        name = NAMES[argument]
-        data = _lines(prompts, argument).encode()
-        self.files[self._directory / name] = data
-        (self._staging / name).write_bytes(data)
-        return str(self._staging / name)
+        return str(self.add(NAMES[argument], _lines(prompts, argument)))
+
+    def add(self, name: str, text: str) -> Path:
+        """Writes and returns the staged file `name`."""
+        write_atomic(self._staging / name, text.encode())
+        self.names.append(name)
+        return self._staging / name
 
     def moved(self, found: Found) -> Found:
         """Returns the findings about a file with the path at which the run reads it."""
@@ -216,38 +222,65 @@ def _lines(rows: Iterable[Mapping[str, object] | str], argument: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _free() -> Path:
-    """Returns the first of runs/grpo, runs/grpo-2 and so on that does not exist."""
-    path = Path("runs/grpo")
+@contextmanager
+def _claimed(directory: Path | None) -> Iterator[Path]:
+    """Yields `directory`, or for None the first of runs/grpo, runs/grpo-2 and so on that does not exist. Creates it,
+    so that no other process gets it, and removes it if the `with` block fails and has left nothing in it. Raises
+    SlimxError if it cannot be created."""
+    path = directory or Path("runs/grpo")
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     number = 1
-    while path.exists():
+    while True:
+        try:
+            path.mkdir(parents=True, exist_ok=directory is not None)
+            break
+        except OSError as error:
+            if directory is not None or not isinstance(error, FileExistsError):
+                raise SlimxError(
+                    f"{path} cannot be created ({error.strerror}); set directory to one that you may write",
+                    code="script.directory",
+                    about=str(path),
+                ) from error
         number += 1
         path = Path(f"runs/grpo-{number}")
-    return path
+    try:
+        yield path
+    except BaseException:
+        with suppress(OSError):  # other files are in the directory
+            if directory is None or path in missing:
+                if os.listdir(path) == [LOCK]:
+                    (path / LOCK).unlink()
+                path.rmdir()
+                for folder in missing:
+                    if folder != path and folder in path.parents:
+                        folder.rmdir()
+        raise
 
 
 @contextmanager
-def _replaced(directory: Path, files: Mapping[Path, bytes]) -> Iterator[None]:
-    """Writes `files` into the run's directory, and restores their previous contents if the `with` block fails before
-    any part of the run has written a log."""
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    before = {path: path.read_bytes() for path in files if path.exists()}
+def _replaced(directory: Path, staging: Path, names: Sequence[str]) -> Iterator[None]:
+    """Moves the files `names` from `staging` into the run's directory, and moves the previous ones back if the `with`
+    block fails before any part of the run has written a log. Raises SlimxError, without a change, if another process
+    trains there."""
     logs = _logs(directory)
+    moved = []
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for path, data in files.items():
-            write_atomic(path, data)
+        with locked(directory):
+            for name in names:
+                if (directory / name).exists():
+                    shutil.copy2(directory / name, staging / f"before.{name}")
+                moved.append(name)
+                os.replace(staging / name, directory / name)
         yield
     except BaseException:
-        if _logs(directory) == logs:
-            for path in files:
-                if path in before:
-                    write_atomic(path, before[path])
-                else:
-                    path.unlink(missing_ok=True)
-            with suppress(OSError):  # other files are in the directory
-                for path in missing:
-                    path.rmdir()
+        # Another process that has begun to train meanwhile keeps the files that it reads.
+        with suppress(SlimxError), locked(directory):
+            if _logs(directory) == logs:
+                for name in moved:
+                    try:
+                        os.replace(staging / f"before.{name}", directory / name)
+                    except FileNotFoundError:
+                        (directory / name).unlink(missing_ok=True)
         raise
 
 

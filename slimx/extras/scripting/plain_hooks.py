@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from functools import partial, wraps
 from typing import Any
@@ -42,23 +43,24 @@ class PlainGenerate(partial[object]):
 async def _in_thread(hook: Callable[..., object], ctx: object, arguments: tuple[object, ...], deadline: str) -> object:
     """Calls a hook in a thread, and awaits its result if it is an awaitable, because the hook is an async function in
     another's disguise. `deadline`: key of the hook's deadline."""
-    loop = _Loop(deadline)
+    bridge = _Bridge(deadline)
     try:
-        value = await in_thread(hook, Blocking(ctx, loop), *arguments)
+        value = await in_thread(hook, Blocking(ctx, bridge), *arguments)
         if inspect.isawaitable(value):
             return await value
         return value
     finally:
-        loop.end()
+        bridge.end()
 
 
 class Blocking:
     """An object that async hooks await, as a plain hook uses it: its methods wait for their results, `with` takes the
-    place of `async with`, and `for` that of `async for`. In the run's event loop, it behaves like the object."""
+    place of `async with`, and `for` that of `async for`. In an event loop, such as that of asyncio.run in the hook, it
+    behaves like the object."""
 
-    def __init__(self, value: Any, loop: _Loop):
-        self._value = value
-        self._loop = loop
+    def __init__(self, value: Any, bridge: _Bridge):
+        object.__setattr__(self, "_value", value)
+        object.__setattr__(self, "_bridge", bridge)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -68,26 +70,51 @@ class Blocking:
     def __dataclass_fields__(self) -> Any:  # for dataclasses.replace
         return self._value.__dataclass_fields__
 
+    def __copy__(self) -> Blocking:
+        return Blocking(copy.copy(self._value), self._bridge)
+
     def __repr__(self) -> str:
         return repr(self._value)
 
+    def __eq__(self, other: object) -> Any:
+        return self._value == (other._value if type(other) is Blocking else other)
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
     def __getattr__(self, name: str) -> Any:
-        return self._loop.shown(getattr(self._value, name))
+        if name.startswith("__"):  # of a protocol, such as that of pickle
+            raise AttributeError(name)
+        return self._bridge.blocking(getattr(self._value, name))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._value, name, value)
 
     def __enter__(self) -> Any:
-        return self._loop.shown(self._value.__aenter__())
+        return self._bridge.blocking(self._bridge.wait(self._value.__aenter__()))
 
     def __exit__(self, *error: object) -> Any:
-        return self._loop.wait(self._value.__aexit__(*error), ends=True)
+        return self._bridge.wait(self._value.__aexit__(*error), ends=True)
 
     def __iter__(self) -> Iterator[Any]:
         pieces = aiter(self._value)
-        while (piece := self._loop.wait(_next(pieces))) is not _END:
-            yield self._loop.shown(piece)
+        while (piece := self._bridge.wait(_next(pieces))) is not _END:
+            yield self._bridge.blocking(piece)
+
+    async def __aenter__(self) -> Any:
+        return await self._bridge.answer(self._value.__aenter__())
+
+    async def __aexit__(self, *error: object) -> Any:
+        return await self._bridge.answer(self._value.__aexit__(*error), ends=True)
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        pieces = aiter(self._value)
+        while (piece := await self._bridge.answer(_next(pieces))) is not _END:
+            yield piece
 
 
-class _Loop:
-    """The event loop of a run, in which a plain hook's thread has awaitables awaited until the hook ends."""
+class _Bridge:
+    """Way from a plain hook's thread to the event loop of the run, which awaits awaitables until the hook ends."""
 
     def __init__(self, deadline: str):
         self._loop = asyncio.get_running_loop()
@@ -95,32 +122,46 @@ class _Loop:
         self._ended = False
         self._pending: set[Future[Any]] = set()
 
-    def shown(self, value: Any) -> Any:
+    def blocking(self, value: Any) -> Any:
         """Returns `value`, an attribute or a result, as the hook is to use it: an object with async methods as
-        `Blocking`, also in a mapping; a method as a function whose results are shown; an awaitable as its result."""
+        `Blocking`, also in a mapping; a method as a function with such results; an awaitable as its result, or in an
+        event loop of the hook as a coroutine."""
         running = asyncio._get_running_loop()
-        if running is self._loop:
+        if running is self._loop or isinstance(value, Blocking):
             return value
         if inspect.isawaitable(value):
-            if running is not None:  # of asyncio.run in the hook
-                return asyncio.wrap_future(self._start(value))
-            return self.shown(self.wait(value))
+            return self.blocking(self.wait(value)) if running is None else self.answer(value)
         if inspect.ismethod(value):
 
             @wraps(value)
             def call(*arguments: Any, **keywords: Any) -> Any:
-                return self.shown(value(*arguments, **keywords))
+                return self.blocking(value(*arguments, **keywords))
 
             return call
         if isinstance(value, Mapping) and any(map(_waits, value.values())):
-            return {key: self.shown(part) for key, part in value.items()}
+            return {key: self.blocking(part) for key, part in value.items()}
         if _waits(value):
             return Blocking(value, self)
         return value
 
+    async def answer(self, awaitable: Awaitable[Any], *, ends: bool = False) -> Any:
+        """Returns the result of `awaitable` in any event loop. `ends`: as for `wait`."""
+        if asyncio._get_running_loop() is self._loop:
+            return await awaitable
+        return self.blocking(await asyncio.wrap_future(self._start(awaitable, ends=ends)))
+
     def wait(self, awaitable: Awaitable[Any], *, ends: bool = False) -> Any:
         """Returns the result of `awaitable`. `ends`: True if it releases something, which is also possible after the
-        end of the hook. Raises SlimxError for another one after the end, such as at the hook's deadline."""
+        end of the hook. Raises SlimxError for another one after the end, such as at the hook's deadline, and in the
+        event loop of the run, which would wait for itself."""
+        if asyncio._get_running_loop() is self._loop:
+            _close(awaitable)
+            raise SlimxError(
+                "the coroutine that a plain hook returned uses `with` or `for` on a part of its context, which would "
+                "block the run; use `async with` and `async for` in coroutines",
+                code="hooks.blocking",
+                about="with",
+            )
         future = self._start(awaitable, ends=ends)
         try:
             return future.result()
@@ -135,10 +176,15 @@ class _Loop:
             ) from error
 
     def _start(self, awaitable: Awaitable[Any], *, ends: bool = False) -> Future[Any]:
+        if self._ended and not ends:
+            _close(awaitable)
+            refused: Future[Any] = Future()
+            refused.cancel()
+            return refused
         future = asyncio.run_coroutine_threadsafe(_awaited(awaitable), self._loop)
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
-        if self._ended and not ends:
+        if self._ended and not ends:  # since the test above
             future.cancel()
         return future
 
@@ -147,6 +193,12 @@ class _Loop:
         self._ended = True
         for future in [*self._pending]:
             future.cancel()
+
+
+def _close(awaitable: Awaitable[Any]) -> None:
+    """Ends a coroutine that will not be awaited."""
+    if inspect.iscoroutine(awaitable):
+        awaitable.close()
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:

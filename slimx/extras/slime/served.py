@@ -4,9 +4,7 @@ running (`slimx.extras.slime.call.HookCall`)."""
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import statistics
-import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from slimx.extras.rewards.shared import http
 from slimx.extras.slime.call import current
 from slimx.extras.slime.sample import Sample
 from slimx.json_types import Json
+from slimx.runtime.tasks import start_thread
 
 TIMEOUT_S = 120.0
 """Timeout in seconds for a request to an external server."""
@@ -117,8 +116,7 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
         except BaseException as error:
             result.set_exception(error)
 
-    # In a daemon thread, because a pool's thread would keep the process alive if the coroutine hangs.
-    threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True).start()
+    start_thread(work, "async_utils.run")
     return result.result()
 
 

@@ -208,6 +208,19 @@ def test_values_of_all_types_are_removed_from_json_and_yaml(run, out):
     assert yaml.safe_load(texts["config.yaml"])["max_tokens"] == 1024
 
 
+def test_files_with_whole_mappings_under_secret_names_stay_readable(run, out):
+    values = {"secrets": {"hf": UNKNOWN, "n": {"deep": f"{UNKNOWN}2"}}, "auth": [["bob", UNKNOWN]], "cookies": {}}
+    values |= {"tokens": [1, 2], "hf_Aa81Qw77pLm2": "said {'secrets': {'a': [x", "path": "hf_Aa81Qw77pLm2.x"}
+    (run / "summary.json").write_text(json.dumps(values))
+    (run / "alerts.jsonl").write_text(json.dumps(values) + "\n")
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    texts, _ = packed(run, out)
+    for name in ("summary.json", "alerts.jsonl", "config.yaml"):
+        loaded = yaml.safe_load(texts[name])
+        assert loaded["secrets"] == loaded["auth"] == "[removed]" and loaded["tokens"] == [1, 2]
+        assert loaded["cookies"] == {} and loaded["path"] == "[removed].x" and UNKNOWN not in texts[name]
+
+
 def test_addresses_in_settings_are_replaced(run, out, monkeypatch):
     hosts = {
         "MASTER_ADDR": "trainhost",

@@ -34,6 +34,16 @@ LINES = [
     "environ({{'HOME': '/x', 'AZURE_CLIENT_SECRET': '{word}', 'PATH': '/bin'}})",
     "SECRETS=[{word}, {number}]",
     "AWS_SECRET_ACCESS_KEY={blob}",
+    "INFO cfg {{'secrets': {{'hf': '{word}', 'n': {{'deep': '{word2}'}}}}, 'x': 1}}",
+    "credentials=[('bob','{word}'), ('al', '{word2}')], x",
+    "client(auth=Basic('bob','{word}'))",
+    "auth = Basic(\n    'bob', '{word}')",
+    "x cookies={{'a': {{'b': ')', 'c': '{word}'}}}}",
+    "HF_TOKEN=\\\n  {word}",
+    "HF_TOKEN=<{word}> DB_PASSWORD=<{name}>",
+    "token: str = '{hex}'",
+    "setx HF_TOKEN {hex}",
+    "set -x DB_PASSWORD {name}",
     "the key id AK{aws} was refused",
     # YAML and JSON in logs
     "password: {number}",
@@ -50,6 +60,10 @@ LINES = [
     "serve --admin-password={phrase1} --port 1",
     "['sglang', '--ssl-keyfile-password', '{word}', '--tp', '2']",
     "args:\n- --password\n- {number}\n",
+    "serve --api-key \\\n  {word} --port 1",
+    "serve --api-key\n{word}",
+    "curl -u 'bob:{password} {phrase}' x",
+    "password: ${{oc.env:PW,{hex}}}",
     "ray start --head --redis-password={number}",
     "curl -u bob:{word} -H 'X-Api-Key: {word2}' https://api.wandb.ai",
     "curl --user=bob:{word} x",
@@ -61,6 +75,8 @@ LINES = [
     "postgresql://bob:p@{word}/{word2}@db.example:5432/x",
     "origin\thttps://x-access-token:{word}@github.com/o/r.git (push)",
     "redis://:{word}@cache:6379/0",
+    "redis://bob:{word}/{word2}@cache:6379/0",
+    "git clone https://{word}@cache/x",
     "GET /v1/a?sig={word}&access_token={word2}&x=1",
     "https://store.example/d?X-Amz-Signature={hex}&X-Amz-Credential={word}%2Fus",
     "https://hooks.slack.com/services/T0/B0/{word}",
@@ -70,6 +86,7 @@ LINES = [
     # headers
     "Authorization: Bearer {word}",
     "authorization: Token {word}",
+    "sent x: Basic {blob}==",
     '-H \'Authorization: Digest username="bob", response="{word}"\' x',
     "{{'Authorization': 'Basic {blob}=='}}",
     "Cookie: session={word}; csrftoken={word2}",
@@ -82,6 +99,12 @@ LINES = [
     "nvapi-{word} gsk_{word2} npm_{word3} pypi-{word4} sk_live_{word5}",
     "eyJhbGciOiJIUzI1NiJ9.{word}abc.{word2}",
     "wandb: logged in with {hex}",
+    "AIza{letters} 123456789:AA{letters}",
+    "https://api.telegram.org/bot{word}/x https://x.webhook.office.com/{word2}",
+    "https://open.larksuite.com/open-apis/bot/v2/hook/{word}",
+    "PuTTY-User-Key-File-3: ssh-rsa\nPublic-Lines: 1\n{long}\nPrivate-Lines: 1\n{long2}\nPrivate-MAC: {hex}",
+    "CREATE USER bob IDENTIFIED BY '{phrase}'",
+    "-----BEGIN RSA PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\nDEK-Info: AES-128-CBC,{hex}\n\n{long}\n{long2}",
     CERTIFICATE.format("RSA", "{long}", "{long2}"),
     CERTIFICATE.format("OPENSSH", "{long}", "{long2}").replace("\n", "\\n"),
     "{long}\n{long2}\n-----END EC PRIVATE KEY-----",
@@ -92,15 +115,24 @@ LINES = [
     "ServerArgs(model_path='m', api_key='{word}', admin_api_key=\"{quoted}\", port=1)",
     "    client = Client(token='{word}', timeout=3)",
     "wandb.login(key='{hex}')",
-    # words near a name
-    "os.environ.setdefault('HF_TOKEN', '{mixed}')",
-    "[('HF_TOKEN', '{mixed}'), ('PATH', '/bin')]",
-    "| HF_TOKEN | {mixed} |",
-    "<password>{mixed}</password>",
-    "- name: DB_PASSWORD\n  value: {mixed}",
-    '{{"name": "HF_TOKEN", "value": "{mixed}"}}',
+    "login(key='{word}{word2}')",
+    # names and values in pairs
+    "os.environ.setdefault('HF_TOKEN', '{hex}')",
+    "os.putenv('TOGETHER_API_KEY','{hex}')",
+    "[('HF_TOKEN', '{hex}'), ('PATH', '/bin')]",
+    "(b'X_API_KEY', b'{hex}')",
+    "| TOGETHER_API_KEY | {hex} |",
+    "DB_PASSWORD -> {name}",
+    "('DB_PASSWORD', '{name}')",
+    "\u2502 DB_PASSWORD \u2502 {name} \u2502",
+    "HF_TOKEN\t{hex}",
+    "HF_TOKEN     {hex}",
+    "<password>{name}</password> <user>x</user>",
+    "- name: DB_PASSWORD\n  value: {name}",
+    '{{"name": "HF_TOKEN", "value": "{hex}"}}',
+    '{{"name":"DB_PASSWORD","value":"{name}"}}',
     "\x1b[31mpassword\x1b[0m=\x1b[32m{number}\x1b[0m",
-    "ValueError: the access token {mixed} has expired",
+    "ValueError: the access token {word} has expired",
     "| -----BEGIN RSA PRIVATE KEY-----\n| {long}\n| {long2}\n| -----END RSA PRIVATE KEY-----",
     "7 INFO -----BEGIN PRIVATE KEY-----\n7 INFO {long}\n7 INFO {long2}",
     # machines and people
@@ -111,6 +143,12 @@ LINES = [
     "fe80::{colons} and 2001:db8::{colons2} are up",
     "cache in /mnt/home/{user}/.cache and C:\\Users\\{user2}\\x",
     "USER={user} HOSTNAME={host}",
+    "uid=1000({user}) gid=1",
+    "username: {user}, node_name='{host}'",
+    "MASTER_ADDR={name}",
+    "ping {host}",
+    "root@{name}-x:~# ls",
+    "logged in as {user}.",
     "mail {user}.x@corp.example",
     "worker {aws_host}.ec2.internal joined at {ip}.",
 ]
@@ -125,7 +163,6 @@ def planted(template: str, chance: random.Random) -> tuple[str, list[str]]:
 
     makers: dict[str, Callable[[], str]] = {
         "word": lambda: letters(14),
-        "mixed": lambda: "aK4" + letters(11),
         "letters": lambda: letters(34),
         "hex": lambda: "".join(chance.choices("0123456789abcdef", k=40)),
         "number": lambda: str(chance.randrange(10**9, 10**10)),
@@ -138,6 +175,7 @@ def planted(template: str, chance: random.Random) -> tuple[str, list[str]]:
         "aws": lambda: "IA" + "".join(chance.choices(string.ascii_uppercase + string.digits, k=16)),
         "long": lambda: letters(64),
         "host": lambda: f"node{letters(8, string.ascii_lowercase)}",
+        "name": lambda: "".join(chance.choices(string.ascii_lowercase, k=9)),
         "user": lambda: letters(8, string.ascii_lowercase),
     }
     values = {}
@@ -162,12 +200,17 @@ def planted(template: str, chance: random.Random) -> tuple[str, list[str]]:
 
 
 def archived(run: Path, out: Path, **environment: str) -> str:
-    """Returns all names and bytes of the archive of a run."""
+    """Returns all names and bytes of the archive of a run, after it has read its YAML and JSON."""
     pack(run, out, 3, environment)
     with tarfile.open(out) as opened:
         parts = []
         for member in opened.getmembers():
-            parts += [member.name, opened.extractfile(member).read().decode(), repr(member.get_info())]
+            text = opened.extractfile(member).read().decode()
+            if member.name.endswith(".jsonl"):
+                assert [*map(json.loads, text.splitlines())]
+            elif member.name.endswith((".json", ".yaml")):
+                assert yaml.safe_load(text)
+            parts += [member.name, text, repr(member.get_info())]
     return "\n".join(parts)
 
 

@@ -14,8 +14,10 @@ from slimx.errors import SlimxError
 from slimx.extras.init.machine import Target
 from slimx.extras.quickstart.make_model import make_model
 from slimx.extras.scripting import grpo as room
-from slimx.observability.live.run_lock import locked
+from slimx.observability.live.run_lock import is_locked, locked
+from slimx.orchestration.state.saves import Saves
 from tests.refusals import refused
+from tests.unit.orchestration.checkpointing_stand import state
 
 ROWS = [{"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:02d}"} for a in range(8) for b in range(8)]
 
@@ -169,13 +171,49 @@ def test_a_run_that_has_begun_keeps_its_new_files(
     assert len((run / "prompts.jsonl").read_text().splitlines()) == 32
 
 
-def test_a_finished_run_keeps_its_files(
+def test_a_finished_run_keeps_its_files(model: Path, started: list[slimx.Config], run: Path):
+    saves = Saves(run / "checkpoints", keep=1)
+    saves.commit(saves.begin(3), state(3).files(), {})
+    before = contents(run)
+    quiet(model, ROWS[:32], digits, directory=run, steps=3, overrides={"checkpoint.export_hf": False})
+    assert contents(run) == before and len(started) == 1
+
+
+def test_two_calls_at_the_same_time_get_two_directories(
+    model: Path, started: list[slimx.Config], monkeypatch: pytest.MonkeyPatch
+):
+    real = room.examine
+
+    def examine(path: str, model: str) -> Any:  # between the choice of the directory and its first file
+        monkeypatch.setattr(room, "examine", real)
+        assert str(quiet(model, ROWS, digits)) == "runs/grpo-2"
+        return real(path, model)
+
+    monkeypatch.setattr(room, "examine", examine)
+    assert str(quiet(model, ROWS, digits)) == "runs/grpo"
+    assert not [*Path("runs").rglob(".grpo-*")]
+
+
+def test_files_change_under_the_lock_of_the_run(
     model: Path, started: list[slimx.Config], run: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    before = contents(run)
-    monkeypatch.setattr(room, "_finished", lambda config: True)
+    held = []
+    real = room.os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        if Path(target).parent == run:
+            held.append(is_locked(run))
+        real(source, target)
+
+    monkeypatch.setattr(room.os, "replace", replace)
     quiet(model, ROWS[:32], digits, directory=run)
-    assert contents(run) == before and len(started) == 1
+    assert held == [True, True] and not is_locked(run)
+
+
+def test_a_directory_that_cannot_be_created_is_refused(model: Path, started: list[slimx.Config]):
+    Path("file").write_text("")
+    with refused("script.directory", about="file/run"):
+        quiet(model, ROWS, digits, directory="file/run")
 
 
 def test_an_error_about_rows_names_the_file_of_the_run(model: Path, started: list[slimx.Config]):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -27,6 +29,7 @@ from slimx.rollout.hook_loading import load_generate, load_reward, load_rewards,
 from slimx.rollout.hooks import RewardContext, RolloutContext
 from slimx.runtime.tasks import in_thread
 from tests.extras.rewards.reward_stand import context, trajectory
+from tests.refusals import refused
 from tests.unit.rollout.rollout_stand import FakeEngine, config_of, prompts, rollout_context
 
 
@@ -272,6 +275,70 @@ async def test_an_async_hook_in_another_form_is_awaited(name: str):
     ctx, _ = full_context()
     made = await load_generate(config_of(generate=f"{__name__}.{name}"))(ctx, prompts()[0])
     assert made.metadata == {"said": "A"} and made.spans[-1].source == "sampled"
+
+
+@pytest.mark.parametrize("way", ["with", "for"])
+async def test_a_coroutine_that_would_block_the_run_is_refused(way: str):
+    ctx, served = full_context()
+
+    def takes(ctx: RolloutContext, prompt: Prompt) -> Any:
+        stream = ctx.engine.stream([1])
+
+        async def later() -> Trajectory:
+            if way == "with":
+                with stream:
+                    pass
+            return [*stream][0]
+
+        return later()
+
+    with refused("hooks.blocking", about="with"):
+        await asyncio.wait_for(PlainGenerate(takes)(ctx, prompts()[0]), 30)
+    assert served.closed == 0
+
+
+async def tasks_and_streams(ctx: RolloutContext, stream: Any) -> dict[str, Any]:
+    async with asyncio.TaskGroup() as group:
+        said = [group.create_task(ctx.engines["judge"].chat(text)) for text in ("a", "b")]
+    async with stream as entered:
+        pieces = [piece.token_ids.size async for piece in entered]
+    return {"said": [task.result() for task in said], "pieces": pieces}
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["of the hook", "of the run"])
+async def test_objects_of_a_thread_work_in_an_event_loop(own: bool):
+    ctx, served = full_context()
+
+    def hook(ctx: RolloutContext, prompt: Prompt) -> Any:
+        working = tasks_and_streams(ctx, ctx.engine.stream([1]))
+        return asyncio.run(working) if own else working
+
+    made: Any = await PlainGenerate(hook)(ctx, prompts()[0])
+    assert made == {"said": ["A", "B"], "pieces": [3, 3]} and served.closed == 1
+
+
+async def test_objects_of_a_thread_are_copied_compared_and_changed_like_others():
+    ctx, served = full_context()
+
+    def hook(ctx: RolloutContext, prompt: Prompt) -> Any:
+        judge = ctx.engines["judge"]
+        judge.closed = 5
+        other = copy.copy(judge)
+        other.closed = 7
+        assert judge == ctx.engines["judge"] and judge == served and {judge: 1}[ctx.engines["judge"]] == 1
+        assert other != judge and other.chat("a") == "A" and not hasattr(judge, "__deepcopy__")
+        return judge.closed, other.closed
+
+    made: Any = await PlainGenerate(hook)(ctx, prompts()[0])
+    assert made == (5, 7) and served.closed == 5
+
+
+CALLER: ContextVar[str] = ContextVar("CALLER")
+
+
+async def test_a_thread_has_the_context_variables_of_its_caller():
+    CALLER.set("of the run")
+    assert await in_thread(CALLER.get) == "of the run"
 
 
 async def test_a_plain_reward_waits_for_a_judge():
