@@ -127,6 +127,7 @@ VERL: Table = {
             "optim.min_lr": "trainer.optimizer.min_lr",
             "optim.weight_decay": "trainer.optimizer.weight_decay",
             "optim.betas": "trainer.optimizer.betas",
+            "optim.min_lr_ratio": computed("trainer.optimizer.min_lr", "this ratio times trainer.optimizer.lr"),
             "optim.clip_grad": "trainer.optimizer.clip_grad",
             "optim.lr_warmup_steps": "trainer.optimizer.warmup_steps",
             "optim.lr_warmup_steps_ratio": computed(
@@ -268,7 +269,14 @@ VERL: Table = {
     ),
     # Reference, critic, rewards.
     "actor_rollout_ref.ref.*": REFERENCE_LAYOUT,
-    "critic.optim.lr": "critic.optimizer.lr",
+    **_below(
+        "critic",
+        {
+            **{f"optim.{name}": f"critic.optimizer.{name}" for name in ("lr", "min_lr", "weight_decay", "betas")},
+            **dict.fromkeys(("optim.clip_grad", "grad_clip"), "critic.optimizer.clip_grad"),
+            "optim.lr_warmup_steps": "critic.optimizer.warmup_steps",
+        },
+    ),
     "critic.model.path": "critic.load",
     "critic.cliprange_value": "critic.value_clip",
     **{f"critic.megatron.{theirs}": f"critic.layout.{ours}" for theirs, ours in _SIZES.items()},
@@ -298,6 +306,7 @@ VERL: Table = {
     "custom_reward_function.reward_kwargs.*": Meaning("reward.options.{}"),
     # Algorithm.
     "algorithm.adv_estimator": Meaning("algorithm.name", ALGORITHMS),
+    "algorithm.gamma": "algorithm.advantages.gamma",
     "algorithm.lam": "algorithm.advantages.lam",
     "algorithm.use_kl_in_reward": not_needed("algorithm.kl_reward_coef above 0 turns the KL penalty on"),
     "algorithm.kl_penalty": Meaning("algorithm.kl_reward_estimator", KL_KINDS),
@@ -328,6 +337,16 @@ VERL: Table = {
     "rollout.nnodes": computed("rollout.engines.*.count", "the number of engines on these nodes"),
     "rollout.n_gpus_per_node": computed("rollout.engines.*.count", "the number of engines on these nodes"),
     # Trainer.
+    "trainer.v1.trainer_mode": choice(
+        "schedule.max_staleness",
+        {
+            "sync": "0",
+            "separate_async": "1",
+            "colocate_async": unsupported("with schedule.colocate, rollouts never run ahead of the trainers"),
+        },
+    ),
+    "trainer.v1.*": not_needed("schedule.max_staleness alone controls how far rollouts run ahead"),
+    "trainer.use_v1": not_needed("slimx has one trainer"),
     "trainer.n_gpus_per_node": RANKS,
     "trainer.nnodes": RANKS,
     "trainer.total_training_steps": "schedule.steps",

@@ -122,9 +122,10 @@ def from_trl(script: Script, variables: Settings = None, out: Out = None) -> Non
     elif script.suffix in (".yaml", ".yml"):
         values = yaml_values(script)
     else:
-        commands = commands_of(script, text, settings)
+        files: dict[str, str] = {}
+        commands = commands_of(script, text, settings, files)
         launch = launch_of(commands, is_trl, TRL) or _flags_alone(commands)
-        values = {} if launch is None else launch_values(launch)
+        values = {} if launch is None else launch_values(launch, files)
     if not values.keys() & {"trainer", "model_name_or_path", "output_dir"}:
         raise _no_launch(script, text, "trl")
     if script.suffix in _KINDS:

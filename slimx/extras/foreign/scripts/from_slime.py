@@ -10,6 +10,7 @@ from slimx.extras.foreign.scripts.names import Names, whole
 from slimx.extras.foreign.scripts.shared import (
     NODE,
     PROMPT_TOKENS,
+    put_balance,
     put_engines,
     put_epochs,
     put_family,
@@ -41,7 +42,7 @@ def read_slime(launch: Launch, draft: Draft) -> None:
         draft.left["the launch command"] = "a backslash is missing at the end of one of its lines; all flags are read"
     asynchronous = launch.program == "train_async.py"
     _model(flags, draft)
-    _prompts(flags, draft)
+    _prompts(flags, draft, sft=sft)
     _sampling(flags, draft, sft=sft)
     _ranks(flags, draft, sft=sft, asynchronous=asynchronous)
     _batches(flags, draft)
@@ -53,6 +54,10 @@ def read_slime(launch: Launch, draft: Draft) -> None:
         put_algorithm(flags, draft)
         put_evaluation(flags, draft)
     translate_rest(draft, flags, (SLIME, MEGATRON))
+    if draft.get("algorithm.name") == "ppo":  # the critic has the arguments of the actor
+        for key in [key for key in draft.settings if key.startswith("trainer.optimizer.")]:
+            own = key.replace("trainer", "critic", 1)
+            draft.put(own, draft.get(own, draft.get(key)), draft.sources[key if own not in draft.sources else own])
     put_family(draft, " ".join(flags.values.get("spec", [])))
     put_transport(draft, colocate=bool(draft.get("schedule.colocate")))
 
@@ -98,7 +103,7 @@ def _quantized(draft: Draft, path: str, name: str) -> None:
         draft.put("trainer.qat", "int4", "training rounds as the engines do")
 
 
-def _prompts(flags: Names, draft: Draft) -> None:
+def _prompts(flags: Names, draft: Draft, *, sft: bool) -> None:
     prompts = flags.text("prompt_data")
     if prompts is None:
         draft.put("rollout.prompts", "PROMPTS", "")
@@ -121,7 +126,10 @@ def _prompts(flags: Names, draft: Draft) -> None:
         column = columns.get("image") if isinstance(columns, dict) else None
         draft.put("rollout.fields.images", str(column or images), "--multimodal-keys")
         draft.put("trainer.vision", {"train": "none"}, "--multimodal-keys")
-    if not flags.has("apply_chat_template") and draft.get("algorithm.name") != "sft":
+    seed = flags.number("rollout_seed", "seed")
+    if seed is not None:
+        draft.put("run.seed", int(seed), "--rollout-seed, or --seed")
+    if "apply_chat_template" not in flags.values and not sft:
         draft.left["no --apply-chat-template"] = (
             "slimx always applies the chat template to messages; give rows with token_ids to apply none"
         )
@@ -194,7 +202,7 @@ def _ranks(flags: Names, draft: Draft, *, sft: bool, asynchronous: bool) -> None
     elif asynchronous:
         far = _FULLY_ASYNC in (flags.text("rollout_function_path") or "")
         interval = flags.count("update_weights_interval", 1)
-        draft.put("schedule.max_staleness", max(interval, 2 if far else 1), "train_async.py")
+        draft.put("schedule.max_staleness", max(interval, 2 if far else 1), "the program train_async.py")
         if far:
             draft.unneeded["--rollout-function-path"] = "schedule.max_staleness above 1 generates without a break"
             draft.supply["schedule.max_staleness"] = "slime's fully asynchronous rollout has no limit; 2 is assumed"
@@ -266,11 +274,7 @@ def _trainer(flags: Names, draft: Draft) -> None:
     modules = flags.listed("recompute_modules")
     if modules:
         draft.put("trainer.recompute.modules", modules, "--recompute-modules")
-    coef = flags.number("moe_aux_loss_coeff")
-    if coef:
-        draft.put("trainer.moe.aux_loss_coef", coef, "--moe-aux-loss-coeff")
-    else:
-        note_unneeded(draft, flags, "a coefficient of 0 balances nothing", "moe_router_load_balancing_type")
+    put_balance(draft, flags, "")
     if flags.has("enable_mtp_training"):
         scale = flags.number("mtp_loss_scaling_factor")
         put_mtp(draft, flags.count("mtp_num_layers", 1), scale, "--enable-mtp-training")
@@ -297,7 +301,7 @@ def _optimizer(flags: Names, draft: Draft) -> None:
     put("trainer.optimizer.betas", betas, "--adam-beta1, --adam-beta2")
     warmup = flags.number("lr_warmup_fraction")
     if warmup is not None and draft.get("schedule.steps") is not None:
-        put_warmup(draft, warmup, "--lr-warmup-fraction")
+        put_warmup(draft, "trainer", warmup, "--lr-warmup-fraction")
     if flags.has("optimizer_cpu_offload"):
         fraction = flags.number_or(1.0, "optimizer_offload_fraction")
         put("trainer.optimizer.offload_fraction", fraction, "--optimizer-cpu-offload")

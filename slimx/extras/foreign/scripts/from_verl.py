@@ -14,6 +14,7 @@ from slimx.extras.foreign.scripts.shared import (
     layers_of,
     longest_rollout,
     put_answers,
+    put_balance,
     put_engines,
     put_epochs,
     put_family,
@@ -23,7 +24,6 @@ from slimx.extras.foreign.scripts.shared import (
     put_tokens,
     put_transport,
     put_updates,
-    put_warmup,
 )
 from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of, keys_of
@@ -36,6 +36,7 @@ from slimx.extras.foreign.scripts.verl_algorithm import (
     put_algorithm,
     put_distillation,
     put_evaluation,
+    put_optimizer,
     put_reward,
 )
 from slimx.extras.foreign.verl import VERL
@@ -52,16 +53,20 @@ _SHORT = {
     "etp": "expert_tensor_parallel_size",
 }
 """Names of parallel sizes in verl's engine Megatron Lite."""
+_ONE_STEP_OFF = ".one_step_off"
 _SFT = {"model.": f"{MODEL}.", "optim.": f"{ACTOR}.optim.", "engine.": f"{MEGATRON}."}
 """Sections of verl's sft_trainer, and those with the same keys in main_ppo."""
-_FULLY_ASYNC = {
-    "async_training.staleness_threshold": "0.1",
-    "async_training.partial_rollout": "true",
-    "rollout.nnodes": "1",
-    "rollout.n_gpus_per_node": "8",
-    "rollout.total_rollout_steps": "100",
+_APART = {"rollout.nnodes": "1", "rollout.n_gpus_per_node": "8"}
+_ASYNCHRONOUS = {
+    ".fully_async": {
+        "async_training.staleness_threshold": "0.1",
+        "async_training.partial_rollout": "true",
+        "rollout.total_rollout_steps": "100",
+        **_APART,
+    },
+    _ONE_STEP_OFF: {"algorithm.rollout_correction.bypass_mode": "true", **_APART},
 }
-"""Defaults of verl's fully asynchronous trainer that the other trainers do not have."""
+"""Defaults of verl's asynchronous trainers that the others do not have, by a part of the name of their module."""
 _DEFAULT_FILE = re.compile(r"((fully_async_|one_step_off_)?ppo(_megatron)?_trainer|sft_trainer_engine)(\.yaml)?")
 """Names of verl's own files of defaults, which are known here."""
 
@@ -74,7 +79,10 @@ def is_program(word: str) -> bool:
 def read_verl(launch: Launch, draft: Draft) -> None:
     """Adds what `launch` means to `draft`. Raises SlimxError for a key whose value is not known or no number."""
     sft = launch.program.endswith("sft_trainer")
-    values = dict(_FULLY_ASYNC) if ".fully_async" in launch.program else {}
+    values: dict[str, str] = {}
+    for part, defaults in _ASYNCHRONOUS.items():
+        if part in launch.program:
+            values |= defaults
     for key, value in (_stored(launch, draft) | keys_of(launch.arguments)).items():
         values[_plain(key, sft=sft)] = value.strip("'\"") if value[:1] in ("'", '"') else value
     words = {key: [_interpolated(value, values, sft=sft)] for key, value in values.items()}
@@ -88,6 +96,8 @@ def read_verl(launch: Launch, draft: Draft) -> None:
     else:
         _ranks(keys, draft)
         _batches(keys, draft)
+    if _ONE_STEP_OFF in launch.program:
+        draft.put("schedule.max_staleness", 1, launch.program)
     _trainer(keys, draft, sft=sft)
     _optimizer(keys, draft, sft=sft)
     if sft:
@@ -211,8 +221,6 @@ def _ranks(keys: Names, draft: Draft) -> None:
     per_node = keys.count("trainer.n_gpus_per_node", NODE)
     trainers = keys.count("trainer.nnodes", 1) * per_node
     apart = int(keys.number_or(0, "rollout.nnodes", f"{ROLLOUT}.nnodes"))
-    if keys.text("trainer.device") == "npu":
-        draft.left["trainer.device=npu"] = "slimx supports only CUDA GPUs"
     engine_gpus = apart * int(keys.number_or(per_node, "rollout.n_gpus_per_node", f"{ROLLOUT}.n_gpus_per_node"))
     put_ranks(
         draft,
@@ -235,10 +243,6 @@ def _ranks(keys: Names, draft: Draft) -> None:
         draft.put("rollout.engines.0.expert", min(experts, size), f"{ROLLOUT}.expert_parallel_size")
     share = "rollout.engines.0.sglang.mem_fraction_static"
     put_number(draft, keys, share, f"{ROLLOUT}.gpu_memory_utilization", 0.5)
-    for name, key in (("max_num_seqs", "max_running_requests"), ("max_num_batched_tokens", "chunked_prefill_size")):
-        number = keys.number(f"{ROLLOUT}.{name}")
-        if number is not None:
-            draft.put(f"rollout.engines.0.sglang.{key}", int(number), f"{ROLLOUT}.{name}")
     if not engine_gpus:
         draft.put("schedule.colocate", True, "trainers and engines share the GPUs (hybrid_engine)")
 
@@ -294,7 +298,10 @@ def _sft_ranks(keys: Names, draft: Draft, launch: Launch) -> None:
 
 
 def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
-    context = put_count(draft, keys, "trainer.context", f"{MEGATRON}.context_parallel_size", 1)
+    context = f"{MEGATRON}.context_parallel_size"
+    if keys.text(context) is None and keys.text(f"{ACTOR}.ulysses_sequence_parallel_size") is not None:
+        context = f"{ACTOR}.ulysses_sequence_parallel_size"
+    copies = put_count(draft, keys, "trainer.context", context, 1)
     dynamic = keys.has("data.use_dynamic_bsz" if sft else f"{ACTOR}.use_dynamic_bsz")
     tokens = "data.max_token_len_per_gpu" if sft else f"{ACTOR}.ppo_max_token_len_per_gpu"
     size = "data.micro_batch_size_per_gpu" if sft else f"{ACTOR}.ppo_micro_batch_size_per_gpu"
@@ -302,7 +309,7 @@ def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
     sequences = keys.number(size)
     dynamic = dynamic or (sft and keys.words("data.use_dynamic_bsz") is None)
     if dynamic or sequences is None:
-        put_tokens(draft, limit * context, f"{tokens} x context_parallel_size")
+        put_tokens(draft, limit * copies, f"{tokens} x {context.rpartition('.')[2]}")
     else:
         put_tokens(draft, sequences * longest_rollout(draft), f"{size} x the longest rollout")
     stages = put_count(draft, keys, "trainer.pipeline", f"{MEGATRON}.pipeline_model_parallel_size", 1)
@@ -312,14 +319,7 @@ def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
     _stages(keys, draft, stages)
     if put_count(draft, keys, "trainer.expert", f"{MEGATRON}.expert_model_parallel_size", 1) == 1:
         note_unneeded(draft, keys, "it needs trainer.expert above 1", f"{MEGATRON}.expert_tensor_parallel_size")
-    coef = keys.number(f"{CHANGED}.moe_aux_loss_coeff")
-    if coef:
-        draft.put("trainer.moe.aux_loss_coef", coef, "override_transformer_config.moe_aux_loss_coeff")
-    else:
-        note_unneeded(draft, keys, "a coefficient of 0 balances nothing", f"{CHANGED}.moe_router_load_balancing_type")
-    mode = keys.text(f"{MEGATRON}.router_replay.mode", f"{ACTOR}.router_replay.mode")
-    if mode in ("R2", "R3"):
-        draft.put("trainer.moe.routing_replay", mode, "router_replay.mode")
+    put_balance(draft, keys, f"{CHANGED}.")
     if keys.has(f"{MODEL}.mtp.enable") and keys.has(f"{MODEL}.mtp.enable_train"):
         scale = keys.number(f"{MODEL}.mtp.mtp_loss_scaling_factor")
         put_mtp(draft, 1, scale, f"{MODEL}.mtp.enable_train")
@@ -328,9 +328,6 @@ def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
         alpha = whole(keys.number_or(default, f"{MODEL}.{form}alpha"))
         if rank:
             draft.put("trainer.lora", {"rank": rank, "alpha": alpha}, f"{MODEL}.{form}rank, {MODEL}.{form}alpha")
-    bucket = keys.number(f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes")
-    if bucket is not None:
-        draft.put("publish.bucket_mib", int(bucket), "checkpoint_engine.update_weights_bucket_megabytes")
 
 
 def _stages(keys: Names, draft: Draft, stages: int) -> None:
@@ -350,18 +347,8 @@ def _stages(keys: Names, draft: Draft, stages: int) -> None:
 
 def _optimizer(keys: Names, draft: Draft, *, sft: bool) -> None:
     optim = f"{ACTOR}.optim"
-    put = draft.put
-    put_number(draft, keys, "trainer.optimizer.lr", f"{optim}.lr", 1e-3 if sft else 1e-6)
-    put_number(draft, keys, "trainer.optimizer.weight_decay", f"{optim}.weight_decay", 0.01)
-    betas = keys.text(f"{optim}.betas")
-    put("trainer.optimizer.betas", [0.9, 0.999] if betas is None else scalar(betas), f"{optim}.betas")
-    warmup = keys.number(f"{optim}.lr_warmup_steps")
-    share = keys.number(f"{optim}.lr_warmup_steps_ratio")
-    if warmup is not None and warmup > 0:
-        put("trainer.optimizer.warmup_steps", int(warmup), f"{optim}.lr_warmup_steps")
-    elif share:
-        put_warmup(draft, share, f"{optim}.lr_warmup_steps_ratio")
+    put_optimizer(keys, draft, "trainer", optim, 1e-3 if sft else 1e-6)
     other = f"{optim}.override_optimizer_config"
     if keys.has(f"{other}.optimizer_cpu_offload"):
         fraction = keys.number_or(1.0, f"{other}.optimizer_offload_fraction", f"{other}.offload_fraction")
-        put("trainer.optimizer.offload_fraction", fraction, "optimizer_offload_fraction")
+        draft.put("trainer.optimizer.offload_fraction", fraction, "optimizer_offload_fraction")

@@ -41,12 +41,18 @@ def arguments_in(file: Path, text: str) -> dict[str, list[str]]:
             found |= _of_trainer(call, constants, imported, file.stem)
             if module.startswith("trl"):
                 found["trainer"] = [name.replace("Trainer", "Config")]
+        elif name == "LoraConfig":  # with the defaults of PEFT
+            lora = {"r": ["8"], "alpha": ["8"]}
+            lora |= {key.removeprefix("lora_"): words for key, words in _keywords(call, constants).items()}
+            found |= {"use_peft": [], **{f"lora_{key}": words for key, words in lora.items()}}
         elif name == "load_dataset":
             keywords = _keywords(call, constants)
             path, *subset = [*(_literal(node, constants) for node in call.args[:2]), *keywords.get("name", [])] or [""]
             found.setdefault("dataset_name", keywords.get("path", [path]))
             found.setdefault("dataset_config", subset[:1])
             found.setdefault("dataset_train_split", keywords.get("split", [])[:1])
+    if "use_peft" in found:
+        found.pop("peft_config", None)
     return found | settings
 
 
@@ -115,8 +121,9 @@ def _of_trainer(
             entries = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
             found["reward_funcs"] = []
             for entry in entries:
-                name = _name(entry) or _literal(entry, constants)
-                found["reward_funcs"].append(name if COMPUTED in name else f"{imported.get(name, module)}.{name}")
+                name = _name(entry)
+                path = f"{imported.get(name, module)}.{name}" if name else _literal(entry, constants)
+                found["reward_funcs"].append(path)
     return found
 
 

@@ -26,9 +26,7 @@ PROMPT_TOKENS = 2048
 def put_ranks(draft: Draft, trainers: int, engines: int, per_node: int, source: str) -> None:
     """Sets the number of trainer ranks, and the nodes for these and for `engines`, the GPUs of engines that do not
     share the trainers' GPUs."""
-    nodes = math.ceil(trainers / per_node) + math.ceil(engines / per_node)
-    if trainers + engines <= per_node:
-        nodes = 1
+    nodes = math.ceil((trainers + engines) / per_node)
     draft.put("cluster.device", "cuda", "add `gpu: h100`, h200 or gb300 for a plan of the memory")
     draft.put("cluster.nodes", nodes, f"GPUs of trainers: {trainers}, more of engines: {engines}; {source}")
     if per_node != NODE:
@@ -141,10 +139,23 @@ def put_tokens(draft: Draft, tokens: float, source: str) -> None:
     draft.put("trainer.max_tokens_per_microbatch", int(max(tokens, longest)), source)
 
 
-def put_warmup(draft: Draft, share: float, name: str) -> None:
-    """Sets the steps of warm-up to a `share` of all updates."""
+def put_warmup(draft: Draft, owner: str, share: float, name: str) -> None:
+    """Sets the steps of warm-up of `owner`, trainer or critic, to a `share` of all updates."""
+    key = f"{owner}.optimizer.warmup_steps"
     updates = int(str(draft.get("schedule.steps", 1))) * int(str(draft.get("schedule.updates_per_step", 1)))
-    draft.put("trainer.optimizer.warmup_steps", int(share * updates), f"{share:g} of all updates ({name})")
+    draft.put(key, int(share * updates), f"{share:g} of all updates ({name})")
+    if "schedule.steps" in draft.supply:
+        draft.supply[key] = f"{share:g} of all updates"
+
+
+def put_balance(draft: Draft, names: Names, section: str) -> None:
+    """Sets the loss that balances experts. `section`: start of Megatron-LM's names in the script."""
+    coef = names.number(f"{section}moe_aux_loss_coeff")
+    if coef:
+        draft.put("trainer.moe.aux_loss_coef", coef, names.shown(f"{section}moe_aux_loss_coeff"))
+    else:
+        reason = "a coefficient of 0 balances nothing"
+        note_unneeded(draft, names, reason, f"{section}moe_router_load_balancing_type")
 
 
 def put_answers(draft: Draft, hook: str, source: str) -> None:

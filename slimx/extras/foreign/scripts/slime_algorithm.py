@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slimx.extras.foreign.meaning import KL_KINDS
 from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.names import Names, whole, yaml_in
 from slimx.extras.foreign.scripts.shared import algorithm_of, put_answers, put_kl
@@ -45,11 +46,10 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
     low = flags.number_or(0.2, "eps_clip")
     put("algorithm.loss.low", low, "--eps-clip")
     put("algorithm.loss.high", flags.number_or(low, "eps_clip_high"), "--eps-clip-high, or --eps-clip")
-    dual = flags.number("eps_clip_c")
-    if estimator in ("gspo", "cispo"):
-        note_unneeded(draft, flags, f"the loss of {estimator} has no such bound", "eps_clip_c")
-    elif dual is not None:
-        put("algorithm.loss.dual", dual, "--eps-clip-c")
+    if estimator == "cispo":
+        note_unneeded(draft, flags, "the loss of cispo has no such bound", "eps_clip_c")
+    elif estimator == "gspo" and flags.text("eps_clip_c") is not None:
+        draft.left["--eps-clip-c"] = "slimx's loss gspo has no such bound"
     _put_aggregation(flags, draft)
     engine = flags.has("use_rollout_logprobs")
     put("algorithm.old_logprobs", "rollout" if engine else "recompute", f"{_DEFAULT}: recompute")
@@ -57,14 +57,16 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
     if flags.has("use_unbiased_kl") and coef:
         put("algorithm.kl_unbiased", True, "--use-unbiased-kl")
     kind = flags.text("kl_loss_type")
+    reward_kl = flags.number("kl_coef") or 0
     if flags.has("use_kl_loss"):
         put_kl(draft, flags, coef, kind, {"on": "use_kl_loss", "coef": "kl_loss_coef", "kind": "kl_loss_type"})
     else:
-        note_unneeded(draft, flags, "without --use-kl-loss they have no effect", "kl_loss_coef", "kl_loss_type")
-    reward_kl = flags.number("kl_coef")
+        kl = ("kl_loss_coef",) if reward_kl else ("kl_loss_coef", "kl_loss_type")
+        note_unneeded(draft, flags, "without --use-kl-loss they have no effect", *kl)
     if reward_kl and estimator in _TOKEN_REWARDS:
         put("algorithm.reference", True, "--kl-coef")
         put("algorithm.kl_reward_coef", reward_kl, "--kl-coef")
+        put("algorithm.kl_reward_estimator", KL_KINDS.get(kind or "k1", kind or "k1"), "--kl-loss-type")
     elif reward_kl:
         draft.left[f"--kl-coef {reward_kl:g}"] = (
             f"{estimator} has no reward per token; algorithm.kl_coef is a term of the loss"
@@ -79,10 +81,6 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
         draft.left["--normalize-advantages"] = f"{estimator} normalizes within groups only"
     if flags.has("use_tis"):
         put("algorithm.correction.kind", "truncate", "--use-tis")
-        for name, key in (("tis_clip", "high"), ("tis_clip_low", "low")):
-            bound = flags.number(name)
-            if bound is not None:
-                put(f"algorithm.correction.{key}", whole(bound), flags.shown(name))
     if flags.has("use_opd"):
         flags.words("opd_type")
         put_number(draft, flags, "algorithm.teacher_coef", "opd_kl_coef", 1.0)
@@ -136,9 +134,9 @@ def put_evaluation(flags: Names, draft: Draft) -> None:
         trained = flags.number(f"rollout_{key}")
         if trained is not None:
             draft.put(f"rollout.sampling.{key}", whole(trained), flags.shown(f"rollout_{key}"))
-    longest = flags.number("eval_max_response_len")
-    if longest is not None:
-        draft.put("eval.max_new_tokens", int(longest), "--eval-max-response-len")
+    if flags.values.get("eval_top_k") == ["1"]:
+        note_unneeded(draft, flags, "eval.temperature: 0 takes the most likely token", "eval_top_k")
+        draft.put("eval.temperature", 0, "--eval-top-k 1")
 
 
 def _sets(flags: Names, draft: Draft) -> dict[str, object]:
