@@ -32,7 +32,6 @@ TRL: Table = {
     "seed": "run.seed",
     "data_seed": "run.seed",
     "chat_template_kwargs": "rollout.template",
-    "peft_config": _LORA,
     "max_grad_norm": "trainer.optimizer.clip_grad",
     "warmup_steps": "trainer.optimizer.warmup_steps",
     "warmup_ratio": computed("trainer.optimizer.warmup_steps", "this fraction of schedule.steps * updates_per_step"),

@@ -14,6 +14,7 @@ from slimx.extras.foreign.scripts.shared import (
     put_engines,
     put_epochs,
     put_family,
+    put_model,
     put_mtp,
     put_ranks,
     put_stages,
@@ -57,19 +58,15 @@ def read_slime(launch: Launch, draft: Draft) -> None:
     if draft.get("algorithm.name") == "ppo":  # the critic has the arguments of the actor
         for key in [key for key in draft.settings if key.startswith("trainer.optimizer.")]:
             own = key.replace("trainer", "critic", 1)
-            draft.put(own, draft.get(own, draft.get(key)), draft.sources[key if own not in draft.sources else own])
+            if own not in draft.settings:
+                draft.put(own, draft.get(key), draft.sources[key])
     put_family(draft, " ".join(flags.values.get("spec", [])))
     put_transport(draft, colocate=bool(draft.get("schedule.colocate")))
 
 
 def _model(flags: Names, draft: Draft) -> None:
-    path = flags.text("hf_checkpoint")
-    name = Path(path or "run").name
-    if path is None:
-        draft.put("model.path", "MODEL", "")
-        draft.supply["model.path"] = "directory of the Hugging Face checkpoint"
-    else:
-        draft.put("model.path", path.rstrip("/"), "--hf-checkpoint")
+    path = put_model(draft, flags, "hf_checkpoint")
+    name = Path(path).name
     save = flags.text("save")
     draft.put("run.name", Path(save).name if save else name, "")
     draft.put("run.dir", save.rstrip("/") if save else f"runs/{name}", "--save" if save else "the script saves nothing")
@@ -84,7 +81,7 @@ def _model(flags: Names, draft: Draft) -> None:
         )
     note_unneeded(draft, flags, "the run starts from model.path, and the reference has these weights", "ref_load")
     if "FP8" in name or "INT4" in name:
-        _quantized(draft, path or "", name)
+        _quantized(draft, path, name)
 
 
 def _quantized(draft: Draft, path: str, name: str) -> None:
@@ -94,7 +91,7 @@ def _quantized(draft: Draft, path: str, name: str) -> None:
         name = name.removesuffix(ending)
     draft.put("model.path", str(Path(path).parent / name), "the checkpoint from which the quantized one was made")
     draft.supply["model.path"] = "the checkpoint in bfloat16, with which trainers start"
-    draft.put("rollout.engines.0.model", path.rstrip("/"), "--hf-checkpoint, which the engines load")
+    draft.put("rollout.engines.0.model", path, "--hf-checkpoint, which the engines load")
     if "FP8" in path:
         draft.put("publish.quantize", "triton", "engines in fp8; docs/numerics.md has other rules")
     else:
@@ -242,9 +239,7 @@ def _batches(flags: Names, draft: Draft) -> None:
         )
     if flags.has("partial_rollout"):
         draft.put("rollout.partial", True, "--partial-rollout")
-        draft.put(
-            "schedule.max_staleness", max(1, int(str(draft.get("schedule.max_staleness", 0)))), "--partial-rollout"
-        )
+        draft.put("schedule.max_staleness", max(1, draft.count("schedule.max_staleness")), "--partial-rollout")
 
 
 def _trainer(flags: Names, draft: Draft) -> None:
@@ -269,8 +264,6 @@ def _trainer(flags: Names, draft: Draft) -> None:
         draft.put("trainer.virtual_pipeline", int(layers / stages / chunk), "--num-layers-per-virtual-pipeline-stage")
     if put_count(draft, flags, "trainer.expert", "expert_model_parallel_size", 1) == 1:
         note_unneeded(draft, flags, "it needs trainer.expert above 1", "expert_tensor_parallel_size")
-    if flags.text("recompute_granularity") is not None:
-        draft.put("trainer.recompute.granularity", flags.text("recompute_granularity"), "--recompute-granularity")
     modules = flags.listed("recompute_modules")
     if modules:
         draft.put("trainer.recompute.modules", modules, "--recompute-modules")
@@ -280,8 +273,6 @@ def _trainer(flags: Names, draft: Draft) -> None:
         put_mtp(draft, flags.count("mtp_num_layers", 1), scale, "--enable-mtp-training")
     else:
         note_unneeded(draft, flags, "it needs --enable-mtp-training", "mtp_loss_scaling_factor")
-    if flags.has("deterministic_mode"):
-        draft.put("trainer.megatron.deterministic_mode", True, "--deterministic-mode")
     if flags.has("fp8_format") or flags.has("fp8_recipe"):
         recipe = flags.text("fp8_recipe") or "blockwise"
         draft.put("trainer.fp8", "mxfp8" if recipe == "mxfp8" else "blockwise", "--fp8-recipe")
@@ -295,7 +286,7 @@ def _trainer(flags: Names, draft: Draft) -> None:
 def _optimizer(flags: Names, draft: Draft) -> None:
     put = draft.put
     put_number(draft, flags, "trainer.optimizer.lr", "lr", 1e-6)
-    put("trainer.optimizer.decay", flags.text("lr_decay_style") or "linear", "--lr-decay-style")
+    put("trainer.optimizer.decay", "linear", "--lr-decay-style")
     put_number(draft, flags, "trainer.optimizer.weight_decay", "weight_decay", 0.01)
     betas = [flags.number_or(0.9, "adam_beta1"), flags.number_or(0.999, "adam_beta2")]
     put("trainer.optimizer.betas", betas, "--adam-beta1, --adam-beta2")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from slimx.extras.foreign.scripts.shared import (
     put_answers,
     put_engines,
     put_epochs,
+    put_model,
     put_ranks,
     put_tokens,
     put_transport,
@@ -25,7 +25,7 @@ from slimx.extras.foreign.scripts.shared import (
     put_warmup,
 )
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of
-from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number, translate, translate_rest
+from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number, translate_rest
 from slimx.extras.foreign.trl import TRL
 
 _ALGORITHMS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "reward": "bradley_terry"}
@@ -125,10 +125,10 @@ def _trainer(names: Names) -> str:
 
 
 def _model(names: Names, draft: Draft) -> None:
-    path = names.text("model_name_or_path")
-    draft.put("model.path", path or "MODEL", "--model_name_or_path")
-    if path is None or not Path(path).expanduser().exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        draft.supply["model.path"] = f"the directory to which you download {path or 'the model'}"
+    put_model(draft, names, "model_name_or_path")
+    seed = names.number("data_seed", "seed")
+    if seed is not None:
+        draft.put("run.seed", int(seed), "--data_seed, or --seed")
     folder = names.text("output_dir") or "runs/trl"
     draft.put("run.dir", folder, "--output_dir")
     draft.put("run.name", names.text("run_name") or Path(folder).name, "--run_name")
@@ -171,9 +171,7 @@ def _placement(names: Names, draft: Draft, *, sampled: bool) -> int:
     if not sampled:
         return processes
     names.words("use_vllm")
-    put_engines(
-        draft, tensor if apart else processes, tensor, NODE, "--num_processes / --vllm_tensor_parallel_size", 1
-    )
+    put_engines(draft, tensor if apart else processes, tensor, NODE, "--num_processes / --vllm_tensor_parallel_size", 1)
     share = "rollout.engines.0.sglang.mem_fraction_static"
     put_number(draft, names, share, "vllm_gpu_memory_utilization", 0.3)
     if not apart:
@@ -220,7 +218,7 @@ def _batches(names: Names, draft: Draft, trainer: str, processes: int, *, sample
     for name in ("save_steps", "eval_steps"):
         every = names.number(name)
         if every:
-            every *= float(str(draft.get("schedule.steps"))) if every < 1 else 1 / updates
+            every *= draft.count("schedule.steps") if every < 1 else 1 / updates
             source = f"--{name} / {updates:g} updates of TRL per step"
             if name == "save_steps":
                 draft.put("checkpoint.every", max(1, round(every)), source)
@@ -237,10 +235,7 @@ def _optimizer(names: Names, draft: Draft, trainer: str) -> None:
     put_number(draft, names, "trainer.optimizer.lr", "learning_rate", _RATES.get(trainer, 1e-6))
     betas = [names.number_or(0.9, "adam_beta1"), names.number_or(0.999, "adam_beta2")]
     draft.put("trainer.optimizer.betas", betas, "--adam_beta1, --adam_beta2")
-    if names.text("lr_scheduler_type") is None:
-        draft.put("trainer.optimizer.decay", "linear", _DEFAULT)
-    else:
-        translate(draft, (TRL,), "lr_scheduler_type", names.text("lr_scheduler_type"), "--lr_scheduler_type")
+    draft.put("trainer.optimizer.decay", "linear", "--lr_scheduler_type")
     note_unneeded(draft, names, "numerics.dtype is bfloat16 by default", "bf16", "fp16")
     if names.has("use_peft"):
         rank, alpha = names.count("lora_r", 16), names.count("lora_alpha", 32)

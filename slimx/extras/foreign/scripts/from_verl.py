@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from slimx.extras.foreign.commented_yaml import on_one_line
-from slimx.extras.foreign.scripts.draft import Draft, scalar
+from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.names import Names, readable, whole, yaml_in
 from slimx.extras.foreign.scripts.shared import (
     NODE,
@@ -18,6 +18,7 @@ from slimx.extras.foreign.scripts.shared import (
     put_engines,
     put_epochs,
     put_family,
+    put_model,
     put_mtp,
     put_ranks,
     put_stages,
@@ -164,14 +165,7 @@ def _plain(key: str, *, sft: bool) -> str:
 
 
 def _model(keys: Names, draft: Draft) -> None:
-    path = keys.text(f"{MODEL}.path")
-    if path is None:
-        draft.put("model.path", "MODEL", "")
-        draft.supply["model.path"] = "directory of the Hugging Face checkpoint"
-    else:
-        draft.put("model.path", path.rstrip("/"), f"{MODEL}.path")
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists():
-            draft.supply["model.path"] = f"the directory to which you download {path}"
+    put_model(draft, keys, f"{MODEL}.path")
     project = keys.text("trainer.project_name") or "verl_examples"
     name = keys.text("trainer.experiment_name") or "gsm8k"
     folder = keys.text("trainer.default_local_dir")
@@ -261,10 +255,10 @@ def _batches(keys: Names, draft: Draft) -> None:
         draft.put("schedule.max_staleness", max(1, int(threshold + 0.999)), "async_training.staleness_threshold")
         draft.put("rollout.partial", partial, "async_training.partial_rollout")
     else:
-        prompts = int(str(draft.get("rollout.prompts_per_step")))
+        prompts = draft.count("rollout.prompts_per_step")
         put_updates(draft, prompts / min(small, prompts), f"{ACTOR}.ppo_mini_batch_size {small}: {prompts} / {small}")
     sampled = keys.number("data.gen_batch_size")
-    prompts = int(str(draft.get("rollout.prompts_per_step")))
+    prompts = draft.count("rollout.prompts_per_step")
     if sampled is not None and sampled > prompts:
         draft.put("rollout.over_sampling", whole(sampled / prompts), "data.gen_batch_size / data.train_batch_size")
     samples = keys.number("rollout.total_rollout_steps")
@@ -284,7 +278,7 @@ def _steps(keys: Names, draft: Draft, epochs: int) -> None:
         draft.put("schedule.steps", int(total), "trainer.total_training_steps")
         return
     prompts = draft.get("rollout.prompts")
-    batch = float(str(draft.get("rollout.prompts_per_step")))
+    batch = draft.count("rollout.prompts_per_step")
     put_epochs(draft, passes, prompts if isinstance(prompts, str) else None, batch, "trainer.total_epochs")
 
 

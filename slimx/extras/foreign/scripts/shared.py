@@ -23,6 +23,15 @@ PROMPT_TOKENS = 2048
 """Maximum length of a prompt in tokens where the other framework has no limit."""
 
 
+def put_model(draft: Draft, names: Names, name: str) -> str:
+    """Sets the model to the path that the script sets `name` to, and returns it."""
+    path = (names.text(name) or "MODEL").rstrip("/")
+    draft.put("model.path", path, names.shown(name))
+    if path == "MODEL" or (re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists()):
+        draft.supply["model.path"] = f"the directory to which you download {path}"
+    return path
+
+
 def put_ranks(draft: Draft, trainers: int, engines: int, per_node: int, source: str) -> None:
     """Sets the number of trainer ranks, and the nodes for these and for `engines`, the GPUs of engines that do not
     share the trainers' GPUs."""
@@ -128,7 +137,7 @@ def put_mtp(draft: Draft, layers: int, scale: float | None, source: str) -> None
 def longest_rollout(draft: Draft) -> int:
     """Returns the tokens of the longest rollout, including the prompt."""
     keys = ("rollout.max_prompt_tokens", "rollout.sampling.max_new_tokens")
-    return sum(int(str(draft.get(key, 0))) for key in keys)
+    return sum(draft.count(key) for key in keys)
 
 
 def put_tokens(draft: Draft, tokens: float, source: str) -> None:
@@ -142,7 +151,7 @@ def put_tokens(draft: Draft, tokens: float, source: str) -> None:
 def put_warmup(draft: Draft, owner: str, share: float, name: str) -> None:
     """Sets the steps of warm-up of `owner`, trainer or critic, to a `share` of all updates."""
     key = f"{owner}.optimizer.warmup_steps"
-    updates = int(str(draft.get("schedule.steps", 1))) * int(str(draft.get("schedule.updates_per_step", 1)))
+    updates = draft.count("schedule.steps", 1) * draft.count("schedule.updates_per_step", 1)
     draft.put(key, int(share * updates), f"{share:g} of all updates ({name})")
     if "schedule.steps" in draft.supply:
         draft.supply[key] = f"{share:g} of all updates"
@@ -156,6 +165,16 @@ def put_balance(draft: Draft, names: Names, section: str) -> None:
     else:
         reason = "a coefficient of 0 balances nothing"
         note_unneeded(draft, names, reason, f"{section}moe_router_load_balancing_type")
+
+
+def put_teacher(draft: Draft, index: int, model: str, source: str) -> str:
+    """Adds a frozen group of engines that serves the teacher, and returns the start of its keys. `index`: the number of
+    other groups."""
+    group = f"rollout.engines.{index}"
+    for key, value in {"name": "teacher", "frozen": True, "model": model, "count": 1}.items():
+        draft.put(f"{group}.{key}", value, source)
+    draft.put("algorithm.teacher_engine", "teacher", source)
+    return group
 
 
 def put_answers(draft: Draft, hook: str, source: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from slimx.extras.foreign.meaning import KL_KINDS
 from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.names import Names, whole, yaml_in
-from slimx.extras.foreign.scripts.shared import algorithm_of, put_answers, put_kl
+from slimx.extras.foreign.scripts.shared import algorithm_of, put_answers, put_kl, put_teacher
 from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number
 
 _DEFAULT = "slime's default"
@@ -102,10 +102,8 @@ def _teacher(flags: Names, draft: Draft) -> None:
     draft.put("algorithm.name", "distillation", "--use-opd")
     draft.remove("algorithm.advantages")
     index = sum(key.endswith(".count") and key.startswith("rollout.engines.") for key in draft.settings)
-    for key, value in {"name": "teacher", "frozen": True, "model": "TEACHER", "count": 1}.items():
-        draft.put(f"rollout.engines.{index}.{key}", value, "--opd-type sglang")
-    draft.supply[f"rollout.engines.{index}.model"] = "the teacher's Hugging Face directory"
-    draft.put("algorithm.teacher_engine", "teacher", "--opd-type sglang")
+    group = put_teacher(draft, index, "TEACHER", "--opd-type sglang")
+    draft.supply[f"{group}.model"] = "the teacher's Hugging Face directory"
 
 
 def put_evaluation(flags: Names, draft: Draft) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slimx.extras.foreign.scripts.draft import Draft, scalar
 from slimx.extras.foreign.scripts.names import Names, whole
-from slimx.extras.foreign.scripts.shared import NODE, algorithm_of, put_kl, put_warmup
+from slimx.extras.foreign.scripts.shared import NODE, algorithm_of, put_kl, put_teacher, put_warmup
 from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -223,12 +223,10 @@ def put_distillation(keys: Names, draft: Draft) -> None:
     size = keys.count(f"{inference}.tensor_model_parallel_size", 2)
     put = draft.put
     per_node = keys.count("trainer.n_gpus_per_node", NODE)
-    nodes = int(str(draft.get("cluster.nodes", 1))) + -(-gpus // max(per_node, NODE))
+    nodes = draft.count("cluster.nodes", 1) + -(-gpus // max(per_node, NODE))
     put("cluster.nodes", nodes, f"more GPUs of the teacher: {gpus}")
     put("cluster.ray_address", "auto", "several nodes are a running Ray cluster")
-    put("rollout.engines.1.name", "teacher", "distillation")
-    put("rollout.engines.1.frozen", True, "distillation")
-    put("rollout.engines.1.model", keys.text(teacher) or "TEACHER", "distillation.teacher_models")
+    put_teacher(draft, 1, keys.text(teacher) or "TEACHER", "distillation.enabled")
     put("rollout.engines.1.count", max(1, gpus // size), "distillation.n_gpus_per_node / tensor_model_parallel_size")
     put("rollout.engines.1.tensor", size, "inference.tensor_model_parallel_size")
     share = keys.number(f"{inference}.gpu_memory_utilization")
@@ -236,7 +234,6 @@ def put_distillation(keys: Names, draft: Draft) -> None:
         put("rollout.engines.1.sglang.mem_fraction_static", share, "inference.gpu_memory_utilization")
     section = "distillation.distillation_loss"
     loss = keys.text(f"{section}.loss_mode") or "k3"
-    put("algorithm.teacher_engine", "teacher", "distillation.enabled")
     rewarded = f"{section}.use_task_rewards"
     coef = whole(keys.number_or(1, f"{section}.distillation_loss_coef"))
     if keys.words(rewarded) is not None and not keys.has(rewarded):
