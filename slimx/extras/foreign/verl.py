@@ -43,8 +43,8 @@ _SIZES = {
     "expert_model_parallel_size": "expert",
     "expert_tensor_parallel_size": "expert_tensor",
 }
-_SHORT = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context", "ep": "expert"}
-_SHORT["etp"] = "expert_tensor"
+SHORT = dict(zip(("tp", "pp", "vpp", "cp", "ep", "etp"), _SIZES, strict=True))
+"""Names of these sizes by those in verl's engine Megatron Lite."""
 
 
 def _below(section: str, keys: Table) -> Table:
@@ -182,7 +182,7 @@ VERL: Table = {
             "fsdp_config.optimizer_offload": MEGATRON["optimizer_cpu_offload"],
             "fsdp_config.*": _FSDP,
             **{f"megatron.{theirs}": f"trainer.{ours}" for theirs, ours in _SIZES.items()},
-            **{f"engine.{theirs}": f"trainer.{ours}" for theirs, ours in _SHORT.items()},
+            **{f"engine.{short}": f"trainer.{_SIZES[theirs]}" for short, theirs in SHORT.items()},
             "engine.param_offload": OFFLOADED,
             "engine.grad_offload": OFFLOADED,
             "engine.optimizer_offload": OFFLOADED,

@@ -40,20 +40,11 @@ from slimx.extras.foreign.scripts.verl_algorithm import (
     put_optimizer,
     put_reward,
 )
-from slimx.extras.foreign.verl import VERL
+from slimx.extras.foreign.verl import SHORT, VERL
 
 MODEL = "actor_rollout_ref.model"
 MEGATRON = f"{ACTOR}.megatron"
 CHANGED = f"{MEGATRON}.override_transformer_config"
-_SHORT = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-}
-"""Names of parallel sizes in verl's engine Megatron Lite."""
 _ONE_STEP_OFF = ".one_step_off"
 _SFT = {"model.": f"{MODEL}.", "optim.": f"{ACTOR}.optim.", "engine.": f"{MEGATRON}."}
 """Sections of verl's sft_trainer, and those with the same keys in main_ppo."""
@@ -160,7 +151,7 @@ def _plain(key: str, *, sft: bool) -> str:
     for section in (f"{ACTOR}.engine.", f"{MEGATRON}."):
         rest = key.removeprefix(section)
         if rest != key:
-            return f"{MEGATRON}.{_SHORT.get(rest, rest)}"
+            return f"{MEGATRON}.{SHORT.get(rest, rest)}"
     return key
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 from slimx.errors import SlimxError
@@ -32,7 +31,7 @@ def arguments_in(file: Path, text: str) -> dict[str, list[str]]:
         if module.partition(".")[0] == "trl" and name.endswith("Trainer"):
             found["trainer"] = [name.replace("Trainer", "Config")]
     settings: dict[str, list[str]] = {}
-    for call in _calls(tree):
+    for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
         module, _, name = _name(call.func).rpartition(".")
         origin = module or imported.get(name, "")
         if name.endswith("Config") and origin.partition(".")[0] == "trl" and name not in _OTHERS:
@@ -54,12 +53,6 @@ def arguments_in(file: Path, text: str) -> dict[str, list[str]]:
     if "use_peft" in found:
         found.pop("peft_config", None)
     return found | settings
-
-
-def _calls(tree: ast.AST) -> Iterator[ast.Call]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield node
 
 
 def _constants(tree: ast.Module) -> dict[str, ast.expr]:

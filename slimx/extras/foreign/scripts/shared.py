@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from slimx.extras.foreign.meaning import ALGORITHMS, KL_KINDS
@@ -89,24 +88,34 @@ def put_epochs(draft: Draft, epochs: float, prompts: str | None, batch: float, s
         draft.put("schedule.steps", max(1, int(rows * epochs / batch)), f"prompts: {rows} * {epochs:g} / {batch:g}")
 
 
-def put_kl(draft: Draft, names: Names, coef: float, kind: str | None, which: Mapping[str, str]) -> None:
+def put_kl(draft: Draft, names: Names, section: str, weight: float, kind: str) -> None:
     """Sets the KL term of the loss. With a weight of 0 the reference only logs the KL, and the estimator has no effect.
-    `which`: the names of the switch, of `coef` and of `kind`."""
-    shown = {part: names.shown(name) for part, name in which.items()}
-    draft.put("algorithm.reference", True, shown["on"])
-    if not coef:
-        reason = "a weight of 0 leaves the term off; algorithm.reference logs the KL"
-        note_unneeded(draft, names, reason, which["coef"], which["kind"])
+    `section`: start of the names of the term. `weight`, `kind`: the other framework's defaults."""
+    switch, coef, estimator = (f"{section}{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))
+    weight = names.number_or(weight, coef)
+    if not names.has(switch):
+        note_unneeded(draft, names, f"without {names.shown(switch)} it has no effect", coef, estimator)
         return
-    draft.put("algorithm.kl_coef", whole(coef), shown["coef"])
-    translated = KL_KINDS.get(kind or "", kind or "k1")
-    draft.put("algorithm.kl_estimator", translated, shown["kind"])
+    draft.put("algorithm.reference", True, names.shown(switch))
+    if not weight:
+        note_unneeded(draft, names, "a weight of 0 leaves the term off; the KL is logged", coef, estimator)
+        return
+    draft.put("algorithm.kl_coef", whole(weight), names.shown(coef))
+    shown = names.shown(estimator)
+    translated = kl_kind(names, estimator, kind)
+    draft.put("algorithm.kl_estimator", translated, shown)
     if translated == "k1" and not draft.get("algorithm.kl_unbiased"):
-        draft.left[f"{shown['kind']} k1"] = (
+        draft.left[f"{shown} k1"] = (
             "this estimator in the loss has a gradient of mean 0, so slimx refuses it; k2 is set, whose gradient is "
             "that of the KL"
         )
         draft.put("algorithm.kl_estimator", "k2", "instead of k1")
+
+
+def kl_kind(names: Names, name: str, default: str) -> str:
+    """Returns slimx's estimator of the KL for the one that the script sets `name` to."""
+    kind = names.text(name) or default
+    return KL_KINDS.get(kind, kind)
 
 
 def put_family(draft: Draft, spec: str) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slimx.extras.foreign.meaning import KL_KINDS
 from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.names import Names, whole, yaml_in
-from slimx.extras.foreign.scripts.shared import algorithm_of, put_answers, put_kl, put_teacher
+from slimx.extras.foreign.scripts.shared import algorithm_of, kl_kind, put_answers, put_kl, put_teacher
 from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number
 
 _DEFAULT = "slime's default"
@@ -53,20 +52,15 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
     _put_aggregation(flags, draft)
     engine = flags.has("use_rollout_logprobs")
     put("algorithm.old_logprobs", "rollout" if engine else "recompute", f"{_DEFAULT}: recompute")
-    coef = flags.number_or(0, "kl_loss_coef")
-    if flags.has("use_unbiased_kl") and coef:
+    if flags.has("use_unbiased_kl") and flags.number("kl_loss_coef"):
         put("algorithm.kl_unbiased", True, "--use-unbiased-kl")
-    kind = flags.text("kl_loss_type")
+    put_kl(draft, flags, "", 0, "k1")
     reward_kl = flags.number("kl_coef") or 0
-    if flags.has("use_kl_loss"):
-        put_kl(draft, flags, coef, kind, {"on": "use_kl_loss", "coef": "kl_loss_coef", "kind": "kl_loss_type"})
-    else:
-        kl = ("kl_loss_coef",) if reward_kl else ("kl_loss_coef", "kl_loss_type")
-        note_unneeded(draft, flags, "without --use-kl-loss they have no effect", *kl)
     if reward_kl and estimator in _TOKEN_REWARDS:
         put("algorithm.reference", True, "--kl-coef")
         put("algorithm.kl_reward_coef", reward_kl, "--kl-coef")
-        put("algorithm.kl_reward_estimator", KL_KINDS.get(kind or "k1", kind or "k1"), "--kl-loss-type")
+        put("algorithm.kl_reward_estimator", kl_kind(flags, "kl_loss_type", "k1"), "--kl-loss-type")
+        draft.unneeded.pop("--kl-loss-type", None)
     elif reward_kl:
         draft.left[f"--kl-coef {reward_kl:g}"] = (
             f"{estimator} has no reward per token; algorithm.kl_coef is a term of the loss"
@@ -120,8 +114,7 @@ def put_evaluation(flags: Names, draft: Draft) -> None:
         return
     draft.put("eval.prompts", sets, "--eval-prompt-data")
     draft.put("eval.every", int(every), "--eval-interval")
-    for key in ("prompt", "answer", "tools"):
-        name = {"prompt": "eval_input_key", "answer": "eval_label_key", "tools": "eval_tool_key"}[key]
+    for key, name in (("prompt", "eval_input_key"), ("answer", "eval_label_key"), ("tools", "eval_tool_key")):
         value = flags.text(name) or draft.get(f"rollout.fields.{key}")
         if value is not None:
             draft.put(f"eval.fields.{key}", value, f"{flags.shown(name)}, or as for training")

@@ -96,13 +96,7 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
     normalized = "algorithm.norm_adv_by_std_in_grpo"
     if keys.words(normalized) is not None and estimator == "grpo":
         put("algorithm.advantages.normalize_std", keys.has(normalized), normalized)
-    if keys.has(f"{ACTOR}.use_kl_loss"):
-        kind = keys.text(f"{ACTOR}.kl_loss_type") or "low_var_kl"
-        names = {"on": f"{ACTOR}.use_kl_loss", "coef": f"{ACTOR}.kl_loss_coef", "kind": f"{ACTOR}.kl_loss_type"}
-        put_kl(draft, keys, keys.number_or(0.001, f"{ACTOR}.kl_loss_coef"), kind, names)
-    else:
-        kl = (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type")
-        note_unneeded(draft, keys, "without use_kl_loss it has no effect", *kl)
+    put_kl(draft, keys, f"{ACTOR}.", 0.001, "low_var_kl")
     _token_kl(keys, draft, name)
     _correction(keys, draft)
 
