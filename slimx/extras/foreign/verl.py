@@ -27,6 +27,7 @@ from slimx.extras.foreign.megatron import MEGATRON
 _FSDP = not_needed("trainers use megatron-core; set trainer.tensor, pipeline, expert and distributed_optimizer")
 _CHECKPOINTS = not_needed("slimx reads Hugging Face and Megatron-LM directories with built-in tables")
 _OVERLONG = computed("reward.parts", "a part with the function `overlong` and its options limit and buffer")
+_HOOK = computed("reward.function", "the dotted path of reward(ctx, trajectory)")
 _REWARD_MODEL = computed("rollout.engines", "a frozen group with the reward model, which a reward hook calls by name")
 _ENGINE = not_needed("trainers use megatron-core with the options of section trainer")
 _SPECULATIVE = computed("rollout.engines.*.sglang", "speculative_algorithm and its options, as in SGLang")
@@ -299,10 +300,9 @@ VERL: Table = {
     "reward.reward_manager.name": computed("reward.function", "the name of a reward hook, such as math"),
     "reward.reward_kwargs.*": _OVERLONG,
     "reward.num_workers": "reward.workers",
-    "reward.custom_reward_function.*": computed("reward.function", "the dotted path of reward(ctx, trajectory)"),
+    "reward.custom_reward_function.*": _HOOK,
     "reward.reward_model.*": _REWARD_MODEL,
-    "custom_reward_function.path": computed("reward.function", "the dotted path of reward(ctx, trajectory)"),
-    "custom_reward_function.name": computed("reward.function", "the dotted path of reward(ctx, trajectory)"),
+    **dict.fromkeys(("custom_reward_function.path", "custom_reward_function.name"), _HOOK),
     "custom_reward_function.reward_kwargs.*": Meaning("reward.options.{}"),
     # Algorithm.
     "algorithm.adv_estimator": Meaning("algorithm.name", ALGORITHMS),

@@ -12,12 +12,12 @@ from slimx.extras.foreign.scripts.shared import (
     PROMPT_TOKENS,
     put_balance,
     put_engines,
-    put_epochs,
     put_family,
     put_model,
     put_mtp,
     put_ranks,
     put_stages,
+    put_steps,
     put_tokens,
     put_transport,
     put_updates,
@@ -226,12 +226,7 @@ def _batches(flags: Names, draft: Draft) -> None:
     elif batch is not None:
         source = f"--global-batch-size {batch:g}: {prompts} x {samples} / {batch:g}"
         put_updates(draft, prompts * samples / batch, source)
-    steps = flags.number("num_rollout")
-    epochs = flags.number("num_epoch")
-    if steps is not None:
-        draft.put("schedule.steps", int(steps), "--num-rollout")
-    elif epochs is not None:
-        put_epochs(draft, epochs, str(draft.get("rollout.prompts")), prompts, "--num-epoch")
+    put_steps(draft, flags, "num_rollout", "num_epoch", 1)
     sampled = flags.number("over_sampling_batch_size")
     if sampled is not None and sampled > prompts:
         draft.put(
@@ -291,7 +286,7 @@ def _optimizer(flags: Names, draft: Draft) -> None:
     betas = [flags.number_or(0.9, "adam_beta1"), flags.number_or(0.999, "adam_beta2")]
     put("trainer.optimizer.betas", betas, "--adam-beta1, --adam-beta2")
     warmup = flags.number("lr_warmup_fraction")
-    if warmup is not None and draft.get("schedule.steps") is not None:
+    if warmup is not None:
         put_warmup(draft, "trainer", warmup, "--lr-warmup-fraction")
     if flags.has("optimizer_cpu_offload"):
         fraction = flags.number_or(1.0, "optimizer_offload_fraction")

@@ -16,9 +16,9 @@ from slimx.extras.foreign.scripts.shared import (
     longest_rollout,
     put_answers,
     put_engines,
-    put_epochs,
     put_model,
     put_ranks,
+    put_steps,
     put_tokens,
     put_transport,
     put_updates,
@@ -208,13 +208,7 @@ def _batches(names: Names, draft: Draft, trainer: str, processes: int, *, sample
     if sampled:
         put_count(draft, names, "rollout.sampling.max_new_tokens", "max_completion_length", 512)
     put_tokens(draft, size * longest_rollout(draft), "--per_device_train_batch_size x the longest rollout")
-    limit = names.number("max_steps")
-    if limit is not None and limit > 0:
-        draft.put("schedule.steps", max(1, int(limit / updates)), f"--max_steps / {updates:g} updates of TRL per step")
-        names.words("num_train_epochs")
-    else:
-        epochs = names.number_or(3, "num_train_epochs")
-        put_epochs(draft, epochs, str(draft.get("rollout.prompts")), max(1, int(prompts)), "--num_train_epochs")
+    put_steps(draft, names, "max_steps", "num_train_epochs", 3, updates)
     for name in ("save_steps", "eval_steps"):
         every = names.number(name)
         if every:

@@ -16,12 +16,12 @@ from slimx.extras.foreign.scripts.shared import (
     put_answers,
     put_balance,
     put_engines,
-    put_epochs,
     put_family,
     put_model,
     put_mtp,
     put_ranks,
     put_stages,
+    put_steps,
     put_tokens,
     put_transport,
     put_updates,
@@ -101,6 +101,8 @@ def read_verl(launch: Launch, draft: Draft) -> None:
         put_evaluation(keys, draft)
         put_distillation(keys, draft)
     translate_rest(draft, keys, (VERL,))
+    if draft.get("rollout.filter") is not None:
+        draft.supply["rollout.filter"] = "examples/varied.py of slimx's repository, next to this file"
     put_family(draft, "")
     put_transport(draft, colocate=bool(draft.get("schedule.colocate")))
 
@@ -259,18 +261,7 @@ def _batches(keys: Names, draft: Draft) -> None:
         )
         note_unneeded(draft, keys, "schedule.steps ends the run", "trainer.total_epochs")
     else:
-        _steps(keys, draft, 30)
-
-
-def _steps(keys: Names, draft: Draft, epochs: int) -> None:
-    total = keys.number("trainer.total_training_steps")
-    passes = keys.number_or(epochs, "trainer.total_epochs")
-    if total is not None:
-        draft.put("schedule.steps", int(total), "trainer.total_training_steps")
-        return
-    prompts = draft.get("rollout.prompts")
-    batch = draft.count("rollout.prompts_per_step")
-    put_epochs(draft, passes, prompts if isinstance(prompts, str) else None, batch, "trainer.total_epochs")
+        put_steps(draft, keys, "trainer.total_training_steps", "trainer.total_epochs", 30)
 
 
 def _sft_ranks(keys: Names, draft: Draft, launch: Launch) -> None:
@@ -279,7 +270,7 @@ def _sft_ranks(keys: Names, draft: Draft, launch: Launch) -> None:
     per_node = torchrun.count("nproc_per_node", NODE)
     put_ranks(draft, torchrun.count("nnodes", 1) * per_node, 0, per_node, "torchrun's nnodes x nproc_per_node")
     keys.outputs |= torchrun.outputs
-    _steps(keys, draft, 4)
+    put_steps(draft, keys, "trainer.total_training_steps", "trainer.total_epochs", 4)
 
 
 def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:

@@ -54,6 +54,7 @@ class Names:
     def number(self, *names: str) -> float | None:
         """Returns the number that the first of `names` is set to; None if the script sets none, or computes it. Raises
         SlimxError if it is not a number."""
+        self.read.update(names)
         for name in names:
             text = self.text(name)
             if name in self.outputs:

@@ -76,16 +76,23 @@ def put_updates(draft: Draft, updates: float, source: str) -> None:
         draft.left[source] = f"a step would have {updates:g} updates; choose batch sizes that divide each other"
 
 
-def put_epochs(draft: Draft, epochs: float, prompts: str | None, batch: float, shown: str) -> None:
-    """Sets the number of steps for a number of epochs, which needs the number of prompts."""
-    rows = None if prompts is None else rows_of(prompts)
-    if rows is None:
-        draft.put("schedule.steps", 100, f"{shown} {epochs:g}")
+def put_steps(draft: Draft, names: Names, total: str, epochs: str, default: float, updates: float = 1) -> None:
+    """Sets the number of steps: that in `total`, a number of updates, or else that of as many `epochs`, which needs the
+    number of prompts. `default`: epochs without either. `updates`: updates of the other framework per step."""
+    limit, passes = names.number_or(0, total), names.number_or(default, epochs)
+    batch = draft.count("rollout.prompts_per_step")
+    prompts = draft.get("rollout.prompts")
+    rows = rows_of(prompts) if isinstance(prompts, str) else None
+    if limit > 0:
+        source = names.shown(total) + f" / {updates:g} updates" * (updates > 1)
+        draft.put("schedule.steps", max(1, int(limit / updates)), source)
+    elif rows is None:
+        draft.put("schedule.steps", 100, f"{names.shown(epochs)} {passes:g}")
         draft.supply["schedule.steps"] = (
-            f"number of prompts * {epochs:g} / {batch:g}; {prompts or 'the file of prompts'} is not here to be counted"
+            f"number of prompts * {passes:g} / {batch}; {prompts or 'the file of prompts'} is not here to be counted"
         )
     else:
-        draft.put("schedule.steps", max(1, int(rows * epochs / batch)), f"prompts: {rows} * {epochs:g} / {batch:g}")
+        draft.put("schedule.steps", max(1, int(rows * passes / batch)), f"prompts: {rows} * {passes:g} / {batch}")
 
 
 def put_kl(draft: Draft, names: Names, section: str, weight: float, kind: str) -> None:
