@@ -248,12 +248,8 @@ def _trainer(flags: Names, draft: Draft) -> None:
         put_tokens(draft, tokens * context, "--max-tokens-per-gpu x --context-parallel-size")
     stages = put_count(draft, flags, "trainer.pipeline", "pipeline_model_parallel_size", 1)
     layers = flags.number("num_layers")
-    ends = []
-    for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
-        number = flags.number(name)
-        ends.append(None if number is None else int(number))
-    count = None if layers is None else int(layers)
-    put_stages(draft, count, ends[0], ends[1], stages, "--decoder-first/last-pipeline-num-layers")
+    first, last = (flags.number(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+    put_stages(draft, layers, first, last, stages, "--decoder-first/last-pipeline-num-layers")
     chunk = flags.number("num_layers_per_virtual_pipeline_stage")
     if chunk is not None and layers is not None:
         draft.put("trainer.virtual_pipeline", int(layers / stages / chunk), "--num-layers-per-virtual-pipeline-stage")

@@ -231,6 +231,7 @@ def _optimizer(names: Names, draft: Draft, trainer: str) -> None:
     draft.put("trainer.optimizer.betas", betas, "--adam_beta1, --adam_beta2")
     draft.put("trainer.optimizer.decay", "linear", "--lr_scheduler_type")
     note_unneeded(draft, names, "numerics.dtype is bfloat16 by default", "bf16", "fp16")
+    names.text("peft_config")
     if names.has("use_peft"):
         rank, alpha = names.count("lora_r", 16), names.count("lora_alpha", 32)
         draft.put("trainer.lora", {"rank": rank, "alpha": alpha}, "--use_peft, --lora_r, --lora_alpha")

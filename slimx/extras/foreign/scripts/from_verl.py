@@ -45,7 +45,6 @@ from slimx.extras.foreign.verl import SHORT, VERL
 MODEL = "actor_rollout_ref.model"
 MEGATRON = f"{ACTOR}.megatron"
 CHANGED = f"{MEGATRON}.override_transformer_config"
-_ONE_STEP_OFF = ".one_step_off"
 _SFT = {"model.": f"{MODEL}.", "optim.": f"{ACTOR}.optim.", "engine.": f"{MEGATRON}."}
 """Sections of verl's sft_trainer, and those with the same keys in main_ppo."""
 _APART = {"rollout.nnodes": "1", "rollout.n_gpus_per_node": "8"}
@@ -56,7 +55,11 @@ _ASYNCHRONOUS = {
         "rollout.total_rollout_steps": "100",
         **_APART,
     },
-    _ONE_STEP_OFF: {"algorithm.rollout_correction.bypass_mode": "true", **_APART},
+    ".one_step_off": {
+        "algorithm.rollout_correction.bypass_mode": "true",
+        "trainer.v1.trainer_mode": "separate_async",
+        **_APART,
+    },
 }
 """Defaults of verl's asynchronous trainers that the others do not have, by a part of the name of their module."""
 _DEFAULT_FILE = re.compile(r"((fully_async_|one_step_off_)?ppo(_megatron)?_trainer|sft_trainer_engine)(\.yaml)?")
@@ -88,8 +91,6 @@ def read_verl(launch: Launch, draft: Draft) -> None:
     else:
         _ranks(keys, draft)
         _batches(keys, draft)
-    if _ONE_STEP_OFF in launch.program:
-        draft.put("schedule.max_staleness", 1, launch.program)
     _trainer(keys, draft, sft=sft)
     _optimizer(keys, draft, sft=sft)
     if sft:
@@ -315,7 +316,7 @@ def _stages(keys: Names, draft: Draft, stages: int) -> None:
         number = keys.number(f"{CHANGED}.num_layers_in_{name}_pipeline_stage")
         if number is None and counts and layers is not None:  # the embedding or the loss takes the place of a layer
             number = (layers + sum(parts)) // stages - 1
-        ends.append(None if number is None else int(number))
+        ends.append(number)
     if any(parts) and layers is None and stages > 1:
         draft.left["account_for_embedding/loss_in_pipeline_split"] = "set trainer.layers_per_stage"
     put_stages(draft, layers, ends[0], ends[1], stages, "num_layers_in_first/last_pipeline_stage")

@@ -224,7 +224,9 @@ def layers_of(path: str) -> int | None:
     return layers if isinstance(layers, int) else None
 
 
-def put_stages(draft: Draft, layers: int | None, first: int | None, last: int | None, stages: int, source: str) -> None:
+def put_stages(
+    draft: Draft, layers: float | None, first: float | None, last: float | None, stages: int, source: str
+) -> None:
     """Sets the layers of every pipeline stage if the first or the last has another number than the others. `layers`:
     layers of the model; None if the script does not say."""
     if first is None and last is None:
@@ -235,10 +237,9 @@ def put_stages(draft: Draft, layers: int | None, first: int | None, last: int | 
         )
         return
     middle = stages - (first is not None) - (last is not None)
-    middle_layers = (layers - (first or 0) - (last or 0)) // max(1, middle)
-    counts = [middle_layers] * middle
+    counts = [(layers - (first or 0) - (last or 0)) // max(1, middle)] * middle
     if first is not None:
         counts = [first, *counts]
     if last is not None:
         counts = [*counts, last]
-    draft.put("trainer.layers_per_stage", counts, source)
+    draft.put("trainer.layers_per_stage", [int(count) for count in counts], source)

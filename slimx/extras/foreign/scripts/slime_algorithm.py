@@ -122,9 +122,7 @@ def put_evaluation(flags: Names, draft: Draft) -> None:
     for key in ("temperature", "top_p"):
         number = flags.number_or(1.0, f"eval_{key}", f"rollout_{key}")
         draft.put(f"eval.{key}", whole(number), f"{flags.shown(f'eval_{key}')}, or as for training")
-        trained = flags.number(f"rollout_{key}")
-        if trained is not None:
-            draft.put(f"rollout.sampling.{key}", whole(trained), flags.shown(f"rollout_{key}"))
+        flags.read.remove(f"rollout_{key}")
     if flags.values.get("eval_top_k") == ["1"]:
         note_unneeded(draft, flags, "eval.temperature: 0 takes the most likely token", "eval_top_k")
         draft.put("eval.temperature", 0, "--eval-top-k 1")

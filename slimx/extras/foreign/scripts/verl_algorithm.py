@@ -234,11 +234,10 @@ def put_distillation(keys: Names, draft: Draft) -> None:
         put("algorithm.name", "distillation", rewarded)
         draft.remove("algorithm.advantages")
         coef = 1
-    direction = loss.partition("_")[0]
     if "topk" in loss:
         put("algorithm.teacher_coef", 0, f"{section}.loss_mode={loss}")
         put("algorithm.teacher_kl_coef", coef, f"{section}.distillation_loss_coef")
-        put("algorithm.teacher_kl", direction if direction == "forward" else "reverse", f"{section}.loss_mode")
+        put("algorithm.teacher_kl", "forward" if loss.startswith("forward") else "reverse", f"{section}.loss_mode")
         put_count(draft, keys, "algorithm.teacher_top_k", f"{section}.topk", 32)
     else:
         put("algorithm.teacher_coef", coef, f"{section}.distillation_loss_coef")
