@@ -110,7 +110,7 @@ def test_a_layout_of_a_large_model_fits_the_machine(monkeypatch, tmp_path, model
         (["--model", "nowhere", "--prompts", "SUMS"], "model.directory", "nowhere"),
         (["--model", "MODEL", "--prompts", "nowhere.jsonl"], "prompts.unreadable", "nowhere.jsonl"),
         (["--model", "MODEL", "--prompts", "LONG"], "init.missing", "--reward"),
-        (["--model", "MODEL", "--prompts", "SUMS", "--out", "OLD"], "init.exists", "OLD"),
+        (["--model", "MODEL", "--prompts", "SUMS", "--out", "OLD"], "out.exists", "OLD"),
         (["--model", "MODEL", "--prompts", "SUMS", "--gpu", "a100"], "init.gpu", "a100"),
         (["--model", "MODEL", "--prompts", "SUMS", "--gpus", "8"], "init.machine", "--gpus"),
         (

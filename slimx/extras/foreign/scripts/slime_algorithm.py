@@ -17,7 +17,7 @@ def put_demonstrations(flags: Names, draft: Draft) -> None:
     """Sets what supervised fine-tuning has, and notes the flags of reinforcement learning that it leaves out."""
     put_answers(draft, "demonstrations", "--loss-type sft_loss")
     draft.put("algorithm.name", "sft", "--loss-type sft_loss")
-    _put_aggregation(flags, draft)
+    draft.put("algorithm.aggregation", "sample", _DEFAULT)
     without = ("debug_train_only", "disable_compute_advantages_and_returns", "advantage_estimator", "loss_type")
     note_unneeded(draft, flags, "algorithm.name: sft needs neither engines nor advantages", *without)
     terms = ("entropy_coef", "eps_clip", "eps_clip_high", "rollout_function_path", "rollout_temperature")
@@ -26,11 +26,6 @@ def put_demonstrations(flags: Names, draft: Draft) -> None:
         draft.supply["rollout.fields.prompt"] = (
             "slime's column has whole conversations, whose last turn slimx reads from the column `answer`"
         )
-
-
-def _put_aggregation(flags: Names, draft: Draft) -> None:
-    unit = "token" if flags.has("calculate_per_token_loss") else "sample"
-    draft.put("algorithm.aggregation", unit, f"{_DEFAULT}: sample; --calculate-per-token-loss: token")
 
 
 def put_algorithm(flags: Names, draft: Draft) -> None:
@@ -49,9 +44,8 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
         note_unneeded(draft, flags, "the loss of cispo has no such bound", "eps_clip_c")
     elif estimator == "gspo" and flags.text("eps_clip_c") is not None:
         draft.left["--eps-clip-c"] = "slimx's loss gspo has no such bound"
-    _put_aggregation(flags, draft)
-    engine = flags.has("use_rollout_logprobs")
-    put("algorithm.old_logprobs", "rollout" if engine else "recompute", f"{_DEFAULT}: recompute")
+    draft.put("algorithm.aggregation", "sample", _DEFAULT)
+    put("algorithm.old_logprobs", "recompute", _DEFAULT)
     if flags.has("use_unbiased_kl") and flags.number("kl_loss_coef"):
         put("algorithm.kl_unbiased", True, "--use-unbiased-kl")
     put_kl(draft, flags, "", 0, "k1")
