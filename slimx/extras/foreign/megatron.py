@@ -96,7 +96,7 @@ MEGATRON: Table = {
     "moe_token_drop_policy": not_needed("no token is dropped"),
     "mtp_loss_scaling_factor": computed("trainer.megatron", "{mtp_loss_scaling_factor: VALUE}"),
     "transformer_impl": not_needed("layers are Transformer Engine's if it is installed"),
-    "deterministic_mode": flag("trainer.megatron.deterministic_mode", "true"),
+    "deterministic_mode": computed("trainer.megatron", "{deterministic_mode: true}"),
     "no_check_for_nan_in_loss_and_grad": not_needed(
         "an update with infinite or NaN gradients is skipped (trainer.optimizer.max_skipped)"
     ),

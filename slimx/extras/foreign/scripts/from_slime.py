@@ -57,9 +57,9 @@ def read_slime(launch: Launch, draft: Draft) -> None:
     translate_rest(draft, flags, (SLIME, MEGATRON))
     if draft.get("algorithm.name") == "ppo":  # the critic has the arguments of the actor
         for key in [key for key in draft.settings if key.startswith("trainer.optimizer.")]:
-            own = key.replace("trainer", "critic", 1)
-            if own not in draft.settings:
-                draft.put(own, draft.get(key), draft.sources[key])
+            inherited = key.replace("trainer", "critic", 1)
+            if inherited not in draft.settings:
+                draft.put(inherited, draft.get(key), draft.sources[key])
     put_family(draft, " ".join(flags.values.get("spec", [])))
     put_transport(draft, colocate=bool(draft.get("schedule.colocate")))
 
@@ -264,6 +264,8 @@ def _trainer(flags: Names, draft: Draft) -> None:
         put_mtp(draft, flags.count("mtp_num_layers", 1), scale, "--enable-mtp-training")
     else:
         note_unneeded(draft, flags, "it needs --enable-mtp-training", "mtp_loss_scaling_factor")
+    if flags.has("deterministic_mode"):
+        draft.put("trainer.megatron.deterministic_mode", True, "--deterministic-mode")
     if flags.has("fp8_format") or flags.has("fp8_recipe"):
         recipe = flags.text("fp8_recipe") or "blockwise"
         draft.put("trainer.fp8", "mxfp8" if recipe == "mxfp8" else "blockwise", "--fp8-recipe")
