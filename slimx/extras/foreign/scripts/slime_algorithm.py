@@ -145,8 +145,12 @@ def _configured(config: str, draft: Draft) -> dict[str, object]:
     content = yaml_in(file)
     section = content.get("eval", content)
     defaults = section.get("defaults") or {}
-    names = {"n_samples_per_eval_prompt": "samples", "temperature": "temperature", "top_p": "top_p"}
-    names["max_response_len"] = "max_new_tokens"
+    names = {
+        "n_samples_per_eval_prompt": "samples",
+        "temperature": "temperature",
+        "top_p": "top_p",
+        "max_response_len": "max_new_tokens",
+    }
     sets: dict[str, object] = {}
     for entry in section.get("datasets") or []:
         values = {ours: (defaults | entry)[theirs] for theirs, ours in names.items() if theirs in defaults | entry}
