@@ -46,7 +46,7 @@ TRL: Table = {
     ),
     "optim": computed("trainer.optimizer.kind", "adam (with decoupled decay) or muon"),
     "num_generations": "rollout.group_size",
-    "num_generations_eval": "eval.samples",
+    "num_generations_eval": computed("eval.samples", "with eval.prompts, and a positive eval.temperature"),
     "max_completion_length": "rollout.sampling.max_new_tokens",
     "max_prompt_length": "rollout.max_prompt_tokens",
     "max_length": computed(

@@ -207,6 +207,7 @@ def test_a_file_that_exists_is_overwritten_only_by_force(tmp_path):
     script.write_text("python3 train.py --hf-checkpoint m --prompt-data p --n-samples-per-prompt 2\n")
     out.write_text("kept")
     words = [str(script), "--out", str(out)]
+    assert CliRunner().invoke(slime_app, [str(script), "--out", f"{tmp_path}/new/a.yaml"]).exit_code == 0
     with refused("out.exists", about=str(out)):
         CliRunner().invoke(slime_app, words, catch_exceptions=False, standalone_mode=False)
     assert out.read_text() == "kept"

@@ -58,6 +58,7 @@ def test_what_slimx_lacks_of_a_script_of_trl_is_named():
     assert ["eval.prompts" in note and note.endswith(" 5") for name, note in draft.left.items() if "eval" in name] == [
         True
     ]
+    assert "--num_generations_eval" in trl("--num_generations_eval 4").left
     assert "--num_iterations 2" in trl("--num_iterations 2").left
     assert "trainer.world_size" in trl("").supply and "trainer.world_size" not in trl("--num_processes 2").supply
     assert "reward" not in trl("--reward_funcs mine.right").supply

@@ -223,6 +223,7 @@ def _print(draft: Draft, script: Path, out: Path | None, *, force: bool) -> None
     if out is None:
         print(visible(text), end="")
     else:
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, text.encode())
         print(f"wrote {out}", file=sys.stderr)
     for sentence in refusals:

@@ -56,9 +56,9 @@ def read_slime(launch: Launch, draft: Draft) -> None:
         put_evaluation(flags, draft)
     translate_rest(draft, flags, (SLIME, MEGATRON))
     if draft.get("algorithm.name") == "ppo":  # the critic has the arguments of the actor
-        for key in [key for key in draft.settings if key.startswith("trainer.optimizer.")]:
+        for key in [*draft.settings]:
             inherited = key.replace("trainer", "critic", 1)
-            if inherited not in draft.settings:
+            if key.startswith("trainer.optimizer.") and inherited not in draft.settings:
                 draft.put(inherited, draft.get(key), draft.sources[key])
     put_family(draft, " ".join(flags.values.get("spec", [])))
     put_transport(draft, colocate=bool(draft.get("schedule.colocate")))

@@ -41,9 +41,9 @@ def arguments_in(file: Path, text: str) -> dict[str, list[str]]:
             if module.startswith("trl"):
                 found["trainer"] = [name.replace("Trainer", "Config")]
         elif name == "LoraConfig":  # with the defaults of PEFT
-            lora = {"r": ["8"], "alpha": ["8"]}
-            lora |= {key.removeprefix("lora_"): words for key, words in _keywords(call, constants).items()}
-            found |= {"use_peft": [], **{f"lora_{key}": words for key, words in lora.items()}}
+            found |= {"use_peft": [], "lora_r": ["8"], "lora_alpha": ["8"]}
+            for key, words in _keywords(call, constants).items():
+                found[f"lora_{key.removeprefix('lora_')}"] = words
         elif name == "load_dataset":
             keywords = _keywords(call, constants)
             path, *subset = [*(_literal(node, constants) for node in call.args[:2]), *keywords.get("name", [])] or [""]

@@ -26,7 +26,7 @@ def put_model(draft: Draft, names: Names, name: str) -> str:
     """Sets the model to the path that the script sets `name` to, and returns it."""
     path = (names.text(name) or "MODEL").rstrip("/")
     draft.put("model.path", path, names.shown(name))
-    if path == "MODEL" or (re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists()):
+    if re.fullmatch(r"MODEL|[\w.-]+/[\w.-]+", path) and not Path(path).exists():
         draft.supply["model.path"] = f"the directory to which you download {path}"
     return path
 
