@@ -149,6 +149,9 @@ MISTAKES = (
     Mistake("a script of another train.py", "from-slime run.sh", _script("python3 vision/train.py --epochs 3")),
     Mistake("a number in words in a script", "from-slime run.sh", _script("python3 train.py --num-rollout ten")),
     Mistake("a configuration of slimx for from-verl", "from-verl run.yaml"),
+    Mistake(
+        "a configuration that exists", "from-slime run.sh --out run.yaml", _script("python3 train.py --hf-checkpoint m")
+    ),
     Mistake("a Python file of TRL with an error", "from-trl grpo.py", {"grpo.py": "GRPOConfig(\n"}),
     Mistake("a trainer that slimx does not have", "from-trl run.sh", _script("trl kto --model_name_or_path m")),
     Mistake(

@@ -17,6 +17,14 @@ from slimx.json_types import Json
 from slimx.observability.live.safe_text import one_line
 
 
+def refuse_existing(out: Path | None, *, force: bool) -> None:
+    """Raises SlimxError if there is a file `out` already; `force`: it may be overwritten."""
+    if out is not None and out.exists() and not force:
+        raise SlimxError(
+            f"{out} exists already; choose another file with --out, or add --force", code="out.exists", about=str(out)
+        )
+
+
 def tree_of(settings: Mapping[str, object]) -> Json:
     """Returns values by dotted key as nested mappings, in the same order; an entry of a list is addressed by its
     index."""

@@ -116,6 +116,7 @@ MEGATRON: Table = {
     "exp_avg_dtype": Meaning("trainer.optimizer.moments_dtype", {"fp32": "float32", "bf16": "bfloat16"}),
     "exp_avg_sq_dtype": Meaning("trainer.optimizer.moments_dtype", {"fp32": "float32", "bf16": "bfloat16"}),
     "min_lr": "trainer.optimizer.min_lr",
+    "clip_grad": "trainer.optimizer.clip_grad",
     "lr_decay_style": choice(
         "trainer.optimizer.decay",
         {

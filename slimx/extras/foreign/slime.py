@@ -66,6 +66,7 @@ SLIME: Table = {
     "disable_rollout_global_dataset": computed("rollout.source", "the dotted path of source(prompts, seed)"),
     "data_source_path": computed("rollout.source", f"source(prompts, seed); {_HOOK}"),
     "rollout_seed": "run.seed",
+    "seed": "run.seed",
     # Rollouts.
     "rollout_batch_size": "rollout.prompts_per_step",
     "n_samples_per_prompt": "rollout.group_size",

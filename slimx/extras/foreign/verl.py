@@ -27,6 +27,7 @@ from slimx.extras.foreign.megatron import MEGATRON
 _FSDP = not_needed("trainers use megatron-core; set trainer.tensor, pipeline, expert and distributed_optimizer")
 _CHECKPOINTS = not_needed("slimx reads Hugging Face and Megatron-LM directories with built-in tables")
 _OVERLONG = computed("reward.parts", "a part with the function `overlong` and its options limit and buffer")
+_HOOK = computed("reward.function", "the dotted path of reward(ctx, trajectory)")
 _REWARD_MODEL = computed("rollout.engines", "a frozen group with the reward model, which a reward hook calls by name")
 _ENGINE = not_needed("trainers use megatron-core with the options of section trainer")
 _SPECULATIVE = computed("rollout.engines.*.sglang", "speculative_algorithm and its options, as in SGLang")
@@ -43,8 +44,8 @@ _SIZES = {
     "expert_model_parallel_size": "expert",
     "expert_tensor_parallel_size": "expert_tensor",
 }
-_SHORT = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context", "ep": "expert"}
-_SHORT["etp"] = "expert_tensor"
+SHORT = dict(zip(("tp", "pp", "vpp", "cp", "ep", "etp"), _SIZES, strict=True))
+"""Names of these sizes by those in verl's engine Megatron Lite."""
 
 
 def _below(section: str, keys: Table) -> Table:
@@ -127,6 +128,7 @@ VERL: Table = {
             "optim.min_lr": "trainer.optimizer.min_lr",
             "optim.weight_decay": "trainer.optimizer.weight_decay",
             "optim.betas": "trainer.optimizer.betas",
+            "optim.min_lr_ratio": computed("trainer.optimizer.min_lr", "this ratio times trainer.optimizer.lr"),
             "optim.clip_grad": "trainer.optimizer.clip_grad",
             "optim.lr_warmup_steps": "trainer.optimizer.warmup_steps",
             "optim.lr_warmup_steps_ratio": computed(
@@ -181,7 +183,7 @@ VERL: Table = {
             "fsdp_config.optimizer_offload": MEGATRON["optimizer_cpu_offload"],
             "fsdp_config.*": _FSDP,
             **{f"megatron.{theirs}": f"trainer.{ours}" for theirs, ours in _SIZES.items()},
-            **{f"engine.{theirs}": f"trainer.{ours}" for theirs, ours in _SHORT.items()},
+            **{f"engine.{short}": f"trainer.{_SIZES[theirs]}" for short, theirs in SHORT.items()},
             "engine.param_offload": OFFLOADED,
             "engine.grad_offload": OFFLOADED,
             "engine.optimizer_offload": OFFLOADED,
@@ -268,7 +270,14 @@ VERL: Table = {
     ),
     # Reference, critic, rewards.
     "actor_rollout_ref.ref.*": REFERENCE_LAYOUT,
-    "critic.optim.lr": "critic.optimizer.lr",
+    **_below(
+        "critic",
+        {
+            **{f"optim.{name}": f"critic.optimizer.{name}" for name in ("lr", "min_lr", "weight_decay", "betas")},
+            **dict.fromkeys(("optim.clip_grad", "grad_clip"), "critic.optimizer.clip_grad"),
+            "optim.lr_warmup_steps": "critic.optimizer.warmup_steps",
+        },
+    ),
     "critic.model.path": "critic.load",
     "critic.cliprange_value": "critic.value_clip",
     **{f"critic.megatron.{theirs}": f"critic.layout.{ours}" for theirs, ours in _SIZES.items()},
@@ -291,13 +300,13 @@ VERL: Table = {
     "reward.reward_manager.name": computed("reward.function", "the name of a reward hook, such as math"),
     "reward.reward_kwargs.*": _OVERLONG,
     "reward.num_workers": "reward.workers",
-    "reward.custom_reward_function.*": computed("reward.function", "the dotted path of reward(ctx, trajectory)"),
+    "reward.custom_reward_function.*": _HOOK,
     "reward.reward_model.*": _REWARD_MODEL,
-    "custom_reward_function.path": computed("reward.function", "the dotted path of reward(ctx, trajectory)"),
-    "custom_reward_function.name": computed("reward.function", "the dotted path of reward(ctx, trajectory)"),
+    **dict.fromkeys(("custom_reward_function.path", "custom_reward_function.name"), _HOOK),
     "custom_reward_function.reward_kwargs.*": Meaning("reward.options.{}"),
     # Algorithm.
     "algorithm.adv_estimator": Meaning("algorithm.name", ALGORITHMS),
+    "algorithm.gamma": "algorithm.advantages.gamma",
     "algorithm.lam": "algorithm.advantages.lam",
     "algorithm.use_kl_in_reward": not_needed("algorithm.kl_reward_coef above 0 turns the KL penalty on"),
     "algorithm.kl_penalty": Meaning("algorithm.kl_reward_estimator", KL_KINDS),
@@ -328,6 +337,16 @@ VERL: Table = {
     "rollout.nnodes": computed("rollout.engines.*.count", "the number of engines on these nodes"),
     "rollout.n_gpus_per_node": computed("rollout.engines.*.count", "the number of engines on these nodes"),
     # Trainer.
+    "trainer.v1.trainer_mode": choice(
+        "schedule.max_staleness",
+        {
+            "sync": "0",
+            "separate_async": "1",
+            "colocate_async": unsupported("with schedule.colocate, rollouts never run ahead of the trainers"),
+        },
+    ),
+    "trainer.v1.*": not_needed("schedule.max_staleness alone controls how far rollouts run ahead"),
+    "trainer.use_v1": not_needed("slimx has one trainer"),
     "trainer.n_gpus_per_node": RANKS,
     "trainer.nnodes": RANKS,
     "trainer.total_training_steps": "schedule.steps",

@@ -12,6 +12,7 @@ from slimx.commands.options import Debug
 from slimx.commands.usage import PlainCommand
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
+from slimx.extras.foreign.commented_yaml import refuse_existing
 from slimx.extras.init.machine import CPU, TYPES, target
 from slimx.observability.live.safe_text import one_line
 
@@ -55,31 +56,30 @@ def init(
 
     The file passes `slimx plan` before it is written. Page: docs/guides/first-run.md
     """
-    if out.exists() and not force:
-        raise SlimxError(
-            f"{out} exists already; choose another file with --out, or add --force",
-            code="init.exists",
-            about=str(out),
-        )
+    refuse_existing(out, force=force)
     asks = sys.stdin.isatty() and sys.stdout.isatty()
+    machine = target(gpu, gpus, nodes)
     model = model or _required(asks, "--model", "directory of the model", _first("models/*/config.json", parent=True))
-    prompts = prompts or _required(asks, "--prompts", "file of prompts", _first("data/*.jsonl"))
+    if not asks and not prompts:  # said before seconds of imports
+        _required(asks, "--prompts", "file of prompts", "")
+    from slimx.extras.init.prompts import examine  # the imports of tokenizers take seconds
+    from slimx.models.families import read_model
+
+    read_model(model)  # every answer is checked before the next question
+    train = _first("data/*train*.jsonl") or _first("data/*.jsonl")
+    prompts = prompts or _required(asks, "--prompts", "file of prompts", train)
+    print(f"reading {one_line(prompts)}", file=sys.stderr, flush=True)
+    found = examine(prompts, model)
     if asks and held_out is None:
         held_out = _answer("file of held-out prompts, or Enter", "") or None
-    machine = target(gpu, gpus, nodes)
+    evaluated = examine(held_out, model) if held_out else None
     if asks and gpu is None and machine.gpu is None:
         gpu = _answer(f"machine of the run ({', '.join(TYPES)})", CPU)
         if gpu != CPU and not (gpus or nodes):
             nodes = _number("number of nodes", 1)
         machine = target(gpu, gpus, nodes)
-    from slimx.extras.init.prompts import examine  # the imports of tokenizers take seconds
     from slimx.extras.init.run import Wishes, checked_file, settings_of
-    from slimx.models.families import read_model
 
-    read_model(model)  # refused before a large file of prompts is read
-    print(f"reading {one_line(prompts)}", file=sys.stderr, flush=True)
-    found = examine(prompts, model)
-    evaluated = examine(held_out, model) if held_out else None
     if reward is None and found.reward is None:
         reward = _required(asks, "--reward", f"reward function, as {found.why}", "")
     wishes = Wishes(

@@ -202,6 +202,19 @@ def test_a_command_writes_a_file_that_slimx_loads(tmp_path):
     assert result.exit_code == 0 and load_config(out).model.path == "m"
 
 
+def test_a_file_that_exists_is_overwritten_only_by_force(tmp_path):
+    script, out = tmp_path / "run.sh", tmp_path / "run.yaml"
+    script.write_text("python3 train.py --hf-checkpoint m --prompt-data p --n-samples-per-prompt 2\n")
+    out.write_text("kept")
+    words = [str(script), "--out", str(out)]
+    assert CliRunner().invoke(slime_app, [str(script), "--out", f"{tmp_path}/new/a.yaml"]).exit_code == 0
+    with refused("out.exists", about=str(out)):
+        CliRunner().invoke(slime_app, words, catch_exceptions=False, standalone_mode=False)
+    assert out.read_text() == "kept"
+    assert CliRunner().invoke(slime_app, [*words, "--force"], catch_exceptions=False).exit_code == 0
+    assert load_config(out).model.path == "m"
+
+
 def test_a_configuration_that_slimx_refuses_is_written_with_the_reason(tmp_path):
     script = tmp_path / "run.txt"
     script.write_text("--hf-checkpoint m --prompt-data p\n--tensor-model-parallel-size 3\n")

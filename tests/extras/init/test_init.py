@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -110,7 +111,7 @@ def test_a_layout_of_a_large_model_fits_the_machine(monkeypatch, tmp_path, model
         (["--model", "nowhere", "--prompts", "SUMS"], "model.directory", "nowhere"),
         (["--model", "MODEL", "--prompts", "nowhere.jsonl"], "prompts.unreadable", "nowhere.jsonl"),
         (["--model", "MODEL", "--prompts", "LONG"], "init.missing", "--reward"),
-        (["--model", "MODEL", "--prompts", "SUMS", "--out", "OLD"], "init.exists", "OLD"),
+        (["--model", "MODEL", "--prompts", "SUMS", "--out", "OLD"], "out.exists", "OLD"),
         (["--model", "MODEL", "--prompts", "SUMS", "--gpu", "a100"], "init.gpu", "a100"),
         (["--model", "MODEL", "--prompts", "SUMS", "--gpus", "8"], "init.machine", "--gpus"),
         (
@@ -209,3 +210,29 @@ def test_on_a_terminal_what_is_missing_is_asked_for(tmp_path, quickstart) -> Non
     written = yaml.safe_load((tmp_path / "asked.yaml").read_text())
     assert written["model"]["path"] == "models/model"
     assert written["eval"]["prompts"] == {"heldout": "data/heldout.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "code", "questions"),
+    [
+        (["mdoel"], "model.directory", ["directory of the model"]),
+        (["", "nowhere.jsonl"], "prompts.unreadable", ["directory of the model", "file of prompts"]),
+        (["", "", "nowhere.jsonl"], "prompts.unreadable", ["directory of the model", "file of prompts", "held-out"]),
+    ],
+)
+def test_an_answer_is_checked_before_the_next_question(
+    monkeypatch, tmp_path, quickstart, answers, code, questions
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").symlink_to(quickstart)
+    shutil.copytree(quickstart / "data", tmp_path / "data")
+    (tmp_path / "data/broken.jsonl").write_text("{")
+    asked: list[str] = []
+    given = iter(answers)
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(given))
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    refusal = typed(monkeypatch)
+    assert refusal is not None and refusal.code == code
+    assert len(asked) == len(questions) and all(word in said for word, said in zip(questions, asked, strict=True))
+    assert all("broken" not in question for question in asked)

@@ -15,6 +15,7 @@ import typer
 from slimx.commands.usage import PlainCommand
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
+from slimx.extras.foreign.commented_yaml import refuse_existing
 from slimx.extras.foreign.megatron import MEGATRON
 from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.from_slime import PROGRAMS, read_slime
@@ -51,10 +52,11 @@ Settings = Annotated[
     ),
 ]
 Out = Annotated[Path | None, typer.Option(help="File to write instead of standard output.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite the file.")]
 
 
 @slime_app.command(cls=PlainCommand)
-def from_slime(script: Script, variables: Settings = None, out: Out = None) -> None:
+def from_slime(script: Script, variables: Settings = None, out: Out = None, force: Force = False) -> None:
     """Write the configuration that SCRIPT, a launch script of slime or Miles, corresponds to.
 
     Examples:
@@ -76,11 +78,11 @@ def from_slime(script: Script, variables: Settings = None, out: Out = None) -> N
     launch = dataclasses.replace(launch, program=Path(launch.program).name)
     with _named(script):
         read_slime(launch, draft)
-    _print(draft, script, out)
+    _print(draft, script, out, force=force)
 
 
 @verl_app.command(cls=PlainCommand)
-def from_verl(script: Script, variables: Settings = None, out: Out = None) -> None:
+def from_verl(script: Script, variables: Settings = None, out: Out = None, force: Force = False) -> None:
     """Write the configuration that SCRIPT, a launch script of verl, corresponds to.
 
     Examples:
@@ -99,11 +101,11 @@ def from_verl(script: Script, variables: Settings = None, out: Out = None) -> No
         raise _no_launch(script, text, "verl")
     with _named(script):
         read_verl(launch, draft)
-    _print(draft, script, out)
+    _print(draft, script, out, force=force)
 
 
 @trl_app.command(cls=PlainCommand)
-def from_trl(script: Script, variables: Settings = None, out: Out = None) -> None:
+def from_trl(script: Script, variables: Settings = None, out: Out = None, force: Force = False) -> None:
     """Write the configuration that SCRIPT, a launch script, Python file or YAML file of TRL, corresponds to.
 
     Examples:
@@ -122,9 +124,10 @@ def from_trl(script: Script, variables: Settings = None, out: Out = None) -> Non
     elif script.suffix in (".yaml", ".yml"):
         values = yaml_values(script)
     else:
-        commands = commands_of(script, text, settings)
+        files: dict[str, str] = {}
+        commands = commands_of(script, text, settings, files)
         launch = launch_of(commands, is_trl, TRL) or _flags_alone(commands)
-        values = {} if launch is None else launch_values(launch)
+        values = {} if launch is None else launch_values(launch, files)
     if not values.keys() & {"trainer", "model_name_or_path", "output_dir"}:
         raise _no_launch(script, text, "trl")
     if script.suffix in _KINDS:
@@ -137,7 +140,7 @@ def from_trl(script: Script, variables: Settings = None, out: Out = None) -> Non
             )
     with _named(script):
         read_trl(values, draft)
-    _print(draft, script, out)
+    _print(draft, script, out, force=force)
 
 
 @contextlib.contextmanager
@@ -214,11 +217,13 @@ def _no_launch(script: Path, text: str, framework: str) -> SlimxError:
     )
 
 
-def _print(draft: Draft, script: Path, out: Path | None) -> None:
+def _print(draft: Draft, script: Path, out: Path | None, *, force: bool) -> None:
+    refuse_existing(out, force=force)
     text, refusals = draft.text()
     if out is None:
         print(visible(text), end="")
     else:
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, text.encode())
         print(f"wrote {out}", file=sys.stderr)
     for sentence in refusals:

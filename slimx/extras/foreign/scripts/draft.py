@@ -59,6 +59,10 @@ class Draft:
         """Returns the value of `key`; `default` if it is not set."""
         return self.settings.get(key, default)
 
+    def count(self, key: str, default: int = 0) -> int:
+        """Returns the whole number that `key` is set to; `default` if it is not set."""
+        return int(str(self.get(key, default)))
+
     def remove(self, key: str) -> None:
         """Removes `key` and all keys below it."""
         for name in [name for name in self.settings if name == key or name.startswith(f"{key}.")]:

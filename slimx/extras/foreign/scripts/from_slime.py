@@ -10,12 +10,14 @@ from slimx.extras.foreign.scripts.names import Names, whole
 from slimx.extras.foreign.scripts.shared import (
     NODE,
     PROMPT_TOKENS,
+    put_balance,
     put_engines,
-    put_epochs,
     put_family,
+    put_model,
     put_mtp,
     put_ranks,
     put_stages,
+    put_steps,
     put_tokens,
     put_transport,
     put_updates,
@@ -41,7 +43,7 @@ def read_slime(launch: Launch, draft: Draft) -> None:
         draft.left["the launch command"] = "a backslash is missing at the end of one of its lines; all flags are read"
     asynchronous = launch.program == "train_async.py"
     _model(flags, draft)
-    _prompts(flags, draft)
+    _prompts(flags, draft, sft=sft)
     _sampling(flags, draft, sft=sft)
     _ranks(flags, draft, sft=sft, asynchronous=asynchronous)
     _batches(flags, draft)
@@ -53,18 +55,18 @@ def read_slime(launch: Launch, draft: Draft) -> None:
         put_algorithm(flags, draft)
         put_evaluation(flags, draft)
     translate_rest(draft, flags, (SLIME, MEGATRON))
+    if draft.get("algorithm.name") == "ppo":  # the critic has the arguments of the actor
+        for key in [*draft.settings]:
+            inherited = key.replace("trainer", "critic", 1)
+            if key.startswith("trainer.optimizer.") and inherited not in draft.settings:
+                draft.put(inherited, draft.get(key), draft.sources[key])
     put_family(draft, " ".join(flags.values.get("spec", [])))
     put_transport(draft, colocate=bool(draft.get("schedule.colocate")))
 
 
 def _model(flags: Names, draft: Draft) -> None:
-    path = flags.text("hf_checkpoint")
-    name = Path(path or "run").name
-    if path is None:
-        draft.put("model.path", "MODEL", "")
-        draft.supply["model.path"] = "directory of the Hugging Face checkpoint"
-    else:
-        draft.put("model.path", path.rstrip("/"), "--hf-checkpoint")
+    path = put_model(draft, flags, "hf_checkpoint")
+    name = Path(path).name
     save = flags.text("save")
     draft.put("run.name", Path(save).name if save else name, "")
     draft.put("run.dir", save.rstrip("/") if save else f"runs/{name}", "--save" if save else "the script saves nothing")
@@ -79,7 +81,7 @@ def _model(flags: Names, draft: Draft) -> None:
         )
     note_unneeded(draft, flags, "the run starts from model.path, and the reference has these weights", "ref_load")
     if "FP8" in name or "INT4" in name:
-        _quantized(draft, path or "", name)
+        _quantized(draft, path, name)
 
 
 def _quantized(draft: Draft, path: str, name: str) -> None:
@@ -89,7 +91,7 @@ def _quantized(draft: Draft, path: str, name: str) -> None:
         name = name.removesuffix(ending)
     draft.put("model.path", str(Path(path).parent / name), "the checkpoint from which the quantized one was made")
     draft.supply["model.path"] = "the checkpoint in bfloat16, with which trainers start"
-    draft.put("rollout.engines.0.model", path.rstrip("/"), "--hf-checkpoint, which the engines load")
+    draft.put("rollout.engines.0.model", path, "--hf-checkpoint, which the engines load")
     if "FP8" in path:
         draft.put("publish.quantize", "triton", "engines in fp8; docs/numerics.md has other rules")
     else:
@@ -98,7 +100,7 @@ def _quantized(draft: Draft, path: str, name: str) -> None:
         draft.put("trainer.qat", "int4", "training rounds as the engines do")
 
 
-def _prompts(flags: Names, draft: Draft) -> None:
+def _prompts(flags: Names, draft: Draft, *, sft: bool) -> None:
     prompts = flags.text("prompt_data")
     if prompts is None:
         draft.put("rollout.prompts", "PROMPTS", "")
@@ -121,7 +123,10 @@ def _prompts(flags: Names, draft: Draft) -> None:
         column = columns.get("image") if isinstance(columns, dict) else None
         draft.put("rollout.fields.images", str(column or images), "--multimodal-keys")
         draft.put("trainer.vision", {"train": "none"}, "--multimodal-keys")
-    if not flags.has("apply_chat_template") and draft.get("algorithm.name") != "sft":
+    seed = flags.number("rollout_seed", "seed")
+    if seed is not None:
+        draft.put("run.seed", int(seed), "--rollout-seed, or --seed")
+    if "apply_chat_template" not in flags.values and not sft:
         draft.left["no --apply-chat-template"] = (
             "slimx always applies the chat template to messages; give rows with token_ids to apply none"
         )
@@ -194,7 +199,7 @@ def _ranks(flags: Names, draft: Draft, *, sft: bool, asynchronous: bool) -> None
     elif asynchronous:
         far = _FULLY_ASYNC in (flags.text("rollout_function_path") or "")
         interval = flags.count("update_weights_interval", 1)
-        draft.put("schedule.max_staleness", max(interval, 2 if far else 1), "train_async.py")
+        draft.put("schedule.max_staleness", max(interval, 2 if far else 1), "the program train_async.py")
         if far:
             draft.unneeded["--rollout-function-path"] = "schedule.max_staleness above 1 generates without a break"
             draft.supply["schedule.max_staleness"] = "slime's fully asynchronous rollout has no limit; 2 is assumed"
@@ -221,12 +226,7 @@ def _batches(flags: Names, draft: Draft) -> None:
     elif batch is not None:
         source = f"--global-batch-size {batch:g}: {prompts} x {samples} / {batch:g}"
         put_updates(draft, prompts * samples / batch, source)
-    steps = flags.number("num_rollout")
-    epochs = flags.number("num_epoch")
-    if steps is not None:
-        draft.put("schedule.steps", int(steps), "--num-rollout")
-    elif epochs is not None:
-        put_epochs(draft, epochs, str(draft.get("rollout.prompts")), prompts, "--num-epoch")
+    put_steps(draft, flags, "num_rollout", "num_epoch", 1)
     sampled = flags.number("over_sampling_batch_size")
     if sampled is not None and sampled > prompts:
         draft.put(
@@ -234,9 +234,7 @@ def _batches(flags: Names, draft: Draft) -> None:
         )
     if flags.has("partial_rollout"):
         draft.put("rollout.partial", True, "--partial-rollout")
-        draft.put(
-            "schedule.max_staleness", max(1, int(str(draft.get("schedule.max_staleness", 0)))), "--partial-rollout"
-        )
+        draft.put("schedule.max_staleness", max(1, draft.count("schedule.max_staleness")), "--partial-rollout")
 
 
 def _trainer(flags: Names, draft: Draft) -> None:
@@ -250,27 +248,17 @@ def _trainer(flags: Names, draft: Draft) -> None:
         put_tokens(draft, tokens * context, "--max-tokens-per-gpu x --context-parallel-size")
     stages = put_count(draft, flags, "trainer.pipeline", "pipeline_model_parallel_size", 1)
     layers = flags.number("num_layers")
-    ends = []
-    for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
-        number = flags.number(name)
-        ends.append(None if number is None else int(number))
-    count = None if layers is None else int(layers)
-    put_stages(draft, count, ends[0], ends[1], stages, "--decoder-first/last-pipeline-num-layers")
+    first, last = (flags.number(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+    put_stages(draft, layers, first, last, stages, "--decoder-first/last-pipeline-num-layers")
     chunk = flags.number("num_layers_per_virtual_pipeline_stage")
     if chunk is not None and layers is not None:
         draft.put("trainer.virtual_pipeline", int(layers / stages / chunk), "--num-layers-per-virtual-pipeline-stage")
     if put_count(draft, flags, "trainer.expert", "expert_model_parallel_size", 1) == 1:
         note_unneeded(draft, flags, "it needs trainer.expert above 1", "expert_tensor_parallel_size")
-    if flags.text("recompute_granularity") is not None:
-        draft.put("trainer.recompute.granularity", flags.text("recompute_granularity"), "--recompute-granularity")
     modules = flags.listed("recompute_modules")
     if modules:
         draft.put("trainer.recompute.modules", modules, "--recompute-modules")
-    coef = flags.number("moe_aux_loss_coeff")
-    if coef:
-        draft.put("trainer.moe.aux_loss_coef", coef, "--moe-aux-loss-coeff")
-    else:
-        note_unneeded(draft, flags, "a coefficient of 0 balances nothing", "moe_router_load_balancing_type")
+    put_balance(draft, flags, "")
     if flags.has("enable_mtp_training"):
         scale = flags.number("mtp_loss_scaling_factor")
         put_mtp(draft, flags.count("mtp_num_layers", 1), scale, "--enable-mtp-training")
@@ -291,13 +279,13 @@ def _trainer(flags: Names, draft: Draft) -> None:
 def _optimizer(flags: Names, draft: Draft) -> None:
     put = draft.put
     put_number(draft, flags, "trainer.optimizer.lr", "lr", 1e-6)
-    put("trainer.optimizer.decay", flags.text("lr_decay_style") or "linear", "--lr-decay-style")
+    put("trainer.optimizer.decay", "linear", "--lr-decay-style")
     put_number(draft, flags, "trainer.optimizer.weight_decay", "weight_decay", 0.01)
     betas = [flags.number_or(0.9, "adam_beta1"), flags.number_or(0.999, "adam_beta2")]
     put("trainer.optimizer.betas", betas, "--adam-beta1, --adam-beta2")
     warmup = flags.number("lr_warmup_fraction")
-    if warmup is not None and draft.get("schedule.steps") is not None:
-        put_warmup(draft, warmup, "--lr-warmup-fraction")
+    if warmup is not None:
+        put_warmup(draft, "trainer", warmup, "--lr-warmup-fraction")
     if flags.has("optimizer_cpu_offload"):
         fraction = flags.number_or(1.0, "optimizer_offload_fraction")
         put("trainer.optimizer.offload_fraction", fraction, "--optimizer-cpu-offload")

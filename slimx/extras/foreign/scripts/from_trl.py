@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from slimx.errors import SlimxError
@@ -11,17 +11,21 @@ from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.names import Names, whole, yaml_in
 from slimx.extras.foreign.scripts.python_file import arguments_in
 from slimx.extras.foreign.scripts.shared import (
+    NODE,
     PROMPT_TOKENS,
     longest_rollout,
     put_answers,
-    put_epochs,
+    put_engines,
+    put_model,
     put_ranks,
+    put_steps,
     put_tokens,
     put_transport,
+    put_updates,
     put_warmup,
 )
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of
-from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number, translate, translate_rest
+from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number, translate_rest
 from slimx.extras.foreign.trl import TRL
 
 _ALGORITHMS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "reward": "bradley_terry"}
@@ -38,9 +42,10 @@ def is_program(word: str) -> bool:
     return word == "trl" or (word.endswith(".py") and not word.startswith("-"))
 
 
-def launch_values(launch: Launch) -> dict[str, list[str]]:
-    """Returns the values of a launch command by name, with those of its Python file and of `--config` if they are
-    here."""
+def launch_values(launch: Launch, files: Mapping[str, str]) -> dict[str, list[str]]:
+    """Returns the values of a launch command by name, with those of its Python file and of the files of settings that
+    it names, if they are here; the entries `config` and `config_file` have the others. `files`: texts by path of the
+    files that the script writes."""
     values: dict[str, list[str]] = {}
     arguments = list(launch.arguments)
     if launch.program == "trl" and arguments:
@@ -49,25 +54,28 @@ def launch_values(launch: Launch) -> dict[str, list[str]]:
         values |= arguments_in(Path(launch.program), Path(launch.program).read_text())
     before = flags_of(launch.before)
     flags = flags_of(arguments)
-    config = flags.pop("config", [])
-    for path in [*config, *before.get("config_file", [])]:
-        if Path(path).is_file():
-            values |= yaml_values(Path(path))
-    for name in ("num_processes", "num_machines"):
+    missing: dict[str, list[str]] = {"config": [], "config_file": []}
+    for name, absent in missing.items():
+        for path in flags.pop(name, before.get(name, [])):
+            if path in files or Path(path).is_file():
+                values |= yaml_values(Path(path), files.get(path))
+            else:
+                absent.append(path)
+    for name in ("num_processes", "num_machines", "nproc_per_node", "nnodes"):
         if name in before:
             values[name] = before[name]
     stem = Path(launch.program).stem
     for name in (*_ALGORITHMS, *_OTHERS):
         if f"{stem}_".startswith(f"{name}_"):
             values.setdefault("trainer", [name])
-    return values | flags
+    return values | flags | missing
 
 
-def yaml_values(file: Path) -> dict[str, list[str]]:
-    """Returns the values of a YAML file of TRL or accelerate by name, as words of a command line. Raises SlimxError if
-    it is not YAML."""
+def yaml_values(file: Path, text: str | None = None) -> dict[str, list[str]]:
+    """Returns the values of a YAML file of TRL or accelerate by name, as words of a command line. `text`: what it
+    contains, if it is not here. Raises SlimxError if it is not YAML."""
     values = {}
-    for name, value in yaml_in(file).items():
+    for name, value in yaml_in(file, text).items():
         values[str(name)] = [str(entry) for entry in value] if isinstance(value, list) else [str(value)]
     return values
 
@@ -78,12 +86,15 @@ def read_trl(values: dict[str, list[str]], draft: Draft) -> None:
     trainer = _trainer(names)
     if names.text("trainer") is None:
         draft.supply.setdefault("algorithm.name", "the script does not name a trainer of TRL; grpo is assumed")
+    for name in ("config", "config_file"):
+        for path in names.listed(name):
+            draft.supply[f"--{name} {path}"] = "its settings; there is no such file here to be read"
     name = _ALGORITHMS[trainer]
     sampled = name in ("grpo", "rloo")
     _model(names, draft)
     _prompts(names, draft)
-    _placement(names, draft, sampled=sampled)
-    _batches(names, draft, trainer, sampled=sampled)
+    processes = _placement(names, draft, sampled=sampled)
+    _batches(names, draft, trainer, processes, sampled=sampled)
     _optimizer(names, draft, trainer)
     draft.put("algorithm.name", name, "the trainer")
     if name == "grpo":
@@ -114,10 +125,10 @@ def _trainer(names: Names) -> str:
 
 
 def _model(names: Names, draft: Draft) -> None:
-    path = names.text("model_name_or_path")
-    draft.put("model.path", path or "MODEL", "--model_name_or_path")
-    if path is None or not Path(path).expanduser().exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        draft.supply["model.path"] = f"the directory to which you download {path or 'the model'}"
+    put_model(draft, names, "model_name_or_path")
+    seed = names.number("data_seed", "seed")
+    if seed is not None:
+        draft.put("run.seed", int(seed), "--data_seed, or --seed")
     folder = names.text("output_dir") or "runs/trl"
     draft.put("run.dir", folder, "--output_dir")
     draft.put("run.name", names.text("run_name") or Path(folder).name, "--run_name")
@@ -146,37 +157,39 @@ def _prompts(names: Names, draft: Draft) -> None:
     draft.put("rollout.max_prompt_tokens", PROMPT_TOKENS if limit is None else int(limit), source)
 
 
-def _placement(names: Names, draft: Draft, *, sampled: bool) -> None:
-    processes = names.count("num_processes", 1)
-    names.count("num_machines", 1)
+def _placement(names: Names, draft: Draft, *, sampled: bool) -> int:
+    """Sets ranks and engines, and returns the number of processes, each of which trains on a GPU."""
+    processes = names.count("num_processes", names.count("nproc_per_node", 1) * names.count("nnodes", 1))
+    if not names.values.keys() & {"num_processes", "nproc_per_node"}:
+        draft.supply["trainer.world_size"] = "the number of GPUs, which the script does not name; 1 is assumed"
+    names.words("num_machines")
     mode = names.text("vllm_mode") or "colocate"
     tensor = names.count("vllm_tensor_parallel_size", 1)
     apart = mode == "server" and sampled
-    put_ranks(draft, processes, tensor if apart else 0, 8, "--num_processes")
+    source = "--num_processes, or --nproc_per_node x --nnodes"
+    put_ranks(draft, processes, tensor if apart else 0, NODE, source)
     if not sampled:
-        return
+        return processes
     names.words("use_vllm")
-    count = 1 if apart else max(1, processes // tensor)
-    draft.put("rollout.engines.0.count", count, "--num_processes / --vllm_tensor_parallel_size")
-    draft.put("rollout.engines.0.tensor", tensor, "--vllm_tensor_parallel_size")
+    put_engines(draft, tensor if apart else processes, tensor, NODE, "--num_processes / --vllm_tensor_parallel_size", 1)
     share = "rollout.engines.0.sglang.mem_fraction_static"
     put_number(draft, names, share, "vllm_gpu_memory_utilization", 0.3)
     if not apart:
         draft.put("schedule.colocate", True, "--vllm_mode colocate")
+    return processes
 
 
-def _batches(names: Names, draft: Draft, trainer: str, *, sampled: bool) -> None:
-    devices = names.count("num_processes", 1)
+def _batches(names: Names, draft: Draft, trainer: str, processes: int, *, sampled: bool) -> None:
     size = names.count("per_device_train_batch_size", 8)
     steps = names.count("gradient_accumulation_steps", 1)
     usual = 2 if trainer == "rloo" else 8
     group = names.count("num_generations", usual) if sampled else 1
-    update = devices * size * steps
+    update = processes * size * steps
     per_generation = names.number_or(steps, "steps_per_generation")
-    total = names.number_or(devices * size * per_generation, "generation_batch_size")
+    total = max(update, names.number_or(processes * size * per_generation, "generation_batch_size"))
     prompts = total / group
     source = (
-        f"--num_processes {devices} x --per_device_train_batch_size {size} x --gradient_accumulation_steps {steps}"
+        f"--num_processes {processes} x --per_device_train_batch_size {size} x --gradient_accumulation_steps {steps}"
         f" / {group} per group"
     )
     if prompts < 1 or prompts != int(prompts):
@@ -186,34 +199,39 @@ def _batches(names: Names, draft: Draft, trainer: str, *, sampled: bool) -> None
     draft.put("rollout.prompts_per_step", max(1, int(prompts)), source)
     draft.put("rollout.group_size", group, "--num_generations")
     updates = total / update
-    if updates > 1 and updates == int(updates):
-        draft.put("schedule.updates_per_step", int(updates), "--steps_per_generation / --gradient_accumulation_steps")
+    if updates > 1:
+        put_updates(draft, updates, "--steps_per_generation / --gradient_accumulation_steps")
+    passes = names.count("num_iterations", 1)
+    if passes > 1:
+        draft.left[f"--num_iterations {passes}"] = "every rollout is trained on once"
+    updates *= passes
     if sampled:
         put_count(draft, names, "rollout.sampling.max_new_tokens", "max_completion_length", 512)
     put_tokens(draft, size * longest_rollout(draft), "--per_device_train_batch_size x the longest rollout")
-    limit = names.number("max_steps")
-    if limit is not None and limit > 0:
-        draft.put("schedule.steps", int(limit), "--max_steps")
-        names.words("num_train_epochs")
-    else:
-        epochs = names.number_or(3, "num_train_epochs")
-        put_epochs(draft, epochs, str(draft.get("rollout.prompts")), max(1, int(prompts)), "--num_train_epochs")
+    put_steps(draft, names, "max_steps", "num_train_epochs", 3, updates)
+    for name in ("save_steps", "eval_steps"):
+        every = names.number(name)
+        if every:
+            every *= draft.count("schedule.steps") if every < 1 else 1 / updates
+            source = f"--{name} / {updates:g} updates of TRL per step"
+            if name == "save_steps":
+                draft.put("checkpoint.every", max(1, round(every)), source)
+            else:
+                draft.left[source] = f"set eval.prompts to a file, and eval.every to {max(1, round(every))}"
     warmup = names.number_or(0, "warmup_steps", "warmup_ratio")
     if warmup >= 1:
         draft.put("trainer.optimizer.warmup_steps", int(warmup), "--warmup_steps")
     elif warmup:
-        put_warmup(draft, warmup, "--warmup_ratio, or --warmup_steps below 1")
+        put_warmup(draft, "trainer", warmup, "--warmup_ratio, or --warmup_steps below 1")
 
 
 def _optimizer(names: Names, draft: Draft, trainer: str) -> None:
     put_number(draft, names, "trainer.optimizer.lr", "learning_rate", _RATES.get(trainer, 1e-6))
     betas = [names.number_or(0.9, "adam_beta1"), names.number_or(0.999, "adam_beta2")]
     draft.put("trainer.optimizer.betas", betas, "--adam_beta1, --adam_beta2")
-    if names.text("lr_scheduler_type") is None:
-        draft.put("trainer.optimizer.decay", "linear", _DEFAULT)
-    else:
-        translate(draft, (TRL,), "lr_scheduler_type", names.text("lr_scheduler_type"), "--lr_scheduler_type")
+    draft.put("trainer.optimizer.decay", "linear", "--lr_scheduler_type")
     note_unneeded(draft, names, "numerics.dtype is bfloat16 by default", "bf16", "fp16")
+    names.text("peft_config")
     if names.has("use_peft"):
         rank, alpha = names.count("lora_r", 16), names.count("lora_alpha", 32)
         draft.put("trainer.lora", {"rank": rank, "alpha": alpha}, "--use_peft, --lora_r, --lora_alpha")
@@ -307,16 +325,20 @@ def _reward(names: Names, draft: Draft) -> None:
         draft.put("reward.function", "math", "")
         draft.supply["reward.function"] = "the reward; the script names none"
         return
-    draft.supply["reward"] = (
-        "functions of TRL score a batch; the wrapper in docs/guides/coming-from.md calls one with a batch of one"
-    )
-    if len(functions) == 1:
-        draft.put("reward.function", "trl_reward.reward", f"calls {functions[0]}")
-        return
     for index, function in enumerate(functions):
-        name = function.rpartition(".")[2]
+        module, _, name = function.rpartition(".")
+        if "/" in function:
+            draft.supply["reward"] = f"{function} is a reward model; a hook asks a frozen group of rollout.engines"
+        elif not module:
+            draft.supply["reward"] = f"{function} is a function of TRL, which must be installed"
+        elif module == Path(names.script).stem:
+            draft.supply["reward"] = f"move {name} out of {names.script} into a file that trains nothing"
+        path = f"trl:{module or 'trl.rewards'}.{name}"
+        if len(functions) == 1:
+            draft.put("reward.function", path, "--reward_funcs")
+            return
         draft.put(f"reward.parts.{index}.name", name, "--reward_funcs")
-        draft.put(f"reward.parts.{index}.function", f"trl_reward.{name}", f"calls {function}")
+        draft.put(f"reward.parts.{index}.function", path, "--reward_funcs")
         with contextlib.suppress(IndexError, ValueError):
             draft.put(f"reward.parts.{index}.weight", whole(float(weights[index])), "--reward_weights")
 
@@ -334,3 +356,4 @@ def _learned_from_data(names: Names, draft: Draft, name: str) -> None:
         draft.put("rollout.fields.answer", "completion", "TRL's column")
     if name == "dpo":
         draft.put("algorithm.reference", True, "DPO compares with the initial weights")
+        put_number(draft, names, "algorithm.advantages.beta", "beta", 0.1)

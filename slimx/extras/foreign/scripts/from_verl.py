@@ -7,23 +7,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from slimx.extras.foreign.commented_yaml import on_one_line
-from slimx.extras.foreign.scripts.draft import Draft, scalar
+from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.names import Names, readable, whole, yaml_in
 from slimx.extras.foreign.scripts.shared import (
     NODE,
     layers_of,
     longest_rollout,
     put_answers,
+    put_balance,
     put_engines,
-    put_epochs,
     put_family,
+    put_model,
     put_mtp,
     put_ranks,
     put_stages,
+    put_steps,
     put_tokens,
     put_transport,
     put_updates,
-    put_warmup,
 )
 from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of, keys_of
@@ -36,32 +37,31 @@ from slimx.extras.foreign.scripts.verl_algorithm import (
     put_algorithm,
     put_distillation,
     put_evaluation,
+    put_optimizer,
     put_reward,
 )
-from slimx.extras.foreign.verl import VERL
+from slimx.extras.foreign.verl import SHORT, VERL
 
 MODEL = "actor_rollout_ref.model"
 MEGATRON = f"{ACTOR}.megatron"
 CHANGED = f"{MEGATRON}.override_transformer_config"
-_SHORT = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-}
-"""Names of parallel sizes in verl's engine Megatron Lite."""
 _SFT = {"model.": f"{MODEL}.", "optim.": f"{ACTOR}.optim.", "engine.": f"{MEGATRON}."}
 """Sections of verl's sft_trainer, and those with the same keys in main_ppo."""
-_FULLY_ASYNC = {
-    "async_training.staleness_threshold": "0.1",
-    "async_training.partial_rollout": "true",
-    "rollout.nnodes": "1",
-    "rollout.n_gpus_per_node": "8",
-    "rollout.total_rollout_steps": "100",
+_APART = {"rollout.nnodes": "1", "rollout.n_gpus_per_node": "8"}
+_ASYNCHRONOUS = {
+    ".fully_async": {
+        "async_training.staleness_threshold": "0.1",
+        "async_training.partial_rollout": "true",
+        "rollout.total_rollout_steps": "100",
+        **_APART,
+    },
+    ".one_step_off": {
+        "algorithm.rollout_correction.bypass_mode": "true",
+        "trainer.v1.trainer_mode": "separate_async",
+        **_APART,
+    },
 }
-"""Defaults of verl's fully asynchronous trainer that the other trainers do not have."""
+"""Defaults of verl's asynchronous trainers that the others do not have, by a part of the name of their module."""
 _DEFAULT_FILE = re.compile(r"((fully_async_|one_step_off_)?ppo(_megatron)?_trainer|sft_trainer_engine)(\.yaml)?")
 """Names of verl's own files of defaults, which are known here."""
 
@@ -74,7 +74,10 @@ def is_program(word: str) -> bool:
 def read_verl(launch: Launch, draft: Draft) -> None:
     """Adds what `launch` means to `draft`. Raises SlimxError for a key whose value is not known or no number."""
     sft = launch.program.endswith("sft_trainer")
-    values = dict(_FULLY_ASYNC) if ".fully_async" in launch.program else {}
+    values: dict[str, str] = {}
+    for part, defaults in _ASYNCHRONOUS.items():
+        if part in launch.program:
+            values |= defaults
     for key, value in (_stored(launch, draft) | keys_of(launch.arguments)).items():
         values[_plain(key, sft=sft)] = value.strip("'\"") if value[:1] in ("'", '"') else value
     words = {key: [_interpolated(value, values, sft=sft)] for key, value in values.items()}
@@ -99,6 +102,8 @@ def read_verl(launch: Launch, draft: Draft) -> None:
         put_evaluation(keys, draft)
         put_distillation(keys, draft)
     translate_rest(draft, keys, (VERL,))
+    if draft.get("rollout.filter") is not None:
+        draft.supply["rollout.filter"] = "examples/varied.py of slimx's repository, next to this file"
     put_family(draft, "")
     put_transport(draft, colocate=bool(draft.get("schedule.colocate")))
 
@@ -149,19 +154,12 @@ def _plain(key: str, *, sft: bool) -> str:
     for section in (f"{ACTOR}.engine.", f"{MEGATRON}."):
         rest = key.removeprefix(section)
         if rest != key:
-            return f"{MEGATRON}.{_SHORT.get(rest, rest)}"
+            return f"{MEGATRON}.{SHORT.get(rest, rest)}"
     return key
 
 
 def _model(keys: Names, draft: Draft) -> None:
-    path = keys.text(f"{MODEL}.path")
-    if path is None:
-        draft.put("model.path", "MODEL", "")
-        draft.supply["model.path"] = "directory of the Hugging Face checkpoint"
-    else:
-        draft.put("model.path", path.rstrip("/"), f"{MODEL}.path")
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists():
-            draft.supply["model.path"] = f"the directory to which you download {path}"
+    put_model(draft, keys, f"{MODEL}.path")
     project = keys.text("trainer.project_name") or "verl_examples"
     name = keys.text("trainer.experiment_name") or "gsm8k"
     folder = keys.text("trainer.default_local_dir")
@@ -211,8 +209,6 @@ def _ranks(keys: Names, draft: Draft) -> None:
     per_node = keys.count("trainer.n_gpus_per_node", NODE)
     trainers = keys.count("trainer.nnodes", 1) * per_node
     apart = int(keys.number_or(0, "rollout.nnodes", f"{ROLLOUT}.nnodes"))
-    if keys.text("trainer.device") == "npu":
-        draft.left["trainer.device=npu"] = "slimx supports only CUDA GPUs"
     engine_gpus = apart * int(keys.number_or(per_node, "rollout.n_gpus_per_node", f"{ROLLOUT}.n_gpus_per_node"))
     put_ranks(
         draft,
@@ -235,10 +231,6 @@ def _ranks(keys: Names, draft: Draft) -> None:
         draft.put("rollout.engines.0.expert", min(experts, size), f"{ROLLOUT}.expert_parallel_size")
     share = "rollout.engines.0.sglang.mem_fraction_static"
     put_number(draft, keys, share, f"{ROLLOUT}.gpu_memory_utilization", 0.5)
-    for name, key in (("max_num_seqs", "max_running_requests"), ("max_num_batched_tokens", "chunked_prefill_size")):
-        number = keys.number(f"{ROLLOUT}.{name}")
-        if number is not None:
-            draft.put(f"rollout.engines.0.sglang.{key}", int(number), f"{ROLLOUT}.{name}")
     if not engine_gpus:
         draft.put("schedule.colocate", True, "trainers and engines share the GPUs (hybrid_engine)")
 
@@ -257,10 +249,10 @@ def _batches(keys: Names, draft: Draft) -> None:
         draft.put("schedule.max_staleness", max(1, int(threshold + 0.999)), "async_training.staleness_threshold")
         draft.put("rollout.partial", partial, "async_training.partial_rollout")
     else:
-        prompts = int(str(draft.get("rollout.prompts_per_step")))
+        prompts = draft.count("rollout.prompts_per_step")
         put_updates(draft, prompts / min(small, prompts), f"{ACTOR}.ppo_mini_batch_size {small}: {prompts} / {small}")
     sampled = keys.number("data.gen_batch_size")
-    prompts = int(str(draft.get("rollout.prompts_per_step")))
+    prompts = draft.count("rollout.prompts_per_step")
     if sampled is not None and sampled > prompts:
         draft.put("rollout.over_sampling", whole(sampled / prompts), "data.gen_batch_size / data.train_batch_size")
     samples = keys.number("rollout.total_rollout_steps")
@@ -270,18 +262,7 @@ def _batches(keys: Names, draft: Draft) -> None:
         )
         note_unneeded(draft, keys, "schedule.steps ends the run", "trainer.total_epochs")
     else:
-        _steps(keys, draft, 30)
-
-
-def _steps(keys: Names, draft: Draft, epochs: int) -> None:
-    total = keys.number("trainer.total_training_steps")
-    passes = keys.number_or(epochs, "trainer.total_epochs")
-    if total is not None:
-        draft.put("schedule.steps", int(total), "trainer.total_training_steps")
-        return
-    prompts = draft.get("rollout.prompts")
-    batch = float(str(draft.get("rollout.prompts_per_step")))
-    put_epochs(draft, passes, prompts if isinstance(prompts, str) else None, batch, "trainer.total_epochs")
+        put_steps(draft, keys, "trainer.total_training_steps", "trainer.total_epochs", 30)
 
 
 def _sft_ranks(keys: Names, draft: Draft, launch: Launch) -> None:
@@ -290,11 +271,14 @@ def _sft_ranks(keys: Names, draft: Draft, launch: Launch) -> None:
     per_node = torchrun.count("nproc_per_node", NODE)
     put_ranks(draft, torchrun.count("nnodes", 1) * per_node, 0, per_node, "torchrun's nnodes x nproc_per_node")
     keys.outputs |= torchrun.outputs
-    _steps(keys, draft, 4)
+    put_steps(draft, keys, "trainer.total_training_steps", "trainer.total_epochs", 4)
 
 
 def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
-    context = put_count(draft, keys, "trainer.context", f"{MEGATRON}.context_parallel_size", 1)
+    context = f"{MEGATRON}.context_parallel_size"
+    if keys.text(context) is None and keys.text(f"{ACTOR}.ulysses_sequence_parallel_size") is not None:
+        context = f"{ACTOR}.ulysses_sequence_parallel_size"
+    copies = put_count(draft, keys, "trainer.context", context, 1)
     dynamic = keys.has("data.use_dynamic_bsz" if sft else f"{ACTOR}.use_dynamic_bsz")
     tokens = "data.max_token_len_per_gpu" if sft else f"{ACTOR}.ppo_max_token_len_per_gpu"
     size = "data.micro_batch_size_per_gpu" if sft else f"{ACTOR}.ppo_micro_batch_size_per_gpu"
@@ -302,7 +286,7 @@ def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
     sequences = keys.number(size)
     dynamic = dynamic or (sft and keys.words("data.use_dynamic_bsz") is None)
     if dynamic or sequences is None:
-        put_tokens(draft, limit * context, f"{tokens} x context_parallel_size")
+        put_tokens(draft, limit * copies, f"{tokens} x {context.rpartition('.')[2]}")
     else:
         put_tokens(draft, sequences * longest_rollout(draft), f"{size} x the longest rollout")
     stages = put_count(draft, keys, "trainer.pipeline", f"{MEGATRON}.pipeline_model_parallel_size", 1)
@@ -312,14 +296,7 @@ def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
     _stages(keys, draft, stages)
     if put_count(draft, keys, "trainer.expert", f"{MEGATRON}.expert_model_parallel_size", 1) == 1:
         note_unneeded(draft, keys, "it needs trainer.expert above 1", f"{MEGATRON}.expert_tensor_parallel_size")
-    coef = keys.number(f"{CHANGED}.moe_aux_loss_coeff")
-    if coef:
-        draft.put("trainer.moe.aux_loss_coef", coef, "override_transformer_config.moe_aux_loss_coeff")
-    else:
-        note_unneeded(draft, keys, "a coefficient of 0 balances nothing", f"{CHANGED}.moe_router_load_balancing_type")
-    mode = keys.text(f"{MEGATRON}.router_replay.mode", f"{ACTOR}.router_replay.mode")
-    if mode in ("R2", "R3"):
-        draft.put("trainer.moe.routing_replay", mode, "router_replay.mode")
+    put_balance(draft, keys, f"{CHANGED}.")
     if keys.has(f"{MODEL}.mtp.enable") and keys.has(f"{MODEL}.mtp.enable_train"):
         scale = keys.number(f"{MODEL}.mtp.mtp_loss_scaling_factor")
         put_mtp(draft, 1, scale, f"{MODEL}.mtp.enable_train")
@@ -328,9 +305,6 @@ def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
         alpha = whole(keys.number_or(default, f"{MODEL}.{form}alpha"))
         if rank:
             draft.put("trainer.lora", {"rank": rank, "alpha": alpha}, f"{MODEL}.{form}rank, {MODEL}.{form}alpha")
-    bucket = keys.number(f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes")
-    if bucket is not None:
-        draft.put("publish.bucket_mib", int(bucket), "checkpoint_engine.update_weights_bucket_megabytes")
 
 
 def _stages(keys: Names, draft: Draft, stages: int) -> None:
@@ -342,7 +316,7 @@ def _stages(keys: Names, draft: Draft, stages: int) -> None:
         number = keys.number(f"{CHANGED}.num_layers_in_{name}_pipeline_stage")
         if number is None and counts and layers is not None:  # the embedding or the loss takes the place of a layer
             number = (layers + sum(parts)) // stages - 1
-        ends.append(None if number is None else int(number))
+        ends.append(number)
     if any(parts) and layers is None and stages > 1:
         draft.left["account_for_embedding/loss_in_pipeline_split"] = "set trainer.layers_per_stage"
     put_stages(draft, layers, ends[0], ends[1], stages, "num_layers_in_first/last_pipeline_stage")
@@ -350,18 +324,8 @@ def _stages(keys: Names, draft: Draft, stages: int) -> None:
 
 def _optimizer(keys: Names, draft: Draft, *, sft: bool) -> None:
     optim = f"{ACTOR}.optim"
-    put = draft.put
-    put_number(draft, keys, "trainer.optimizer.lr", f"{optim}.lr", 1e-3 if sft else 1e-6)
-    put_number(draft, keys, "trainer.optimizer.weight_decay", f"{optim}.weight_decay", 0.01)
-    betas = keys.text(f"{optim}.betas")
-    put("trainer.optimizer.betas", [0.9, 0.999] if betas is None else scalar(betas), f"{optim}.betas")
-    warmup = keys.number(f"{optim}.lr_warmup_steps")
-    share = keys.number(f"{optim}.lr_warmup_steps_ratio")
-    if warmup is not None and warmup > 0:
-        put("trainer.optimizer.warmup_steps", int(warmup), f"{optim}.lr_warmup_steps")
-    elif share:
-        put_warmup(draft, share, f"{optim}.lr_warmup_steps_ratio")
+    put_optimizer(keys, draft, "trainer", optim, 1e-3 if sft else 1e-6)
     other = f"{optim}.override_optimizer_config"
     if keys.has(f"{other}.optimizer_cpu_offload"):
         fraction = keys.number_or(1.0, f"{other}.optimizer_offload_fraction", f"{other}.offload_fraction")
-        put("trainer.optimizer.offload_fraction", fraction, "optimizer_offload_fraction")
+        draft.put("trainer.optimizer.offload_fraction", fraction, "optimizer_offload_fraction")

@@ -54,6 +54,7 @@ class Names:
     def number(self, *names: str) -> float | None:
         """Returns the number that the first of `names` is set to; None if the script sets none, or computes it. Raises
         SlimxError if it is not a number."""
+        self.read.update(names)
         for name in names:
             text = self.text(name)
             if name in self.outputs:
@@ -112,10 +113,11 @@ def rows_of(path: str) -> int | None:
     return sum(1 for _ in read_rows(path)[1]) if Path(path).expanduser().is_file() else None
 
 
-def yaml_in(file: Path) -> dict[str, Any]:
-    """Returns the mapping in the YAML file `file`. Raises SlimxError if it is not YAML, or no mapping."""
+def yaml_in(file: Path, text: str | None = None) -> dict[str, Any]:
+    """Returns the mapping in the YAML file `file`. `text`: what it contains, if it is not here. Raises SlimxError if it
+    is not YAML, or no mapping."""
     try:
-        content = yaml.safe_load(file.read_text(errors="replace"))
+        content = yaml.safe_load(file.read_text(errors="replace") if text is None else text)
     except yaml.YAMLError as error:
         problem = str(error).partition("\n")[0]
         raise SlimxError(

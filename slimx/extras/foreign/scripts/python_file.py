@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 from slimx.errors import SlimxError
@@ -32,7 +31,7 @@ def arguments_in(file: Path, text: str) -> dict[str, list[str]]:
         if module.partition(".")[0] == "trl" and name.endswith("Trainer"):
             found["trainer"] = [name.replace("Trainer", "Config")]
     settings: dict[str, list[str]] = {}
-    for call in _calls(tree):
+    for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
         module, _, name = _name(call.func).rpartition(".")
         origin = module or imported.get(name, "")
         if name.endswith("Config") and origin.partition(".")[0] == "trl" and name not in _OTHERS:
@@ -41,19 +40,19 @@ def arguments_in(file: Path, text: str) -> dict[str, list[str]]:
             found |= _of_trainer(call, constants, imported, file.stem)
             if module.startswith("trl"):
                 found["trainer"] = [name.replace("Trainer", "Config")]
+        elif name == "LoraConfig":  # with the defaults of PEFT
+            found |= {"use_peft": [], "lora_r": ["8"], "lora_alpha": ["8"]}
+            for key, words in _keywords(call, constants).items():
+                found[f"lora_{key.removeprefix('lora_')}"] = words
         elif name == "load_dataset":
             keywords = _keywords(call, constants)
             path, *subset = [*(_literal(node, constants) for node in call.args[:2]), *keywords.get("name", [])] or [""]
             found.setdefault("dataset_name", keywords.get("path", [path]))
             found.setdefault("dataset_config", subset[:1])
             found.setdefault("dataset_train_split", keywords.get("split", [])[:1])
+    if "use_peft" in found:
+        found.pop("peft_config", None)
     return found | settings
-
-
-def _calls(tree: ast.AST) -> Iterator[ast.Call]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield node
 
 
 def _constants(tree: ast.Module) -> dict[str, ast.expr]:
@@ -115,8 +114,9 @@ def _of_trainer(
             entries = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
             found["reward_funcs"] = []
             for entry in entries:
-                name = _name(entry) or _literal(entry, constants)
-                found["reward_funcs"].append(name if COMPUTED in name else f"{imported.get(name, module)}.{name}")
+                name = _name(entry)
+                path = f"{imported.get(name, module)}.{name}" if name else _literal(entry, constants)
+                found["reward_funcs"].append(path)
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from slimx.extras.foreign.meaning import ALGORITHMS, KL_KINDS
@@ -23,12 +22,19 @@ PROMPT_TOKENS = 2048
 """Maximum length of a prompt in tokens where the other framework has no limit."""
 
 
+def put_model(draft: Draft, names: Names, name: str) -> str:
+    """Sets the model to the path that the script sets `name` to, and returns it."""
+    path = (names.text(name) or "MODEL").rstrip("/")
+    draft.put("model.path", path, names.shown(name))
+    if re.fullmatch(r"MODEL|[\w.-]+/[\w.-]+", path) and not Path(path).exists():
+        draft.supply["model.path"] = f"the directory to which you download {path}"
+    return path
+
+
 def put_ranks(draft: Draft, trainers: int, engines: int, per_node: int, source: str) -> None:
     """Sets the number of trainer ranks, and the nodes for these and for `engines`, the GPUs of engines that do not
     share the trainers' GPUs."""
-    nodes = math.ceil(trainers / per_node) + math.ceil(engines / per_node)
-    if trainers + engines <= per_node:
-        nodes = 1
+    nodes = math.ceil((trainers + engines) / per_node)
     draft.put("cluster.device", "cuda", "add `gpu: h100`, h200 or gb300 for a plan of the memory")
     draft.put("cluster.nodes", nodes, f"GPUs of trainers: {trainers}, more of engines: {engines}; {source}")
     if per_node != NODE:
@@ -70,36 +76,53 @@ def put_updates(draft: Draft, updates: float, source: str) -> None:
         draft.left[source] = f"a step would have {updates:g} updates; choose batch sizes that divide each other"
 
 
-def put_epochs(draft: Draft, epochs: float, prompts: str | None, batch: float, shown: str) -> None:
-    """Sets the number of steps for a number of epochs, which needs the number of prompts."""
-    rows = None if prompts is None else rows_of(prompts)
-    if rows is None:
-        draft.put("schedule.steps", 100, f"{shown} {epochs:g}")
+def put_steps(draft: Draft, names: Names, total: str, epochs: str, default: float, updates: float = 1) -> None:
+    """Sets the number of steps: that in `total`, a number of updates, or else that of as many `epochs`, which needs the
+    number of prompts. `default`: epochs without either. `updates`: updates of the other framework per step."""
+    limit, passes = names.number_or(0, total), names.number_or(default, epochs)
+    batch = draft.count("rollout.prompts_per_step")
+    prompts = draft.get("rollout.prompts")
+    rows = rows_of(prompts) if isinstance(prompts, str) else None
+    if limit > 0:
+        source = names.shown(total) + f" / {updates:g} updates" * (updates > 1)
+        draft.put("schedule.steps", max(1, int(limit / updates)), source)
+    elif rows is None:
+        draft.put("schedule.steps", 100, f"{names.shown(epochs)} {passes:g}")
         draft.supply["schedule.steps"] = (
-            f"number of prompts * {epochs:g} / {batch:g}; {prompts or 'the file of prompts'} is not here to be counted"
+            f"number of prompts * {passes:g} / {batch}; {prompts or 'the file of prompts'} is not here to be counted"
         )
     else:
-        draft.put("schedule.steps", max(1, int(rows * epochs / batch)), f"prompts: {rows} * {epochs:g} / {batch:g}")
+        draft.put("schedule.steps", max(1, int(rows * passes / batch)), f"prompts: {rows} * {passes:g} / {batch}")
 
 
-def put_kl(draft: Draft, names: Names, coef: float, kind: str | None, which: Mapping[str, str]) -> None:
+def put_kl(draft: Draft, names: Names, section: str, weight: float, kind: str) -> None:
     """Sets the KL term of the loss. With a weight of 0 the reference only logs the KL, and the estimator has no effect.
-    `which`: the names of the switch, of `coef` and of `kind`."""
-    shown = {part: names.shown(name) for part, name in which.items()}
-    draft.put("algorithm.reference", True, shown["on"])
-    if not coef:
-        reason = "a weight of 0 leaves the term off; algorithm.reference logs the KL"
-        note_unneeded(draft, names, reason, which["coef"], which["kind"])
+    `section`: start of the names of the term. `weight`, `kind`: the other framework's defaults."""
+    switch, coef, estimator = (f"{section}{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))
+    weight = names.number_or(weight, coef)
+    if not names.has(switch):
+        note_unneeded(draft, names, f"without {names.shown(switch)} it has no effect", coef, estimator)
         return
-    draft.put("algorithm.kl_coef", whole(coef), shown["coef"])
-    translated = KL_KINDS.get(kind or "", kind or "k1")
-    draft.put("algorithm.kl_estimator", translated, shown["kind"])
+    draft.put("algorithm.reference", True, names.shown(switch))
+    if not weight:
+        note_unneeded(draft, names, "a weight of 0 leaves the term off; the KL is logged", coef, estimator)
+        return
+    draft.put("algorithm.kl_coef", whole(weight), names.shown(coef))
+    shown = names.shown(estimator)
+    translated = kl_kind(names, estimator, kind)
+    draft.put("algorithm.kl_estimator", translated, shown)
     if translated == "k1" and not draft.get("algorithm.kl_unbiased"):
-        draft.left[f"{shown['kind']} k1"] = (
+        draft.left[f"{shown} k1"] = (
             "this estimator in the loss has a gradient of mean 0, so slimx refuses it; k2 is set, whose gradient is "
             "that of the KL"
         )
         draft.put("algorithm.kl_estimator", "k2", "instead of k1")
+
+
+def kl_kind(names: Names, name: str, default: str) -> str:
+    """Returns slimx's estimator of the KL for the one that the script sets `name` to."""
+    kind = names.text(name) or default
+    return KL_KINDS.get(kind, kind)
 
 
 def put_family(draft: Draft, spec: str) -> None:
@@ -130,7 +153,7 @@ def put_mtp(draft: Draft, layers: int, scale: float | None, source: str) -> None
 def longest_rollout(draft: Draft) -> int:
     """Returns the tokens of the longest rollout, including the prompt."""
     keys = ("rollout.max_prompt_tokens", "rollout.sampling.max_new_tokens")
-    return sum(int(str(draft.get(key, 0))) for key in keys)
+    return sum(draft.count(key) for key in keys)
 
 
 def put_tokens(draft: Draft, tokens: float, source: str) -> None:
@@ -141,10 +164,33 @@ def put_tokens(draft: Draft, tokens: float, source: str) -> None:
     draft.put("trainer.max_tokens_per_microbatch", int(max(tokens, longest)), source)
 
 
-def put_warmup(draft: Draft, share: float, name: str) -> None:
-    """Sets the steps of warm-up to a `share` of all updates."""
-    updates = int(str(draft.get("schedule.steps", 1))) * int(str(draft.get("schedule.updates_per_step", 1)))
-    draft.put("trainer.optimizer.warmup_steps", int(share * updates), f"{share:g} of all updates ({name})")
+def put_warmup(draft: Draft, owner: str, share: float, name: str) -> None:
+    """Sets the steps of warm-up of `owner`, trainer or critic, to a `share` of all updates."""
+    key = f"{owner}.optimizer.warmup_steps"
+    updates = draft.count("schedule.steps", 1) * draft.count("schedule.updates_per_step", 1)
+    draft.put(key, int(share * updates), f"{share:g} of all updates ({name})")
+    if "schedule.steps" in draft.supply:
+        draft.supply[key] = f"{share:g} of all updates"
+
+
+def put_balance(draft: Draft, names: Names, section: str) -> None:
+    """Sets the loss that balances experts. `section`: start of Megatron-LM's names in the script."""
+    coef = names.number(f"{section}moe_aux_loss_coeff")
+    if coef:
+        draft.put("trainer.moe.aux_loss_coef", coef, names.shown(f"{section}moe_aux_loss_coeff"))
+    else:
+        reason = "a coefficient of 0 balances nothing"
+        note_unneeded(draft, names, reason, f"{section}moe_router_load_balancing_type")
+
+
+def put_teacher(draft: Draft, index: int, model: str, source: str) -> str:
+    """Adds a frozen group of engines that serves the teacher, and returns the start of its keys. `index`: the number of
+    other groups."""
+    group = f"rollout.engines.{index}"
+    for key, value in {"name": "teacher", "frozen": True, "model": model, "count": 1}.items():
+        draft.put(f"{group}.{key}", value, source)
+    draft.put("algorithm.teacher_engine", "teacher", source)
+    return group
 
 
 def put_answers(draft: Draft, hook: str, source: str) -> None:
@@ -178,7 +224,9 @@ def layers_of(path: str) -> int | None:
     return layers if isinstance(layers, int) else None
 
 
-def put_stages(draft: Draft, layers: int | None, first: int | None, last: int | None, stages: int, source: str) -> None:
+def put_stages(
+    draft: Draft, layers: float | None, first: float | None, last: float | None, stages: int, source: str
+) -> None:
     """Sets the layers of every pipeline stage if the first or the last has another number than the others. `layers`:
     layers of the model; None if the script does not say."""
     if first is None and last is None:
@@ -189,10 +237,9 @@ def put_stages(draft: Draft, layers: int | None, first: int | None, last: int | 
         )
         return
     middle = stages - (first is not None) - (last is not None)
-    middle_layers = (layers - (first or 0) - (last or 0)) // max(1, middle)
-    counts = [middle_layers] * middle
+    counts = [(layers - (first or 0) - (last or 0)) // max(1, middle)] * middle
     if first is not None:
         counts = [first, *counts]
     if last is not None:
         counts = [*counts, last]
-    draft.put("trainer.layers_per_stage", counts, source)
+    draft.put("trainer.layers_per_stage", [int(count) for count in counts], source)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.names import Names, whole, yaml_in
-from slimx.extras.foreign.scripts.shared import algorithm_of, put_answers, put_kl
+from slimx.extras.foreign.scripts.shared import algorithm_of, kl_kind, put_answers, put_kl, put_teacher
 from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number
 
 _DEFAULT = "slime's default"
@@ -17,7 +17,7 @@ def put_demonstrations(flags: Names, draft: Draft) -> None:
     """Sets what supervised fine-tuning has, and notes the flags of reinforcement learning that it leaves out."""
     put_answers(draft, "demonstrations", "--loss-type sft_loss")
     draft.put("algorithm.name", "sft", "--loss-type sft_loss")
-    _put_aggregation(flags, draft)
+    draft.put("algorithm.aggregation", "sample", _DEFAULT)
     without = ("debug_train_only", "disable_compute_advantages_and_returns", "advantage_estimator", "loss_type")
     note_unneeded(draft, flags, "algorithm.name: sft needs neither engines nor advantages", *without)
     terms = ("entropy_coef", "eps_clip", "eps_clip_high", "rollout_function_path", "rollout_temperature")
@@ -26,11 +26,6 @@ def put_demonstrations(flags: Names, draft: Draft) -> None:
         draft.supply["rollout.fields.prompt"] = (
             "slime's column has whole conversations, whose last turn slimx reads from the column `answer`"
         )
-
-
-def _put_aggregation(flags: Names, draft: Draft) -> None:
-    unit = "token" if flags.has("calculate_per_token_loss") else "sample"
-    draft.put("algorithm.aggregation", unit, f"{_DEFAULT}: sample; --calculate-per-token-loss: token")
 
 
 def put_algorithm(flags: Names, draft: Draft) -> None:
@@ -45,26 +40,21 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
     low = flags.number_or(0.2, "eps_clip")
     put("algorithm.loss.low", low, "--eps-clip")
     put("algorithm.loss.high", flags.number_or(low, "eps_clip_high"), "--eps-clip-high, or --eps-clip")
-    dual = flags.number("eps_clip_c")
-    if estimator in ("gspo", "cispo"):
-        note_unneeded(draft, flags, f"the loss of {estimator} has no such bound", "eps_clip_c")
-    elif dual is not None:
-        put("algorithm.loss.dual", dual, "--eps-clip-c")
-    _put_aggregation(flags, draft)
-    engine = flags.has("use_rollout_logprobs")
-    put("algorithm.old_logprobs", "rollout" if engine else "recompute", f"{_DEFAULT}: recompute")
-    coef = flags.number_or(0, "kl_loss_coef")
-    if flags.has("use_unbiased_kl") and coef:
+    if estimator == "cispo":
+        note_unneeded(draft, flags, "the loss of cispo has no such bound", "eps_clip_c")
+    elif estimator == "gspo" and flags.text("eps_clip_c") is not None:
+        draft.left["--eps-clip-c"] = "slimx's loss gspo has no such bound"
+    draft.put("algorithm.aggregation", "sample", _DEFAULT)
+    put("algorithm.old_logprobs", "recompute", _DEFAULT)
+    if flags.has("use_unbiased_kl") and flags.number("kl_loss_coef"):
         put("algorithm.kl_unbiased", True, "--use-unbiased-kl")
-    kind = flags.text("kl_loss_type")
-    if flags.has("use_kl_loss"):
-        put_kl(draft, flags, coef, kind, {"on": "use_kl_loss", "coef": "kl_loss_coef", "kind": "kl_loss_type"})
-    else:
-        note_unneeded(draft, flags, "without --use-kl-loss they have no effect", "kl_loss_coef", "kl_loss_type")
-    reward_kl = flags.number("kl_coef")
+    put_kl(draft, flags, "", 0, "k1")
+    reward_kl = flags.number("kl_coef") or 0
     if reward_kl and estimator in _TOKEN_REWARDS:
         put("algorithm.reference", True, "--kl-coef")
         put("algorithm.kl_reward_coef", reward_kl, "--kl-coef")
+        put("algorithm.kl_reward_estimator", kl_kind(flags, "kl_loss_type", "k1"), "--kl-loss-type")
+        draft.unneeded.pop("--kl-loss-type", None)
     elif reward_kl:
         draft.left[f"--kl-coef {reward_kl:g}"] = (
             f"{estimator} has no reward per token; algorithm.kl_coef is a term of the loss"
@@ -79,10 +69,6 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
         draft.left["--normalize-advantages"] = f"{estimator} normalizes within groups only"
     if flags.has("use_tis"):
         put("algorithm.correction.kind", "truncate", "--use-tis")
-        for name, key in (("tis_clip", "high"), ("tis_clip_low", "low")):
-            bound = flags.number(name)
-            if bound is not None:
-                put(f"algorithm.correction.{key}", whole(bound), flags.shown(name))
     if flags.has("use_opd"):
         flags.words("opd_type")
         put_number(draft, flags, "algorithm.teacher_coef", "opd_kl_coef", 1.0)
@@ -104,10 +90,8 @@ def _teacher(flags: Names, draft: Draft) -> None:
     draft.put("algorithm.name", "distillation", "--use-opd")
     draft.remove("algorithm.advantages")
     index = sum(key.endswith(".count") and key.startswith("rollout.engines.") for key in draft.settings)
-    for key, value in {"name": "teacher", "frozen": True, "model": "TEACHER", "count": 1}.items():
-        draft.put(f"rollout.engines.{index}.{key}", value, "--opd-type sglang")
-    draft.supply[f"rollout.engines.{index}.model"] = "the teacher's Hugging Face directory"
-    draft.put("algorithm.teacher_engine", "teacher", "--opd-type sglang")
+    group = put_teacher(draft, index, "TEACHER", "--opd-type sglang")
+    draft.supply[f"{group}.model"] = "the teacher's Hugging Face directory"
 
 
 def put_evaluation(flags: Names, draft: Draft) -> None:
@@ -124,8 +108,7 @@ def put_evaluation(flags: Names, draft: Draft) -> None:
         return
     draft.put("eval.prompts", sets, "--eval-prompt-data")
     draft.put("eval.every", int(every), "--eval-interval")
-    for key in ("prompt", "answer", "tools"):
-        name = {"prompt": "eval_input_key", "answer": "eval_label_key", "tools": "eval_tool_key"}[key]
+    for key, name in (("prompt", "eval_input_key"), ("answer", "eval_label_key"), ("tools", "eval_tool_key")):
         value = flags.text(name) or draft.get(f"rollout.fields.{key}")
         if value is not None:
             draft.put(f"eval.fields.{key}", value, f"{flags.shown(name)}, or as for training")
@@ -133,12 +116,10 @@ def put_evaluation(flags: Names, draft: Draft) -> None:
     for key in ("temperature", "top_p"):
         number = flags.number_or(1.0, f"eval_{key}", f"rollout_{key}")
         draft.put(f"eval.{key}", whole(number), f"{flags.shown(f'eval_{key}')}, or as for training")
-        trained = flags.number(f"rollout_{key}")
-        if trained is not None:
-            draft.put(f"rollout.sampling.{key}", whole(trained), flags.shown(f"rollout_{key}"))
-    longest = flags.number("eval_max_response_len")
-    if longest is not None:
-        draft.put("eval.max_new_tokens", int(longest), "--eval-max-response-len")
+        flags.read.remove(f"rollout_{key}")
+    if flags.values.get("eval_top_k") == ["1"]:
+        note_unneeded(draft, flags, "eval.temperature: 0 takes the most likely token", "eval_top_k")
+        draft.put("eval.temperature", 0, "--eval-top-k 1")
 
 
 def _sets(flags: Names, draft: Draft) -> dict[str, object]:
@@ -164,8 +145,12 @@ def _configured(config: str, draft: Draft) -> dict[str, object]:
     content = yaml_in(file)
     section = content.get("eval", content)
     defaults = section.get("defaults") or {}
-    names = {"n_samples_per_eval_prompt": "samples", "temperature": "temperature", "top_p": "top_p"}
-    names["max_response_len"] = "max_new_tokens"
+    names = {
+        "n_samples_per_eval_prompt": "samples",
+        "temperature": "temperature",
+        "top_p": "top_p",
+        "max_response_len": "max_new_tokens",
+    }
     sets: dict[str, object] = {}
     for entry in section.get("datasets") or []:
         values = {ours: (defaults | entry)[theirs] for theirs, ours in names.items() if theirs in defaults | entry}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from slimx.extras.foreign.scripts.draft import Draft, scalar
 from slimx.extras.foreign.scripts.names import Names, whole
-from slimx.extras.foreign.scripts.shared import NODE, algorithm_of, put_kl
-from slimx.extras.foreign.scripts.translate import note_unneeded, put_number
+from slimx.extras.foreign.scripts.shared import NODE, algorithm_of, put_kl, put_teacher, put_warmup
+from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _DEFAULT = "verl's default"
@@ -30,6 +30,24 @@ def names_of(paths: list[str]) -> dict[str, str]:
     return dict(zip(names, paths, strict=True))
 
 
+def put_optimizer(keys: Names, draft: Draft, owner: str, optim: str, rate: float) -> None:
+    """Sets the optimizer of `owner`, trainer or critic, from verl's section `optim`. `rate`: verl's default."""
+    ours = f"{owner}.optimizer"
+    put_number(draft, keys, f"{ours}.lr", f"{optim}.lr", rate)
+    put_number(draft, keys, f"{ours}.weight_decay", f"{optim}.weight_decay", 0.01)
+    betas = keys.text(f"{optim}.betas")
+    draft.put(f"{ours}.betas", [0.9, 0.999] if betas is None else scalar(betas), f"{optim}.betas")
+    warmup = keys.number(f"{optim}.lr_warmup_steps")
+    share = keys.number(f"{optim}.lr_warmup_steps_ratio")
+    if warmup is not None and warmup > 0:
+        draft.put(f"{ours}.warmup_steps", int(warmup), f"{optim}.lr_warmup_steps")
+    elif share:
+        put_warmup(draft, owner, share, f"{optim}.lr_warmup_steps_ratio")
+    least = keys.number(f"{optim}.min_lr_ratio")
+    if least:
+        draft.put(f"{ours}.min_lr", least * float(str(draft.get(f"{ours}.lr"))), f"{optim}.min_lr_ratio x lr")
+
+
 def put_algorithm(keys: Names, draft: Draft) -> None:
     """Sets advantages, loss, critic, KL terms and corrections."""
     put = draft.put
@@ -44,9 +62,7 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
         draft.left[f"{ACTOR}.policy_loss.loss_mode={mode}"] = "write the loss as a hook (algorithm.loss)"
     if name == "ppo":
         put_number(draft, keys, "critic.value_clip", "critic.cliprange_value", 0.5)
-        warmup = keys.number("trainer.critic_warmup")
-        if warmup:
-            put("critic.warmup_steps", int(warmup), "trainer.critic_warmup")
+        put_optimizer(keys, draft, "critic", "critic.optim", 1e-5)
         load = keys.text("critic.model.path")
         if load is not None and load != draft.get("model.path"):
             put("critic.load", load, "critic.model.path")
@@ -75,16 +91,12 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
         put("algorithm.aggregation", "sample", f"verl's {name}, whatever loss_agg_mode is")
     else:
         put("algorithm.aggregation", modes.get(unit, "token"), f"{ACTOR}.loss_agg_mode={unit}")
+        if unit.endswith("-sum"):
+            draft.left[f"{ACTOR}.loss_agg_mode={unit}"] = "slimx divides these sums by rollout.sampling.max_new_tokens"
     normalized = "algorithm.norm_adv_by_std_in_grpo"
     if keys.words(normalized) is not None and estimator == "grpo":
         put("algorithm.advantages.normalize_std", keys.has(normalized), normalized)
-    if keys.has(f"{ACTOR}.use_kl_loss"):
-        kind = keys.text(f"{ACTOR}.kl_loss_type") or "low_var_kl"
-        names = {"on": f"{ACTOR}.use_kl_loss", "coef": f"{ACTOR}.kl_loss_coef", "kind": f"{ACTOR}.kl_loss_type"}
-        put_kl(draft, keys, keys.number_or(0.001, f"{ACTOR}.kl_loss_coef"), kind, names)
-    else:
-        kl = (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type")
-        note_unneeded(draft, keys, "without use_kl_loss it has no effect", *kl)
+    put_kl(draft, keys, f"{ACTOR}.", 0.001, "low_var_kl")
     _token_kl(keys, draft, name)
     _correction(keys, draft)
 
@@ -112,6 +124,9 @@ def _correction(keys: Names, draft: Draft) -> None:
     level = keys.text(f"{section}.rollout_is", "algorithm.rollout_is")
     bounds = keys.text(f"{section}.rollout_is_threshold", "algorithm.rollout_is_threshold") or "2.0"
     if level is None or level.lower() == "false":
+        return
+    if bypass:
+        draft.left[f"{section}.rollout_is={level}"] = "with bypass_mode the ratio of the loss is the correction"
         return
     low, between, high = bounds.rpartition("_")
     draft.put("algorithm.correction.kind", "icepop" if between else "truncate", f"{section}.rollout_is_threshold")
@@ -197,36 +212,36 @@ def put_distillation(keys: Names, draft: Draft) -> None:
     teacher, *others = [key for key in names if key.endswith(".model_path")] or [""]
     for key in others:
         draft.left[f"{key} {keys.text(key)}"] = "a run has one teacher"
-    section = teacher.removesuffix("model_path")
+    inference = f"{teacher.removesuffix('model_path')}inference"
     gpus = keys.count("distillation.nnodes", 1) * keys.count("distillation.n_gpus_per_node", NODE)
-    size = keys.count(f"{section}inference.tensor_model_parallel_size", 1)
+    size = keys.count(f"{inference}.tensor_model_parallel_size", 2)
     put = draft.put
     per_node = keys.count("trainer.n_gpus_per_node", NODE)
-    nodes = int(str(draft.get("cluster.nodes", 1))) + -(-gpus // max(per_node, NODE))
+    nodes = draft.count("cluster.nodes", 1) + -(-gpus // max(per_node, NODE))
     put("cluster.nodes", nodes, f"more GPUs of the teacher: {gpus}")
     put("cluster.ray_address", "auto", "several nodes are a running Ray cluster")
-    put("rollout.engines.1.name", "teacher", "distillation")
-    put("rollout.engines.1.frozen", True, "distillation")
-    put("rollout.engines.1.model", keys.text(teacher) or "TEACHER", "distillation.teacher_models")
+    put_teacher(draft, 1, keys.text(teacher) or "TEACHER", "distillation.enabled")
     put("rollout.engines.1.count", max(1, gpus // size), "distillation.n_gpus_per_node / tensor_model_parallel_size")
     put("rollout.engines.1.tensor", size, "inference.tensor_model_parallel_size")
-    share = keys.number(f"{section}inference.gpu_memory_utilization")
+    share = keys.number(f"{inference}.gpu_memory_utilization")
     if share is not None:
         put("rollout.engines.1.sglang.mem_fraction_static", share, "inference.gpu_memory_utilization")
-    loss = keys.text("distillation.distillation_loss.loss_mode") or ""
-    put("algorithm.teacher_engine", "teacher", "distillation.enabled")
-    if not keys.has("distillation.distillation_loss.use_task_rewards"):
-        put("algorithm.name", "distillation", "distillation_loss.use_task_rewards=False")
+    section = "distillation.distillation_loss"
+    loss = keys.text(f"{section}.loss_mode") or "k3"
+    rewarded = f"{section}.use_task_rewards"
+    coef = whole(keys.number_or(1, f"{section}.distillation_loss_coef"))
+    if keys.words(rewarded) is not None and not keys.has(rewarded):
+        put("algorithm.name", "distillation", rewarded)
         draft.remove("algorithm.advantages")
+        coef = 1
     if "topk" in loss:
-        put("algorithm.teacher_coef", 0, f"distillation_loss.loss_mode={loss}")
-        put("algorithm.teacher_kl_coef", 1, f"distillation_loss.loss_mode={loss}")
-        put(
-            "algorithm.teacher_kl",
-            "forward" if loss.startswith("forward") else "reverse",
-            "distillation_loss.loss_mode",
-        )
-        put("algorithm.teacher_top_k", keys.count("distillation.distillation_loss.topk", 64), "distillation_loss.topk")
+        put("algorithm.teacher_coef", 0, f"{section}.loss_mode={loss}")
+        put("algorithm.teacher_kl_coef", coef, f"{section}.distillation_loss_coef")
+        put("algorithm.teacher_kl", "forward" if loss.startswith("forward") else "reverse", f"{section}.loss_mode")
+        put_count(draft, keys, "algorithm.teacher_top_k", f"{section}.topk", 32)
+    else:
+        put("algorithm.teacher_coef", coef, f"{section}.distillation_loss_coef")
+        draft.left[f"{section}.loss_mode={loss}"] = "algorithm.teacher_coef weights log teacher - log engine (k1)"
     for name in names:
         if name not in keys.read:
             keys.words(name)

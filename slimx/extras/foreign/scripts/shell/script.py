@@ -43,10 +43,13 @@ _WHOLE = frozenset(("command", "variable_assignment", "declaration_command", "un
 """Kinds of nodes that mean nothing if any part of them is not correct."""
 
 
-def commands_of(script: Path, text: str, overrides: Mapping[str, str]) -> list[list[str]]:
+def commands_of(
+    script: Path, text: str, overrides: Mapping[str, str], files: dict[str, str] | None = None
+) -> list[list[str]]:
     """Returns the words of every command that the script `text` of the file `script` would run, in order. `overrides`:
-    values of variables that the user set. Raises SlimxError if what it runs is not correct syntax, or has no end."""
-    shell = _Shell(script, overrides)
+    values of variables that the user set. `files`: receives the texts that the script writes, by path. Raises
+    SlimxError if what it runs is not correct syntax, or has no end."""
+    shell = _Shell(script, overrides, files={} if files is None else files)
     try:
         shell.run(text)
     except Leave:
