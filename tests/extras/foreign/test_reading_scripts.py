@@ -116,6 +116,7 @@ def test_flags_after_a_missing_backslash_are_read(folder):
             "train.py",
             {"a": ["1"], "b": ["2"]},
         ),
+        ('A="--a 1 \\\r\n--b 2"\r\npython train.py $A\r\n', "train.py", {"a": ["1"], "b": ["2"]}),
         ("python train.py --a 1 \\\n  # --b 2 \\\n  --c 3", "train.py", {"a": ["1"], "c": ["3"]}),
         ("mkdir -p x && cd x && python train.py --a 1 || exit 1", "train.py", {"a": ["1"]}),
         ("if [ -z $GIVEN ]; then echo usage; exit 1; fi; python train.py --a 1", "train.py", {"a": ["1"]}),

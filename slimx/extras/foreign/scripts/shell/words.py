@@ -34,7 +34,7 @@ _KEPT, _EMPTY, _NEXT = "\ue003", "\ue004", "\ue005"
 _ALL = ("@", "*")
 _BRACES = re.compile(rf"(?<!{_KEPT})\{{((?:[^{{}}{_KEPT}]|{_KEPT}.)*)\}}", re.DOTALL)
 _SEVERAL = re.compile(rf"(?<!{_KEPT}),|^-?\w+\.\.")
-"""What braces contain that make several words of one, as {a,b} and {1..3} do."""
+"""Text in braces that makes several words of one, as {a,b} and {1..3} do."""
 
 type Context = Literal["bare", "quoted"]
 """Surroundings of a text: nothing, or double quotes."""
