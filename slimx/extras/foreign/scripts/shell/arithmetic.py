@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from slimx.extras.foreign.scripts.shell.expansion import END, UNSET, Variables, computed, next_key, unknown_in
 
 _TOKEN = re.compile(
-    r"\s*(\d+#\w+|0[xX][\da-fA-F]+|\d+|[A-Za-z_]\w*(?:\[[^]]*\])?"
+    r"\s*(\d+#\w+|0[xX][\da-fA-F]+|\d+|[A-Za-z_]\w*(?:\[[^][]*\])?"
     r"|[-+*/%]=(?!=)|\*\*|<<|&&|\|\||\+\+|--|[<>=!]=|[-+*/%<>=!()])"
 )
 _ASSIGNED = re.compile(
-    r"([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:\+\+|--|(?:[-+*/%&^|]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)"
+    r"\b([A-Za-z_]\w*+)(?:\[[^][]*\])?\s*(?:\+\+|--|(?:[-+*/%&^|]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)"
 )
 """Assignments in an expression."""
 _POWERS = ("||", "&&", "== !=", "< > <= >=", "<<", "+ -", "* / %", "**")
