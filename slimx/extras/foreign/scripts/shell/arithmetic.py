@@ -5,22 +5,22 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from slimx.extras.foreign.scripts.shell.expansion import END, UNSET, Variables, computed, next_key, unknown_in
 
 _TOKEN = re.compile(
-    r"\s*(\d+#\w+|0[xX][\da-fA-F]+|\d+|[A-Za-z_]\w*(?:\[[^]]*\])?"
-    r"|(?:\*\*|<<|>>|[-+*/%&^|])=(?!=)|\*\*|<<|>>|&&|\|\||\+\+|--|[<>=!]=|[-+*/%&^|<>=!~?:,()])"
+    r"\s*(\d+#\w+|0[xX][\da-fA-F]+|\d+|[A-Za-z_]\w*(?:\[[^][]*\])?"
+    r"|[-+*/%]=(?!=)|\*\*|<<|&&|\|\||\+\+|--|[<>=!]=|[-+*/%<>=!()])"
 )
-_POWERS = ("||", "&&", "|", "^", "&", "== !=", "< > <= >=", "<< >>", "+ -", "* / %", "**")
+_ASSIGNED = re.compile(
+    r"\b([A-Za-z_]\w*+)(?:\[[^][]*\])?\s*(?:\+\+|--|(?:[-+*/%&^|]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)"
+)
+"""Assignments in an expression."""
+_POWERS = ("||", "&&", "== !=", "< > <= >=", "<<", "+ -", "* / %", "**")
 _POWER = {sign: power for power, signs in enumerate(_POWERS) for sign in signs.split()}
 _SIGNS: Mapping[str, Callable[[int, int], int]] = {
     "||": lambda a, b: bool(a) | bool(b),
     "&&": lambda a, b: bool(a) & bool(b),
-    "|": operator.or_,
-    "^": operator.xor,
-    "&": operator.and_,
     "==": operator.eq,
     "!=": operator.ne,
     "<": operator.lt,
@@ -28,7 +28,6 @@ _SIGNS: Mapping[str, Callable[[int, int], int]] = {
     "<=": operator.le,
     ">=": operator.ge,
     "<<": lambda a, b: a << (b & 63),
-    ">>": lambda a, b: a >> (b & 63),
     "+": operator.add,
     "-": operator.sub,
     "*": operator.mul,
@@ -39,17 +38,21 @@ _SIGNS: Mapping[str, Callable[[int, int], int]] = {
 _UNARY: Mapping[str, Callable[[int], int]] = {
     "-": operator.neg,
     "+": operator.pos,
-    "~": operator.invert,
     "!": operator.not_,
 }
 
 
 def calculated(text: str, variables: Variables) -> str:
     """Returns the value of the expression `text`, whose expansions are done; an unknown value if it depends on one, or
-    is no expression."""
+    is no expression that is known here; then so are the variables that it sets."""
     try:
         return str(_Reader(text, variables).value())
     except (ValueError, ArithmeticError) as error:
+        for names in _ASSIGNED.findall(text):
+            name = "".join(names)
+            unknown = dict.fromkeys(["0", *(variables.elements(name) or {})], computed(f"(({text.strip()}))"))
+            variables.spend(len(unknown) + len(text))
+            variables.values[name] = unknown
         unset = re.search(f"{UNSET}[^{END}]*{END}", str(error))
         return unset[0] if unset else computed(f"(({text.strip()}))")
 
@@ -80,28 +83,13 @@ class _Reader:
         self.tokens = [*(_TOKEN.findall(text) or ["0"]), ""]
         self.variables = variables
         self.at = 0
-        self.live = True  # False where a shell skips: after 0 &&, 1 || and in the other branch of ?:
+        self.live = True  # False where a shell skips: after 0 && and 1 ||
 
     def value(self) -> int:
         """Returns the value of the expression; 0 if it is empty. Raises ValueError if it is not correct."""
-        value = self.series()
+        value = self.binary(0)
         self.expect("")
         return value
-
-    def series(self) -> int:
-        value = self.choice()
-        while self.took(","):
-            value = self.choice()
-        return value
-
-    def choice(self) -> int:
-        condition = self.binary(0)
-        if not self.took("?"):
-            return condition
-        chosen = self.skipping(not condition, self.series)
-        self.expect(":")
-        other = self.skipping(bool(condition), self.choice)
-        return chosen if condition else other
 
     def binary(self, least: int) -> int:
         left = self.unary()
@@ -109,7 +97,9 @@ class _Reader:
             sign = self.next()
             power = _POWER[sign] + (sign != "**")  # it groups from the right
             decided = (sign == "&&" and not left) or (sign == "||" and left != 0)
-            right = self.skipping(decided, partial(self.binary, power))
+            live, self.live = self.live, self.live and not decided
+            right = self.binary(power)
+            self.live = live
             left = self.applied(sign, left, right)
         return left
 
@@ -121,7 +111,7 @@ class _Reader:
             target = self.next()
             return self.stored(target, sign[0], self.read(target), 1)
         if sign == "(":
-            value = self.series()
+            value = self.binary(0)
             self.expect(")")
             return value
         if sign[:1].isdigit():
@@ -136,7 +126,7 @@ class _Reader:
             return before
         if following[-1:] == "=" and following not in _POWER:
             before = self.read(sign) if following != "=" else 0
-            return self.stored(sign, self.next()[:-1], before, self.choice())
+            return self.stored(sign, self.next()[:-1], before, self.binary(0))
         return self.read(sign)
 
     def read(self, target: str) -> int:
@@ -165,22 +155,10 @@ class _Reader:
         """Returns the low 64 bits of `value` with their sign."""
         return (int(value) + (1 << 63)) % (1 << 64) - (1 << 63)
 
-    def skipping(self, skips: bool, part: Callable[[], int]) -> int:
-        live = self.live
-        self.live = live and not skips
-        value = part()
-        self.live = live
-        return value
-
     def next(self) -> str:
         self.at += 1
         return self.tokens[self.at - 1]
 
-    def took(self, sign: str) -> bool:
-        taken = self.tokens[self.at] == sign
-        self.at += taken
-        return taken
-
     def expect(self, sign: str) -> None:
-        if not self.took(sign):
+        if self.next() != sign:
             raise ValueError(sign)

@@ -1,16 +1,17 @@
-"""Commands of a shell whose effect is known: what they print, and what `read` and `cd` set."""
+"""Commands of a shell whose effect is known: what they print, and the folder that `cd` sets."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from slimx.extras.foreign.scripts.shell.expansion import Variables, numbered, unknown_in
+from slimx.extras.foreign.scripts.shell.expansion import Variables, unknown_in
 
-SUCCEEDING = (
+EXPECTED_TO_SUCCEED = (
     "mkdir",
     "rm",
     "cp",
@@ -41,14 +42,14 @@ class Leave(Exception):
         self.status = status
 
 
-def leave(name: str, word: str, status: bool | None) -> bool | None:
-    """Leaves a loop, a function or the script; a script that ends in an error is read on. `status`: of the last
-    command."""
+def leave(name: str, word: str, status: bool | None, *, subshell: bool) -> bool | None:
+    """Leaves a loop, a function, a subshell or the script; a script that ends in an error is read on. `status`: of the
+    last command."""
     if name in ("break", "continue"):
         raise Leave(name, int(word) if re.fullmatch(r"[0-9]{1,9}", word) else 1)
     if word:
         status = None if unknown_in(word) else word == "0"
-    if name == "exit" and status is False:
+    if name == "exit" and status is False and not subshell:
         return False
     raise Leave(name, status=status)
 
@@ -58,11 +59,15 @@ def printed_by(words: Sequence[str], variables: Variables, stdin: str | None) ->
     arguments = [word for word in words[1:] if word != "--"]
     match words[0], arguments:
         case "echo", _:
-            while arguments and re.fullmatch(r"-[neE]+", arguments[0]):
-                arguments = arguments[1:]
-            return " ".join(arguments) + "\n"
+            options = "".join(itertools.takewhile(re.compile("-[neE]+").fullmatch, words[1:]))
+            text = " ".join(words[1 + options.count("-") :])
+            if options.rfind("e") > options.rfind("E"):
+                text = _escaped(text)
+                if "\\" in text:
+                    return None
+            return text + "\n" * ("n" not in options)
         case "printf", [form, *values]:
-            return formatted(form, values)
+            return formatted(form, values, variables)
         case "pwd", _:
             return variables.folder
         case "cat", []:
@@ -81,44 +86,26 @@ def printed_by(words: Sequence[str], variables: Variables, stdin: str | None) ->
     return None
 
 
-def formatted(form: str, values: Sequence[str]) -> str | None:
+def _escaped(text: str) -> str:
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def formatted(form: str, values: Sequence[str], variables: Variables) -> str | None:
     """Returns what `printf` makes of `values`; None for a format that is not of texts and integers."""
-    form = form.replace("\\n", "\n").replace("\\t", "\t")
+    form = _escaped(form)
     signs = [sign for sign in _FORMAT.findall(form) if sign != "%%"]
     if "%" in _FORMAT.sub("", form):
         return None
     parts = []
-    for start in range(0, len(values) or 1, len(signs) or len(values) or 1):
+    starts = range(0, len(values) or 1, len(signs) or len(values) or 1)
+    variables.spend(len(form) * len(starts))
+    for start in starts:
         rest = iter(values[start:])
         try:
             parts.append(form % tuple(int(next(rest, "0")) if sign[-1] == "d" else next(rest, "") for sign in signs))
         except ValueError:
             return None
     return "".join(parts)
-
-
-def read_into(arguments: Sequence[str], variables: Variables, stdin: str | None) -> bool | None:
-    """Sets the variables that `read` names to the words of `stdin`. Returns its status."""
-    if stdin is None:
-        return None
-    options = "".join(word[1:] for word in arguments if word.startswith("-"))
-    names = [word for word in arguments if re.fullmatch(r"[A-Za-z_]\w*", word)] or ["REPLY"]
-    text = stdin.strip("\n")
-    if "d" not in options:
-        text = text.partition("\n")[0]
-    sign = (variables.elements("IFS") or {}).get("0")
-    fields = [text] if sign == "" else text.split(sign)
-    if "a" in options:
-        variables.values[names[0]] = {}  # of an unknown text no element is known
-        if not unknown_in(text):
-            variables.values[names[0]] = numbered(fields)
-        return True
-    if unknown_in(text):
-        fields = [text]
-    fields[len(names) - 1 :] = [(sign or " ").join(fields[len(names) - 1 :])]
-    for name, value in zip(names, [*fields, *[""] * len(names)], strict=False):
-        variables.store(name, value)
-    return True
 
 
 def change_folder(arguments: Sequence[str], variables: Variables) -> None:

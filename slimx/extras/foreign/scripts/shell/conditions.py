@@ -5,13 +5,12 @@ from __future__ import annotations
 import fnmatch
 import operator
 import os
-import re
 from collections.abc import Callable, Mapping
 
 from tree_sitter import Node
 
 from slimx.extras.foreign.scripts.shell.arithmetic import calculated, truth
-from slimx.extras.foreign.scripts.shell.expansion import Variables, numbered, unknown_in, without_unset
+from slimx.extras.foreign.scripts.shell.expansion import Variables, unknown_in, without_unset
 from slimx.extras.foreign.scripts.shell.syntax import text_in
 from slimx.extras.foreign.scripts.shell.words import Words
 
@@ -23,10 +22,6 @@ _TEXTS: Mapping[str, Callable[[str, str], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-_REPEATS = 3
-"""Maximum number of repetitions in a regular expression, whose time grows with the text's length to their power."""
-_LENGTH = 300
-"""Maximum number of characters that a regular expression is tried on."""
 
 
 def inverted(status: bool | None) -> bool | None:
@@ -40,17 +35,17 @@ def tested(words: list[str], variables: Variables) -> bool | None:
         if sign in words[1:-1]:
             at = words.index(sign, 1)
             left, right = tested(words[:at], variables), tested(words[at + 1 :], variables)
-            return _joined(left, right, everything=sign == "-a")
+            return _all_or_any(left, right, needs_both=sign == "-a")
     match words:
         case ["!", _, *_]:
             return inverted(tested(words[1:], variables))
         case ["(", *inner, ")"]:
             return tested(inner, variables)
         case [sign, value]:
-            return _single(sign, value, variables)
+            return _single(sign, value)
         case [first, sign, second]:
             return _pair(first, sign, second, variables)
-    return _single("-n", "".join(words), variables)
+    return _single("-n", "".join(words))
 
 
 def holds(node: Node, words: Words) -> bool | None:
@@ -62,10 +57,10 @@ def holds(node: Node, words: Words) -> bool | None:
         case "unary_expression" if text_in(parts[0]) == "!":
             return inverted(holds(parts[1], words))
         case "unary_expression":
-            return _single(text_in(parts[0]), words.text(parts[1]), words)
+            return _single(text_in(parts[0]), words.text(parts[1]))
         case "binary_expression":
             return _binary(parts[0], text_in(parts[1]), parts[2], words)
-    return _single("-n", words.text(node), words)
+    return _single("-n", words.text(node))
 
 
 def _binary(first: Node, sign: str, second: Node, words: Words) -> bool | None:
@@ -74,28 +69,18 @@ def _binary(first: Node, sign: str, second: Node, words: Words) -> bool | None:
         if left is (sign == "||"):
             return left
         right = holds(second, words)
-        return _joined(left, right, everything=sign == "&&")
+        return _all_or_any(left, right, needs_both=sign == "&&")
     if first.type == "unary_expression":  # `! a = b`, which the grammar takes for `(! a) = b`
         return inverted(_binary(first.children[1], sign, second, words))
     left_text = without_unset(words.text(first))
     if sign not in ("=", "==", "!=", "=~"):
         return _pair(left_text, sign, words.text(second), words)
-    pattern = without_unset(words.expression(second) if sign == "=~" else words.pattern(second))
+    if sign == "=~":
+        return None
+    pattern = without_unset(words.pattern(second))
     if unknown_in(left_text) or unknown_in(pattern):
         return None
-    if sign != "=~":
-        return matches(left_text, pattern) == (sign != "!=")
-    expression = pattern.replace("[:digit:]", "0-9").replace("[:alpha:]", "a-zA-Z").replace("[:space:]", r"\s")
-    repeats = re.sub(r"\\.", "", expression)
-    many = len(re.findall(r"[*+{]", repeats)) > _REPEATS or repeats.count("?") > 2 * _REPEATS
-    if many or re.search(r"\)[*+{]", repeats) or len(left_text) > _LENGTH:
-        return None
-    try:
-        found = re.search(expression, left_text)
-    except (re.error, OverflowError):
-        return None
-    words.values["BASH_REMATCH"] = {} if found is None else numbered([found[0], *found.groups("")])
-    return found is not None
+    return matches(left_text, pattern) == (sign != "!=")
 
 
 def matches(text: str, pattern: str) -> bool:
@@ -103,16 +88,14 @@ def matches(text: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(text, pattern.replace("[^", "[!"))
 
 
-def _joined(left: bool | None, right: bool | None, *, everything: bool) -> bool | None:
+def _all_or_any(left: bool | None, right: bool | None, *, needs_both: bool) -> bool | None:
     """Returns whether both of two conditions hold, or either."""
-    if (not everything) in (left, right):
-        return not everything
-    return None if None in (left, right) else everything
+    if (not needs_both) in (left, right):
+        return not needs_both
+    return None if None in (left, right) else needs_both
 
 
-def _single(sign: str, value: str, variables: Variables) -> bool | None:
-    if sign == "-v":
-        return variables.elements(value) is not None
+def _single(sign: str, value: str) -> bool | None:
     value = without_unset(value)
     if unknown_in(value):
         return None

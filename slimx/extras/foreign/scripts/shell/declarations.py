@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tree_sitter import Node
 
+from slimx.extras.foreign.scripts.shell.arithmetic import key_of
 from slimx.extras.foreign.scripts.shell.syntax import check, text_in
 from slimx.extras.foreign.scripts.shell.words import Words
 
@@ -11,6 +12,10 @@ from slimx.extras.foreign.scripts.shell.words import Words
 def declared(node: Node, words: Words) -> bool:
     """Does what `export`, `local`, `declare` and `unset` do."""
     sign = text_in(node.children[0])
+    if sign == "unset":
+        for word in words.fields(node)[1:]:
+            _remove(word, words)
+        return True
     options = ""
     for part in node.named_children:
         target = part.child_by_field_name("name") or part
@@ -19,7 +24,7 @@ def declared(node: Node, words: Words) -> bool:
         if name.startswith("-"):
             options += name
             continue
-        inside = bool(words.locals) and sign not in ("export", "readonly", "unset") and "g" not in options
+        inside = bool(words.locals) and sign not in ("export", "readonly") and "g" not in options
         before = words.values.get(name)
         if "A" in options:
             words.keyed.add(name)
@@ -27,11 +32,20 @@ def declared(node: Node, words: Words) -> bool:
             words.assigned(part)
         elif equals:
             words.store(name, value)
-        elif sign == "unset" or inside:
+        elif inside:
             words.values.pop(name, None)
         if inside:
             words.locals[-1].setdefault(name, before)
     return True
+
+
+def _remove(word: str, words: Words) -> None:
+    """Removes a variable, or the element that a subscript names."""
+    name, _, key = word.removesuffix("]").partition("[")
+    elements = dict(words.values.pop(name, {}))
+    if key:
+        elements.pop(key_of(name, key, words), None)
+        words.values[name] = elements
 
 
 def redirections(node: Node, words: Words) -> tuple[str | None, str | None, bool, list[Node]]:
@@ -50,8 +64,6 @@ def redirections(node: Node, words: Words) -> tuple[str | None, str | None, bool
         sign = text_in(redirect.children[0])  # a number, if it is not the standard output
         if redirect.type == "heredoc_redirect":
             stdin = words.document(redirect)
-        elif redirect.type == "herestring_redirect":
-            stdin = words.text(redirect.children[-1])
         elif destinations and ">" in sign:
             target, append = words.text(destinations[0]), sign == ">>"
     return stdin, target, append, extra

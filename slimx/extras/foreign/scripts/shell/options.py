@@ -13,7 +13,6 @@ _STARTERS = re.compile(
     r"python[\d.]*|torchrun|accelerate|deepspeed|ray|swift|uv|nohup|time|exec|env|sudo|numactl|srun|mpirun|sbatch"
 )
 """Programs that start the program in their arguments."""
-_NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ def flags_of(arguments: Sequence[str]) -> dict[str, list[str]]:
     flags: dict[str, list[str]] = {}
     name = None
     for word in arguments:
-        if word.startswith("--") and len(word) > 2 and not _NUMBER.fullmatch(word):
+        if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
             flags[name] = [value] if equals else []

@@ -1,15 +1,14 @@
 """Reading of a shell script: the commands that it would run, found without running anything.
 
 Variables, conditions, loops, functions, `eval` and files that it names are followed. The output of other programs is
-unknown, and a condition on it counts as false.
+unknown. Where a condition depends on it, `if` and `while` go on as if it were false, `case` takes no item, and neither
+`&&` nor `||` runs what follows, except in `$(probe || echo 8)`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,29 +17,22 @@ from tree_sitter import Node
 from slimx.errors import SlimxError
 from slimx.extras.foreign.scripts.shell.arithmetic import calculated, truth
 from slimx.extras.foreign.scripts.shell.builtins import (
-    SUCCEEDING,
+    EXPECTED_TO_SUCCEED,
     Leave,
     change_folder,
     formatted,
     leave,
     printed_by,
     read_file,
-    read_into,
 )
-from slimx.extras.foreign.scripts.shell.conditions import holds, inverted, matches, tested
-from slimx.extras.foreign.scripts.shell.declarations import declared, redirections
-from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END, computed, unknown_in, without_unset
+from slimx.extras.foreign.scripts.shell.conditions import tested
+from slimx.extras.foreign.scripts.shell.declarations import redirections
+from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END, computed
+from slimx.extras.foreign.scripts.shell.statements import Statements
 from slimx.extras.foreign.scripts.shell.syntax import check, parsed, text_in
-from slimx.extras.foreign.scripts.shell.words import Words
 
 _NUMBERED = re.compile(rf"{COMPUTED}(\d+){END}")
 _OUTPUT = re.compile(rf"{COMPUTED}(?!\d+{END})[^{END}]*{END}")
-_ROUNDS = 500
-"""Maximum number of rounds of a loop; one that waits for something outside the script ends there."""
-_COST = 100
-"""Effort of a command, in characters."""
-_WHOLE = frozenset(("command", "variable_assignment", "declaration_command", "unset_command", "test_command"))
-"""Kinds of nodes that mean nothing if any part of them is not correct."""
 
 
 def commands_of(
@@ -49,7 +41,7 @@ def commands_of(
     """Returns the words of every command that the script `text` of the file `script` would run, in order. `overrides`:
     values of variables that the user set. `files`: receives the texts that the script writes, by path. Raises
     SlimxError if what it runs is not correct syntax, or has no end."""
-    shell = _Shell(script, overrides, files={} if files is None else files)
+    shell = Shell(script, overrides, files={} if files is None else files)
     try:
         shell.run(text)
     except Leave:
@@ -64,17 +56,14 @@ def commands_of(
 
 
 @dataclass
-class _Shell(Words):
+class Shell(Statements):
+    """Runs the statements of a script and records its commands."""
+
     commands: list[list[str]] = field(default_factory=list)
-    functions: dict[str, Node] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     """Texts of the here-documents that the script writes into files."""
     unknown: dict[str, str] = field(default_factory=dict)
     """Unknown outputs in the texts that are run, where numbers stand for them."""
-    outputs: list[str | None] = field(default_factory=list)
-    """Texts that commands print; None for an unknown one."""
-    inside: bool = False
-    """True in a command substitution, whose commands are not recorded."""
 
     def run(self, text: str) -> bool | None:
         """Runs the script `text`, and returns its status; None if it is unknown."""
@@ -90,165 +79,6 @@ class _Shell(Words):
     def known(self, word: str) -> str:
         """Returns `word` with the unknown outputs for which numbers stand in it."""
         return _NUMBERED.sub(lambda match: self.unknown.get(match[1], ""), word)
-
-    def block(self, nodes: Iterable[Node]) -> bool | None:
-        status: bool | None = True
-        for node in nodes:
-            if node.is_named and node.type not in ("comment", "heredoc_body", "heredoc_end"):
-                status = self.status = self.statement(node)
-        return status
-
-    def statement(self, node: Node) -> bool | None:
-        """Runs a command or compound command, and returns its status."""
-        self.spend(_COST)
-        check(node, self.script, whole=node.type in _WHOLE)
-        parts = node.children
-        match node.type:
-            case "command":
-                return self.command(node)
-            case "redirected_statement":
-                return self.redirected(node)
-            case "list":
-                return self.chained(self.statement(parts[0]), text_in(parts[1]), parts[2])
-            case "pipeline":
-                return self.pipeline(node.named_children)
-            case "subshell":
-                with self.apart():
-                    return self.block(parts[1:-1])
-            case "compound_statement" if text_in(parts[0]) == "((":
-                return truth(self.arithmetic(node, parts[0].end_byte, parts[-1].start_byte))
-            case "compound_statement" | "do_group" | "variable_assignments":
-                return self.block(parts)
-            case "if_statement":
-                return self.choice(node)
-            case "case_statement":
-                return self.case(node)
-            case "for_statement" | "while_statement" | "c_style_for_statement":
-                return self.loop(node)
-            case "negated_command":
-                return inverted(self.statement(parts[1]))
-            case "test_command" if text_in(parts[0]) == "[[":
-                return holds(parts[1], self)
-            case "test_command":
-                return tested(self.operands(parts[1:-1]), self)
-            case "variable_assignment":
-                self.assigned(node)
-                return True
-            case "declaration_command" | "unset_command":
-                return declared(node, self)
-            case "function_definition":
-                name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
-                if name is not None and body is not None:
-                    check(body, self.script)
-                    self.functions[text_in(name)] = body
-                return True
-        return None
-
-    def chained(self, status: bool | None, sign: str, second: Node) -> bool | None:
-        """Runs the second command of `&&` or `||` if the status of the first asks for it."""
-        self.status = status
-        if status is None and sign == "||" and self.inside:
-            self.outputs.clear()  # what a missing package or file is replaced with
-        elif status != (sign == "&&"):
-            return status
-        return self.statement(second)
-
-    def pipeline(self, nodes: Sequence[Node]) -> bool | None:
-        status = None
-        for node in nodes:
-            with self.apart():
-                status = self.statement(node)
-        self.outputs.append(None)
-        return status
-
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """Runs the commands in the `with` block in a subshell, which cannot change variables of this one."""
-        before = dict(self.values), dict(self.functions), self.folder, self.script
-        self.spend(len(self.values))
-        try:
-            yield
-        except Leave as left:
-            if left.name in ("break", "continue"):
-                raise
-        finally:
-            self.values, self.functions, self.folder, self.script = before
-
-    def choice(self, node: Node) -> bool | None:
-        """Runs the branch of `if` whose condition holds."""
-        others = ("elif_clause", "else_clause")
-        for clause in (node, *node.children):
-            if clause != node and clause.type not in others:
-                continue
-            check(clause, self.script)
-            parts = [part for part in clause.children if part.type not in others]
-            then = next((place for place, part in enumerate(parts) if part.type == "then"), 0)
-            if then == 0 or self.block(parts[1:then]):  # `else` has no condition
-                return self.block(parts[then + 1 :])
-        return True
-
-    def case(self, node: Node) -> bool | None:
-        """Runs the first item of `case` whose pattern matches."""
-        value = without_unset(self.text(node.child_by_field_name("value")))
-        if unknown_in(value):
-            return None
-        status: bool | None = True
-        falls = False
-        for item in node.children:
-            if item.type != "case_item":
-                continue
-            check(item, self.script)
-            patterns = map(self.pattern, item.children_by_field_name("value"))
-            if falls or any(matches(value, pattern) for pattern in patterns):
-                start = next(place for place, part in enumerate(item.children) if part.type == ")")
-                status = self.block(item.children[start + 1 :])
-                falls = text_in(item.children[-1]) == ";&"
-                if text_in(item.children[-1]) not in (";&", ";;&"):
-                    break
-        return status
-
-    def loop(self, node: Node) -> bool | None:
-        body = node.child_by_field_name("body")
-        for _ in itertools.islice(self.rounds(node), _ROUNDS):
-            try:
-                if body is not None:
-                    self.statement(body)
-            except Leave as left:
-                left.count -= 1
-                if left.name not in ("break", "continue") or left.count > 0:
-                    raise
-                if left.name == "break":
-                    break
-        return True
-
-    def rounds(self, node: Node) -> Iterator[None]:
-        """Yields before every round of a loop. Words that are unknown have none."""
-        first = text_in(node.children[0])
-        if node.type == "while_statement":
-            while self.block(node.children_by_field_name("condition")) is (first == "while"):
-                yield
-        elif node.type == "c_style_for_statement":
-            ends = [part for part in node.children if part.type in ("((", ";", "))")]
-            self.arithmetic(node, ends[0].end_byte, ends[1].start_byte)
-            while truth(self.arithmetic(node, ends[1].end_byte, ends[2].start_byte)):
-                yield
-                self.arithmetic(node, ends[2].end_byte, ends[3].start_byte)
-        elif first == "for":
-            values = self.fields(*node.children_by_field_name("value"))
-            if text_in(node.children[2]) != "in":
-                values = list((self.elements("@") or {}).values())
-            for word in values:
-                if not unknown_in(word):
-                    self.store(self.text(node.child_by_field_name("variable")), word)
-                    yield
-
-    def operands(self, nodes: Sequence[Node]) -> list[str]:
-        """Returns the words of a condition in `[`."""
-        words = []
-        for node in nodes:
-            inner = node.type in ("binary_expression", "unary_expression", "parenthesized_expression")
-            words += self.operands(node.children) if inner else self.fields(node)
-        return words
 
     def redirected(self, node: Node) -> bool | None:
         """Runs a command with redirections, and keeps what it writes into a file."""
@@ -280,18 +110,15 @@ class _Shell(Words):
     def command(self, node: Node, extra: Sequence[Node] = (), stdin: str | None = None) -> bool | None:
         """Runs a simple command. `extra`: its words after a redirection."""
         check(node, self.script, whole=True)
+        self.substituted = True
         words = self.fields(*node.children_by_field_name("name"), *node.children_by_field_name("argument"), *extra)
         before = {}
         for part in node.children:
-            if part.type == "herestring_redirect":
-                stdin = self.text(part.children[-1])
-            elif part.type == "variable_assignment":
+            if part.type == "variable_assignment":
                 name = text_in(part).partition("=")[0]
                 before[name] = self.values.get(name)
                 self.assigned(part)
-        if not words:
-            return True
-        status = self.called(words, stdin)
+        status = self.called(words, stdin) if words else self.substituted
         self.restore(before)
         return status
 
@@ -305,16 +132,15 @@ class _Shell(Words):
         script = self.script_in(words, stdin)
         if script is not None:
             path, text, arguments = script
-            with self.apart():
-                return self.framed(lambda: self.run(text), arguments, path)
+            return self.in_subshell(lambda: self.with_arguments(lambda: self.run(text), arguments, path))
         match name:
             case "eval":
                 return self.run(" ".join(rest))
             case "source" | ".":
                 file = self.file("".join(rest[:1]))
-                return file is None or self.framed(lambda: self.run(file[1]), rest[1:] or None, file[0])
+                return file is None or self.with_arguments(lambda: self.run(file[1]), rest[1:] or None, file[0])
             case "exit" | "return" | "break" | "continue":
-                return leave(name, "".join(rest[:1]), self.status)
+                return leave(name, "".join(rest[:1]), self.status, subshell=self.in_parentheses)
             case "shift" if re.fullmatch(r"[0-9]{1,9}", "".join(rest or "1")):
                 self.set_arguments(list((self.elements("@") or {}).values())[int("".join(rest or "1")) :])
             case "set" if "--" in rest:
@@ -322,31 +148,37 @@ class _Shell(Words):
             case "cd":
                 change_folder(rest, self)
             case "read":
-                return read_into(rest, self, stdin)
+                array = any(re.fullmatch(r"-\w*a\w*", word) for word in rest)
+                for variable in filter(str.isidentifier, rest):
+                    # Of an array no element is known.
+                    self.values[variable] = {} if array else {"0": computed(" ".join(words))}
+                return None
             case "let":
-                return calculated(",".join(rest), self) != "0"
+                return [truth(calculated(expression, self)) for expression in ["0", *rest]][-1]
             case "true" | "false" | ":" | "set" | "shopt" | "trap":
                 return name != "false"
             case "[" | "test":
                 return tested(rest[:-1] if name == "[" else rest, self)
             case "printf" if rest[:1] == ["-v"] and len(rest) > 2:
-                self.store(rest[1], formatted(rest[2], rest[3:]) or computed(" ".join(words)))
+                self.store(rest[1], formatted(rest[2], rest[3:], self) or computed(" ".join(words)))
             case _:
                 printed = printed_by(words, self, stdin)
                 self.outputs.append(printed)
                 if printed is None and not self.inside:
                     self.commands.append(list(map(self.known, words)))
-                return True if printed is not None or name in SUCCEEDING else None
+                return True if printed is not None or name in EXPECTED_TO_SUCCEED else None
         return True
 
     def function(self, name: str, arguments: Sequence[str]) -> bool | None:
         self.locals.append({})
         try:
-            return self.framed(lambda: self.statement(self.functions[name]), arguments, self.script)
+            return self.with_arguments(lambda: self.statement(self.functions[name]), arguments, self.script)
         finally:
             self.restore(self.locals.pop())
 
-    def framed(self, action: Callable[[], bool | None], arguments: Sequence[str] | None, script: Path) -> bool | None:
+    def with_arguments(
+        self, action: Callable[[], bool | None], arguments: Sequence[str] | None, script: Path
+    ) -> bool | None:
         """Runs `action` with arguments and the path of a file of its own."""
         outer, before = self.script, {"@": self.values.get("@")}
         self.script = script
@@ -382,16 +214,3 @@ class _Shell(Words):
         if text is None:
             return read_file(name, self.folder)
         return Path(name), text
-
-    def output(self, node: Node) -> str:
-        """Returns the output of a command substitution."""
-        check(node, self.script)
-        text = text_in(node)
-        outer = self.outputs, self.inside
-        self.outputs, self.inside = [], True
-        with self.apart():
-            self.block(node.children)
-        printed, (self.outputs, self.inside) = self.outputs, outer
-        if None in printed or "\\`" in text:
-            return computed(f"({text.strip('$()`')})")
-        return "".join(filter(None, printed)).rstrip("\n")

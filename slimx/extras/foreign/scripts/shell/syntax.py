@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from functools import partial
 from pathlib import Path
 
 import tree_sitter_bash
@@ -17,20 +18,29 @@ _CHUNK = 4096
 _PASSES = 20
 """Maximum number of times that a script is parsed to mend what the grammar does not know."""
 _MENDED = (
-    ("\r\n", "\n"),
-    (r"(?m)^([^#\n]*[^\s\\])\\\n(?=\S)", r"\1"),  # a line that ends inside a word
-    (r"(\$\{\w+:?[-=+])(\$\(\((?:[^()]|\([^()]*\))*\)\)|\[[^][{}\"$\s]+\])\}", r'\1"\2"}'),  # ${A:-$((1))}, ${A:-[1]}
-    (r"\$\(\(\(", "$(( ("),  # arithmetic, not a command in a subshell
+    (rb"(?m)^([^#\n]*[^\s\\])\\\n(?=\S)", rb"\1"),  # a line that ends inside a word
+    (rb"(\$\{\w+:?[-=+])(\$\(\((?:[^()]|\([^()]*\))*\)\)|\[[^][{}\"$\s]+\])\}", rb'\1"\2"}'),  # ${A:-$((1))}, ${A:-[1]}
 )
+_RAW = r"""
+(raw_string) @raw
+((heredoc_redirect (heredoc_start) @start (heredoc_body) @raw) (#match? @start "^\\W"))
+"""
+"""Texts in which every character stands for itself."""
 
 
 def parsed(text: str) -> Node:
     """Returns the root of the syntax tree of the script `text`. Raises SlimxError if it takes too long."""
-    for pattern, new in _MENDED:
-        text = re.sub(pattern, new, text)
     end = time.monotonic() + _SECONDS
-    source = text.encode(errors="replace") + b"\n"
+    source = text.replace("\r\n", "\n").encode(errors="replace") + b"\n"
     language = Language(tree_sitter_bash.language())
+    for pattern, new in _MENDED:
+        if re.search(pattern, source):
+            raw = bytearray(len(source))
+            for node in (
+                QueryCursor(Query(language, _RAW)).captures(_root(Parser(language), source, end)).get("raw", [])
+            ):
+                raw[node.start_byte : node.end_byte] = b"1" * (node.end_byte - node.start_byte)
+            source = re.sub(pattern, partial(_mended, new, bytes(raw)), source)
     query = Query(language, '(command (variable_assignment) @assignment) "$" @dollar')
     for _ in range(_PASSES):
         root = _root(Parser(language), source, end)
@@ -48,6 +58,10 @@ def parsed(text: str) -> Node:
         for place in sorted(mended, reverse=True):
             source = source[:place] + mended[place] + source[place:]
     return root
+
+
+def _mended(new: bytes, raw: bytes, match: re.Match[bytes]) -> bytes:
+    return match.expand(new) if raw[match.end() - 1] == 0 else match[0]
 
 
 def _root(parser: Parser, source: bytes, end: float) -> Node:

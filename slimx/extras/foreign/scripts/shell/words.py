@@ -7,7 +7,6 @@ divides the word nor belongs to a pattern; `_EMPTY` for quotes, which keep an em
 from __future__ import annotations
 
 import glob
-import itertools
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from tree_sitter import Node
 from slimx.extras.foreign.scripts.shell.arithmetic import calculated, key_of
 from slimx.extras.foreign.scripts.shell.expansion import (
     END,
+    UNKNOWN,
     UNSET,
     Variables,
     computed,
@@ -32,11 +32,12 @@ from slimx.extras.foreign.scripts.shell.syntax import check, start_of, text_in
 
 _KEPT, _EMPTY, _NEXT = "\ue003", "\ue004", "\ue005"
 _ALL = ("@", "*")
-_PART = rf"(?:[^{{}},{_KEPT}]|{_KEPT}.)*"
-_BRACES = re.compile(rf"(?<!{_KEPT})\{{({_PART}(?:,{_PART})+|(-?[0-9]{{1,9}})\.\.(-?[0-9]{{1,9}}))\}}", re.DOTALL)
+_BRACES = re.compile(rf"(?<!{_KEPT})\{{((?:[^{{}}{_KEPT}]|{_KEPT}.)*)\}}", re.DOTALL)
+_SEVERAL = re.compile(rf"(?<!{_KEPT}),|^-?\w+\.\.")
+"""Text in braces that makes several words of one, as {a,b} and {1..3} do."""
 
-type Context = Literal["bare", "quoted", "regex"]
-"""Surroundings of a text: nothing, double quotes, or a regular expression, in which a backslash means nothing."""
+type Context = Literal["bare", "quoted"]
+"""Surroundings of a text: nothing, or double quotes."""
 
 
 @dataclass
@@ -49,10 +50,12 @@ class Words(Variables):
 
     def fields(self, *nodes: Node) -> list[str]:
         """Returns the fields that words expand to: several for an array, none for an empty variable."""
-        words = itertools.chain.from_iterable(
-            map(self._alternatives, _NEXT.join(map(self.expanded, nodes)).split(_NEXT))
-        )
-        fields = [_plain(field) for word in words for field in re.split(rf"(?<!{_KEPT})\s", word) if field]
+        fields = []
+        for word in _NEXT.join(map(self.expanded, nodes)).split(_NEXT):
+            if any(map(_SEVERAL.search, _BRACES.findall(word))):
+                fields.append(computed(_plain(word)))
+            else:
+                fields += [_plain(field) for field in re.split(rf"(?<!{_KEPT})\s", word) if field]
         self.spend(sum(map(len, fields)) + 50 * len(fields))
         return fields
 
@@ -65,10 +68,6 @@ class Words(Variables):
     def pattern(self, node: Node) -> str:
         """Returns the pattern that a word is: its quoted parts match themselves."""
         return _pattern(self.expanded(node))
-
-    def expression(self, node: Node) -> str:
-        """Returns the regular expression that a word is: its quoted parts match themselves."""
-        return _plain(re.sub(f"{_KEPT}(.)", lambda kept: re.escape(kept[1]), self.expanded(node, "regex")))
 
     def arithmetic(self, node: Node, start: int, end: int) -> str:
         """Returns the value of the expression between the bytes `start` and `end` of `node`."""
@@ -96,12 +95,13 @@ class Words(Variables):
             return
         elements = dict(self.elements(name) or {}) if append else {}
         words = [word for word in value.named_children if word.type != "comment"]
-        pairs = [re.fullmatch(r"\[(.*?)\]=(.*)", self.text(word), re.DOTALL) for word in words]
-        if any(pairs):
-            elements |= {pair[1]: pair[2] for pair in pairs if pair is not None}
-        else:
-            elements |= numbered(self.fields(*words), next_key(elements))
-        self.spend(len(elements))
+        place = next_key(elements)
+        for word in words:
+            pair = re.fullmatch(r"\[([^]]*)\]=(.*)", self.text(word), re.DOTALL) if text_in(word)[0] == "[" else None
+            new = numbered(self.fields(word), place) if pair is None else {key_of(name, pair[1], self): pair[2]}
+            place = place + len(new) if pair is None else next_key(new)
+            elements |= new
+        self.spend(5 * len(elements))
         self.values[name] = elements
 
     def expanded(self, node: Node, context: Context = "bare") -> str:
@@ -150,7 +150,7 @@ class Words(Variables):
         for place, part in enumerate(parts):
             if place % 2 and part[0] == "$":  # the grammar leaves variables and quotes in patterns as they are
                 parts[place] = self._values(part.strip("${}"), context)
-            elif place % 2 and (part[0] == '"' or context == "bare"):
+            elif place % 2:
                 parts[place] = _quoted(part.strip('"') if part[0] == '"' else part[1])
         return "".join(parts)
 
@@ -182,16 +182,11 @@ class Words(Variables):
         parts = node.children[1:-1]
         prefix = text_in(parts.pop(0)) if len(parts) > 1 and not parts[0].is_named else ""
         name, key = self._element(parts.pop(0))
-        if prefix == "!" and key in _ALL:
-            return self._all(list(self.elements(name) or {}), context, key)
         if prefix == "!":
-            name = _plain(self._values(name, "quoted", key))
-            if unknown_in(name):
-                return _emitted([name], context)
-            name, _, key = name.rstrip("]").partition("[")
-            key = key or "0"
+            return _emitted([computed(text_in(node))], context)
         elements = self.elements(name)
         values = [value for place, value in (elements or {}).items() if key in (place, *_ALL)]
+        self.spend(sum(map(len, values)) // 10)
         if prefix == "#":
             length = str(len(values) if key in _ALL else len("".join(values)))
             return _emitted([computed(f"#{name}") if unknown_in("".join(values)) else length], context)
@@ -201,7 +196,7 @@ class Words(Variables):
         if sign.strip(":") not in ("-", "=", "+", "?"):
             if elements is None and key not in _ALL:
                 return self._values(name, context)
-            return self._all(self._edited(node, values, key, parts), context, key)
+            return self._all(self._edited(node, values, parts), context, key)
         has = bool(values) and (sign[0] != ":" or bool(without_unset("".join(values))))
         if has and sign[-1] != "+":
             return self._all(values, context, key)
@@ -212,20 +207,10 @@ class Words(Variables):
             self.store(name, _plain(default), key)
         return default or _emitted([""], context)
 
-    def _edited(self, node: Node, values: list[str], key: str, parts: Sequence[Node]) -> list[str]:
+    def _edited(self, node: Node, values: list[str], parts: Sequence[Node]) -> list[str]:
         """Returns the values of a parameter expansion whose name is followed by `parts`."""
         sign, start, end = text_in(parts[0]), parts[0].end_byte, node.end_byte - 1
-        if sign == ":":
-            bounds = [start, *(part.end_byte for part in parts[1:] if text_in(part) == ":"), end + 1]
-            places = [self.arithmetic(node, one, two - 1) for one, two in itertools.pairwise(bounds)]
-            if unknown_in("".join([*places, *values])):
-                return [computed(text_in(node))]
-            first, count = [*map(int, places), len(values) + len("".join(values))][:2]
-            if key in _ALL:
-                first -= text_in(node)[2] in _ALL and first > 0  # arguments count from 1
-                return values[first:][:count]
-            return ["".join(values)[first:][:count]]
-        if sign == "@":
+        if sign in (":", "@"):
             return [computed(text_in(node))]
         middle = end
         if sign[0] == "/":
@@ -235,29 +220,12 @@ class Words(Variables):
         new = _plain(self._between(node, middle + 1, end, "bare"))
         return [edited(value, sign, pattern, new, self) for value in values]
 
-    def _alternatives(self, text: str) -> list[str]:
-        """Returns the words that `{a,b}` and `{1..3}` make of a word."""
-        found = _BRACES.search(text)
-        if found is None:
-            return [text]
-        parts = re.split(rf"(?<!{_KEPT}),", found[1])
-        if found[2]:
-            first, last = int(found[2]), int(found[3])
-            self.spend(abs(last - first))
-            step = 1 if first <= last else -1
-            parts = [str(number) for number in range(first, last + step, step)]
-        self.spend(len(parts) * len(text))
-        before, after = text[: found.start()], text[found.end() :]
-        return [word for part in parts for word in self._alternatives(f"{before}{part}{after}")]
-
 
 def _emitted(values: Sequence[str], context: Context) -> str:
-    """Returns values as fields of their own; those that are unknown are not divided."""
+    """Returns values as fields of their own; what is unknown in them is not divided."""
     if context == "quoted":
         return _NEXT.join(map(_quoted, values))
-    return _NEXT.join(
-        _quoted(value) if unknown_in(value) else re.sub("([{},])", rf"{_KEPT}\1", value) for value in values
-    )
+    return _NEXT.join(re.sub(f"{UNKNOWN.pattern}|[{{}},]", lambda found: _quoted(found[0]), value) for value in values)
 
 
 def _quoted(text: str) -> str:
