@@ -156,3 +156,8 @@ def written_at(function: object) -> str:
 def of_users(file: str) -> bool:
     """Returns True if `file` is a Python file outside of Python itself, installed packages and slimx."""
     return file.endswith(".py") and not file.startswith((*_LIBRARIES, "<"))
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of the text of `error`, without the log lines that it may quote."""
+    return str(error).partition("\n")[0]

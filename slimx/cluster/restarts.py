@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from slimx.cluster.waiting import first_line
 from slimx.config.sections.engines import Health
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, first_line
 
 SHOWN = 5
 """Maximum number of restarts listed in the error that ends a run; the timeline contains all of them."""

@@ -141,11 +141,6 @@ def _short(error: BaseException) -> str:
     return textwrap.shorten(str(error), 400, placeholder=" ...")
 
 
-def first_line(error: BaseException) -> str:
-    """Returns the first line of the text of `error`, without the log lines that it may quote."""
-    return str(error).partition("\n")[0]
-
-
 def _last_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["nothing"])[-1]
 

@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import cast
 
-from slimx.cluster.waiting import first_line
 from slimx.config.schema import Config
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.membership import Joining, Membership
 from slimx.engines.transport import transport_of
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, first_line
 from slimx.orchestration.engines.shared import SharedEngines, SharedMembers
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.reshard.manifest import Encoding, Manifest, Publication

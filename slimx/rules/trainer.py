@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.run import Cluster, Numerics, Schedule
 from slimx.config.sections.trainer import Muon, Trainer
+from slimx.models.files.torch_dist import TRACKER
 
 if TYPE_CHECKING:
     from slimx.models.families import ModelSpec
@@ -239,3 +241,11 @@ def has_biases(trainer: Trainer, spec: ModelSpec) -> Problems:
             f"trainer.moe.bias_update_rate is {trainer.moe.bias_update_rate:g}, but routers of {spec.path} have no "
             "selection biases (e_score_correction_bias); set trainer.moe.bias_update_rate=0"
         )
+
+
+@rule("weights.run", "trainer.load")
+def starts_from_weights(trainer: Trainer, local_device: str) -> Problems:
+    """Rejects the directory of a run, and names that of its checkpoints, whose newest one is loaded. `local_device` is
+    unused, but excludes the rule from `slimx plan`, which needs no weights."""
+    if trainer.load is not None and (Path(trainer.load) / "checkpoints" / TRACKER).is_file():
+        yield f"trainer.load: {trainer.load} is the directory of a run; set trainer.load={trainer.load}/checkpoints"

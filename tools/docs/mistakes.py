@@ -145,7 +145,7 @@ MISTAKES = (
         "from-slime run.sh",
         _script("for i in 1 2; do\n  python3 train.py --lr $i"),
     ),
-    Mistake("a script without an end", "from-slime run.sh", _script("A=x; for i in {1..99}; do A=$A$A; done")),
+    Mistake("a script without an end", "from-slime run.sh", _script("A=x; while true; do A=$A$A; done")),
     Mistake("a script of another train.py", "from-slime run.sh", _script("python3 vision/train.py --epochs 3")),
     Mistake("a number in words in a script", "from-slime run.sh", _script("python3 train.py --num-rollout ten")),
     Mistake("a configuration of slimx for from-verl", "from-verl run.yaml"),

@@ -16,14 +16,13 @@ from contextlib import suppress
 from itertools import chain
 
 from slimx.cluster.restarts import Restart, Restarts, describe_restarts
-from slimx.cluster.waiting import first_line
 from slimx.config.sections.engines import Health
 from slimx.engines.fleet.handle import EngineHandle, MemberState
 from slimx.engines.fleet.router_keeper import RouterKeeper
 from slimx.engines.outage import EnginePhase, Outage
 from slimx.engines.server.router import Router
 from slimx.engines.server.server import ANSWER_S
-from slimx.errors import DeadlineError, PartLost, SlimxError
+from slimx.errors import DeadlineError, PartLost, SlimxError, first_line
 from slimx.json_types import Json
 from slimx.reshard.parties import ReceiverLost
 from slimx.runtime.tasks import Ticker, cancelled

@@ -11,11 +11,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Protocol
 
 from slimx.cluster.restarts import Restarts, describe_restarts
-from slimx.cluster.waiting import first_line
 from slimx.config.sections.engines import Health
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.server.router import Router
-from slimx.errors import PartLost, SlimxError
+from slimx.errors import PartLost, SlimxError, first_line
 from slimx.runtime.tasks import Ticker
 
 PING_S = 10.0

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import cast
 
 from slimx.cluster.restarts import Restart
-from slimx.cluster.waiting import first_line
 from slimx.config.sections.policies import ACTOR
 from slimx.engines.fleet.group import EngineGroup
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, first_line
 from slimx.observability.tracking.jsonl import load_records
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.phases import Phase

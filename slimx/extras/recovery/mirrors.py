@@ -19,8 +19,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slimx.cluster.waiting import first_line, gather, kill
-from slimx.errors import DeadlineError, SlimxError
+from slimx.cluster.waiting import gather, kill
+from slimx.errors import DeadlineError, SlimxError, first_line
 from slimx.extras.recovery.mirror_store import MirrorLost, MirrorStore
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.runtime.logs import begin_log

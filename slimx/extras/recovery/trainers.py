@@ -25,9 +25,9 @@ from pathlib import Path
 import psutil
 
 from slimx.cluster.restarts import Restart
-from slimx.cluster.waiting import first_line, has_died, kill
+from slimx.cluster.waiting import has_died, kill
 from slimx.data.batch import TrainBatch
-from slimx.errors import DeadlineError, PartLost, SlimxError
+from slimx.errors import DeadlineError, PartLost, SlimxError, first_line
 from slimx.extras.recovery.kill_workers import kill_on_nodes
 from slimx.extras.recovery.ledger import Base, Ledger, TrainedStep, check_close, check_same
 from slimx.extras.recovery.mirror_store import MirrorLost

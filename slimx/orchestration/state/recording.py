@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slimx.cluster.restarts import Restart
-from slimx.cluster.waiting import first_line
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR, prefix_of
 from slimx.data.chat.responses import read_response
 from slimx.data.records import Group, Prompt
 from slimx.data.saved.step_files import StepFiles
 from slimx.data.saved.trained_tokens import TrainedTokens
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, first_line
 from slimx.json_types import Json
 from slimx.observability.events import Events, Kind
 from slimx.observability.live.table import LiveTable

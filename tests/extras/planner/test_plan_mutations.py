@@ -277,7 +277,7 @@ def problem(
         return f"{mutated.what}: exit code {code}"
     lines = output.splitlines()
     usage = bool(lines) and lines[0].startswith("Usage:")  # arguments that the command line itself refuses
-    if not usage and (bool(lines) != (code == 2) or not all(line.startswith("slimx: ") for line in lines)):
+    if not usage and (bool(lines) != (code == 2) or not all(line.startswith(("slimx: ", "  ")) for line in lines)):
         return f"{mutated.what}: exit code {code} with {output[:300]!r}"
     if any(ord(letter) < 32 and letter != "\n" for letter in output):
         return f"{mutated.what}: control characters in {output[:300]!r}"

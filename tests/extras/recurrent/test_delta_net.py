@@ -12,6 +12,7 @@ import pytest
 
 from slimx.config.rule import broken
 from slimx.config.schema import Config
+from slimx.config.sections.engines import ServedEngines
 from slimx.extras.planner.memory.engine import engine_memory, kv_bytes, state_bytes
 from slimx.extras.recurrent.delta_nets import DeltaNets
 from slimx.extras.recurrent.families import qwen3_5, qwen3_5_moe, qwen3_next
@@ -240,9 +241,8 @@ def test_states_that_requests_would_share_are_refused(
 ):
     spec = read(tmp_path, TINY)
     config = run(tmp_path)
-    groups = [config.rollout.engines[0].model_copy(update=engine)]
-    rollout = config.rollout.model_copy(update={"engines": groups})
-    facts = {"rollout": rollout, "trainer": config.trainer, "device": device}
+    served = ServedEngines((config.rollout.engines[0].model_copy(update=engine),))
+    facts = {"rollout": config.rollout, "served": served, "trainer": config.trainer, "device": device}
     rules = [states_are_not_shared, unproven_layers]
     found = broken(rules, facts | {"spec": spec})
     assert [problem.about.rpartition(".")[2] for problem in found] == about
