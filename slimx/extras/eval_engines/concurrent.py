@@ -100,7 +100,7 @@ class EnginesBeside(EvaluationEngines):
                 self._note(f"the evaluation of step {step} is repeated, because the earlier process did not finish it")
                 with run.phase("eval"):
                     result = await self.begin(run)
-                if result and BEGUN not in result:  # after the last step, whose metrics nobody else logs any more
+                if result and BEGUN not in result:  # after the last step, nothing else logs metrics
                     run.records.tracker.log(step, result, version=step)
             elif step not in ended:
                 self._lose(run, step, "the earlier process ended, and the weights of this step are gone")

@@ -12,6 +12,7 @@ import yaml
 from slimx.config.load import load_config
 from slimx.config.rule import Refusal
 from slimx.config.schema import Config
+from slimx.durable import write_atomic
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.observability.live.safe_text import one_line
@@ -23,6 +24,19 @@ def refuse_existing(out: Path | None, *, force: bool) -> None:
         raise SlimxError(
             f"{out} exists already; choose another file with --out, or add --force", code="out.exists", about=str(out)
         )
+
+
+def write_out(out: Path, text: str) -> None:
+    """Writes `text` to the file `out`, and makes its directory. Raises SlimxError if the file cannot be written."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(out, text.encode())
+    except OSError as error:
+        raise SlimxError(
+            f"{out} cannot be written ({error.strerror}); choose another file with --out",
+            code="out.unwritable",
+            about=str(out),
+        ) from error
 
 
 def tree_of(settings: Mapping[str, object]) -> Json:

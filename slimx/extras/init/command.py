@@ -10,9 +10,8 @@ import typer
 
 from slimx.commands.options import Debug
 from slimx.commands.usage import PlainCommand
-from slimx.durable import write_atomic
 from slimx.errors import SlimxError
-from slimx.extras.foreign.commented_yaml import refuse_existing
+from slimx.extras.foreign.commented_yaml import refuse_existing, write_out
 from slimx.extras.init.machine import CPU, TYPES, target
 from slimx.observability.live.safe_text import one_line
 
@@ -95,15 +94,7 @@ def init(
     settings = settings_of(wishes, found, machine)
     title = "A first run, written by slimx init. slimx keys KEY explains a key; all of them: docs/configuration.md"
     text = checked_file(settings, title, str(out))
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, text.encode())
-    except OSError as error:
-        raise SlimxError(
-            f"{out} cannot be written ({error.strerror}); choose another file with --out",
-            code="init.out",
-            about=str(out),
-        ) from error
+    write_out(out, text)
     print(f"{one_line(out)}: written; next:")
     for action in ("plan", "doctor", "train"):
         print(f"  slimx {action} {one_line(out)}")

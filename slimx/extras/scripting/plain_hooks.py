@@ -41,8 +41,8 @@ class PlainGenerate(partial[object]):
 
 
 async def _in_thread(hook: Callable[..., object], ctx: object, arguments: tuple[object, ...], deadline: str) -> object:
-    """Calls a hook in a thread, and awaits its result if it is an awaitable, because the hook is an async function in
-    another's disguise. `deadline`: key of the hook's deadline."""
+    """Calls a hook in a thread, and awaits its result if it is an awaitable, which a decorated async function may
+    return. `deadline`: key of the hook's deadline."""
     bridge = _Bridge(deadline)
     try:
         value = await in_thread(hook, Blocking(ctx, bridge), *arguments)

@@ -23,7 +23,7 @@ def test_an_evaluation_scores_every_set(tmp_path: Path) -> None:
 
     found = asyncio.run(work())
     assert found["prompts"] == {"few": 3} and found["checkpoint"] == str(model)
-    assert found.keys() == {"checkpoint", "time", "sets", "prompts", "metrics"}, "sampling is told once, by set"
+    assert found.keys() == {"checkpoint", "time", "sets", "prompts", "metrics"}, "only sets contain sampling settings"
     assert found["metrics"]["eval/few/pass@2"] == 1.0 and found["metrics"]["eval/failed"] == 0
     head, columns, few, everything = table(found)
     assert head.startswith(f"{model}: ") and numbers(head)[-2:] == [2, 1], "answers of a prompt, and the temperature"

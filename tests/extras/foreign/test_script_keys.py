@@ -213,6 +213,9 @@ def test_a_file_that_exists_is_overwritten_only_by_force(tmp_path):
     assert out.read_text() == "kept"
     assert CliRunner().invoke(slime_app, [*words, "--force"], catch_exceptions=False).exit_code == 0
     assert load_config(out).model.path == "m"
+    with refused("out.unwritable", about=f"{out}/a.yaml"):
+        words = [str(script), "--out", f"{out}/a.yaml"]
+        CliRunner().invoke(slime_app, words, catch_exceptions=False, standalone_mode=False)
 
 
 def test_a_configuration_that_slimx_refuses_is_written_with_the_reason(tmp_path):

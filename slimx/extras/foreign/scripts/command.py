@@ -13,9 +13,8 @@ from typing import Annotated
 import typer
 
 from slimx.commands.usage import PlainCommand
-from slimx.durable import write_atomic
 from slimx.errors import SlimxError
-from slimx.extras.foreign.commented_yaml import refuse_existing
+from slimx.extras.foreign.commented_yaml import refuse_existing, write_out
 from slimx.extras.foreign.megatron import MEGATRON
 from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.from_slime import PROGRAMS, read_slime
@@ -223,8 +222,7 @@ def _print(draft: Draft, script: Path, out: Path | None, *, force: bool) -> None
     if out is None:
         print(visible(text), end="")
     else:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, text.encode())
+        write_out(out, text)
         print(f"wrote {out}", file=sys.stderr)
     for sentence in refusals:
         print(f"slimx: {one_line(sentence)}", file=sys.stderr)
