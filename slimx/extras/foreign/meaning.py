@@ -100,5 +100,7 @@ ALGORITHMS: dict[str, str | Meaning] = {
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
     "reinforce_baseline": "reinforce_pp_baseline",
     "group_norm": "grpo",
+    "grpo_vectorized": "grpo",
+    "rloo_vectorized": "rloo",
     "grpo_passk": unsupported("advantages over pass@k need a hook (algorithm.advantages)"),
 }

@@ -115,6 +115,7 @@ SLIME: Table = {
     "sglang_ep_size": "rollout.engines.*.expert",
     "sglang_dp_size": "rollout.engines.*.dp_attention",
     "sglang_enable_dp_attention": not_needed("rollout.engines[].dp_attention above 1 turns DP-attention on"),
+    "sglang_config": computed("rollout.engines", "a group for each of the file's engines"),
     "sglang_router_*": not_needed("slimx starts a router for each group of engines"),
     "use_slime_router": not_needed("slimx starts SGLang's router for each group of engines"),
     "sglang_*": Meaning("rollout.engines.*.sglang.{}"),

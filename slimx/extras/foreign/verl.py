@@ -170,6 +170,10 @@ VERL: Table = {
             ),
             **dict.fromkeys(("tau_pos", "policy_loss.tau_pos"), "algorithm.loss.tau_positive"),
             **dict.fromkeys(("tau_neg", "policy_loss.tau_neg"), "algorithm.loss.tau_negative"),
+            **dict.fromkeys(("policy_loss.clip_cov_ratio", "policy_loss.kl_cov_ratio"), "algorithm.loss.share"),
+            "policy_loss.clip_cov_lb": "algorithm.loss.covariance_low",
+            "policy_loss.clip_cov_ub": "algorithm.loss.covariance_high",
+            "policy_loss.ppo_kl_coef": "algorithm.loss.coef",
             "policy_loss.loss_mode": choice(
                 "algorithm.name",
                 {
@@ -311,7 +315,13 @@ VERL: Table = {
     "algorithm.use_kl_in_reward": not_needed("algorithm.kl_reward_coef above 0 turns the KL penalty on"),
     "algorithm.kl_penalty": Meaning("algorithm.kl_reward_estimator", KL_KINDS),
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl_reward_coef",
-    "algorithm.kl_ctrl.type": not_needed("algorithm.kl_reward_coef is constant"),
+    "algorithm.kl_ctrl.type": choice(
+        "",
+        {
+            "fixed": not_needed("algorithm.kl_reward_coef is constant"),
+            "adaptive": unsupported("algorithm.kl_reward_coef is constant"),
+        },
+    ),
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.advantages.normalize_std",
     "algorithm.filter_groups.enable": flag("rollout.filter", "examples.varied.keep"),
     "algorithm.filter_groups.*": not_needed("slimx generates new groups in place of those that rollout.filter drops"),

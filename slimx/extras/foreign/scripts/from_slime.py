@@ -258,7 +258,7 @@ def _trainer(flags: Names, draft: Draft) -> None:
     modules = flags.listed("recompute_modules")
     if modules:
         draft.put("trainer.recompute.modules", modules, "--recompute-modules")
-    put_balance(draft, flags, "")
+    put_balance(draft, flags, "", "aux_loss")
     if flags.has("enable_mtp_training"):
         scale = flags.number("mtp_loss_scaling_factor")
         put_mtp(draft, flags.count("mtp_num_layers", 1), scale, "--enable-mtp-training")

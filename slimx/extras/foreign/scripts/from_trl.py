@@ -188,9 +188,9 @@ def _batches(names: Names, draft: Draft, trainer: str, processes: int, *, sample
     per_generation = names.number_or(steps, "steps_per_generation")
     total = max(update, names.number_or(processes * size * per_generation, "generation_batch_size"))
     prompts = total / group
+    times = "--steps_per_generation" if names.values.get("steps_per_generation") else "--gradient_accumulation_steps"
     source = (
-        f"--num_processes {processes} x --per_device_train_batch_size {size} x --gradient_accumulation_steps {steps}"
-        f" / {group} per group"
+        f"--num_processes {processes} x --per_device_train_batch_size {size} x {times} {per_generation:g} / {group}"
     )
     if prompts < 1 or prompts != int(prompts):
         draft.left["--per_device_train_batch_size"] = (
@@ -211,14 +211,17 @@ def _batches(names: Names, draft: Draft, trainer: str, processes: int, *, sample
     put_steps(draft, names, "max_steps", "num_train_epochs", 3, updates)
     for name in ("save_steps", "eval_steps"):
         every = names.number(name)
-        if every:
+        if [*names.values.get(name.replace("steps", "strategy"), ()), "steps"][0] != "steps":
+            note_unneeded(draft, names, "with this strategy it has no effect", name)
+        elif every:
             every *= draft.count("schedule.steps") if every < 1 else 1 / updates
             source = f"--{name} / {updates:g} updates of TRL per step"
             if name == "save_steps":
                 draft.put("checkpoint.every", max(1, round(every)), source)
             else:
                 draft.left[source] = f"set eval.prompts to a file, and eval.every to {max(1, round(every))}"
-    warmup = names.number_or(0, "warmup_steps", "warmup_ratio")
+    counts = [names.number(name) for name in ("warmup_steps", "warmup_ratio")]
+    warmup = counts[0] or counts[1] or 0
     if warmup >= 1:
         draft.put("trainer.optimizer.warmup_steps", int(warmup), "--warmup_steps")
     elif warmup:

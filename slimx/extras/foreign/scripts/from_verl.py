@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from slimx.extras.foreign.commented_yaml import on_one_line
@@ -33,6 +33,7 @@ from slimx.extras.foreign.scripts.verl_algorithm import (
     ACTOR,
     ROLLOUT,
     files_in,
+    hydra_value,
     names_of,
     put_algorithm,
     put_distillation,
@@ -78,11 +79,14 @@ def read_verl(launch: Launch, draft: Draft) -> None:
     for part, defaults in _ASYNCHRONOUS.items():
         if part in launch.program:
             values |= defaults
-    for key, value in (_stored(launch, draft) | keys_of(launch.arguments)).items():
-        values[_plain(key, sft=sft)] = value.strip("'\"") if value[:1] in ("'", '"') else value
+    overrides, others = keys_of(launch.arguments)
+    for key, value in [*_stored(others, draft).items(), *overrides.items()]:
+        tree = hydra_value(value)
+        for inner, part in _flat(tree, f"{key}.") if isinstance(tree, dict) else [(key, value)]:
+            values[_plain(inner, sft=sft)] = part.strip("'\"") if part[:1] in ("'", '"') else part
     words = {key: [_interpolated(value, values, sft=sft)] for key, value in values.items()}
     keys = Names(draft.origin.partition(" ")[0], words, lambda name: name)
-    _model(keys, draft)
+    _model(keys, draft, sft=sft)
     _prompts(keys, draft, sft=sft)
     if sft:
         without = ("data.val_files", "trainer.test_freq", "trainer.nnodes", "trainer.n_gpus_per_node")
@@ -108,10 +112,14 @@ def read_verl(launch: Launch, draft: Draft) -> None:
     put_transport(draft, colocate=bool(draft.get("schedule.colocate")))
 
 
-def _stored(launch: Launch, draft: Draft) -> dict[str, str]:
+def _stored(words: Sequence[str], draft: Draft) -> dict[str, str]:
     """Returns the values in the file that --config-name names, by dotted key; none if it is verl's own. Notes a file
-    that is not here."""
-    flags = flags_of(launch.arguments)
+    that is not here, and `words` of the command that name none."""
+    flags = flags_of(words)
+    known = [value for flag in ("config_name", "config_path") for value in flags.get(flag, [])[:1]]
+    for word in words:
+        if word not in known and not word.startswith("--config-"):
+            draft.left[readable(word)] = "no key is read from this word"
     name = readable((flags.get("config_name") or [""])[0])
     folder = readable((flags.get("config_path") or ["."])[0])
     if not name or _DEFAULT_FILE.fullmatch(name):
@@ -158,17 +166,17 @@ def _plain(key: str, *, sft: bool) -> str:
     return key
 
 
-def _model(keys: Names, draft: Draft) -> None:
+def _model(keys: Names, draft: Draft, *, sft: bool) -> None:
     put_model(draft, keys, f"{MODEL}.path")
-    project = keys.text("trainer.project_name") or "verl_examples"
-    name = keys.text("trainer.experiment_name") or "gsm8k"
+    project = keys.text("trainer.project_name") or ("gsm8k-sft" if sft else "verl_examples")
+    name = keys.text("trainer.experiment_name") or ("test" if sft else "gsm8k")
     folder = keys.text("trainer.default_local_dir")
     draft.put("run.name", name, "trainer.experiment_name")
     draft.put("run.dir", folder or f"checkpoints/{project}/{name}", "trainer.default_local_dir")
     draft.put("track.project", project, "trainer.project_name")
     logger = keys.text("trainer.logger")
     if logger is not None:
-        for tracker in ("wandb", "swanlab"):
+        for tracker in ("wandb", "swanlab", "tensorboard"):
             if tracker in logger:
                 draft.put(f"track.{tracker}", True, "trainer.logger")
         if "mlflow" in logger:
@@ -268,7 +276,7 @@ def _batches(keys: Names, draft: Draft) -> None:
 def _sft_ranks(keys: Names, draft: Draft, launch: Launch) -> None:
     """Sets ranks and steps of sft_trainer, whose ranks torchrun starts."""
     torchrun = Names(keys.script, flags_of(launch.before), lambda name: f"--{name}")
-    per_node = torchrun.count("nproc_per_node", NODE)
+    per_node = torchrun.count("nproc_per_node", 1)
     put_ranks(draft, torchrun.count("nnodes", 1) * per_node, 0, per_node, "torchrun's nnodes x nproc_per_node")
     keys.outputs |= torchrun.outputs
     put_steps(draft, keys, "trainer.total_training_steps", "trainer.total_epochs", 4)
@@ -296,7 +304,7 @@ def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
     _stages(keys, draft, stages)
     if put_count(draft, keys, "trainer.expert", f"{MEGATRON}.expert_model_parallel_size", 1) == 1:
         note_unneeded(draft, keys, "it needs trainer.expert above 1", f"{MEGATRON}.expert_tensor_parallel_size")
-    put_balance(draft, keys, f"{CHANGED}.")
+    put_balance(draft, keys, f"{CHANGED}.", "none")
     if keys.has(f"{MODEL}.mtp.enable") and keys.has(f"{MODEL}.mtp.enable_train"):
         scale = keys.number(f"{MODEL}.mtp.mtp_loss_scaling_factor")
         put_mtp(draft, 1, scale, f"{MODEL}.mtp.enable_train")

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from slimx.config.suggestions import OFF
 from slimx.data.prompts.rows import read_rows
 from slimx.errors import SlimxError
 from slimx.extras.foreign.scripts.shell.expansion import UNSET, unknown_in, without_outputs
@@ -31,10 +32,10 @@ class Names:
     """Computed part of a value, such as a command's output, by name; True if it is the whole value."""
 
     def has(self, name: str) -> bool:
-        """Returns True if the script sets `name`, as a flag without a value or to anything but false, null, 0 and
-        nothing. Raises SlimxError if the value contains a variable without a value."""
+        """Returns True if the script sets `name`, as a flag without a value or to anything but false, no, null, 0
+        and nothing. Raises SlimxError if the value contains a variable without a value."""
         words = self.words(name)
-        return words == [] or (self.text(name) or "0").lower() not in ("false", "0")
+        return words == [] or (self.text(name) or "0").lower() not in OFF
 
     def words(self, name: str) -> Sequence[str] | None:
         """Returns the words of `name`; None if the script does not set it."""

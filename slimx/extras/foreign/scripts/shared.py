@@ -92,7 +92,8 @@ def put_steps(draft: Draft, names: Names, total: str, epochs: str, default: floa
             f"number of prompts * {passes:g} / {batch}; {prompts or 'the file of prompts'} is not here to be counted"
         )
     else:
-        draft.put("schedule.steps", max(1, int(rows * passes / batch)), f"prompts: {rows} * {passes:g} / {batch}")
+        each = max(1, rows // batch)  # what is left of a pass is dropped
+        draft.put("schedule.steps", max(1, int(passes * each)), f"{rows} prompts / {batch}, rounded down, x {passes:g}")
 
 
 def put_kl(draft: Draft, names: Names, section: str, weight: float, kind: str) -> None:
@@ -173,14 +174,17 @@ def put_warmup(draft: Draft, owner: str, share: float, name: str) -> None:
         draft.supply[key] = f"{share:g} of all updates"
 
 
-def put_balance(draft: Draft, names: Names, section: str) -> None:
-    """Sets the loss that balances experts. `section`: start of Megatron-LM's names in the script."""
-    coef = names.number(f"{section}moe_aux_loss_coeff")
-    if coef:
-        draft.put("trainer.moe.aux_loss_coef", coef, names.shown(f"{section}moe_aux_loss_coeff"))
+def put_balance(draft: Draft, names: Names, section: str, default: str) -> None:
+    """Sets the loss that balances experts. `section`: start of Megatron-LM's names in the script. `default`: kind of
+    the loss where the script names none."""
+    coef, kind = f"{section}moe_aux_loss_coeff", f"{section}moe_router_load_balancing_type"
+    value = names.number(coef)
+    chosen = names.text(kind) or ("none" if names.words(kind) else default)
+    if value and chosen != "none":
+        draft.put("trainer.moe.aux_loss_coef", value, names.shown(coef))
+        draft.put("trainer.moe.aux_loss_type", chosen, names.shown(kind))
     else:
-        reason = "a coefficient of 0 balances nothing"
-        note_unneeded(draft, names, reason, f"{section}moe_router_load_balancing_type")
+        note_unneeded(draft, names, "without a coefficient and a kind of loss nothing is balanced", coef, kind)
 
 
 def put_teacher(draft: Draft, index: int, model: str, source: str) -> str:

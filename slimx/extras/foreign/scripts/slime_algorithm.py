@@ -10,6 +10,14 @@ from slimx.extras.foreign.scripts.shared import algorithm_of, kl_kind, put_answe
 from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number
 
 _DEFAULT = "slime's default"
+_COLUMNS = {"input_key": "prompt", "label_key": "answer", "tool_key": "tools"}
+_OF_SETS = {
+    "n_samples_per_eval_prompt": "samples",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "max_response_len": "max_new_tokens",
+}
+"""Keys of a set of eval.prompts by those of a file of slime, next to its columns."""
 _TOKEN_REWARDS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 
 
@@ -108,10 +116,10 @@ def put_evaluation(flags: Names, draft: Draft) -> None:
         return
     draft.put("eval.prompts", sets, "--eval-prompt-data")
     draft.put("eval.every", int(every), "--eval-interval")
-    for key, name in (("prompt", "eval_input_key"), ("answer", "eval_label_key"), ("tools", "eval_tool_key")):
-        value = flags.text(name) or draft.get(f"rollout.fields.{key}")
+    for name, key in _COLUMNS.items():
+        value = flags.text(f"eval_{name}") or draft.get(f"rollout.fields.{key}")
         if value is not None:
-            draft.put(f"eval.fields.{key}", value, f"{flags.shown(name)}, or as for training")
+            draft.put(f"eval.fields.{key}", value, f"{flags.shown(f'eval_{name}')}, or as for training")
     put_count(draft, flags, "eval.samples", "n_samples_per_eval_prompt", 1)
     for key in ("temperature", "top_p"):
         number = flags.number_or(1.0, f"eval_{key}", f"rollout_{key}")
@@ -145,19 +153,20 @@ def _configured(config: str, draft: Draft) -> dict[str, object]:
     content = yaml_in(file)
     section = content.get("eval", content)
     defaults = section.get("defaults") or {}
-    names = {
-        "n_samples_per_eval_prompt": "samples",
-        "temperature": "temperature",
-        "top_p": "top_p",
-        "max_response_len": "max_new_tokens",
-    }
     sets: dict[str, object] = {}
     for entry in section.get("datasets") or []:
-        values = {ours: (defaults | entry)[theirs] for theirs, ours in names.items() if theirs in defaults | entry}
-        sets[entry["name"]] = {"path": entry["path"], **values} if values else entry["path"]
-        kind = (defaults | entry).get("rm_type")
+        options = defaults | entry
+        name, path, kind = (options.pop(key, None) for key in ("name", "path", "rm_type"))
+        values = {ours: options.pop(theirs) for theirs, ours in _OF_SETS.items() if theirs in options}
+        columns = {ours: options.pop(theirs) for theirs, ours in _COLUMNS.items() if theirs in options}
+        if columns:
+            usual = {key: draft.get(f"rollout.fields.{key}") for key in _COLUMNS.values()}
+            values["fields"] = {key: column for key, column in (usual | columns).items() if column}
+        sets[name] = {"path": path, **values} if values else path
+        for theirs in options:
+            draft.left[f"{file.name}: {theirs} of {name}"] = "a set of eval.prompts has no such key"
         if kind:
-            draft.left[f"{file.name}: rm_type {kind} of {entry['name']}"] = (
+            draft.left[f"{file.name}: rm_type {kind} of {name}"] = (
                 "give it a part of reward.parts with `where: {dataset: NAME}`"
             )
     return sets

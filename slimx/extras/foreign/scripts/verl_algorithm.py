@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,11 +13,27 @@ from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _DEFAULT = "verl's default"
+_LOSSES = ("gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
+_COVARIANCE = {
+    "clip_cov": [
+        ("clip_cov_ratio", "share", 2e-4),
+        ("clip_cov_lb", "covariance_low", 1),
+        ("clip_cov_ub", "covariance_high", 5),
+    ],
+    "kl_cov": [("kl_cov_ratio", "share", 2e-4), ("ppo_kl_coef", "coef", 0.1)],
+}
+"""verl's and slimx's names of parameters by loss, and verl's defaults."""
+_UNITS = {"seq-mean-token-mean": "sample", "seq-mean-token-sum": "constant", "seq-mean-token-sum-norm": "constant"}
+
+
+def hydra_value(text: str) -> object:
+    """Returns the value of `text` in an override of Hydra, whose mappings need no blank after a colon."""
+    return scalar(re.sub(r"""([{,]\s*[\w.'"-]+):(?=\S)""", r"\1: ", text) if text.startswith("{") else text)
 
 
 def files_in(text: str) -> list[str]:
     """Returns the paths in `text`: one, or those of a list."""
-    value = scalar(text)
+    value = hydra_value(text)
     return [str(entry) for entry in value] if isinstance(value, list) else [text]
 
 
@@ -52,14 +69,16 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
     """Sets advantages, loss, critic, KL terms and corrections."""
     put = draft.put
     estimator = keys.text("algorithm.adv_estimator") or "gae"
-    mode = keys.text(f"{ACTOR}.policy_loss.loss_mode") or "vanilla"
-    losses = ("gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
-    name = mode.replace("-", "_")
-    if name not in losses:
-        name = algorithm_of(draft, estimator, "algorithm.adv_estimator")
-    put("algorithm.name", name, f"algorithm.adv_estimator={estimator}, policy_loss.loss_mode={mode}")
-    if mode != "vanilla" and name != mode.replace("-", "_"):
+    mode = (keys.text(f"{ACTOR}.policy_loss.loss_mode") or "vanilla").replace("-", "_")
+    name = algorithm_of(draft, estimator, "algorithm.adv_estimator")
+    loss = mode if mode in _LOSSES else "clip"
+    if mode in _LOSSES and estimator == ("gpg" if mode == "gpg" else "grpo"):
+        name = mode  # slimx's algorithm has both
+    elif mode in _LOSSES or estimator == "gpg":
+        put("algorithm.loss.kind", "plain" if loss == "gpg" else loss, "policy_loss.loss_mode")
+    if mode not in ("vanilla", *_LOSSES):
         draft.left[f"{ACTOR}.policy_loss.loss_mode={mode}"] = "write the loss as a hook (algorithm.loss)"
+    put("algorithm.name", name, f"algorithm.adv_estimator={estimator}, policy_loss.loss_mode={mode}")
     if name == "ppo":
         put_number(draft, keys, "critic.value_clip", "critic.cliprange_value", 0.5)
         put_optimizer(keys, draft, "critic", "critic.optim", 1e-5)
@@ -72,7 +91,7 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
     else:
         critics = [key for key in keys.values if key.startswith("critic.")]
         note_unneeded(draft, keys, "only ppo has a critic", "trainer.critic_warmup", *critics)
-    if name in ("grpo", "ppo", "gspo", "clip_cov", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "cispo"):
+    if loss not in ("sapo", "gpg", "kl_cov"):
         for side in ("low", "high"):
             key = f"{ACTOR}.clip_ratio_{side}"
             null = keys.words(key) is not None and keys.text(key) is None
@@ -80,19 +99,22 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
         note_unneeded(draft, keys, "verl's clip_ratio_low and clip_ratio_high count", f"{ACTOR}.clip_ratio")
     else:
         bounds = (f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high")
-        note_unneeded(draft, keys, f"the loss of {name} has no such bound", *bounds)
-    if name not in losses:
+        note_unneeded(draft, keys, f"the loss of {loss} has no such bound", *bounds)
+    if loss == "clip":
         put_number(draft, keys, "algorithm.loss.dual", f"{ACTOR}.clip_ratio_c", 3.0)
     else:
-        note_unneeded(draft, keys, f"the loss of {name} has no such bound", f"{ACTOR}.clip_ratio_c")
-    modes = {"seq-mean-token-mean": "sample", "seq-mean-token-sum": "constant", "seq-mean-token-sum-norm": "constant"}
+        note_unneeded(draft, keys, f"the loss of {loss} has no such bound", f"{ACTOR}.clip_ratio_c")
+    for theirs, ours, default in _COVARIANCE.get(loss, ()):
+        put_number(draft, keys, f"algorithm.loss.{ours}", f"{ACTOR}.policy_loss.{theirs}", default)
     unit = keys.text(f"{ACTOR}.loss_agg_mode") or "token-mean"
-    if name in ("gspo", "sapo"):
-        put("algorithm.aggregation", "sample", f"verl's {name}, whatever loss_agg_mode is")
+    if loss in ("gspo", "sapo"):
+        put("algorithm.aggregation", "sample", f"verl's {loss}, whatever loss_agg_mode is")
     else:
-        put("algorithm.aggregation", modes.get(unit, "token"), f"{ACTOR}.loss_agg_mode={unit}")
+        put("algorithm.aggregation", _UNITS.get(unit, "token"), f"{ACTOR}.loss_agg_mode={unit}")
         if unit.endswith("-sum"):
-            draft.left[f"{ACTOR}.loss_agg_mode={unit}"] = "slimx divides these sums by rollout.sampling.max_new_tokens"
+            draft.left[f"{ACTOR}.loss_agg_mode={unit}"] = (
+                "slimx divides such sums by a constant or the number of tokens"
+            )
     normalized = "algorithm.norm_adv_by_std_in_grpo"
     if keys.words(normalized) is not None and estimator == "grpo":
         put("algorithm.advantages.normalize_std", keys.has(normalized), normalized)

@@ -1,8 +1,8 @@
 """Reading of a shell script: the commands that it would run, found without running anything.
 
 Variables, conditions, loops, functions, `eval` and files that it names are followed. The output of other programs is
-unknown. Where a condition depends on it, `if` and `while` go on as if it were false, `case` takes no item, and neither
-`&&` nor `||` runs what follows, except in `$(probe || echo 8)`.
+unknown. Where a condition depends on it, `if` (by default) and `while` go on as if it were false, `case` takes no item,
+and neither `&&` nor `||` runs what follows, except in `$(probe || echo 8)`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,18 @@ _OUTPUT = re.compile(rf"{COMPUTED}(?!\d+{END})[^{END}]*{END}")
 
 
 def commands_of(
-    script: Path, text: str, overrides: Mapping[str, str], files: dict[str, str] | None = None
+    script: Path,
+    text: str,
+    overrides: Mapping[str, str],
+    files: dict[str, str] | None = None,
+    *,
+    assumed: bool = False,
 ) -> list[list[str]]:
     """Returns the words of every command that the script `text` of the file `script` would run, in order. `overrides`:
-    values of variables that the user set. `files`: receives the texts that the script writes, by path. Raises
-    SlimxError if what it runs is not correct syntax, or has no end."""
-    shell = Shell(script, overrides, files={} if files is None else files)
+    values of variables that the user set. `files`: receives the texts that the script writes, by path. `assumed`: what
+    the condition of an `if` is taken for if it is not known. Raises SlimxError if what it runs is not correct syntax,
+    or has no end."""
+    shell = Shell(script, overrides, files={} if files is None else files, assumed=assumed)
     try:
         shell.run(text)
     except Leave:

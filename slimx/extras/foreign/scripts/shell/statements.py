@@ -39,6 +39,8 @@ class Statements(Words):
     """True in a subshell or a command substitution, which an error ends without ending the script."""
     substituted: bool | None = True
     """Status of the last command substitution of an assignment."""
+    assumed: bool = False
+    """What the condition of an `if` is taken for if it is unknown."""
     doubts: int = 0
     """Number of conditions whose result was unknown."""
 
@@ -146,7 +148,7 @@ class Statements(Words):
             then = next((place for place, part in enumerate(parts) if part.type == "then"), 0)
             holds = then == 0 or self.block(parts[1:then])  # `else` has no condition
             self.doubts += holds is None
-            if holds:
+            if self.assumed if holds is None else holds:
                 return self.block(parts[then + 1 :])
         return True
 
