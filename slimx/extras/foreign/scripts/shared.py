@@ -92,8 +92,10 @@ def put_steps(draft: Draft, names: Names, total: str, epochs: str, default: floa
             f"number of prompts * {passes:g} / {batch}; {prompts or 'the file of prompts'} is not here to be counted"
         )
     else:
-        each = max(1, rows // batch)  # what is left of a pass is dropped
-        draft.put("schedule.steps", max(1, int(passes * each)), f"{rows} prompts / {batch}, rounded down, x {passes:g}")
+        steps = max(1, rows // batch)  # of a pass; what is left is dropped
+        draft.put(
+            "schedule.steps", max(1, int(passes * steps)), f"{rows} prompts / {batch}, rounded down, x {passes:g}"
+        )
 
 
 def put_kl(draft: Draft, names: Names, section: str, weight: float, kind: str) -> None:

@@ -20,7 +20,6 @@ from slimx.extras.foreign.scripts.shell.builtins import (
     EXPECTED_TO_SUCCEED,
     Leave,
     change_folder,
-    formatted,
     leave,
     printed_by,
     read_file,
@@ -153,9 +152,9 @@ class Shell(Statements):
                 self.set_arguments(rest[rest.index("--") + 1 :])
             case "cd":
                 change_folder(rest, self)
-            case "read":
-                array = any(re.fullmatch(r"-\w*a\w*", word) for word in rest)
-                for variable in filter(str.isidentifier, rest):
+            case "read" | "mapfile" | "readarray" | "printf" if name != "printf" or rest[:1] == ["-v"]:
+                array = name[0] in "mr" and (name != "read" or re.search(r" -\w*a", " ".join(words)))
+                for variable in filter(str.isidentifier, rest[: 2 if name == "printf" else None]):
                     # Of an array no element is known.
                     self.values[variable] = {} if array else {"0": computed(" ".join(words))}
                 return None
@@ -165,8 +164,6 @@ class Shell(Statements):
                 return name != "false"
             case "[" | "test":
                 return tested(rest[:-1] if name == "[" else rest, self)
-            case "printf" if rest[:1] == ["-v"] and len(rest) > 2:
-                self.store(rest[1], formatted(rest[2], rest[3:], self) or computed(" ".join(words)))
             case _:
                 printed = printed_by(words, self, stdin)
                 self.outputs.append(printed)

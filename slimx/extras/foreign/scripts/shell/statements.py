@@ -40,7 +40,7 @@ class Statements(Words):
     substituted: bool | None = True
     """Status of the last command substitution of an assignment."""
     assumed: bool = False
-    """What the condition of an `if` is taken for if it is unknown."""
+    """Result of the condition of an `if` that is unknown."""
     doubts: int = 0
     """Number of conditions whose result was unknown."""
 
