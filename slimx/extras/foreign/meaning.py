@@ -44,6 +44,11 @@ Table = Mapping[str, str | Meaning]
 that takes the same value. A name that ends in `*` matches every name with this prefix."""
 
 
+def table(entries: Table) -> Table:
+    """Returns `entries` by single names: a key of `entries` has all names of a meaning, separated by spaces."""
+    return {name: meaning for names, meaning in entries.items() for name in names.split()}
+
+
 def not_needed(reason: str) -> Meaning:
     """Returns the meaning of a foreign option that needs no key, because slimx always behaves that way or another key
     determines it. `reason`: sentence that says which of these applies."""

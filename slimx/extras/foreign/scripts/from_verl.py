@@ -30,8 +30,6 @@ from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of, keys_of
 from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number, translate_rest
 from slimx.extras.foreign.scripts.verl_algorithm import (
-    ACTOR,
-    ROLLOUT,
     files_in,
     hydra_value,
     names_of,
@@ -44,9 +42,13 @@ from slimx.extras.foreign.scripts.verl_algorithm import (
 from slimx.extras.foreign.verl import SHORT, VERL
 
 MODEL = "actor_rollout_ref.model"
-MEGATRON = f"{ACTOR}.megatron"
-CHANGED = f"{MEGATRON}.override_transformer_config"
-_SFT = {"model.": f"{MODEL}.", "optim.": f"{ACTOR}.optim.", "engine.": f"{MEGATRON}."}
+MEGATRON = "actor_rollout_ref.actor.megatron"
+CHANGED = "actor_rollout_ref.actor.megatron.override_transformer_config"
+_SFT = {
+    "model.": "actor_rollout_ref.model.",
+    "optim.": "actor_rollout_ref.actor.optim.",
+    "engine.": "actor_rollout_ref.actor.megatron.",
+}
 """Sections of verl's sft_trainer, and those with the same keys in main_ppo."""
 _APART = {"rollout.nnodes": "1", "rollout.n_gpus_per_node": "8"}
 _ASYNCHRONOUS = {
@@ -159,15 +161,15 @@ def _plain(key: str, *, sft: bool) -> str:
         section = next((start for start in _SFT if key.startswith(start)), None)
         if section is not None:
             key = _SFT[section] + key.removeprefix(section)
-    for section in (f"{ACTOR}.engine.", f"{MEGATRON}."):
+    for section in ("actor_rollout_ref.actor.engine.", "actor_rollout_ref.actor.megatron."):
         rest = key.removeprefix(section)
         if rest != key:
-            return f"{MEGATRON}.{SHORT.get(rest, rest)}"
+            return f"actor_rollout_ref.actor.megatron.{SHORT.get(rest, rest)}"
     return key
 
 
 def _model(keys: Names, draft: Draft, *, sft: bool) -> None:
-    put_model(draft, keys, f"{MODEL}.path")
+    put_model(draft, keys, "actor_rollout_ref.model.path")
     project = keys.text("trainer.project_name") or ("gsm8k-sft" if sft else "verl_examples")
     name = keys.text("trainer.experiment_name") or ("test" if sft else "gsm8k")
     folder = keys.text("trainer.default_local_dir")
@@ -210,14 +212,16 @@ def _prompts(keys: Names, draft: Draft, *, sft: bool) -> None:
         draft.put("trainer.vision", {"train": "none"}, "data.image_key")
     put_count(draft, keys, "rollout.max_prompt_tokens", "data.max_prompt_length", 512)
     put_count(draft, keys, "rollout.sampling.max_new_tokens", "data.max_response_length", 512)
-    put_count(draft, keys, "rollout.group_size", f"{ROLLOUT}.n", 1)
+    put_count(draft, keys, "rollout.group_size", "actor_rollout_ref.rollout.n", 1)
 
 
 def _ranks(keys: Names, draft: Draft) -> None:
     per_node = keys.count("trainer.n_gpus_per_node", NODE)
     trainers = keys.count("trainer.nnodes", 1) * per_node
-    apart = int(keys.number_or(0, "rollout.nnodes", f"{ROLLOUT}.nnodes"))
-    engine_gpus = apart * int(keys.number_or(per_node, "rollout.n_gpus_per_node", f"{ROLLOUT}.n_gpus_per_node"))
+    apart = int(keys.number_or(0, "rollout.nnodes", "actor_rollout_ref.rollout.nnodes"))
+    engine_gpus = apart * int(
+        keys.number_or(per_node, "rollout.n_gpus_per_node", "actor_rollout_ref.rollout.n_gpus_per_node")
+    )
     put_ranks(
         draft,
         trainers,
@@ -225,26 +229,26 @@ def _ranks(keys: Names, draft: Draft) -> None:
         max(per_node, NODE) if engine_gpus else per_node,
         "trainer.nnodes x trainer.n_gpus_per_node",
     )
-    tensor = keys.count(f"{ROLLOUT}.tensor_model_parallel_size", 2)
-    copies = keys.count(f"{ROLLOUT}.data_parallel_size", 1)
-    stages = keys.count(f"{ROLLOUT}.pipeline_model_parallel_size", 1)
-    experts = keys.count(f"{ROLLOUT}.expert_parallel_size", 1)
-    source = f"all GPUs / {ROLLOUT}.tensor_model_parallel_size"
+    tensor = keys.count("actor_rollout_ref.rollout.tensor_model_parallel_size", 2)
+    copies = keys.count("actor_rollout_ref.rollout.data_parallel_size", 1)
+    stages = keys.count("actor_rollout_ref.rollout.pipeline_model_parallel_size", 1)
+    experts = keys.count("actor_rollout_ref.rollout.expert_parallel_size", 1)
+    source = "all GPUs / actor_rollout_ref.rollout.tensor_model_parallel_size"
     size = tensor * stages
     if copies > 1 and experts > 1:
         size *= copies
-        draft.put("rollout.engines.0.dp_attention", copies, f"{ROLLOUT}.data_parallel_size")
+        draft.put("rollout.engines.0.dp_attention", copies, "actor_rollout_ref.rollout.data_parallel_size")
     put_engines(draft, engine_gpus or trainers, size, max(per_node, NODE), source, stages)
     if experts > 1:
-        draft.put("rollout.engines.0.expert", min(experts, size), f"{ROLLOUT}.expert_parallel_size")
+        draft.put("rollout.engines.0.expert", min(experts, size), "actor_rollout_ref.rollout.expert_parallel_size")
     share = "rollout.engines.0.sglang.mem_fraction_static"
-    put_number(draft, keys, share, f"{ROLLOUT}.gpu_memory_utilization", 0.5)
+    put_number(draft, keys, share, "actor_rollout_ref.rollout.gpu_memory_utilization", 0.5)
     if not engine_gpus:
         draft.put("schedule.colocate", True, "trainers and engines share the GPUs (hybrid_engine)")
 
 
 def _batches(keys: Names, draft: Draft) -> None:
-    small = keys.count(f"{ACTOR}.ppo_mini_batch_size", 256)
+    small = keys.count("actor_rollout_ref.actor.ppo_mini_batch_size", 256)
     threshold = keys.number("async_training.staleness_threshold")
     updates = keys.count("async_training.trigger_parameter_sync_step", 4)
     batches = keys.count("async_training.require_batches", 1)
@@ -258,7 +262,11 @@ def _batches(keys: Names, draft: Draft) -> None:
         draft.put("rollout.partial", partial, "async_training.partial_rollout")
     else:
         prompts = draft.count("rollout.prompts_per_step")
-        put_updates(draft, prompts / min(small, prompts), f"{ACTOR}.ppo_mini_batch_size {small}: {prompts} / {small}")
+        put_updates(
+            draft,
+            prompts / min(small, prompts),
+            f"actor_rollout_ref.actor.ppo_mini_batch_size {small}: {prompts} / {small}",
+        )
     sampled = keys.number("data.gen_batch_size")
     prompts = draft.count("rollout.prompts_per_step")
     if sampled is not None and sampled > prompts:
@@ -283,13 +291,13 @@ def _sft_ranks(keys: Names, draft: Draft, launch: Launch) -> None:
 
 
 def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
-    context = f"{MEGATRON}.context_parallel_size"
-    if keys.text(context) is None and keys.text(f"{ACTOR}.ulysses_sequence_parallel_size") is not None:
-        context = f"{ACTOR}.ulysses_sequence_parallel_size"
+    context = "actor_rollout_ref.actor.megatron.context_parallel_size"
+    if keys.text(context) is None and keys.text("actor_rollout_ref.actor.ulysses_sequence_parallel_size") is not None:
+        context = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
     copies = put_count(draft, keys, "trainer.context", context, 1)
-    dynamic = keys.has("data.use_dynamic_bsz" if sft else f"{ACTOR}.use_dynamic_bsz")
-    tokens = "data.max_token_len_per_gpu" if sft else f"{ACTOR}.ppo_max_token_len_per_gpu"
-    size = "data.micro_batch_size_per_gpu" if sft else f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    dynamic = keys.has("data.use_dynamic_bsz" if sft else "actor_rollout_ref.actor.use_dynamic_bsz")
+    tokens = "data.max_token_len_per_gpu" if sft else "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    size = "data.micro_batch_size_per_gpu" if sft else "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
     limit = keys.number_or(8192 if sft else 16384, tokens)
     sequences = keys.number(size)
     dynamic = dynamic or (sft and keys.words("data.use_dynamic_bsz") is None)
@@ -297,31 +305,51 @@ def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
         put_tokens(draft, limit * copies, f"{tokens} x {context.rpartition('.')[2]}")
     else:
         put_tokens(draft, sequences * longest_rollout(draft), f"{size} x the longest rollout")
-    stages = put_count(draft, keys, "trainer.pipeline", f"{MEGATRON}.pipeline_model_parallel_size", 1)
-    chunks = keys.number(f"{MEGATRON}.virtual_pipeline_model_parallel_size")
+    stages = put_count(
+        draft, keys, "trainer.pipeline", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", 1
+    )
+    chunks = keys.number("actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size")
     if chunks is not None and stages > 1:
-        draft.put("trainer.virtual_pipeline", int(chunks), f"{MEGATRON}.virtual_pipeline_model_parallel_size")
+        draft.put(
+            "trainer.virtual_pipeline",
+            int(chunks),
+            "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size",
+        )
     _stages(keys, draft, stages)
-    if put_count(draft, keys, "trainer.expert", f"{MEGATRON}.expert_model_parallel_size", 1) == 1:
-        note_unneeded(draft, keys, "it needs trainer.expert above 1", f"{MEGATRON}.expert_tensor_parallel_size")
-    put_balance(draft, keys, f"{CHANGED}.", "none")
-    if keys.has(f"{MODEL}.mtp.enable") and keys.has(f"{MODEL}.mtp.enable_train"):
-        scale = keys.number(f"{MODEL}.mtp.mtp_loss_scaling_factor")
-        put_mtp(draft, 1, scale, f"{MODEL}.mtp.enable_train")
+    if put_count(draft, keys, "trainer.expert", "actor_rollout_ref.actor.megatron.expert_model_parallel_size", 1) == 1:
+        note_unneeded(
+            draft,
+            keys,
+            "it needs trainer.expert above 1",
+            "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size",
+        )
+    put_balance(draft, keys, "actor_rollout_ref.actor.megatron.override_transformer_config.", "none")
+    if keys.has("actor_rollout_ref.model.mtp.enable") and keys.has("actor_rollout_ref.model.mtp.enable_train"):
+        scale = keys.number("actor_rollout_ref.model.mtp.mtp_loss_scaling_factor")
+        put_mtp(draft, 1, scale, "actor_rollout_ref.model.mtp.enable_train")
     for form, default in (("lora.", 32), ("lora_", 16)):
-        rank = keys.count(f"{MODEL}.{form}rank", 0)
-        alpha = whole(keys.number_or(default, f"{MODEL}.{form}alpha"))
+        rank = keys.count(f"actor_rollout_ref.model.{form}rank", 0)
+        alpha = whole(keys.number_or(default, f"actor_rollout_ref.model.{form}alpha"))
         if rank:
-            draft.put("trainer.lora", {"rank": rank, "alpha": alpha}, f"{MODEL}.{form}rank, {MODEL}.{form}alpha")
+            draft.put(
+                "trainer.lora",
+                {"rank": rank, "alpha": alpha},
+                f"actor_rollout_ref.model.{form}rank, {MODEL}.{form}alpha",
+            )
 
 
 def _stages(keys: Names, draft: Draft, stages: int) -> None:
     """Sets the layers of every pipeline stage, if the first or the last has fewer than the others."""
     layers = layers_of(str(draft.get("model.path")))
     ends = []
-    parts = [keys.has(f"{CHANGED}.account_for_{part}_in_pipeline_split") for part in ("embedding", "loss")]
+    parts = [
+        keys.has(f"actor_rollout_ref.actor.megatron.override_transformer_config.account_for_{part}_in_pipeline_split")
+        for part in ("embedding", "loss")
+    ]
     for name, counts in zip(("first", "last"), parts, strict=True):
-        number = keys.number(f"{CHANGED}.num_layers_in_{name}_pipeline_stage")
+        number = keys.number(
+            f"actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_{name}_pipeline_stage"
+        )
         if number is None and counts and layers is not None:  # the embedding or the loss takes the place of a layer
             number = (layers + sum(parts)) // stages - 1
         ends.append(number)
@@ -331,7 +359,7 @@ def _stages(keys: Names, draft: Draft, stages: int) -> None:
 
 
 def _optimizer(keys: Names, draft: Draft, *, sft: bool) -> None:
-    optim = f"{ACTOR}.optim"
+    optim = "actor_rollout_ref.actor.optim"
     put_optimizer(keys, draft, "trainer", optim, 1e-3 if sft else 1e-6)
     other = f"{optim}.override_optimizer_config"
     if keys.has(f"{other}.optimizer_cpu_offload"):

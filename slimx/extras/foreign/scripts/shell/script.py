@@ -30,9 +30,6 @@ from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END, computed
 from slimx.extras.foreign.scripts.shell.statements import Statements
 from slimx.extras.foreign.scripts.shell.syntax import check, parsed, text_in
 
-_NUMBERED = re.compile(rf"{COMPUTED}(\d+){END}")
-_OUTPUT = re.compile(rf"{COMPUTED}(?!\d+{END})[^{END}]*{END}")
-
 
 def commands_of(
     script: Path,
@@ -67,23 +64,14 @@ class Shell(Statements):
     commands: list[list[str]] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     """Texts of the here-documents that the script writes into files."""
-    unknown: dict[str, str] = field(default_factory=dict)
-    """Unknown outputs in the texts that are run, where numbers stand for them."""
 
     def run(self, text: str) -> bool | None:
         """Runs the script `text`, and returns its status; None if it is unknown."""
         self.spend(10 * len(text))
-        for value in set(_OUTPUT.findall(text)):  # a command in it is no part of the text
-            number = str(len(self.unknown))
-            self.unknown[number] = value
-            text = text.replace(value, f"{COMPUTED}{number}{END}")
+        text = re.sub(rf"{COMPUTED}[^{END}]*{END}", computed("output"), text)  # a command in it is no part of the text
         root = parsed(text)
         check(root, self.script)
         return self.block(root.children)
-
-    def known(self, word: str) -> str:
-        """Returns `word` with the unknown outputs for which numbers stand in it."""
-        return _NUMBERED.sub(lambda match: self.unknown.get(match[1], ""), word)
 
     def redirected(self, node: Node) -> bool | None:
         """Runs a command with redirections, and keeps what it writes into a file."""
@@ -104,12 +92,9 @@ class Shell(Statements):
             self.files[target] = before + "".join(filter(None, self.outputs))
         self.outputs = outer
         for document in node.children_by_field_name("redirect"):
-            sign = document.child_by_field_name("operator")
-            for part in document.children:
-                if part.type == "pipeline":
-                    status = self.pipeline(part.named_children)
-                elif sign is not None and part == document.child_by_field_name("right"):
-                    status = self.chained(status, text_in(sign), part)
+            sign, following = (document.child_by_field_name(name) for name in ("operator", "right"))
+            if sign is not None and following is not None:
+                status = self.chained(status, text_in(sign), following)
         return status
 
     def command(self, node: Node, extra: Sequence[Node] = (), stdin: str | None = None) -> bool | None:
@@ -168,7 +153,7 @@ class Shell(Statements):
                 printed = printed_by(words, self, stdin)
                 self.outputs.append(printed)
                 if printed is None and not self.inside:
-                    self.commands.append(list(map(self.known, words)))
+                    self.commands.append(words)
                 return True if printed is not None or name in EXPECTED_TO_SUCCEED else None
         return True
 

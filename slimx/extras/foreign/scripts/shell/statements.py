@@ -158,21 +158,16 @@ class Statements(Words):
         if unknown_in(value):
             self.doubts += 1
             return None
-        status: bool | None = True
-        falls = False
         for item in node.children:
             if item.type != "case_item":
                 continue
             check(item, self.script)
             self.spend(len(value) * len(item.children) // 10)
             patterns = map(self.pattern, item.children_by_field_name("value"))
-            if falls or any(matches(value, pattern) for pattern in patterns):
+            if any(matches(value, pattern) for pattern in patterns):
                 start = next(place for place, part in enumerate(item.children) if part.type == ")")
-                status = self.block(item.children[start + 1 :])
-                falls = text_in(item.children[-1]) == ";&"
-                if text_in(item.children[-1]) not in (";&", ";;&"):
-                    break
-        return status
+                return self.block(item.children[start + 1 :])
+        return True
 
     def loop(self, node: Node) -> bool | None:
         body, doubts = node.child_by_field_name("body"), self.doubts
