@@ -101,8 +101,8 @@ MEGATRON: Table = table(
         "optimizer": choice(
             "trainer.optimizer.kind",
             {
-                **{name: "adam" for name in ("adam", "adamw")},
-                **{name: "muon" for name in ("muon", "dist_muon")},
+                "adam adamw": "adam",
+                "muon dist_muon": "muon",
                 "sgd": unsupported("trainer.optimizer.kind must be adam or muon"),
             },
         ),

@@ -71,8 +71,8 @@ TRL: Table = table(
         "scale_rewards": choice(
             "algorithm.advantages.normalize_std",
             {
-                **{name: "true" for name in ("group", "true")},
-                **{name: "false" for name in ("none", "false")},
+                "group true": "true",
+                "none false": "false",
                 "batch": unsupported("advantages are divided by the standard deviation of their group, or not at all"),
             },
         ),

@@ -169,9 +169,9 @@ VERL: Table = table(
                         "seq-mean-token-sum-norm": "constant",
                     },
                 ),
-                **dict.fromkeys(("tau_pos", "policy_loss.tau_pos"), "algorithm.loss.tau_positive"),
-                **dict.fromkeys(("tau_neg", "policy_loss.tau_neg"), "algorithm.loss.tau_negative"),
-                **dict.fromkeys(("policy_loss.clip_cov_ratio", "policy_loss.kl_cov_ratio"), "algorithm.loss.share"),
+                "tau_pos policy_loss.tau_pos": "algorithm.loss.tau_positive",
+                "tau_neg policy_loss.tau_neg": "algorithm.loss.tau_negative",
+                "policy_loss.clip_cov_ratio policy_loss.kl_cov_ratio": "algorithm.loss.share",
                 "policy_loss.clip_cov_lb": "algorithm.loss.covariance_low",
                 "policy_loss.clip_cov_ub": "algorithm.loss.covariance_high",
                 "policy_loss.ppo_kl_coef": "algorithm.loss.coef",
@@ -270,7 +270,7 @@ VERL: Table = table(
             "critic",
             {
                 **{f"optim.{name}": f"critic.optimizer.{name}" for name in ("lr", "min_lr", "weight_decay", "betas")},
-                **dict.fromkeys(("optim.clip_grad", "grad_clip"), "critic.optimizer.clip_grad"),
+                "optim.clip_grad grad_clip": "critic.optimizer.clip_grad",
                 "optim.lr_warmup_steps": "critic.optimizer.warmup_steps",
             },
         ),
@@ -292,7 +292,7 @@ VERL: Table = table(
             "rewards are computed while other rollouts continue"
         ),
         "reward.custom_reward_function.*": _HOOK,
-        **dict.fromkeys(("custom_reward_function.path", "custom_reward_function.name"), _HOOK),
+        "custom_reward_function.path custom_reward_function.name": _HOOK,
         "custom_reward_function.reward_kwargs.*": Meaning("reward.options.{}"),
         # Algorithm.
         "algorithm.adv_estimator": Meaning("algorithm.name", ALGORITHMS),

@@ -67,21 +67,17 @@ def from_slime(script: Script, variables: Settings = None, out: Out = None, forc
 
     Page: docs/guides/coming-from.md
     """
-    draft = Draft(f"{script.name} by `slimx from-slime`")
-    text = _text(script, "slime")
     names = {*SLIME, *MEGATRON}
 
     def find(commands: Sequence[list[str]]) -> Launch | None:
         return launch_of(commands, lambda word: Path(word).name in PROGRAMS, names) or _alone(commands, "-", "train.py")
 
-    launch = _launch(script, text, _values(variables), draft, find)
-    words = () if launch is None else launch.arguments
-    if launch is None or not (flags_of(words).keys() & names or unknown_in(" ".join(words))):
-        raise _no_launch(script, text, "slime")
-    launch = dataclasses.replace(launch, program=Path(launch.program).name)
-    with _named(script):
-        read_slime(launch, draft)
-    _print(draft, script, out, force=force)
+    with _written("slime", script, out, force=force) as (draft, text):
+        launch = _launch(script, text, _values(variables), draft, find)
+        words = () if launch is None else launch.arguments
+        if launch is None or not (flags_of(words).keys() & names or unknown_in(" ".join(words))):
+            raise _no_launch(script, text, "slime")
+        read_slime(dataclasses.replace(launch, program=Path(launch.program).name), draft)
 
 
 @verl_app.command(cls=PlainCommand)
@@ -94,18 +90,15 @@ def from_verl(script: Script, variables: Settings = None, out: Out = None, force
 
     Page: docs/guides/coming-from.md
     """
-    draft = Draft(f"{script.name} by `slimx from-verl`")
-    text = _text(script, "verl")
 
     def find(commands: Sequence[list[str]]) -> Launch | None:
         return launch_of(commands, is_program) or _alone(commands, r"\S+=", "verl.trainer.main_ppo")
 
-    launch = _launch(script, text, _values(variables), draft, find)
-    if launch is None:
-        raise _no_launch(script, text, "verl")
-    with _named(script):
+    with _written("verl", script, out, force=force) as (draft, text):
+        launch = _launch(script, text, _values(variables), draft, find)
+        if launch is None:
+            raise _no_launch(script, text, "verl")
         read_verl(launch, draft)
-    _print(draft, script, out, force=force)
 
 
 @trl_app.command(cls=PlainCommand)
@@ -120,40 +113,45 @@ def from_trl(script: Script, variables: Settings = None, out: Out = None, force:
 
     Page: docs/guides/coming-from.md
     """
-    draft = Draft(f"{script.name} by `slimx from-trl`")
-    text = _text(script, "trl")
     settings = _values(variables)
-    if script.suffix == ".py":
-        values = arguments_in(script, text)
-    elif script.suffix in _KINDS:
-        values = yaml_values(script)
-    else:
-        files: dict[str, str] = {}
-        launch = _launch(
-            script, text, settings, draft, lambda words: launch_of(words, is_trl, TRL) or _alone(words, "-", ""), files
-        )
-        values = {} if launch is None else launch_values(launch, files)
-    if not values.keys() & {"trainer", "model_name_or_path", "output_dir"}:
-        raise _no_launch(script, text, "trl")
-    if script.suffix in _KINDS:
-        values |= {name: [value] for name, value in settings.items()}
-        if "TrlParser" in text:
-            draft.left["TrlParser"] = "the program has more flags on its command line; read the launch script instead"
-        if "trainer" not in values:
-            draft.supply["algorithm.name"] = (
-                "the file does not name a trainer; add trainer=sft or another to the command"
+    with _written("trl", script, out, force=force) as (draft, text):
+        if script.suffix == ".py":
+            values = arguments_in(script, text)
+        elif script.suffix in _KINDS:
+            values = yaml_values(script)
+        else:
+            files: dict[str, str] = {}
+            launch = _launch(
+                script,
+                text,
+                settings,
+                draft,
+                lambda words: launch_of(words, is_trl, TRL) or _alone(words, "-", ""),
+                files,
             )
-    with _named(script):
+            values = {} if launch is None else launch_values(launch, files)
+        if not values.keys() & {"trainer", "model_name_or_path", "output_dir"}:
+            raise _no_launch(script, text, "trl")
+        if script.suffix in _KINDS:
+            values |= {name: [value] for name, value in settings.items()}
+            if "TrlParser" in text:
+                draft.left["TrlParser"] = (
+                    "the program has more flags on its command line; read the launch script instead"
+                )
+            if "trainer" not in values:
+                draft.supply["algorithm.name"] = (
+                    "the file does not name a trainer; add trainer=sft or another to the command"
+                )
         read_trl(values, draft)
-    _print(draft, script, out, force=force)
 
 
 @contextlib.contextmanager
-def _named(script: Path) -> Iterator[None]:
-    """Turns an impossible computation in the `with` block, such as a division by a batch size of 0, into an error about
-    the script."""
+def _written(framework: str, script: Path, out: Path | None, *, force: bool) -> Iterator[tuple[Draft, str]]:
+    """Yields an empty draft and the text of `script`; writes the draft at the end of the `with` block. Turns an
+    impossible computation in it, such as a division by a batch size of 0, into an error about the script."""
+    draft = Draft(f"{script.name} by `slimx from-{framework}`")
     try:
-        yield
+        yield draft, _text(script, framework)
     except (ArithmeticError, ValueError) as error:
         if isinstance(error, SlimxError):
             raise
@@ -162,6 +160,17 @@ def _named(script: Path) -> Iterator[None]:
             code="foreign.values",
             about=str(script),
         ) from error
+    refuse_existing(out, force=force)
+    written, refusals = draft.text()
+    if out is None:
+        print(visible(written), end="")
+    else:
+        write_out(out, written)
+        print(f"wrote {out}", file=sys.stderr)
+    for sentence in refusals:
+        print(f"slimx: {one_line(sentence)}", file=sys.stderr)
+    if refusals:
+        raise typer.Exit(2)
 
 
 def _text(script: Path, framework: str) -> str:
@@ -246,17 +255,3 @@ def _no_launch(script: Path, text: str, framework: str) -> SlimxError:
         code="foreign.no_launch",
         about=str(script),
     )
-
-
-def _print(draft: Draft, script: Path, out: Path | None, *, force: bool) -> None:
-    refuse_existing(out, force=force)
-    text, refusals = draft.text()
-    if out is None:
-        print(visible(text), end="")
-    else:
-        write_out(out, text)
-        print(f"wrote {out}", file=sys.stderr)
-    for sentence in refusals:
-        print(f"slimx: {one_line(sentence)}", file=sys.stderr)
-    if refusals:
-        raise typer.Exit(2)

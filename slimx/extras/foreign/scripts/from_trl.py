@@ -106,7 +106,7 @@ def read_trl(values: dict[str, list[str]], draft: Draft) -> None:
     if sampled:
         _reward(names, draft)
     translate_rest(draft, names, (TRL,))
-    put_transport(draft, colocate=bool(draft.get("schedule.colocate")))
+    put_transport(draft)
 
 
 def _trainer(names: Names) -> str:
@@ -135,26 +135,27 @@ def _model(names: Names, draft: Draft) -> None:
 
 
 def _prompts(names: Names, draft: Draft) -> None:
+    put = draft.put
     dataset = names.text("dataset_name") or "PROMPTS"
     split, bracket, part = (names.text("dataset_train_split") or "train").partition("[")
     if bracket:
         draft.left[f"split {split}[{part}"] = "a split is read as a whole; write the rows to a file of their own"
     owner, *rest = dataset.split("/")
     if Path(dataset).expanduser().exists():
-        draft.put("rollout.prompts", dataset, "--dataset_name")
+        put("rollout.prompts", dataset, "--dataset_name")
     elif rest:
         name, subset = rest[0], names.text("dataset_config") or "/".join(rest[1:])
         whole = not subset and split == "train"
         ending = "" if whole else f"/{subset or 'default'}/{split}"
-        draft.put("rollout.prompts", f"hf://{owner}/{name}{ending}", "--dataset_name")
+        put("rollout.prompts", f"hf://{owner}/{name}{ending}", "--dataset_name")
     else:
-        draft.put("rollout.prompts", dataset, "--dataset_name")
+        put("rollout.prompts", dataset, "--dataset_name")
         draft.supply["rollout.prompts"] = "file of prompts, or hf://OWNER/NAME"
-    draft.put("rollout.fields.prompt", "prompt", "TRL's column")
+    put("rollout.fields.prompt", "prompt", "TRL's column")
     draft.supply["rollout.fields"] = "the columns of the data set, if code of the script maps its rows"
     limit = names.number("max_prompt_length")
     source = "TRL has no limit; raise it for longer prompts" if limit is None else "--max_prompt_length"
-    draft.put("rollout.max_prompt_tokens", PROMPT_TOKENS if limit is None else int(limit), source)
+    put("rollout.max_prompt_tokens", PROMPT_TOKENS if limit is None else int(limit), source)
 
 
 def _placement(names: Names, draft: Draft, *, sampled: bool) -> int:
@@ -180,6 +181,7 @@ def _placement(names: Names, draft: Draft, *, sampled: bool) -> int:
 
 
 def _batches(names: Names, draft: Draft, trainer: str, processes: int, *, sampled: bool) -> None:
+    put = draft.put
     size = names.count("per_device_train_batch_size", 8)
     steps = names.count("gradient_accumulation_steps", 1)
     usual = 2 if trainer == "rloo" else 8
@@ -196,8 +198,8 @@ def _batches(names: Names, draft: Draft, trainer: str, processes: int, *, sample
         draft.left["--per_device_train_batch_size"] = (
             f"a step has {total:g} completions, which are no whole groups of {group}; one group is set"
         )
-    draft.put("rollout.prompts_per_step", max(1, int(prompts)), source)
-    draft.put("rollout.group_size", group, "--num_generations")
+    put("rollout.prompts_per_step", max(1, int(prompts)), source)
+    put("rollout.group_size", group, "--num_generations")
     updates = total / update
     if updates > 1:
         put_updates(draft, updates, "--steps_per_generation / --gradient_accumulation_steps")
@@ -217,13 +219,13 @@ def _batches(names: Names, draft: Draft, trainer: str, processes: int, *, sample
             every *= draft.count("schedule.steps") if every < 1 else 1 / updates
             source = f"--{name} / {updates:g} updates of TRL per step"
             if name == "save_steps":
-                draft.put("checkpoint.every", max(1, round(every)), source)
+                put("checkpoint.every", max(1, round(every)), source)
             else:
                 draft.left[source] = f"set eval.prompts to a file, and eval.every to {max(1, round(every))}"
     counts = [names.number(name) for name in ("warmup_steps", "warmup_ratio")]
     warmup = counts[0] or counts[1] or 0
     if warmup >= 1:
-        draft.put("trainer.optimizer.warmup_steps", int(warmup), "--warmup_steps")
+        put("trainer.optimizer.warmup_steps", int(warmup), "--warmup_steps")
     elif warmup:
         put_warmup(draft, "trainer", warmup, "--warmup_ratio, or --warmup_steps below 1")
 
@@ -308,12 +310,13 @@ def _objective(names: Names, draft: Draft) -> None:
 
 def _rloo(names: Names, draft: Draft) -> None:
     """Sets the loss of RLOO, and notes what differs from TRL's."""
+    put = draft.put
     low = names.number_or(0.2, "epsilon")
-    draft.put("algorithm.loss.low", low, "--epsilon")
-    draft.put("algorithm.loss.high", names.number_or(low, "epsilon_high"), "--epsilon_high, or --epsilon")
+    put("algorithm.loss.low", low, "--epsilon")
+    put("algorithm.loss.high", names.number_or(low, "epsilon_high"), "--epsilon_high, or --epsilon")
     draft.left["the ratio per sequence of RLOO"] = "the loss clips the ratio of every token"
-    draft.put("algorithm.aggregation", "constant", "TRL adds up the log-probs of a sequence")
-    draft.put("algorithm.old_logprobs", "recompute", f"{_DEFAULT}: the trainer's")
+    put("algorithm.aggregation", "constant", "TRL adds up the log-probs of a sequence")
+    put("algorithm.old_logprobs", "recompute", f"{_DEFAULT}: the trainer's")
     beta = names.number_or(0.05, "beta")
     if beta:
         draft.left[f"--beta {beta:g} ({_DEFAULT}: 0.05)"] = (
@@ -322,10 +325,11 @@ def _rloo(names: Names, draft: Draft) -> None:
 
 
 def _reward(names: Names, draft: Draft) -> None:
+    put = draft.put
     functions = list(filter(None, names.listed("reward_funcs")))
     weights = names.listed("reward_weights")
     if not functions:
-        draft.put("reward.function", "math", "")
+        put("reward.function", "math", "")
         draft.supply["reward.function"] = "the reward; the script names none"
         return
     for index, function in enumerate(functions):
@@ -338,25 +342,26 @@ def _reward(names: Names, draft: Draft) -> None:
             draft.supply["reward"] = f"move {name} out of {names.script} into a file that trains nothing"
         path = f"trl:{module or 'trl.rewards'}.{name}"
         if len(functions) == 1:
-            draft.put("reward.function", path, "--reward_funcs")
+            put("reward.function", path, "--reward_funcs")
             return
-        draft.put(f"reward.parts.{index}.name", name, "--reward_funcs")
-        draft.put(f"reward.parts.{index}.function", path, "--reward_funcs")
+        put(f"reward.parts.{index}.name", name, "--reward_funcs")
+        put(f"reward.parts.{index}.function", path, "--reward_funcs")
         with contextlib.suppress(IndexError, ValueError):
-            draft.put(f"reward.parts.{index}.weight", whole(float(weights[index])), "--reward_weights")
+            put(f"reward.parts.{index}.weight", whole(float(weights[index])), "--reward_weights")
 
 
 def _learned_from_data(names: Names, draft: Draft, name: str) -> None:
     """Sets what training on demonstrations or preferences has instead of rollouts."""
+    put = draft.put
     longest = put_count(draft, names, "rollout.max_prompt_tokens", "max_length", 1024)
     put_tokens(draft, longest * names.count("per_device_train_batch_size", 8), "--per_device_train_batch_size")
     put_answers(draft, "demonstrations" if name == "sft" else "preferences", "the data set has the answers")
     if name != "sft":
-        draft.put("rollout.group_size", 2, "a pair: the chosen and the rejected answer")
-        draft.put("rollout.fields.answer", "chosen", "TRL's column")
-        draft.put("rollout.fields.rejected", "rejected", "TRL's column")
+        put("rollout.group_size", 2, "a pair: the chosen and the rejected answer")
+        put("rollout.fields.answer", "chosen", "TRL's column")
+        put("rollout.fields.rejected", "rejected", "TRL's column")
     else:
-        draft.put("rollout.fields.answer", "completion", "TRL's column")
+        put("rollout.fields.answer", "completion", "TRL's column")
     if name == "dpo":
-        draft.put("algorithm.reference", True, "DPO compares with the initial weights")
+        put("algorithm.reference", True, "DPO compares with the initial weights")
         put_number(draft, names, "algorithm.advantages.beta", "beta", 0.1)

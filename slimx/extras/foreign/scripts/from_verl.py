@@ -111,7 +111,7 @@ def read_verl(launch: Launch, draft: Draft) -> None:
     if draft.get("rollout.filter") is not None:
         draft.supply["rollout.filter"] = "examples/varied.py of slimx's repository, next to this file"
     put_family(draft, "")
-    put_transport(draft, colocate=bool(draft.get("schedule.colocate")))
+    put_transport(draft)
 
 
 def _stored(words: Sequence[str], draft: Draft) -> dict[str, str]:
@@ -169,47 +169,49 @@ def _plain(key: str, *, sft: bool) -> str:
 
 
 def _model(keys: Names, draft: Draft, *, sft: bool) -> None:
+    put = draft.put
     put_model(draft, keys, "actor_rollout_ref.model.path")
     project = keys.text("trainer.project_name") or ("gsm8k-sft" if sft else "verl_examples")
     name = keys.text("trainer.experiment_name") or ("test" if sft else "gsm8k")
     folder = keys.text("trainer.default_local_dir")
-    draft.put("run.name", name, "trainer.experiment_name")
-    draft.put("run.dir", folder or f"checkpoints/{project}/{name}", "trainer.default_local_dir")
-    draft.put("track.project", project, "trainer.project_name")
+    put("run.name", name, "trainer.experiment_name")
+    put("run.dir", folder or f"checkpoints/{project}/{name}", "trainer.default_local_dir")
+    put("track.project", project, "trainer.project_name")
     logger = keys.text("trainer.logger")
     if logger is not None:
         for tracker in ("wandb", "swanlab", "tensorboard"):
             if tracker in logger:
-                draft.put(f"track.{tracker}", True, "trainer.logger")
+                put(f"track.{tracker}", True, "trainer.logger")
         if "mlflow" in logger:
             draft.left["trainer.logger: mlflow"] = "set track.mlflow to the URI of its server"
 
 
 def _prompts(keys: Names, draft: Draft, *, sft: bool) -> None:
+    put = draft.put
     files = files_in(keys.text("data.train_files") or "~/data/rlhf/gsm8k/train.parquet")
     if len(files) == 1:
-        draft.put("rollout.prompts", files[0], "data.train_files")
+        put("rollout.prompts", files[0], "data.train_files")
     else:
         for index, (name, path) in enumerate(names_of(files).items()):
-            draft.put(f"rollout.sources.{index}.path", path, "data.train_files")
-            draft.put(f"rollout.sources.{index}.name", name, "the name of its folder")
+            put(f"rollout.sources.{index}.path", path, "data.train_files")
+            put(f"rollout.sources.{index}.name", name, "the name of its folder")
     put_count(draft, keys, "rollout.prompts_per_step", "data.train_batch_size", 256 if sft else 1024)
     if sft:
         column = keys.text("data.messages_key") or "messages"
-        draft.put("rollout.fields.prompt", column, "data.messages_key")
+        put("rollout.fields.prompt", column, "data.messages_key")
         draft.supply["rollout.fields.prompt"] = (
             "verl's column has whole conversations, whose last turn slimx reads from the column `answer`"
         )
         put_count(draft, keys, "rollout.max_prompt_tokens", "data.max_length", 1024)
         return
-    draft.put("rollout.fields.prompt", keys.text("data.prompt_key") or "prompt", "data.prompt_key")
-    draft.put("rollout.fields.answer", "reward_model.ground_truth", "verl's format")
+    put("rollout.fields.prompt", keys.text("data.prompt_key") or "prompt", "data.prompt_key")
+    put("rollout.fields.answer", "reward_model.ground_truth", "verl's format")
     if len(files) == 1:
-        draft.put("rollout.fields.dataset", keys.text("data.reward_fn_key") or "data_source", "data.reward_fn_key")
+        put("rollout.fields.dataset", keys.text("data.reward_fn_key") or "data_source", "data.reward_fn_key")
     images = keys.text("data.image_key")
     if images is not None:
-        draft.put("rollout.fields.images", images, "data.image_key")
-        draft.put("trainer.vision", {"train": "none"}, "data.image_key")
+        put("rollout.fields.images", images, "data.image_key")
+        put("trainer.vision", {"train": "none"}, "data.image_key")
     put_count(draft, keys, "rollout.max_prompt_tokens", "data.max_prompt_length", 512)
     put_count(draft, keys, "rollout.sampling.max_new_tokens", "data.max_response_length", 512)
     put_count(draft, keys, "rollout.group_size", "actor_rollout_ref.rollout.n", 1)
@@ -248,18 +250,17 @@ def _ranks(keys: Names, draft: Draft) -> None:
 
 
 def _batches(keys: Names, draft: Draft) -> None:
+    put = draft.put
     small = keys.count("actor_rollout_ref.actor.ppo_mini_batch_size", 256)
     threshold = keys.number("async_training.staleness_threshold")
     updates = keys.count("async_training.trigger_parameter_sync_step", 4)
     batches = keys.count("async_training.require_batches", 1)
     if threshold is not None:
-        draft.put(
-            "rollout.prompts_per_step", small * batches * updates, "ppo_mini_batch_size x batches of a weight update"
-        )
-        draft.put("schedule.updates_per_step", updates, "async_training.trigger_parameter_sync_step")
+        put("rollout.prompts_per_step", small * batches * updates, "ppo_mini_batch_size x batches of a weight update")
+        put("schedule.updates_per_step", updates, "async_training.trigger_parameter_sync_step")
         partial = keys.has("async_training.partial_rollout")
-        draft.put("schedule.max_staleness", max(1, int(threshold + 0.999)), "async_training.staleness_threshold")
-        draft.put("rollout.partial", partial, "async_training.partial_rollout")
+        put("schedule.max_staleness", max(1, int(threshold + 0.999)), "async_training.staleness_threshold")
+        put("rollout.partial", partial, "async_training.partial_rollout")
     else:
         prompts = draft.count("rollout.prompts_per_step")
         put_updates(
@@ -270,12 +271,10 @@ def _batches(keys: Names, draft: Draft) -> None:
     sampled = keys.number("data.gen_batch_size")
     prompts = draft.count("rollout.prompts_per_step")
     if sampled is not None and sampled > prompts:
-        draft.put("rollout.over_sampling", whole(sampled / prompts), "data.gen_batch_size / data.train_batch_size")
+        put("rollout.over_sampling", whole(sampled / prompts), "data.gen_batch_size / data.train_batch_size")
     samples = keys.number("rollout.total_rollout_steps")
     if samples is not None:
-        draft.put(
-            "schedule.steps", max(1, int(samples / prompts)), f"rollout.total_rollout_steps {samples:g} / {prompts}"
-        )
+        put("schedule.steps", max(1, int(samples / prompts)), f"rollout.total_rollout_steps {samples:g} / {prompts}")
         note_unneeded(draft, keys, "schedule.steps ends the run", "trainer.total_epochs")
     else:
         put_steps(draft, keys, "trainer.total_training_steps", "trainer.total_epochs", 30)

@@ -52,7 +52,7 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
         note_unneeded(draft, flags, "the loss of cispo has no such bound", "eps_clip_c")
     elif estimator == "gspo" and flags.text("eps_clip_c") is not None:
         draft.left["--eps-clip-c"] = "slimx's loss gspo has no such bound"
-    draft.put("algorithm.aggregation", "sample", _DEFAULT)
+    put("algorithm.aggregation", "sample", _DEFAULT)
     put("algorithm.old_logprobs", "recompute", _DEFAULT)
     if flags.has("use_unbiased_kl") and flags.number("kl_loss_coef"):
         put("algorithm.kl_unbiased", True, "--use-unbiased-kl")
@@ -104,6 +104,7 @@ def _teacher(flags: Names, draft: Draft) -> None:
 
 def put_evaluation(flags: Names, draft: Draft) -> None:
     """Sets the held-out sets and their sampling."""
+    put = draft.put
     sets = _sets(flags, draft)
     every = flags.number("eval_interval")
     names = (
@@ -114,20 +115,20 @@ def put_evaluation(flags: Names, draft: Draft) -> None:
         missing = "--eval-interval" if sets else "--eval-prompt-data"
         note_unneeded(draft, flags, f"without {missing} nothing is evaluated", "eval_prompt_data", *names)
         return
-    draft.put("eval.prompts", sets, "--eval-prompt-data")
-    draft.put("eval.every", int(every), "--eval-interval")
+    put("eval.prompts", sets, "--eval-prompt-data")
+    put("eval.every", int(every), "--eval-interval")
     for name, key in _COLUMNS.items():
         value = flags.text(f"eval_{name}") or draft.get(f"rollout.fields.{key}")
         if value is not None:
-            draft.put(f"eval.fields.{key}", value, f"{flags.shown(f'eval_{name}')}, or as for training")
+            put(f"eval.fields.{key}", value, f"{flags.shown(f'eval_{name}')}, or as for training")
     put_count(draft, flags, "eval.samples", "n_samples_per_eval_prompt", 1)
     for key in ("temperature", "top_p"):
         number = flags.number_or(1.0, f"eval_{key}", f"rollout_{key}")
-        draft.put(f"eval.{key}", whole(number), f"{flags.shown(f'eval_{key}')}, or as for training")
+        put(f"eval.{key}", whole(number), f"{flags.shown(f'eval_{key}')}, or as for training")
         flags.read.remove(f"rollout_{key}")
     if flags.values.get("eval_top_k") == ["1"]:
         note_unneeded(draft, flags, "eval.temperature: 0 takes the most likely token", "eval_top_k")
-        draft.put("eval.temperature", 0, "--eval-top-k 1")
+        put("eval.temperature", 0, "--eval-top-k 1")
 
 
 def _sets(flags: Names, draft: Draft) -> dict[str, object]:

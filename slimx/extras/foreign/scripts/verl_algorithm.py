@@ -148,12 +148,13 @@ def _token_kl(keys: Names, draft: Draft, name: str) -> None:
 
 
 def _correction(keys: Names, draft: Draft) -> None:
+    put = draft.put
     bypass = keys.has("algorithm.rollout_correction.bypass_mode") or keys.has(
         "actor_rollout_ref.actor.use_rollout_log_probs"
     )
     bypass = bypass or keys.number("async_training.staleness_threshold") is not None
     source = "algorithm.rollout_correction.bypass_mode" if bypass else f"{_DEFAULT}: the trainer's"
-    draft.put("algorithm.old_logprobs", "rollout" if bypass else "recompute", source)
+    put("algorithm.old_logprobs", "rollout" if bypass else "recompute", source)
     level = keys.text("algorithm.rollout_correction.rollout_is", "algorithm.rollout_is")
     bounds = keys.text("algorithm.rollout_correction.rollout_is_threshold", "algorithm.rollout_is_threshold") or "2.0"
     if level is None or level.lower() == "false":
@@ -164,23 +165,24 @@ def _correction(keys: Names, draft: Draft) -> None:
         )
         return
     low, between, high = bounds.rpartition("_")
-    draft.put(
+    put(
         "algorithm.correction.kind",
         "icepop" if between else "truncate",
         "algorithm.rollout_correction.rollout_is_threshold",
     )
-    draft.put(
+    put(
         "algorithm.correction.level",
         "sequence" if level == "sequence" else "token",
         "algorithm.rollout_correction.rollout_is",
     )
-    draft.put("algorithm.correction.high", float(high), "algorithm.rollout_correction.rollout_is_threshold")
+    put("algorithm.correction.high", float(high), "algorithm.rollout_correction.rollout_is_threshold")
     if between:
-        draft.put("algorithm.correction.low", float(low), "algorithm.rollout_correction.rollout_is_threshold")
+        put("algorithm.correction.low", float(low), "algorithm.rollout_correction.rollout_is_threshold")
 
 
 def put_reward(keys: Names, draft: Draft) -> None:
     """Sets the reward, with the penalty for long answers as a part of its own."""
+    put = draft.put
     path = keys.text("custom_reward_function.path", "reward.custom_reward_function.path")
     name = keys.text("custom_reward_function.name", "reward.custom_reward_function.name") or "compute_score"
     keys.text("reward_model.reward_manager", "reward.reward_manager.name")
@@ -193,15 +195,15 @@ def put_reward(keys: Names, draft: Draft) -> None:
         draft.supply["reward"] = "verl chooses the grading by the column data_source; `math` compares final answers"
     length = _overlong(keys, options)
     if length is None:
-        draft.put("reward.function", function, "the reward manager")
+        put("reward.function", function, "the reward manager")
         return
-    draft.put("reward.parts.0.name", "answer", "the reward manager")
-    draft.put("reward.parts.0.function", function, "the reward manager")
-    draft.put("reward.parts.1.name", "overlong", "overlong_buffer_cfg")
-    draft.put("reward.parts.1.function", "overlong", "overlong_buffer_cfg")
+    put("reward.parts.0.name", "answer", "the reward manager")
+    put("reward.parts.0.function", function, "the reward manager")
+    put("reward.parts.1.name", "overlong", "overlong_buffer_cfg")
+    put("reward.parts.1.function", "overlong", "overlong_buffer_cfg")
     factor = keys.number_or(1.0, options.get("overlong_buffer_cfg.penalty_factor", ""))
-    draft.put("reward.parts.1.weight", whole(factor), "overlong_buffer_cfg.penalty_factor")
-    draft.put("reward.parts.1.options", length, "max_resp_len, overlong_buffer_cfg.len")
+    put("reward.parts.1.weight", whole(factor), "overlong_buffer_cfg.penalty_factor")
+    put("reward.parts.1.options", length, "max_resp_len, overlong_buffer_cfg.len")
 
 
 def _overlong(keys: Names, options: Mapping[str, str]) -> dict[str, int] | None:
@@ -219,6 +221,7 @@ def _overlong(keys: Names, options: Mapping[str, str]) -> dict[str, int] | None:
 
 def put_evaluation(keys: Names, draft: Draft) -> None:
     """Sets the held-out prompts and their sampling."""
+    put = draft.put
     every = keys.number("trainer.test_freq")
     files = keys.text("data.val_files")
     names = [
@@ -229,24 +232,24 @@ def put_evaluation(keys: Names, draft: Draft) -> None:
         note_unneeded(draft, keys, reason, *names, "data.val_files", "trainer.test_freq")
         return
     paths = files_in(files)
-    draft.put("eval.prompts", paths[0] if len(paths) == 1 else names_of(paths), "data.val_files")
-    draft.put("eval.every", int(every), "trainer.test_freq")
+    put("eval.prompts", paths[0] if len(paths) == 1 else names_of(paths), "data.val_files")
+    put("eval.every", int(every), "trainer.test_freq")
     for key in ("prompt", "answer", "dataset"):
         value = draft.get(f"rollout.fields.{key}")
         if value is not None:
-            draft.put(f"eval.fields.{key}", value, "as for training")
+            put(f"eval.fields.{key}", value, "as for training")
     samples = keys.count("actor_rollout_ref.rollout.val_kwargs.n", 1)
     temperature = keys.number_or(0, "actor_rollout_ref.rollout.val_kwargs.temperature")
     sampled = keys.has("actor_rollout_ref.rollout.val_kwargs.do_sample") and temperature > 0
-    draft.put(
+    put(
         "eval.temperature",
         whole(temperature) if sampled else 0,
         "actor_rollout_ref.rollout.val_kwargs.temperature with do_sample",
     )
-    draft.put("eval.samples", samples if sampled else 1, "actor_rollout_ref.rollout.val_kwargs.n")
+    put("eval.samples", samples if sampled else 1, "actor_rollout_ref.rollout.val_kwargs.n")
     share = keys.number("actor_rollout_ref.rollout.val_kwargs.top_p")
     if sampled and share is not None:
-        draft.put("eval.top_p", whole(share), "actor_rollout_ref.rollout.val_kwargs.top_p")
+        put("eval.top_p", whole(share), "actor_rollout_ref.rollout.val_kwargs.top_p")
     top = keys.number("actor_rollout_ref.rollout.val_kwargs.top_k")
     if top is not None and top > 0:
         draft.left["actor_rollout_ref.rollout.val_kwargs.top_k"] = "evaluation supports only eval.top_p"

@@ -41,8 +41,6 @@ class Statements(Words):
     """Status of the last command substitution of an assignment."""
     assumed: bool = False
     """Result of the condition of an `if` that is unknown."""
-    doubts: int = 0
-    """Number of conditions whose result was unknown."""
 
     @abstractmethod
     def command(self, node: Node) -> bool | None:
@@ -109,7 +107,6 @@ class Statements(Words):
     def chained(self, status: bool | None, sign: str, second: Node) -> bool | None:
         """Runs the second command of `&&` or `||` if the status of the first asks for it."""
         self.status = status
-        self.doubts += status is None
         if status is None and sign == "||" and self.inside:
             self.outputs.clear()  # what a missing package or file is replaced with
         elif status != (sign == "&&"):
@@ -147,7 +144,6 @@ class Statements(Words):
             parts = [part for part in clause.children if part.type not in others]
             then = next((place for place, part in enumerate(parts) if part.type == "then"), 0)
             holds = then == 0 or self.block(parts[1:then])  # `else` has no condition
-            self.doubts += holds is None
             if self.assumed if holds is None else holds:
                 return self.block(parts[then + 1 :])
         return True
@@ -156,7 +152,6 @@ class Statements(Words):
         """Runs the first item of `case` whose pattern matches."""
         value = without_unset(self.text(node.child_by_field_name("value")))
         if unknown_in(value):
-            self.doubts += 1
             return None
         for item in node.children:
             if item.type != "case_item":
@@ -170,11 +165,9 @@ class Statements(Words):
         return True
 
     def loop(self, node: Node) -> bool | None:
-        body, doubts = node.child_by_field_name("body"), self.doubts
+        body = node.child_by_field_name("body")
         for count, _ in enumerate(self.rounds(node)):
             if count == _ROUNDS and node.type == "while_statement":
-                if self.doubts == doubts:
-                    self.spend(self.effort + 1)
                 break
             self.spend(_COST)
             try:
