@@ -57,7 +57,7 @@ TRL: Table = table(
         ),
         "temperature": "rollout.sampling.temperature",
         "top_p": "rollout.sampling.top_p",
-        "top_k": "rollout.sampling.top_k",
+        "top_k": Meaning("rollout.sampling.top_k", {"0": "-1"}),
         "min_p": unsupported("the trainer supports only top_p and top_k"),
         "repetition_penalty": unsupported("the trainer does not support repetition penalties"),
         "generation_kwargs": unsupported("rollout.sampling has everything that the trainer supports"),

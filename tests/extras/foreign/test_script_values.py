@@ -58,6 +58,7 @@ def test_a_default_is_told_from_a_value_of_the_script(draft, key, marked):
 
 
 def test_an_unknown_part_of_a_text_is_left_out_with_a_note():
+    assert "run.dir" in slime(f"--save '{OUTPUT}/x'").supply["--save"]  # not /x
     draft = slime(f"--save 'runs/{OUTPUT}'")
     assert draft.settings["run.dir"] == "runs" and any(OUTPUT[1:-1] in name for name in draft.left)
 

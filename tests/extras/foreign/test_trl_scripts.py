@@ -32,6 +32,7 @@ def written(folder: Path, name: str, text: str) -> tuple[dict, list[str]]:
         (f"--max_steps 40 --warmup_ratio 0.1 {BATCH}", {"trainer.optimizer.warmup_steps": 4}),
         ("--max_steps 40 --warmup_steps 0 --warmup_ratio 0.1", {"trainer.optimizer.warmup_steps": 4}),
         ("--save_steps 20 --save_strategy epoch", {"checkpoint.every": None}),
+        ("--top_k 0", {"rollout.sampling.top_k": -1}),
         ("--use_vllm no", {"algorithm.correction.kind": None}),
         ("--max_steps 40 --num_iterations 2", {"schedule.steps": 20, "schedule.updates_per_step": None}),
         (

@@ -10,6 +10,7 @@ from slimx.extras.foreign.scripts.names import Names, whole
 from slimx.extras.foreign.scripts.shared import (
     NODE,
     PROMPT_TOKENS,
+    longest_rollout,
     put_balance,
     put_engines,
     put_family,
@@ -31,13 +32,18 @@ from slimx.extras.foreign.slime import SLIME
 PROGRAMS = ("train.py", "train_async.py")
 _FULLY_ASYNC = "fully_async"
 _SFT = "sft_rollout"
+_SHORT = {
+    "sglang_expert_parallel_size": "sglang_ep_size",
+    "sglang_data_parallel_size": "sglang_dp_size",
+    "sglang_pipeline_parallel_size": "sglang_pp_size",
+}
+"""Short names of SGLang's options by the long ones."""
 
 
 def read_slime(launch: Launch, draft: Draft) -> None:
     """Adds what `launch` means to `draft`. Raises SlimxError for a flag whose value is not known or no number."""
-    flags = Names(
-        draft.origin.partition(" ")[0], flags_of(launch.arguments), lambda name: f"--{name.replace('_', '-')}"
-    )
+    values = {_SHORT.get(name, name): words for name, words in flags_of(launch.arguments).items()}
+    flags = Names(draft.origin.partition(" ")[0], values, lambda name: f"--{name.replace('_', '-')}")
     sft = (flags.text("loss_type") == "sft_loss") or _SFT in (flags.text("rollout_function_path") or "")
     if launch.broken:
         draft.left["the launch command"] = "a backslash is missing at the end of one of its lines; all flags are read"
@@ -246,8 +252,8 @@ def _trainer(flags: Names, draft: Draft) -> None:
     tokens = flags.number("max_tokens_per_gpu")
     sequences = flags.count("micro_batch_size", 1)
     if tokens is None:
-        length = flags.count("seq_length", 0)
-        put_tokens(draft, sequences * length, "--micro-batch-size")
+        length = flags.count("seq_length", longest_rollout(draft))
+        put_tokens(draft, sequences * length, "--micro-batch-size x --seq-length, or the longest rollout")
     else:
         put_tokens(draft, tokens * context, "--max-tokens-per-gpu x --context-parallel-size")
     stages = put_count(draft, flags, "trainer.pipeline", "pipeline_model_parallel_size", 1)

@@ -65,6 +65,16 @@ _ASYNCHRONOUS = {
     },
 }
 """Defaults of verl's asynchronous trainers that the others do not have, by a part of the name of their module."""
+_DEFAULTS = {
+    "data.train_batch_size": "1024",
+    "data.max_prompt_length": "512",
+    "data.max_response_length": "512",
+    "trainer.nnodes": "1",
+    "trainer.n_gpus_per_node": "8",
+    "trainer.project_name": "verl_examples",
+    "trainer.experiment_name": "gsm8k",
+}
+"""Defaults of verl to which values of a script refer."""
 _DEFAULT_FILE = re.compile(r"((fully_async_|one_step_off_)?ppo(_megatron)?_trainer|sft_trainer_engine)(\.yaml)?")
 """Names of verl's own files of defaults, which are known here."""
 
@@ -86,7 +96,8 @@ def read_verl(launch: Launch, draft: Draft) -> None:
         tree = hydra_value(value)
         for inner, part in _flat(tree, f"{key}.") if isinstance(tree, dict) else [(key, value)]:
             values[_plain(inner, sft=sft)] = part.strip("'\"") if part[:1] in ("'", '"') else part
-    words = {key: [_interpolated(value, values, sft=sft)] for key, value in values.items()}
+    known = values if sft else _DEFAULTS | values
+    words = {key: [_interpolated(value, known, sft=sft)] for key, value in values.items()}
     keys = Names(draft.origin.partition(" ")[0], words, lambda name: name)
     _model(keys, draft, sft=sft)
     _prompts(keys, draft, sft=sft)
@@ -322,6 +333,9 @@ def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
             "it needs trainer.expert above 1",
             "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size",
         )
+    modules = keys.text(f"{CHANGED}.recompute_modules")
+    if modules is not None:
+        draft.put("trainer.recompute.modules", files_in(modules), "recompute_modules")
     put_balance(draft, keys, "actor_rollout_ref.actor.megatron.override_transformer_config.", "none")
     if keys.has("actor_rollout_ref.model.mtp.enable") and keys.has("actor_rollout_ref.model.mtp.enable_train"):
         scale = keys.number("actor_rollout_ref.model.mtp.mtp_loss_scaling_factor")

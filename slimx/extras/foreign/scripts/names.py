@@ -13,7 +13,7 @@ import yaml
 from slimx.config.suggestions import OFF
 from slimx.data.prompts.rows import read_rows
 from slimx.errors import SlimxError
-from slimx.extras.foreign.scripts.shell.expansion import UNSET, unknown_in, without_outputs
+from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, UNSET, unknown_in, without_outputs
 from slimx.extras.foreign.scripts.shell.expansion import shown as readable
 
 
@@ -29,7 +29,8 @@ class Names:
     read: set[str] = field(default_factory=set)
     """Names that were asked for."""
     outputs: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    """Computed part of a value, such as a command's output, by name; True if it is the whole value."""
+    """Computed part of a value, such as a command's output, by name; True if it is the whole value, or the start of a
+    path."""
 
     def has(self, name: str) -> bool:
         """Returns True if the script sets `name`, as a flag without a value or to anything but false, no, null, 0
@@ -92,7 +93,7 @@ class Names:
             )
         left = without_outputs(text)
         if missing:
-            self.outputs[name] = missing[0], not left
+            self.outputs[name] = missing[0], left[:1] in ("", "/") and text.startswith(COMPUTED)
         return left
 
     def listed(self, name: str) -> list[str]:
