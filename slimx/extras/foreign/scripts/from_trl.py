@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slimx.errors import SlimxError
 from slimx.extras.foreign.scripts.draft import Draft
-from slimx.extras.foreign.scripts.names import Names, whole, yaml_in
+from slimx.extras.foreign.scripts.names import Names, whole, word_of, yaml_in
 from slimx.extras.foreign.scripts.python_file import arguments_in
 from slimx.extras.foreign.scripts.shared import (
     NODE,
@@ -76,7 +76,7 @@ def yaml_values(file: Path, text: str | None = None) -> dict[str, list[str]]:
     contains, if it is not here. Raises SlimxError if it is not YAML."""
     values = {}
     for name, value in yaml_in(file, text).items():
-        values[str(name)] = [str(entry) for entry in value] if isinstance(value, list) else [str(value)]
+        values[str(name)] = [*map(word_of, value if isinstance(value, list) else [value])]
     return values
 
 
@@ -237,6 +237,11 @@ def _optimizer(names: Names, draft: Draft, trainer: str) -> None:
     draft.put("trainer.optimizer.decay", "linear", "--lr_scheduler_type")
     note_unneeded(draft, names, "numerics.dtype is bfloat16 by default", "bf16", "fp16")
     names.text("peft_config")
+    for tracker in names.listed("report_to"):
+        if tracker in ("wandb", "tensorboard", "swanlab"):
+            draft.put(f"track.{tracker}", True, "--report_to")
+        elif tracker not in ("", "none"):
+            draft.left[f"--report_to {tracker}"] = "track has wandb, tensorboard, swanlab and the URI of mlflow"
     if names.has("use_peft"):
         rank, alpha = names.count("lora_r", 16), names.count("lora_alpha", 32)
         draft.put("trainer.lora", {"rank": rank, "alpha": alpha}, "--use_peft, --lora_r, --lora_alpha")

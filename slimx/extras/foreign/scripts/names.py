@@ -13,6 +13,7 @@ import yaml
 from slimx.config.suggestions import OFF
 from slimx.data.prompts.rows import read_rows
 from slimx.errors import SlimxError
+from slimx.extras.foreign.commented_yaml import on_one_line
 from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, UNSET, unknown_in, without_outputs
 from slimx.extras.foreign.scripts.shell.expansion import shown as readable
 
@@ -108,6 +109,11 @@ class Names:
 def whole(value: float) -> int | float:
     """Returns `value` as an int if it is a whole number."""
     return int(value) if value == int(value) else value
+
+
+def word_of(value: object) -> str:
+    """Returns `value` as a word of a command line."""
+    return on_one_line(value) if isinstance(value, dict | list) else str(value)
 
 
 def rows_of(path: str) -> int | None:

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from slimx.errors import SlimxError
+from slimx.extras.foreign.scripts.names import word_of
 from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END
 
 _OTHERS = ("ModelConfig", "DatasetMixtureConfig")
@@ -140,4 +141,4 @@ def _words(node: ast.expr, constants: dict[str, ast.expr]) -> list[str]:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError):
         return [f"{COMPUTED}{ast.unparse(node)}{END}"]
-    return [*map(str, value if isinstance(value, list | tuple) else [value])] or [""]
+    return [*map(word_of, value if isinstance(value, list | tuple) else [value])] or [""]
