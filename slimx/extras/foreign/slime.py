@@ -49,6 +49,9 @@ SLIME: Table = table(
             "config.json in model.path names the architecture; model.family is for one that slimx does not support"
         ),
         "custom_model_provider_path": computed("model.family", "a module in slimx's format (docs/models.md)"),
+        "lora_rank lora_alpha": computed("trainer.lora", "{rank: R, alpha: A}"),
+        "target_modules": computed("trainer.lora.targets", "a list of attention, mlp, shared_experts, experts, router"),
+        "lora_dropout": choice("", {"0 0.0": not_needed("adapters have no dropout")}),
         "only_train_params_name_list": unsupported("trainer.freeze lists the parameters that are not trained"),
         "freeze_params_name_list": computed("trainer.freeze", "a list of globs instead of regular expressions"),
         "megatron_to_hf_mode": not_needed("slimx converts with built-in tables"),

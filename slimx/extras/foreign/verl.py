@@ -124,6 +124,10 @@ VERL: Table = table(
             {
                 "strategy": not_needed("trainers use megatron-core"),
                 "model_engine engine.* megatron.*": _ENGINE,
+                "optim.optimizer": MEGATRON["optimizer"],
+                "entropy_from_logits_with_chunking entropy_checkpointing": not_needed(
+                    "entropies need no copy of logits"
+                ),
                 "optim.lr_warmup_init": not_needed("the learning rate starts at 0"),
                 "optim.lr_decay_steps": MEGATRON["lr_decay_iters"],
                 "router_replay.mode megatron.router_replay.mode": Meaning(
@@ -189,7 +193,7 @@ VERL: Table = table(
                     "megatron.param_offload megatron.grad_offload megatron.optimizer_offload"
                 ): OFFLOADED,
                 "fsdp_config.optimizer_offload": MEGATRON["optimizer_cpu_offload"],
-                "fsdp_config.* megatron.use_megatron_fsdp": _FSDP,
+                "fsdp_config.* veomni.* torchtitan.* megatron.use_megatron_fsdp": _FSDP,
                 **{f"megatron.{theirs}": f"trainer.{ours}" for theirs, ours in _SIZES.items()},
                 **{f"engine.{short}": f"trainer.{_SIZES[theirs]}" for short, theirs in SHORT.items()},
                 "megatron.sequence_parallel": MEGATRON["sequence_parallel"],
@@ -280,6 +284,7 @@ VERL: Table = table(
         "critic.model.*": not_needed(
             "the critic has the architecture of model.path and the trainer's packing and recomputation"
         ),
+        "critic.fsdp.*": _FSDP,
         "critic.enable": not_needed("algorithm.name: ppo has a critic"),
         "critic.strategy": not_needed("trainers use megatron-core"),
         "reward_model.enable reward_model.model.* reward_model.rollout.* reward.reward_model.*": _REWARD_MODEL,

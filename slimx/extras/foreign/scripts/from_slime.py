@@ -14,6 +14,7 @@ from slimx.extras.foreign.scripts.shared import (
     put_balance,
     put_engines,
     put_family,
+    put_lora,
     put_model,
     put_mtp,
     put_ranks,
@@ -269,6 +270,7 @@ def _trainer(flags: Names, draft: Draft) -> None:
     if modules:
         put("trainer.recompute.modules", modules, "--recompute-modules")
     put_balance(draft, flags, "", "aux_loss")
+    put_lora(draft, flags, "lora_rank", "lora_alpha", (0, 16))
     if flags.has("enable_mtp_training"):
         scale = flags.number("mtp_loss_scaling_factor")
         put_mtp(draft, flags.count("mtp_num_layers", 1), scale, "--enable-mtp-training")

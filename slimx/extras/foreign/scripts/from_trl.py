@@ -16,6 +16,7 @@ from slimx.extras.foreign.scripts.shared import (
     longest_rollout,
     put_answers,
     put_engines,
+    put_lora,
     put_model,
     put_ranks,
     put_steps,
@@ -243,8 +244,7 @@ def _optimizer(names: Names, draft: Draft, trainer: str) -> None:
         elif tracker not in ("", "none"):
             draft.left[f"--report_to {tracker}"] = "track has wandb, tensorboard, swanlab and the URI of mlflow"
     if names.has("use_peft"):
-        rank, alpha = names.count("lora_r", 16), names.count("lora_alpha", 32)
-        draft.put("trainer.lora", {"rank": rank, "alpha": alpha}, "--use_peft, --lora_r, --lora_alpha")
+        put_lora(draft, names, "lora_r", "lora_alpha", (16, 32))
         modules = names.words("lora_target_modules")
         if modules:
             draft.left["--lora_target_modules"] = (

@@ -17,6 +17,7 @@ from slimx.extras.foreign.scripts.shared import (
     put_balance,
     put_engines,
     put_family,
+    put_lora,
     put_model,
     put_mtp,
     put_ranks,
@@ -340,15 +341,8 @@ def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
     if keys.has("actor_rollout_ref.model.mtp.enable") and keys.has("actor_rollout_ref.model.mtp.enable_train"):
         scale = keys.number("actor_rollout_ref.model.mtp.mtp_loss_scaling_factor")
         put_mtp(draft, 1, scale, "actor_rollout_ref.model.mtp.enable_train")
-    for form, default in (("lora.", 32), ("lora_", 16)):
-        rank = keys.count(f"actor_rollout_ref.model.{form}rank", 0)
-        alpha = whole(keys.number_or(default, f"actor_rollout_ref.model.{form}alpha"))
-        if rank:
-            draft.put(
-                "trainer.lora",
-                {"rank": rank, "alpha": alpha},
-                f"actor_rollout_ref.model.{form}rank, {MODEL}.{form}alpha",
-            )
+    for form, alpha in (("lora.", 32), ("lora_", 16)):
+        put_lora(draft, keys, f"{MODEL}.{form}rank", f"{MODEL}.{form}alpha", (0, alpha))
 
 
 def _stages(keys: Names, draft: Draft, stages: int) -> None:

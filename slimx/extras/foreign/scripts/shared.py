@@ -10,7 +10,7 @@ from pathlib import Path
 from slimx.extras.foreign.meaning import ALGORITHMS, KL_KINDS
 from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.names import Names, rows_of, whole
-from slimx.extras.foreign.scripts.translate import note_unneeded
+from slimx.extras.foreign.scripts.translate import note_unneeded, put_number
 
 _RECURRENT = re.compile(r"qwen3[._][56]|qwen3[-_]next|nemotron[-_](3|h)|nemotron-nano-v3", re.IGNORECASE)
 """Names of families with delta nets or state-space layers."""
@@ -188,6 +188,27 @@ def put_balance(draft: Draft, names: Names, section: str, default: str) -> None:
         draft.put("trainer.moe.aux_loss_type", chosen, names.shown(kind))
     else:
         note_unneeded(draft, names, "without a coefficient and a kind of loss nothing is balanced", coef, kind)
+
+
+def put_discounts(draft: Draft, names: Names, gamma: str, lam: str) -> None:
+    """Sets the discounts of rewards per token to those in `gamma` and `lam`; most algorithms have none."""
+    kind = draft.get("algorithm.name")
+    for key, name, kinds in (
+        ("gamma", gamma, ("ppo", "reinforce_pp", "reinforce_pp_baseline")),
+        ("lam", lam, ("ppo",)),
+    ):
+        if kind in kinds:
+            put_number(draft, names, f"algorithm.advantages.{key}", name, 1.0)
+        else:
+            note_unneeded(draft, names, f"{kind} has no such discount", name)
+
+
+def put_lora(draft: Draft, names: Names, rank: str, alpha: str, usual: tuple[int, int]) -> None:
+    """Sets adapters of the rank that the script sets `rank` to; none for 0. `usual`: rank and alpha by default."""
+    size, scale = names.count(rank, usual[0]), whole(names.number_or(usual[1], alpha))
+    if size:
+        source = f"{names.shown(rank)}, {names.shown(alpha)}"
+        draft.put("trainer.lora", {"rank": size, "alpha": scale}, source)
 
 
 def put_teacher(draft: Draft, index: int, model: str, source: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.names import Names, whole, yaml_in
-from slimx.extras.foreign.scripts.shared import algorithm_of, kl_kind, put_answers, put_kl, put_teacher
+from slimx.extras.foreign.scripts.shared import algorithm_of, kl_kind, put_answers, put_discounts, put_kl, put_teacher
 from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number
 
 _DEFAULT = "slime's default"
@@ -67,12 +67,10 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
         draft.left[f"--kl-coef {reward_kl:g}"] = (
             f"{estimator} has no reward per token; algorithm.kl_coef is a term of the loss"
         )
+    put_discounts(draft, flags, "gamma", "lambd")
     whiten = flags.has("normalize_advantages")
     if estimator in _TOKEN_REWARDS:
         put("algorithm.advantages.whiten", whiten, "--normalize-advantages")
-        put_number(draft, flags, "algorithm.advantages.gamma", "gamma", 1.0)
-        if estimator == "ppo":
-            put_number(draft, flags, "algorithm.advantages.lam", "lambd", 1.0)
     elif whiten:
         draft.left["--normalize-advantages"] = f"{estimator} normalizes within groups only"
     if flags.has("use_tis"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slimx.extras.foreign.scripts.draft import Draft, scalar
 from slimx.extras.foreign.scripts.names import Names, whole
-from slimx.extras.foreign.scripts.shared import NODE, algorithm_of, put_kl, put_teacher, put_warmup
+from slimx.extras.foreign.scripts.shared import NODE, algorithm_of, put_discounts, put_kl, put_teacher, put_warmup
 from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -129,6 +129,7 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
     if keys.words(normalized) is not None and estimator == "grpo":
         put("algorithm.advantages.normalize_std", keys.has(normalized), normalized)
     put_kl(draft, keys, "actor_rollout_ref.actor.", 0.001, "low_var_kl")
+    put_discounts(draft, keys, "algorithm.gamma", "algorithm.lam")
     _token_kl(keys, draft, name)
     _correction(keys, draft)
 

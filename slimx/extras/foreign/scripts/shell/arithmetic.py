@@ -91,10 +91,10 @@ def _of_name(name: str, variables: Variables) -> int:
 
 
 def _of_node(node: ast.expr, variables: Variables) -> int:
-    value = None
+    value: int | None = None
     match node:
-        case ast.Constant(value=int(value)):
-            pass
+        case ast.Constant(value=int(number)) if not isinstance(number, bool):
+            value = number
         case ast.Name(id=name):
             value = _of_name(name, variables)
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() | ast.Invert() as op, operand=operand):
