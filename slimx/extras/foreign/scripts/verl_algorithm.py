@@ -27,7 +27,10 @@ _UNITS = {"seq-mean-token-mean": "sample", "seq-mean-token-sum": "constant", "se
 
 
 def hydra_value(text: str) -> object:
-    """Returns the value of `text` in an override of Hydra, whose mappings need no blank after a colon."""
+    """Returns the value of `text` in an override of Hydra, whose mappings need no blank after a colon, and which has no
+    aliases, as YAML has."""
+    if "&" in text:
+        return text
     return scalar(re.sub(r"""([{,]\s*[\w.'"-]+):(?=\S)""", r"\1: ", text) if text.startswith("{") else text)
 
 
