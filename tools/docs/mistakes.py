@@ -152,6 +152,7 @@ MISTAKES = (
     Mistake(
         "a configuration that exists", "from-slime run.sh --out run.yaml", _script("python3 train.py --hf-checkpoint m")
     ),
+    Mistake("a notebook for from-trl", "from-trl grpo.ipynb", {"grpo.ipynb": "{}"}),
     Mistake("a Python file of TRL with an error", "from-trl grpo.py", {"grpo.py": "GRPOConfig(\n"}),
     Mistake("a trainer that slimx does not have", "from-trl run.sh", _script("trl kto --model_name_or_path m")),
     Mistake(

@@ -44,6 +44,11 @@ Table = Mapping[str, str | Meaning]
 that takes the same value. A name that ends in `*` matches every name with this prefix."""
 
 
+def table(entries: Table) -> dict[str, str | Meaning]:
+    """Returns `entries` by single names: a key of `entries` has all names of a meaning, separated by spaces."""
+    return {name: meaning for names, meaning in entries.items() for name in names.split()}
+
+
 def not_needed(reason: str) -> Meaning:
     """Returns the meaning of a foreign option that needs no key, because slimx always behaves that way or another key
     determines it. `reason`: sentence that says which of these applies."""
@@ -64,8 +69,8 @@ def computed(key: str, how: str) -> Meaning:
 
 def choice(key: str, values: Mapping[str, str | Meaning]) -> Meaning:
     """Returns the meaning of a foreign name that has a fixed set of values. `values`: values of `key` by foreign
-    value."""
-    return Meaning(key, values, closed=True)
+    values, separated by spaces."""
+    return Meaning(key, table(values), closed=True)
 
 
 def flag(key: str, value: str) -> Meaning:
@@ -92,13 +97,13 @@ KL_ON = not_needed("algorithm.kl_coef above 0 with algorithm.reference: true tur
 OFFLOADED = not_needed("with schedule.colocate trainers are always offloaded (trainer.offload)")
 MEMORY = Meaning("rollout.engines.*.sglang.mem_fraction_static")
 KL_KINDS = {"low_var_kl": "low_variance", "kl": "k1", "mse": "k2"}
-ALGORITHMS: dict[str, str | Meaning] = {
-    "gae": "ppo",
-    "reinforce": "reinforce_pp",
-    "reinforce++": "reinforce_pp",
-    "reinforce_plus_plus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
-    "reinforce_baseline": "reinforce_pp_baseline",
-    "group_norm": "grpo",
-    "grpo_passk": unsupported("advantages over pass@k need a hook (algorithm.advantages)"),
-}
+ALGORITHMS = table(
+    {
+        "gae": "ppo",
+        "reinforce reinforce++ reinforce_plus_plus": "reinforce_pp",
+        "reinforce_plus_plus_baseline reinforce_baseline": "reinforce_pp_baseline",
+        "group_norm grpo_vectorized": "grpo",
+        "rloo_vectorized": "rloo",
+        "grpo_passk": unsupported("advantages over pass@k need a hook (algorithm.advantages)"),
+    }
+)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
-from tests.extras.foreign.script_drafts import ACTOR, ROLLOUT, accepted, slime, verl
+from slimx.extras.foreign.scripts.command import slime_app
+from tests.extras.foreign.script_drafts import ACTOR, ROLLOUT, SFT, accepted, slime, verl
 
 ONE_STEP_OFF = "verl.experimental.one_step_off_policy.main_ppo"
 OPTIMIZER = "critic.optimizer"
+CHANGED, LOSS_MODE = f"{ACTOR}.megatron.override_transformer_config", f"{ACTOR}.policy_loss.loss_mode"
 
 
 @pytest.mark.parametrize(
@@ -35,6 +39,13 @@ OPTIMIZER = "critic.optimizer"
         ("--lr-decay-style wsd", {"trainer.optimizer.decay": "linear"}),
         ("--deterministic-mode", {"trainer.megatron.deterministic_mode": True}),
         ("--num-rollout 3 --num-epoch 9", {"schedule.steps": 3}),
+        ("--gamma 0.9 --lambd 0.9", {"algorithm.advantages.gamma": None, "algorithm.advantages.lam": None}),
+        ("--lora-rank 8 --lora-dropout 0.0", {"trainer.lora": {"rank": 8, "alpha": 16}}),
+        ("--sglang-expert-parallel-size 2 --rollout-num-gpus-per-engine 2",
+         {"rollout.engines.0.expert": 2, "rollout.engines.0.sglang.expert_parallel_size": None}),
+        ("--micro-batch-size 2 --rollout-max-response-len 952", {"trainer.max_tokens_per_microbatch": 6000}),
+        ("--moe-aux-loss-coeff 1e-3", {"trainer.moe.aux_loss_coef": 1e-3, "trainer.moe.aux_loss_type": "aux_loss"}),
+        ("--moe-aux-loss-coeff 1e-3 --moe-router-load-balancing-type none", {"trainer.moe.aux_loss_coef": None}),
     ],
 )  # fmt: skip
 def test_defaults_and_combinations_of_slime_are_those_of_its_source(flags, keys):
@@ -119,6 +130,38 @@ LOSS = "distillation.distillation_loss"
         ("algorithm.adv_estimator=gae trainer.critic_warmup=7", {"critic.warmup_steps": 7}),
         (f"{ACTOR}.use_kl_loss=True", {"algorithm.kl_coef": 0.001, "algorithm.kl_estimator": "low_variance"}),
         ("trainer.total_training_steps=7 trainer.total_epochs=3", {"schedule.steps": 7}),
+        (f"{CHANGED}.moe_aux_loss_coeff=1e-3", {"trainer.moe.aux_loss_coef": None}),
+        (
+            f"{CHANGED}.moe_aux_loss_coeff=1e-3 {CHANGED}.moe_router_load_balancing_type=aux_loss",
+            {"trainer.moe.aux_loss_coef": 1e-3, "trainer.moe.aux_loss_type": "aux_loss"},
+        ),
+        (
+            f"algorithm.adv_estimator=grpo {LOSS_MODE}=kl_cov",
+            {"algorithm.name": "kl_cov", "algorithm.loss.coef": 0.1, "algorithm.loss.share": 2e-4},
+        ),
+        (
+            f"algorithm.adv_estimator=grpo {LOSS_MODE}=clip_cov {ACTOR}.policy_loss.clip_cov_ub=4",
+            {"algorithm.loss.share": 2e-4, "algorithm.loss.covariance_low": 1, "algorithm.loss.covariance_high": 4},
+        ),
+        (f"algorithm.adv_estimator=gae {LOSS_MODE}=gspo", {"algorithm.name": "ppo", "algorithm.loss.kind": "gspo"}),
+        (f"algorithm.adv_estimator=rloo {LOSS_MODE}=gpg", {"algorithm.name": "rloo", "algorithm.loss.kind": "plain"}),
+        (f"algorithm.adv_estimator=grpo {LOSS_MODE}=gpg", {"algorithm.name": "grpo", "algorithm.loss.kind": "plain"}),
+        (f"algorithm.adv_estimator=gpg {LOSS_MODE}=gpg", {"algorithm.name": "gpg", "algorithm.loss.kind": None}),
+        (f"algorithm.adv_estimator=gpg {ACTOR}.clip_ratio_high=0.3",
+         {"algorithm.loss.kind": "clip", "algorithm.loss.high": 0.3}),
+        (f"algorithm.adv_estimator=opo {ACTOR}.clip_ratio_high=0.3", {"algorithm.loss.high": 0.3}),
+        ("algorithm.adv_estimator=grpo_vectorized", {"algorithm.name": "grpo"}),
+        ("trainer.logger=['console','tensorboard']", {"track.tensorboard": True}),
+        ("+data.apply_chat_template_kwargs={enable_thinking:False,'x':1}",
+         {"rollout.template.enable_thinking": False, "rollout.template.x": 1}),
+        ("algorithm.gamma=0.9 algorithm.lam=0.9", {"algorithm.advantages.gamma": None}),
+        ("algorithm.adv_estimator=reinforce_plus_plus algorithm.gamma=0.9 algorithm.lam=0.9",
+         {"algorithm.advantages.gamma": 0.9, "algorithm.advantages.lam": None}),
+        (f"{ACTOR}.optim.optimizer=AdamW", {"trainer.optimizer.kind": "adam"}),
+        (f"{CHANGED}.recompute_modules=[moe_act,mlp] {CHANGED}.recompute_granularity=selective",
+         {"trainer.recompute.modules": ["moe_act", "mlp"]}),
+        ("trainer.default_local_dir=${trainer.project_name}/x", {"run.dir": "verl_examples/x"}),
+        (f"+{CHANGED}={{recompute_granularity:full}}", {"trainer.recompute.granularity": "full"}),
     ],
 )  # fmt: skip
 def test_defaults_and_combinations_of_verl_are_those_of_its_source(keys, settings):
@@ -135,3 +178,47 @@ def test_what_slimx_lacks_of_a_script_of_verl_is_named():
     assert weight in verl(f"algorithm.rollout_correction.bypass_mode=True {weight}").left
     assert "trainer.v1.trainer_mode" in verl("trainer.v1.trainer_mode=colocate_async").left
     assert f"{LOSS}.loss_mode=k3" in verl(TAUGHT).left
+    left = verl(
+        f"-m --config-name=ppo_trainer $MORE {ACTOR}.loss_agg_mode=token-sum algorithm.kl_ctrl.type=adaptive"
+    ).left
+    assert {"-m", "$MORE", f"{ACTOR}.loss_agg_mode=token-sum", "algorithm.kl_ctrl.type"} <= left.keys()
+    assert (
+        "--config-name=ppo_trainer" not in left
+        and "algorithm.kl_ctrl.type" in verl("algorithm.kl_ctrl.type=fixed").unneeded
+    )
+
+
+def test_supervised_training_of_verl_has_its_own_defaults():
+    settings = accepted(verl("", SFT, "torchrun --nnodes 1"))
+    assert (settings["trainer.world_size"], settings["run.dir"]) == (1, "checkpoints/gsm8k-sft/test")
+
+
+def test_a_pass_over_the_prompts_has_only_whole_steps(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "input": "a"}\n' * 15)
+    size = f"data.train_batch_size=4 {ACTOR}.ppo_mini_batch_size=4 trainer.total_epochs=3"
+    assert accepted(verl(f"data.train_files={tmp_path}/p.jsonl {size}"))["schedule.steps"] == 9
+    flags = f"--prompt-data {tmp_path}/p.jsonl --rollout-batch-size 4 --num-epoch 3"
+    assert accepted(slime(flags))["schedule.steps"] == 9
+
+
+def test_sets_of_a_file_of_slime_have_their_columns(tmp_path):
+    (tmp_path / "e.yaml").write_text(
+        "eval:\n  defaults: {top_p: 0.7, label_key: a}\n  datasets:\n"
+        "  - {name: x, path: x.jsonl, input_key: q, top_k: 3}\n"
+    )
+    draft = slime(f"--eval-interval 5 --eval-config {tmp_path}/e.yaml")
+    assert accepted(draft)["eval.prompts"] == {
+        "x": {"path": "x.jsonl", "top_p": 0.7, "fields": {"prompt": "q", "answer": "a"}}
+    }
+    assert "e.yaml: top_k of x" in draft.left and "--sglang-config" in slime("--sglang-config e.yaml").left
+
+
+def test_a_condition_that_is_not_known_is_told_with_what_it_decides(tmp_path):
+    (tmp_path / "run.sh").write_text(
+        "if nvidia-smi | grep -q H200; then TP=8; else TP=4; fi\nif true; then A=1; fi\n"
+        "python train.py --hf-checkpoint m --prompt-data p --n-samples-per-prompt 2 --tensor-model-parallel-size $TP\n"
+    )
+    text = CliRunner().invoke(slime_app, [str(tmp_path / "run.sh")], catch_exceptions=False).stdout
+    assert yaml.safe_load(text)["trainer"]["tensor"] == 4
+    (line,) = [line for line in text.splitlines() if line.startswith("#   conditions ")]
+    assert line.endswith(" tensor_model_parallel_size")

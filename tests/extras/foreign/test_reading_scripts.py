@@ -158,8 +158,8 @@ def test_a_value_that_is_not_known_stays_marked(folder, word, value):
 
 
 def test_overrides_of_hydra_are_read_without_their_signs():
-    words = ["+a.b=1", "++c=[1,2]", "~d", "e='x y'", "--config-name=z", "f"]
-    assert keys_of(words) == {"a.b": "1", "c": "[1,2]", "d": "null", "e": "'x y'"}
+    words = ["+a.b=1", "++c-x=[1,2]", "~d", "e='x y'", "--config-name=z", "f"]
+    assert keys_of(words) == ({"a.b": "1", "c-x": "[1,2]", "d": "null", "e": "'x y'"}, ["--config-name=z", "f"])
 
 
 def test_a_quote_that_is_never_closed_is_named_with_its_line(folder):
@@ -189,6 +189,29 @@ raise SystemExit
         "dataset_config": ["main"],
         "dataset_train_split": ["train"],
         "seed": [f"{COMPUTED}int('3'){END}"],
+    }
+    text = """
+from trl import GRPOConfig, GRPOTrainer
+from mine import right
+LR: float = 3e-6
+N = 4
+if fast:
+    N = 8
+more = dict(beta=0.1, num_generations=N)
+args = GRPOConfig("out", learning_rate=LR, **more, **{"epsilon": 0.3})
+args.max_completion_length = 77
+GRPOTrainer("o/m", right, args, data).train()
+"""
+    assert arguments_in(Path("grpo.py"), text) == {
+        "trainer": ["GRPOConfig"],
+        "output_dir": ["out"],
+        "learning_rate": ["3e-06"],
+        "beta": ["0.1"],
+        "epsilon": ["0.3"],
+        "num_generations": [f"{COMPUTED}N{END}"],  # it has two values
+        "max_completion_length": ["77"],
+        "model_name_or_path": ["o/m"],
+        "reward_funcs": ["mine.right"],
     }
     named = arguments_in(Path("x.py"), "load_dataset('o/n', name='sub')")
     assert (named["dataset_name"], named["dataset_config"]) == (["o/n"], ["sub"])

@@ -58,6 +58,7 @@ def test_a_default_is_told_from_a_value_of_the_script(draft, key, marked):
 
 
 def test_an_unknown_part_of_a_text_is_left_out_with_a_note():
+    assert "run.dir" in slime(f"--save '{OUTPUT}/x'").supply["--save"]  # not /x
     draft = slime(f"--save 'runs/{OUTPUT}'")
     assert draft.settings["run.dir"] == "runs" and any(OUTPUT[1:-1] in name for name in draft.left)
 
@@ -302,3 +303,16 @@ def test_numbers_of_slime_from_commands_are_supplied_through_the_command(tmp_pat
     )
     result = CliRunner().invoke(slime_app, [str(tmp_path / "run.sh")], catch_exceptions=False)
     assert "#   --actor-num-gpus-per-node: " in result.stdout
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "{" * 2000,
+        "{a: &a {x: 1}" + "".join(f", b{i}: &b{i} {{p: *a, q: *a}}" for i in range(40)) + "}",
+        "{a: b}:c",
+    ],
+)
+def test_a_mapping_that_hydra_does_not_know_stays_a_text(value):
+    draft = verl(f"+algorithm.x='{value}'")
+    assert f"algorithm.x {value}" in draft.left

@@ -30,6 +30,12 @@ def written(folder: Path, name: str, text: str) -> tuple[dict, list[str]]:
         (f"--max_steps 40 --save_steps 20 {BATCH}", {"checkpoint.every": 5}),
         (f"--max_steps 40 --save_steps 0.5 {BATCH}", {"checkpoint.every": 5}),
         (f"--max_steps 40 --warmup_ratio 0.1 {BATCH}", {"trainer.optimizer.warmup_steps": 4}),
+        ("--max_steps 40 --warmup_steps 0 --warmup_ratio 0.1", {"trainer.optimizer.warmup_steps": 4}),
+        ("--save_steps 20 --save_strategy epoch", {"checkpoint.every": None}),
+        ("--report_to wandb tensorboard x", {"track.wandb": True, "track.tensorboard": True}),
+        ("--top_k None --min_p None", {"rollout.sampling.top_k": None}),
+        ("--top_k 0", {"rollout.sampling.top_k": -1}),
+        ("--use_vllm no", {"algorithm.correction.kind": None}),
         ("--max_steps 40 --num_iterations 2", {"schedule.steps": 20, "schedule.updates_per_step": None}),
         (
             "--max_steps 40 --steps_per_generation 1 --gradient_accumulation_steps 4 --num_generations 8",
@@ -89,6 +95,14 @@ def test_a_file_of_settings_that_is_missing_is_to_be_supplied(tmp_path, monkeypa
     config, supply = written(tmp_path, "run.sh", command)
     assert not any("yaml" in name for name in supply)
     assert (config["rollout"]["group_size"], config["trainer"]["world_size"]) == (4, 2)
+
+
+def test_a_mapping_in_a_file_of_settings_is_kept(tmp_path):
+    text = "trainer: grpo\nmodel_name_or_path: m\nchat_template_kwargs: {a: false, b: null, c: [1, {d: x}]}\n"
+    template = {"a": False, "b": None, "c": [1, {"d": "x"}]}
+    assert written(tmp_path, "a.yaml", text)[0]["rollout"]["template"] == template
+    text = f"from trl import GRPOConfig\nGRPOConfig('o', chat_template_kwargs={template})\n"
+    assert written(tmp_path, "a.py", text)[0]["rollout"]["template"] == template
 
 
 def test_a_file_of_settings_that_the_script_writes_is_read(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +23,7 @@ from slimx.extras.foreign.scripts.from_trl import launch_values, read_trl, yaml_
 from slimx.extras.foreign.scripts.from_verl import is_program, read_verl
 from slimx.extras.foreign.scripts.python_file import arguments_in
 from slimx.extras.foreign.scripts.shell.expansion import unknown_in
-from slimx.extras.foreign.scripts.shell.options import Launch, flags_of, launch_of
+from slimx.extras.foreign.scripts.shell.options import Launch, flags_of, keys_of, launch_of
 from slimx.extras.foreign.scripts.shell.script import commands_of
 from slimx.extras.foreign.slime import SLIME
 from slimx.extras.foreign.trl import TRL
@@ -39,7 +39,8 @@ _SIGNS = {
     "trl": r"\btrl\b|\w+(Config|Trainer)\(|--num_generations|num_generations:",
 }
 """Patterns of text that occurs in the scripts of each framework."""
-_KINDS = {".py": "a Python program", ".yaml": "a YAML file", ".yml": "a YAML file", ".json": "a JSON file"}
+_KINDS = {".py": "a Python program", ".yaml": "a YAML file", ".yml": "a YAML file"}
+_UNREAD = {".json": "a JSON file", ".ipynb": "a notebook"}
 _STARTS = {"slime": "train.py or train_async.py of slime", "verl": "a trainer of verl", "trl": "a trainer of TRL"}
 
 Script = Annotated[Path, typer.Argument(help="Launch script, or a file with only the flags.")]
@@ -66,18 +67,17 @@ def from_slime(script: Script, variables: Settings = None, out: Out = None, forc
 
     Page: docs/guides/coming-from.md
     """
-    draft = Draft(f"{script.name} by `slimx from-slime`")
-    text = _text(script, "slime")
-    commands = commands_of(script, text, _values(variables or []))
     names = {*SLIME, *MEGATRON}
-    launch = launch_of(commands, lambda word: Path(word).name in PROGRAMS, names) or _flags_alone(commands)
-    words = () if launch is None else launch.arguments
-    if launch is None or not (flags_of(words).keys() & names or unknown_in(" ".join(words))):
-        raise _no_launch(script, text, "slime")
-    launch = dataclasses.replace(launch, program=Path(launch.program).name)
-    with _named(script):
-        read_slime(launch, draft)
-    _print(draft, script, out, force=force)
+
+    def find(commands: Sequence[list[str]]) -> Launch | None:
+        return launch_of(commands, lambda word: Path(word).name in PROGRAMS, names) or _alone(commands, "-", "train.py")
+
+    with _written("slime", script, out, force=force) as (draft, text):
+        launch = _launch(script, text, _values(variables), draft, find)
+        words = () if launch is None else launch.arguments
+        if launch is None or not (flags_of(words).keys() & names or unknown_in(" ".join(words))):
+            raise _no_launch(script, text, "slime")
+        read_slime(dataclasses.replace(launch, program=Path(launch.program).name), draft)
 
 
 @verl_app.command(cls=PlainCommand)
@@ -90,17 +90,15 @@ def from_verl(script: Script, variables: Settings = None, out: Out = None, force
 
     Page: docs/guides/coming-from.md
     """
-    draft = Draft(f"{script.name} by `slimx from-verl`")
-    text = _text(script, "verl")
-    commands = commands_of(script, text, _values(variables or []))
-    launch = launch_of(commands, is_program)
-    if launch is None and commands and all("=" in word for words in commands for word in words):
-        launch = Launch("verl.trainer.main_ppo", tuple(word for words in commands for word in words))
-    if launch is None:
-        raise _no_launch(script, text, "verl")
-    with _named(script):
+
+    def find(commands: Sequence[list[str]]) -> Launch | None:
+        return launch_of(commands, is_program) or _alone(commands, r"\S+=", "verl.trainer.main_ppo")
+
+    with _written("verl", script, out, force=force) as (draft, text):
+        launch = _launch(script, text, _values(variables), draft, find)
+        if launch is None:
+            raise _no_launch(script, text, "verl")
         read_verl(launch, draft)
-    _print(draft, script, out, force=force)
 
 
 @trl_app.command(cls=PlainCommand)
@@ -115,39 +113,45 @@ def from_trl(script: Script, variables: Settings = None, out: Out = None, force:
 
     Page: docs/guides/coming-from.md
     """
-    draft = Draft(f"{script.name} by `slimx from-trl`")
-    text = _text(script, "trl")
-    settings = _values(variables or [])
-    if script.suffix == ".py":
-        values = arguments_in(script, text)
-    elif script.suffix in (".yaml", ".yml"):
-        values = yaml_values(script)
-    else:
-        files: dict[str, str] = {}
-        commands = commands_of(script, text, settings, files)
-        launch = launch_of(commands, is_trl, TRL) or _flags_alone(commands)
-        values = {} if launch is None else launch_values(launch, files)
-    if not values.keys() & {"trainer", "model_name_or_path", "output_dir"}:
-        raise _no_launch(script, text, "trl")
-    if script.suffix in _KINDS:
-        values |= {name: [value] for name, value in settings.items()}
-        if "TrlParser" in text:
-            draft.left["TrlParser"] = "the program has more flags on its command line; read the launch script instead"
-        if "trainer" not in values:
-            draft.supply["algorithm.name"] = (
-                "the file does not name a trainer; add trainer=sft or another to the command"
+    settings = _values(variables)
+    with _written("trl", script, out, force=force) as (draft, text):
+        if script.suffix == ".py":
+            values = arguments_in(script, text)
+        elif script.suffix in _KINDS:
+            values = yaml_values(script)
+        else:
+            files: dict[str, str] = {}
+            launch = _launch(
+                script,
+                text,
+                settings,
+                draft,
+                lambda words: launch_of(words, is_trl, TRL) or _alone(words, "-", ""),
+                files,
             )
-    with _named(script):
+            values = {} if launch is None else launch_values(launch, files)
+        if not values.keys() & {"trainer", "model_name_or_path", "output_dir"}:
+            raise _no_launch(script, text, "trl")
+        if script.suffix in _KINDS:
+            values |= {name: [value] for name, value in settings.items()}
+            if "TrlParser" in text:
+                draft.left["TrlParser"] = (
+                    "the program has more flags on its command line; read the launch script instead"
+                )
+            if "trainer" not in values:
+                draft.supply["algorithm.name"] = (
+                    "the file does not name a trainer; add trainer=sft or another to the command"
+                )
         read_trl(values, draft)
-    _print(draft, script, out, force=force)
 
 
 @contextlib.contextmanager
-def _named(script: Path) -> Iterator[None]:
-    """Turns an impossible computation in the `with` block, such as a division by a batch size of 0, into an error about
-    the script."""
+def _written(framework: str, script: Path, out: Path | None, *, force: bool) -> Iterator[tuple[Draft, str]]:
+    """Yields an empty draft and the text of `script`; writes the draft at the end of the `with` block. Turns an
+    impossible computation in it, such as a division by a batch size of 0, into an error about the script."""
+    draft = Draft(f"{script.name} by `slimx from-{framework}`")
     try:
-        yield
+        yield draft, _text(script, framework)
     except (ArithmeticError, ValueError) as error:
         if isinstance(error, SlimxError):
             raise
@@ -156,6 +160,17 @@ def _named(script: Path) -> Iterator[None]:
             code="foreign.values",
             about=str(script),
         ) from error
+    refuse_existing(out, force=force)
+    written, refusals = draft.text()
+    if out is None:
+        print(visible(written), end="")
+    else:
+        write_out(out, written)
+        print(f"wrote {out}", file=sys.stderr)
+    for sentence in refusals:
+        print(f"slimx: {one_line(sentence)}", file=sys.stderr)
+    if refusals:
+        raise typer.Exit(2)
 
 
 def _text(script: Path, framework: str) -> str:
@@ -165,10 +180,11 @@ def _text(script: Path, framework: str) -> str:
             code="foreign.no_script",
             about=str(script),
         )
-    kind = _KINDS.get(script.suffix)
-    if kind is not None and framework != "trl":
+    read = "shell scripts" + ", Python and YAML files" * (framework == "trl")
+    kind = (_UNREAD if framework == "trl" else _KINDS | _UNREAD).get(script.suffix)
+    if kind is not None:
         raise SlimxError(
-            f"{script} is {kind}, but from-{framework} reads shell scripts; give the script that starts "
+            f"{script} is {kind}, but from-{framework} reads {read}; give the script that starts "
             f"{_STARTS[framework]}, or write the {'keys' if framework == 'verl' else 'flags'} of its command into a "
             "text file",
             code="foreign.kind",
@@ -177,9 +193,9 @@ def _text(script: Path, framework: str) -> str:
     return script.read_text(errors="replace")
 
 
-def _values(variables: list[str]) -> dict[str, str]:
+def _values(variables: Settings) -> dict[str, str]:
     values = {}
-    for variable in variables:
+    for variable in variables or ():
         name, equals, value = variable.partition("=")
         if not equals:
             raise SlimxError(
@@ -191,11 +207,36 @@ def _values(variables: list[str]) -> dict[str, str]:
     return values
 
 
-def _flags_alone(commands: list[list[str]]) -> Launch | None:
-    """Returns the command that a file with only flags stands for; None if the file has other commands."""
-    if not commands or not all(words[0].startswith("-") for words in commands):
+def _launch(
+    script: Path,
+    text: str,
+    variables: Mapping[str, str],
+    draft: Draft,
+    find: Callable[[Sequence[list[str]]], Launch | None],
+    files: dict[str, str] | None = None,
+) -> Launch | None:
+    """Returns the launch command that `find` finds among the commands of a script; None if there is none. Notes in
+    `draft` what depends on conditions that are not known here. `files`: receives the texts that the script writes."""
+    found = []
+    for assumed in (False, True):
+        with contextlib.suppress(*[SlimxError] * assumed):
+            launch = find(commands_of(script, text, variables, {} if assumed else files, assumed=assumed))
+            found += [] if launch is None else [launch]
+    if not found:
         return None
-    return Launch("train.py", tuple(word for words in commands for word in words))
+    one, other = (flags_of(launch.arguments) | keys_of(launch.arguments)[0] for launch in (found[0], found[-1]))
+    names = sorted(name for name in one | other if one.get(name) != other.get(name))
+    if names:
+        draft.left["conditions that are not known here"] = f"they are taken as false, and decide on {', '.join(names)}"
+    return found[0]
+
+
+def _alone(commands: Sequence[list[str]], start: str, program: str) -> Launch | None:
+    """Returns the command of `program` that a file with only flags or keys, which match `start`, stands for; None if
+    the file has other commands."""
+    if not commands or not all(re.match(start, words[0]) for words in commands):
+        return None
+    return Launch(program, tuple(word for words in commands for word in words))
 
 
 def _no_launch(script: Path, text: str, framework: str) -> SlimxError:
@@ -214,17 +255,3 @@ def _no_launch(script: Path, text: str, framework: str) -> SlimxError:
         code="foreign.no_launch",
         about=str(script),
     )
-
-
-def _print(draft: Draft, script: Path, out: Path | None, *, force: bool) -> None:
-    refuse_existing(out, force=force)
-    text, refusals = draft.text()
-    if out is None:
-        print(visible(text), end="")
-    else:
-        write_out(out, text)
-        print(f"wrote {out}", file=sys.stderr)
-    for sentence in refusals:
-        print(f"slimx: {one_line(sentence)}", file=sys.stderr)
-    if refusals:
-        raise typer.Exit(2)

@@ -28,7 +28,7 @@ def scalar(text: str) -> object:
         return {"True": True, "False": False, "None": None}[text]
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return text
     return value if isinstance(value, bool | None) or text[0] in "[{" else text
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slimx.errors import SlimxError
 from slimx.extras.foreign.scripts.draft import Draft
-from slimx.extras.foreign.scripts.names import Names, whole, yaml_in
+from slimx.extras.foreign.scripts.names import Names, whole, word_of, yaml_in
 from slimx.extras.foreign.scripts.python_file import arguments_in
 from slimx.extras.foreign.scripts.shared import (
     NODE,
@@ -16,6 +16,7 @@ from slimx.extras.foreign.scripts.shared import (
     longest_rollout,
     put_answers,
     put_engines,
+    put_lora,
     put_model,
     put_ranks,
     put_steps,
@@ -76,7 +77,7 @@ def yaml_values(file: Path, text: str | None = None) -> dict[str, list[str]]:
     contains, if it is not here. Raises SlimxError if it is not YAML."""
     values = {}
     for name, value in yaml_in(file, text).items():
-        values[str(name)] = [str(entry) for entry in value] if isinstance(value, list) else [str(value)]
+        values[str(name)] = [*map(word_of, value if isinstance(value, list) else [value])]
     return values
 
 
@@ -106,7 +107,7 @@ def read_trl(values: dict[str, list[str]], draft: Draft) -> None:
     if sampled:
         _reward(names, draft)
     translate_rest(draft, names, (TRL,))
-    put_transport(draft, colocate=bool(draft.get("schedule.colocate")))
+    put_transport(draft)
 
 
 def _trainer(names: Names) -> str:
@@ -135,26 +136,27 @@ def _model(names: Names, draft: Draft) -> None:
 
 
 def _prompts(names: Names, draft: Draft) -> None:
+    put = draft.put
     dataset = names.text("dataset_name") or "PROMPTS"
     split, bracket, part = (names.text("dataset_train_split") or "train").partition("[")
     if bracket:
         draft.left[f"split {split}[{part}"] = "a split is read as a whole; write the rows to a file of their own"
     owner, *rest = dataset.split("/")
     if Path(dataset).expanduser().exists():
-        draft.put("rollout.prompts", dataset, "--dataset_name")
+        put("rollout.prompts", dataset, "--dataset_name")
     elif rest:
         name, subset = rest[0], names.text("dataset_config") or "/".join(rest[1:])
         whole = not subset and split == "train"
         ending = "" if whole else f"/{subset or 'default'}/{split}"
-        draft.put("rollout.prompts", f"hf://{owner}/{name}{ending}", "--dataset_name")
+        put("rollout.prompts", f"hf://{owner}/{name}{ending}", "--dataset_name")
     else:
-        draft.put("rollout.prompts", dataset, "--dataset_name")
+        put("rollout.prompts", dataset, "--dataset_name")
         draft.supply["rollout.prompts"] = "file of prompts, or hf://OWNER/NAME"
-    draft.put("rollout.fields.prompt", "prompt", "TRL's column")
+    put("rollout.fields.prompt", "prompt", "TRL's column")
     draft.supply["rollout.fields"] = "the columns of the data set, if code of the script maps its rows"
     limit = names.number("max_prompt_length")
     source = "TRL has no limit; raise it for longer prompts" if limit is None else "--max_prompt_length"
-    draft.put("rollout.max_prompt_tokens", PROMPT_TOKENS if limit is None else int(limit), source)
+    put("rollout.max_prompt_tokens", PROMPT_TOKENS if limit is None else int(limit), source)
 
 
 def _placement(names: Names, draft: Draft, *, sampled: bool) -> int:
@@ -180,6 +182,7 @@ def _placement(names: Names, draft: Draft, *, sampled: bool) -> int:
 
 
 def _batches(names: Names, draft: Draft, trainer: str, processes: int, *, sampled: bool) -> None:
+    put = draft.put
     size = names.count("per_device_train_batch_size", 8)
     steps = names.count("gradient_accumulation_steps", 1)
     usual = 2 if trainer == "rloo" else 8
@@ -188,16 +191,16 @@ def _batches(names: Names, draft: Draft, trainer: str, processes: int, *, sample
     per_generation = names.number_or(steps, "steps_per_generation")
     total = max(update, names.number_or(processes * size * per_generation, "generation_batch_size"))
     prompts = total / group
+    times = "--steps_per_generation" if names.values.get("steps_per_generation") else "--gradient_accumulation_steps"
     source = (
-        f"--num_processes {processes} x --per_device_train_batch_size {size} x --gradient_accumulation_steps {steps}"
-        f" / {group} per group"
+        f"--num_processes {processes} x --per_device_train_batch_size {size} x {times} {per_generation:g} / {group}"
     )
     if prompts < 1 or prompts != int(prompts):
         draft.left["--per_device_train_batch_size"] = (
             f"a step has {total:g} completions, which are no whole groups of {group}; one group is set"
         )
-    draft.put("rollout.prompts_per_step", max(1, int(prompts)), source)
-    draft.put("rollout.group_size", group, "--num_generations")
+    put("rollout.prompts_per_step", max(1, int(prompts)), source)
+    put("rollout.group_size", group, "--num_generations")
     updates = total / update
     if updates > 1:
         put_updates(draft, updates, "--steps_per_generation / --gradient_accumulation_steps")
@@ -211,16 +214,19 @@ def _batches(names: Names, draft: Draft, trainer: str, processes: int, *, sample
     put_steps(draft, names, "max_steps", "num_train_epochs", 3, updates)
     for name in ("save_steps", "eval_steps"):
         every = names.number(name)
-        if every:
+        if [*names.values.get(name.replace("steps", "strategy"), ()), "steps"][0] != "steps":
+            note_unneeded(draft, names, "with this strategy it has no effect", name)
+        elif every:
             every *= draft.count("schedule.steps") if every < 1 else 1 / updates
             source = f"--{name} / {updates:g} updates of TRL per step"
             if name == "save_steps":
-                draft.put("checkpoint.every", max(1, round(every)), source)
+                put("checkpoint.every", max(1, round(every)), source)
             else:
                 draft.left[source] = f"set eval.prompts to a file, and eval.every to {max(1, round(every))}"
-    warmup = names.number_or(0, "warmup_steps", "warmup_ratio")
+    counts = [names.number(name) for name in ("warmup_steps", "warmup_ratio")]
+    warmup = counts[0] or counts[1] or 0
     if warmup >= 1:
-        draft.put("trainer.optimizer.warmup_steps", int(warmup), "--warmup_steps")
+        put("trainer.optimizer.warmup_steps", int(warmup), "--warmup_steps")
     elif warmup:
         put_warmup(draft, "trainer", warmup, "--warmup_ratio, or --warmup_steps below 1")
 
@@ -232,9 +238,13 @@ def _optimizer(names: Names, draft: Draft, trainer: str) -> None:
     draft.put("trainer.optimizer.decay", "linear", "--lr_scheduler_type")
     note_unneeded(draft, names, "numerics.dtype is bfloat16 by default", "bf16", "fp16")
     names.text("peft_config")
+    for tracker in names.listed("report_to"):
+        if tracker in ("wandb", "tensorboard", "swanlab"):
+            draft.put(f"track.{tracker}", True, "--report_to")
+        elif tracker not in ("", "none"):
+            draft.left[f"--report_to {tracker}"] = "track has wandb, tensorboard, swanlab and the URI of mlflow"
     if names.has("use_peft"):
-        rank, alpha = names.count("lora_r", 16), names.count("lora_alpha", 32)
-        draft.put("trainer.lora", {"rank": rank, "alpha": alpha}, "--use_peft, --lora_r, --lora_alpha")
+        put_lora(draft, names, "lora_r", "lora_alpha", (16, 32))
         modules = names.words("lora_target_modules")
         if modules:
             draft.left["--lora_target_modules"] = (
@@ -305,12 +315,13 @@ def _objective(names: Names, draft: Draft) -> None:
 
 def _rloo(names: Names, draft: Draft) -> None:
     """Sets the loss of RLOO, and notes what differs from TRL's."""
+    put = draft.put
     low = names.number_or(0.2, "epsilon")
-    draft.put("algorithm.loss.low", low, "--epsilon")
-    draft.put("algorithm.loss.high", names.number_or(low, "epsilon_high"), "--epsilon_high, or --epsilon")
+    put("algorithm.loss.low", low, "--epsilon")
+    put("algorithm.loss.high", names.number_or(low, "epsilon_high"), "--epsilon_high, or --epsilon")
     draft.left["the ratio per sequence of RLOO"] = "the loss clips the ratio of every token"
-    draft.put("algorithm.aggregation", "constant", "TRL adds up the log-probs of a sequence")
-    draft.put("algorithm.old_logprobs", "recompute", f"{_DEFAULT}: the trainer's")
+    put("algorithm.aggregation", "constant", "TRL adds up the log-probs of a sequence")
+    put("algorithm.old_logprobs", "recompute", f"{_DEFAULT}: the trainer's")
     beta = names.number_or(0.05, "beta")
     if beta:
         draft.left[f"--beta {beta:g} ({_DEFAULT}: 0.05)"] = (
@@ -319,10 +330,11 @@ def _rloo(names: Names, draft: Draft) -> None:
 
 
 def _reward(names: Names, draft: Draft) -> None:
+    put = draft.put
     functions = list(filter(None, names.listed("reward_funcs")))
     weights = names.listed("reward_weights")
     if not functions:
-        draft.put("reward.function", "math", "")
+        put("reward.function", "math", "")
         draft.supply["reward.function"] = "the reward; the script names none"
         return
     for index, function in enumerate(functions):
@@ -335,25 +347,26 @@ def _reward(names: Names, draft: Draft) -> None:
             draft.supply["reward"] = f"move {name} out of {names.script} into a file that trains nothing"
         path = f"trl:{module or 'trl.rewards'}.{name}"
         if len(functions) == 1:
-            draft.put("reward.function", path, "--reward_funcs")
+            put("reward.function", path, "--reward_funcs")
             return
-        draft.put(f"reward.parts.{index}.name", name, "--reward_funcs")
-        draft.put(f"reward.parts.{index}.function", path, "--reward_funcs")
+        put(f"reward.parts.{index}.name", name, "--reward_funcs")
+        put(f"reward.parts.{index}.function", path, "--reward_funcs")
         with contextlib.suppress(IndexError, ValueError):
-            draft.put(f"reward.parts.{index}.weight", whole(float(weights[index])), "--reward_weights")
+            put(f"reward.parts.{index}.weight", whole(float(weights[index])), "--reward_weights")
 
 
 def _learned_from_data(names: Names, draft: Draft, name: str) -> None:
     """Sets what training on demonstrations or preferences has instead of rollouts."""
+    put = draft.put
     longest = put_count(draft, names, "rollout.max_prompt_tokens", "max_length", 1024)
     put_tokens(draft, longest * names.count("per_device_train_batch_size", 8), "--per_device_train_batch_size")
     put_answers(draft, "demonstrations" if name == "sft" else "preferences", "the data set has the answers")
     if name != "sft":
-        draft.put("rollout.group_size", 2, "a pair: the chosen and the rejected answer")
-        draft.put("rollout.fields.answer", "chosen", "TRL's column")
-        draft.put("rollout.fields.rejected", "rejected", "TRL's column")
+        put("rollout.group_size", 2, "a pair: the chosen and the rejected answer")
+        put("rollout.fields.answer", "chosen", "TRL's column")
+        put("rollout.fields.rejected", "rejected", "TRL's column")
     else:
-        draft.put("rollout.fields.answer", "completion", "TRL's column")
+        put("rollout.fields.answer", "completion", "TRL's column")
     if name == "dpo":
-        draft.put("algorithm.reference", True, "DPO compares with the initial weights")
+        put("algorithm.reference", True, "DPO compares with the initial weights")
         put_number(draft, names, "algorithm.advantages.beta", "beta", 0.1)

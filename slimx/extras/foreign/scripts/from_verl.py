@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from slimx.extras.foreign.commented_yaml import on_one_line
@@ -17,6 +17,7 @@ from slimx.extras.foreign.scripts.shared import (
     put_balance,
     put_engines,
     put_family,
+    put_lora,
     put_model,
     put_mtp,
     put_ranks,
@@ -30,9 +31,8 @@ from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of, keys_of
 from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number, translate_rest
 from slimx.extras.foreign.scripts.verl_algorithm import (
-    ACTOR,
-    ROLLOUT,
     files_in,
+    hydra_value,
     names_of,
     put_algorithm,
     put_distillation,
@@ -43,9 +43,13 @@ from slimx.extras.foreign.scripts.verl_algorithm import (
 from slimx.extras.foreign.verl import SHORT, VERL
 
 MODEL = "actor_rollout_ref.model"
-MEGATRON = f"{ACTOR}.megatron"
-CHANGED = f"{MEGATRON}.override_transformer_config"
-_SFT = {"model.": f"{MODEL}.", "optim.": f"{ACTOR}.optim.", "engine.": f"{MEGATRON}."}
+MEGATRON = "actor_rollout_ref.actor.megatron"
+CHANGED = "actor_rollout_ref.actor.megatron.override_transformer_config"
+_SFT = {
+    "model.": "actor_rollout_ref.model.",
+    "optim.": "actor_rollout_ref.actor.optim.",
+    "engine.": "actor_rollout_ref.actor.megatron.",
+}
 """Sections of verl's sft_trainer, and those with the same keys in main_ppo."""
 _APART = {"rollout.nnodes": "1", "rollout.n_gpus_per_node": "8"}
 _ASYNCHRONOUS = {
@@ -62,6 +66,16 @@ _ASYNCHRONOUS = {
     },
 }
 """Defaults of verl's asynchronous trainers that the others do not have, by a part of the name of their module."""
+_DEFAULTS = {
+    "data.train_batch_size": "1024",
+    "data.max_prompt_length": "512",
+    "data.max_response_length": "512",
+    "trainer.nnodes": "1",
+    "trainer.n_gpus_per_node": "8",
+    "trainer.project_name": "verl_examples",
+    "trainer.experiment_name": "gsm8k",
+}
+"""Defaults of verl to which values of a script refer."""
 _DEFAULT_FILE = re.compile(r"((fully_async_|one_step_off_)?ppo(_megatron)?_trainer|sft_trainer_engine)(\.yaml)?")
 """Names of verl's own files of defaults, which are known here."""
 
@@ -78,11 +92,15 @@ def read_verl(launch: Launch, draft: Draft) -> None:
     for part, defaults in _ASYNCHRONOUS.items():
         if part in launch.program:
             values |= defaults
-    for key, value in (_stored(launch, draft) | keys_of(launch.arguments)).items():
-        values[_plain(key, sft=sft)] = value.strip("'\"") if value[:1] in ("'", '"') else value
-    words = {key: [_interpolated(value, values, sft=sft)] for key, value in values.items()}
+    overrides, others = keys_of(launch.arguments)
+    for key, value in [*_stored(others, draft).items(), *overrides.items()]:
+        tree = hydra_value(value)
+        for inner, part in _flat(tree, f"{key}.") if isinstance(tree, dict) else [(key, value)]:
+            values[_plain(inner, sft=sft)] = part.strip("'\"") if part[:1] in ("'", '"') else part
+    known = values if sft else _DEFAULTS | values
+    words = {key: [_interpolated(value, known, sft=sft)] for key, value in values.items()}
     keys = Names(draft.origin.partition(" ")[0], words, lambda name: name)
-    _model(keys, draft)
+    _model(keys, draft, sft=sft)
     _prompts(keys, draft, sft=sft)
     if sft:
         without = ("data.val_files", "trainer.test_freq", "trainer.nnodes", "trainer.n_gpus_per_node")
@@ -105,13 +123,17 @@ def read_verl(launch: Launch, draft: Draft) -> None:
     if draft.get("rollout.filter") is not None:
         draft.supply["rollout.filter"] = "examples/varied.py of slimx's repository, next to this file"
     put_family(draft, "")
-    put_transport(draft, colocate=bool(draft.get("schedule.colocate")))
+    put_transport(draft)
 
 
-def _stored(launch: Launch, draft: Draft) -> dict[str, str]:
+def _stored(words: Sequence[str], draft: Draft) -> dict[str, str]:
     """Returns the values in the file that --config-name names, by dotted key; none if it is verl's own. Notes a file
-    that is not here."""
-    flags = flags_of(launch.arguments)
+    that is not here, and `words` of the command that name none."""
+    flags = flags_of(words)
+    known = [value for flag in ("config_name", "config_path") for value in flags.get(flag, [])[:1]]
+    for word in words:
+        if word not in known and not word.startswith("--config-"):
+            draft.left[readable(word)] = "no key is read from this word"
     name = readable((flags.get("config_name") or [""])[0])
     folder = readable((flags.get("config_path") or ["."])[0])
     if not name or _DEFAULT_FILE.fullmatch(name):
@@ -151,65 +173,69 @@ def _plain(key: str, *, sft: bool) -> str:
         section = next((start for start in _SFT if key.startswith(start)), None)
         if section is not None:
             key = _SFT[section] + key.removeprefix(section)
-    for section in (f"{ACTOR}.engine.", f"{MEGATRON}."):
+    for section in ("actor_rollout_ref.actor.engine.", "actor_rollout_ref.actor.megatron."):
         rest = key.removeprefix(section)
         if rest != key:
-            return f"{MEGATRON}.{SHORT.get(rest, rest)}"
+            return f"actor_rollout_ref.actor.megatron.{SHORT.get(rest, rest)}"
     return key
 
 
-def _model(keys: Names, draft: Draft) -> None:
-    put_model(draft, keys, f"{MODEL}.path")
-    project = keys.text("trainer.project_name") or "verl_examples"
-    name = keys.text("trainer.experiment_name") or "gsm8k"
+def _model(keys: Names, draft: Draft, *, sft: bool) -> None:
+    put = draft.put
+    put_model(draft, keys, "actor_rollout_ref.model.path")
+    project = keys.text("trainer.project_name") or ("gsm8k-sft" if sft else "verl_examples")
+    name = keys.text("trainer.experiment_name") or ("test" if sft else "gsm8k")
     folder = keys.text("trainer.default_local_dir")
-    draft.put("run.name", name, "trainer.experiment_name")
-    draft.put("run.dir", folder or f"checkpoints/{project}/{name}", "trainer.default_local_dir")
-    draft.put("track.project", project, "trainer.project_name")
+    put("run.name", name, "trainer.experiment_name")
+    put("run.dir", folder or f"checkpoints/{project}/{name}", "trainer.default_local_dir")
+    put("track.project", project, "trainer.project_name")
     logger = keys.text("trainer.logger")
     if logger is not None:
-        for tracker in ("wandb", "swanlab"):
+        for tracker in ("wandb", "swanlab", "tensorboard"):
             if tracker in logger:
-                draft.put(f"track.{tracker}", True, "trainer.logger")
+                put(f"track.{tracker}", True, "trainer.logger")
         if "mlflow" in logger:
             draft.left["trainer.logger: mlflow"] = "set track.mlflow to the URI of its server"
 
 
 def _prompts(keys: Names, draft: Draft, *, sft: bool) -> None:
+    put = draft.put
     files = files_in(keys.text("data.train_files") or "~/data/rlhf/gsm8k/train.parquet")
     if len(files) == 1:
-        draft.put("rollout.prompts", files[0], "data.train_files")
+        put("rollout.prompts", files[0], "data.train_files")
     else:
         for index, (name, path) in enumerate(names_of(files).items()):
-            draft.put(f"rollout.sources.{index}.path", path, "data.train_files")
-            draft.put(f"rollout.sources.{index}.name", name, "the name of its folder")
+            put(f"rollout.sources.{index}.path", path, "data.train_files")
+            put(f"rollout.sources.{index}.name", name, "the name of its folder")
     put_count(draft, keys, "rollout.prompts_per_step", "data.train_batch_size", 256 if sft else 1024)
     if sft:
         column = keys.text("data.messages_key") or "messages"
-        draft.put("rollout.fields.prompt", column, "data.messages_key")
+        put("rollout.fields.prompt", column, "data.messages_key")
         draft.supply["rollout.fields.prompt"] = (
             "verl's column has whole conversations, whose last turn slimx reads from the column `answer`"
         )
         put_count(draft, keys, "rollout.max_prompt_tokens", "data.max_length", 1024)
         return
-    draft.put("rollout.fields.prompt", keys.text("data.prompt_key") or "prompt", "data.prompt_key")
-    draft.put("rollout.fields.answer", "reward_model.ground_truth", "verl's format")
+    put("rollout.fields.prompt", keys.text("data.prompt_key") or "prompt", "data.prompt_key")
+    put("rollout.fields.answer", "reward_model.ground_truth", "verl's format")
     if len(files) == 1:
-        draft.put("rollout.fields.dataset", keys.text("data.reward_fn_key") or "data_source", "data.reward_fn_key")
+        put("rollout.fields.dataset", keys.text("data.reward_fn_key") or "data_source", "data.reward_fn_key")
     images = keys.text("data.image_key")
     if images is not None:
-        draft.put("rollout.fields.images", images, "data.image_key")
-        draft.put("trainer.vision", {"train": "none"}, "data.image_key")
+        put("rollout.fields.images", images, "data.image_key")
+        put("trainer.vision", {"train": "none"}, "data.image_key")
     put_count(draft, keys, "rollout.max_prompt_tokens", "data.max_prompt_length", 512)
     put_count(draft, keys, "rollout.sampling.max_new_tokens", "data.max_response_length", 512)
-    put_count(draft, keys, "rollout.group_size", f"{ROLLOUT}.n", 1)
+    put_count(draft, keys, "rollout.group_size", "actor_rollout_ref.rollout.n", 1)
 
 
 def _ranks(keys: Names, draft: Draft) -> None:
     per_node = keys.count("trainer.n_gpus_per_node", NODE)
     trainers = keys.count("trainer.nnodes", 1) * per_node
-    apart = int(keys.number_or(0, "rollout.nnodes", f"{ROLLOUT}.nnodes"))
-    engine_gpus = apart * int(keys.number_or(per_node, "rollout.n_gpus_per_node", f"{ROLLOUT}.n_gpus_per_node"))
+    apart = int(keys.number_or(0, "rollout.nnodes", "actor_rollout_ref.rollout.nnodes"))
+    engine_gpus = apart * int(
+        keys.number_or(per_node, "rollout.n_gpus_per_node", "actor_rollout_ref.rollout.n_gpus_per_node")
+    )
     put_ranks(
         draft,
         trainers,
@@ -217,49 +243,50 @@ def _ranks(keys: Names, draft: Draft) -> None:
         max(per_node, NODE) if engine_gpus else per_node,
         "trainer.nnodes x trainer.n_gpus_per_node",
     )
-    tensor = keys.count(f"{ROLLOUT}.tensor_model_parallel_size", 2)
-    copies = keys.count(f"{ROLLOUT}.data_parallel_size", 1)
-    stages = keys.count(f"{ROLLOUT}.pipeline_model_parallel_size", 1)
-    experts = keys.count(f"{ROLLOUT}.expert_parallel_size", 1)
-    source = f"all GPUs / {ROLLOUT}.tensor_model_parallel_size"
+    tensor = keys.count("actor_rollout_ref.rollout.tensor_model_parallel_size", 2)
+    copies = keys.count("actor_rollout_ref.rollout.data_parallel_size", 1)
+    stages = keys.count("actor_rollout_ref.rollout.pipeline_model_parallel_size", 1)
+    experts = keys.count("actor_rollout_ref.rollout.expert_parallel_size", 1)
+    source = "all GPUs / actor_rollout_ref.rollout.tensor_model_parallel_size"
     size = tensor * stages
     if copies > 1 and experts > 1:
         size *= copies
-        draft.put("rollout.engines.0.dp_attention", copies, f"{ROLLOUT}.data_parallel_size")
+        draft.put("rollout.engines.0.dp_attention", copies, "actor_rollout_ref.rollout.data_parallel_size")
     put_engines(draft, engine_gpus or trainers, size, max(per_node, NODE), source, stages)
     if experts > 1:
-        draft.put("rollout.engines.0.expert", min(experts, size), f"{ROLLOUT}.expert_parallel_size")
+        draft.put("rollout.engines.0.expert", min(experts, size), "actor_rollout_ref.rollout.expert_parallel_size")
     share = "rollout.engines.0.sglang.mem_fraction_static"
-    put_number(draft, keys, share, f"{ROLLOUT}.gpu_memory_utilization", 0.5)
+    put_number(draft, keys, share, "actor_rollout_ref.rollout.gpu_memory_utilization", 0.5)
     if not engine_gpus:
         draft.put("schedule.colocate", True, "trainers and engines share the GPUs (hybrid_engine)")
 
 
 def _batches(keys: Names, draft: Draft) -> None:
-    small = keys.count(f"{ACTOR}.ppo_mini_batch_size", 256)
+    put = draft.put
+    small = keys.count("actor_rollout_ref.actor.ppo_mini_batch_size", 256)
     threshold = keys.number("async_training.staleness_threshold")
     updates = keys.count("async_training.trigger_parameter_sync_step", 4)
     batches = keys.count("async_training.require_batches", 1)
     if threshold is not None:
-        draft.put(
-            "rollout.prompts_per_step", small * batches * updates, "ppo_mini_batch_size x batches of a weight update"
-        )
-        draft.put("schedule.updates_per_step", updates, "async_training.trigger_parameter_sync_step")
+        put("rollout.prompts_per_step", small * batches * updates, "ppo_mini_batch_size x batches of a weight update")
+        put("schedule.updates_per_step", updates, "async_training.trigger_parameter_sync_step")
         partial = keys.has("async_training.partial_rollout")
-        draft.put("schedule.max_staleness", max(1, int(threshold + 0.999)), "async_training.staleness_threshold")
-        draft.put("rollout.partial", partial, "async_training.partial_rollout")
+        put("schedule.max_staleness", max(1, int(threshold + 0.999)), "async_training.staleness_threshold")
+        put("rollout.partial", partial, "async_training.partial_rollout")
     else:
         prompts = draft.count("rollout.prompts_per_step")
-        put_updates(draft, prompts / min(small, prompts), f"{ACTOR}.ppo_mini_batch_size {small}: {prompts} / {small}")
+        put_updates(
+            draft,
+            prompts / min(small, prompts),
+            f"actor_rollout_ref.actor.ppo_mini_batch_size {small}: {prompts} / {small}",
+        )
     sampled = keys.number("data.gen_batch_size")
     prompts = draft.count("rollout.prompts_per_step")
     if sampled is not None and sampled > prompts:
-        draft.put("rollout.over_sampling", whole(sampled / prompts), "data.gen_batch_size / data.train_batch_size")
+        put("rollout.over_sampling", whole(sampled / prompts), "data.gen_batch_size / data.train_batch_size")
     samples = keys.number("rollout.total_rollout_steps")
     if samples is not None:
-        draft.put(
-            "schedule.steps", max(1, int(samples / prompts)), f"rollout.total_rollout_steps {samples:g} / {prompts}"
-        )
+        put("schedule.steps", max(1, int(samples / prompts)), f"rollout.total_rollout_steps {samples:g} / {prompts}")
         note_unneeded(draft, keys, "schedule.steps ends the run", "trainer.total_epochs")
     else:
         put_steps(draft, keys, "trainer.total_training_steps", "trainer.total_epochs", 30)
@@ -268,20 +295,20 @@ def _batches(keys: Names, draft: Draft) -> None:
 def _sft_ranks(keys: Names, draft: Draft, launch: Launch) -> None:
     """Sets ranks and steps of sft_trainer, whose ranks torchrun starts."""
     torchrun = Names(keys.script, flags_of(launch.before), lambda name: f"--{name}")
-    per_node = torchrun.count("nproc_per_node", NODE)
+    per_node = torchrun.count("nproc_per_node", 1)
     put_ranks(draft, torchrun.count("nnodes", 1) * per_node, 0, per_node, "torchrun's nnodes x nproc_per_node")
     keys.outputs |= torchrun.outputs
     put_steps(draft, keys, "trainer.total_training_steps", "trainer.total_epochs", 4)
 
 
 def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
-    context = f"{MEGATRON}.context_parallel_size"
-    if keys.text(context) is None and keys.text(f"{ACTOR}.ulysses_sequence_parallel_size") is not None:
-        context = f"{ACTOR}.ulysses_sequence_parallel_size"
+    context = "actor_rollout_ref.actor.megatron.context_parallel_size"
+    if keys.text(context) is None and keys.text("actor_rollout_ref.actor.ulysses_sequence_parallel_size") is not None:
+        context = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
     copies = put_count(draft, keys, "trainer.context", context, 1)
-    dynamic = keys.has("data.use_dynamic_bsz" if sft else f"{ACTOR}.use_dynamic_bsz")
-    tokens = "data.max_token_len_per_gpu" if sft else f"{ACTOR}.ppo_max_token_len_per_gpu"
-    size = "data.micro_batch_size_per_gpu" if sft else f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    dynamic = keys.has("data.use_dynamic_bsz" if sft else "actor_rollout_ref.actor.use_dynamic_bsz")
+    tokens = "data.max_token_len_per_gpu" if sft else "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    size = "data.micro_batch_size_per_gpu" if sft else "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
     limit = keys.number_or(8192 if sft else 16384, tokens)
     sequences = keys.number(size)
     dynamic = dynamic or (sft and keys.words("data.use_dynamic_bsz") is None)
@@ -289,31 +316,47 @@ def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
         put_tokens(draft, limit * copies, f"{tokens} x {context.rpartition('.')[2]}")
     else:
         put_tokens(draft, sequences * longest_rollout(draft), f"{size} x the longest rollout")
-    stages = put_count(draft, keys, "trainer.pipeline", f"{MEGATRON}.pipeline_model_parallel_size", 1)
-    chunks = keys.number(f"{MEGATRON}.virtual_pipeline_model_parallel_size")
+    stages = put_count(
+        draft, keys, "trainer.pipeline", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", 1
+    )
+    chunks = keys.number("actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size")
     if chunks is not None and stages > 1:
-        draft.put("trainer.virtual_pipeline", int(chunks), f"{MEGATRON}.virtual_pipeline_model_parallel_size")
+        draft.put(
+            "trainer.virtual_pipeline",
+            int(chunks),
+            "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size",
+        )
     _stages(keys, draft, stages)
-    if put_count(draft, keys, "trainer.expert", f"{MEGATRON}.expert_model_parallel_size", 1) == 1:
-        note_unneeded(draft, keys, "it needs trainer.expert above 1", f"{MEGATRON}.expert_tensor_parallel_size")
-    put_balance(draft, keys, f"{CHANGED}.")
-    if keys.has(f"{MODEL}.mtp.enable") and keys.has(f"{MODEL}.mtp.enable_train"):
-        scale = keys.number(f"{MODEL}.mtp.mtp_loss_scaling_factor")
-        put_mtp(draft, 1, scale, f"{MODEL}.mtp.enable_train")
-    for form, default in (("lora.", 32), ("lora_", 16)):
-        rank = keys.count(f"{MODEL}.{form}rank", 0)
-        alpha = whole(keys.number_or(default, f"{MODEL}.{form}alpha"))
-        if rank:
-            draft.put("trainer.lora", {"rank": rank, "alpha": alpha}, f"{MODEL}.{form}rank, {MODEL}.{form}alpha")
+    if put_count(draft, keys, "trainer.expert", "actor_rollout_ref.actor.megatron.expert_model_parallel_size", 1) == 1:
+        note_unneeded(
+            draft,
+            keys,
+            "it needs trainer.expert above 1",
+            "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size",
+        )
+    modules = keys.text(f"{CHANGED}.recompute_modules")
+    if modules is not None:
+        draft.put("trainer.recompute.modules", files_in(modules), "recompute_modules")
+    put_balance(draft, keys, "actor_rollout_ref.actor.megatron.override_transformer_config.", "none")
+    if keys.has("actor_rollout_ref.model.mtp.enable") and keys.has("actor_rollout_ref.model.mtp.enable_train"):
+        scale = keys.number("actor_rollout_ref.model.mtp.mtp_loss_scaling_factor")
+        put_mtp(draft, 1, scale, "actor_rollout_ref.model.mtp.enable_train")
+    for form, alpha in (("lora.", 32), ("lora_", 16)):
+        put_lora(draft, keys, f"{MODEL}.{form}rank", f"{MODEL}.{form}alpha", (0, alpha))
 
 
 def _stages(keys: Names, draft: Draft, stages: int) -> None:
     """Sets the layers of every pipeline stage, if the first or the last has fewer than the others."""
     layers = layers_of(str(draft.get("model.path")))
     ends = []
-    parts = [keys.has(f"{CHANGED}.account_for_{part}_in_pipeline_split") for part in ("embedding", "loss")]
+    parts = [
+        keys.has(f"actor_rollout_ref.actor.megatron.override_transformer_config.account_for_{part}_in_pipeline_split")
+        for part in ("embedding", "loss")
+    ]
     for name, counts in zip(("first", "last"), parts, strict=True):
-        number = keys.number(f"{CHANGED}.num_layers_in_{name}_pipeline_stage")
+        number = keys.number(
+            f"actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_{name}_pipeline_stage"
+        )
         if number is None and counts and layers is not None:  # the embedding or the loss takes the place of a layer
             number = (layers + sum(parts)) // stages - 1
         ends.append(number)
@@ -323,7 +366,7 @@ def _stages(keys: Names, draft: Draft, stages: int) -> None:
 
 
 def _optimizer(keys: Names, draft: Draft, *, sft: bool) -> None:
-    optim = f"{ACTOR}.optim"
+    optim = "actor_rollout_ref.actor.optim"
     put_optimizer(keys, draft, "trainer", optim, 1e-3 if sft else 1e-6)
     other = f"{optim}.override_optimizer_config"
     if keys.has(f"{other}.optimizer_cpu_offload"):

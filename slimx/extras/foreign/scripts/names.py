@@ -10,9 +10,11 @@ from typing import Any
 
 import yaml
 
+from slimx.config.suggestions import OFF
 from slimx.data.prompts.rows import read_rows
 from slimx.errors import SlimxError
-from slimx.extras.foreign.scripts.shell.expansion import UNSET, unknown_in, without_outputs
+from slimx.extras.foreign.commented_yaml import on_one_line
+from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, UNSET, unknown_in, without_outputs
 from slimx.extras.foreign.scripts.shell.expansion import shown as readable
 
 
@@ -28,13 +30,14 @@ class Names:
     read: set[str] = field(default_factory=set)
     """Names that were asked for."""
     outputs: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    """Computed part of a value, such as a command's output, by name; True if it is the whole value."""
+    """Computed part of a value, such as a command's output, by name; True if it is the whole value, or the start of a
+    path."""
 
     def has(self, name: str) -> bool:
-        """Returns True if the script sets `name`, as a flag without a value or to anything but false, null, 0 and
-        nothing. Raises SlimxError if the value contains a variable without a value."""
+        """Returns True if the script sets `name`, as a flag without a value or to anything but false, no, null, 0
+        and nothing. Raises SlimxError if the value contains a variable without a value."""
         words = self.words(name)
-        return words == [] or (self.text(name) or "0").lower() not in ("false", "0")
+        return words == [] or (self.text(name) or "0").lower() not in OFF
 
     def words(self, name: str) -> Sequence[str] | None:
         """Returns the words of `name`; None if the script does not set it."""
@@ -91,7 +94,7 @@ class Names:
             )
         left = without_outputs(text)
         if missing:
-            self.outputs[name] = missing[0], not left
+            self.outputs[name] = missing[0], left[:1] in ("", "/") and text.startswith(COMPUTED)
         return left
 
     def listed(self, name: str) -> list[str]:
@@ -106,6 +109,11 @@ class Names:
 def whole(value: float) -> int | float:
     """Returns `value` as an int if it is a whole number."""
     return int(value) if value == int(value) else value
+
+
+def word_of(value: object) -> str:
+    """Returns `value` as a word of a command line."""
+    return on_one_line(value) if isinstance(value, dict | list) else str(value)
 
 
 def rows_of(path: str) -> int | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from slimx.extras.foreign.meaning import ALGORITHMS, KL_KINDS
 from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.names import Names, rows_of, whole
-from slimx.extras.foreign.scripts.translate import note_unneeded
+from slimx.extras.foreign.scripts.translate import note_unneeded, put_number
 
 _RECURRENT = re.compile(r"qwen3[._][56]|qwen3[-_]next|nemotron[-_](3|h)|nemotron-nano-v3", re.IGNORECASE)
 """Names of families with delta nets or state-space layers."""
@@ -34,35 +34,35 @@ def put_model(draft: Draft, names: Names, name: str) -> str:
 def put_ranks(draft: Draft, trainers: int, engines: int, per_node: int, source: str) -> None:
     """Sets the number of trainer ranks, and the nodes for these and for `engines`, the GPUs of engines that do not
     share the trainers' GPUs."""
+    put = draft.put
     nodes = math.ceil((trainers + engines) / per_node)
-    draft.put("cluster.device", "cuda", "add `gpu: h100`, h200 or gb300 for a plan of the memory")
-    draft.put("cluster.nodes", nodes, f"GPUs of trainers: {trainers}, more of engines: {engines}; {source}")
+    put("cluster.device", "cuda", "add `gpu: h100`, h200 or gb300 for a plan of the memory")
+    put("cluster.nodes", nodes, f"GPUs of trainers: {trainers}, more of engines: {engines}; {source}")
     if per_node != NODE:
-        draft.put("cluster.gpus_per_node", per_node, source)
+        put("cluster.gpus_per_node", per_node, source)
     if nodes > 1:
-        draft.put("cluster.ray_address", "auto", "several nodes are a running Ray cluster")
-    draft.put("trainer.world_size", trainers, source)
+        put("cluster.ray_address", "auto", "several nodes are a running Ray cluster")
+    put("trainer.world_size", trainers, source)
 
 
 def put_engines(draft: Draft, gpus: int, per_engine: int, per_node: int, source: str, stages: int) -> None:
     """Sets the number and the size of the engines. `gpus`: GPUs of all engines. `per_engine`: GPUs of one. `stages`:
     its pipeline stages."""
-    draft.put("rollout.engines.0.count", max(1, gpus // per_engine), source)
-    draft.put("rollout.engines.0.tensor", per_engine, source)
+    put = draft.put
+    put("rollout.engines.0.count", max(1, gpus // per_engine), source)
+    put("rollout.engines.0.tensor", per_engine, source)
     if stages > 1:
         draft.left[f"{stages} pipeline stages of an engine"] = "all GPUs of an engine are tensor parallel ranks"
     if per_engine > per_node:
-        draft.put(
-            "rollout.engines.0.nodes", math.ceil(per_engine / per_node), f"{per_engine} of {per_node} GPUs per node"
-        )
-        draft.put("cluster.trusted_network", True, "engines over several nodes run what their addresses send them")
+        put("rollout.engines.0.nodes", math.ceil(per_engine / per_node), f"{per_engine} of {per_node} GPUs per node")
+        put("cluster.trusted_network", True, "engines over several nodes run what their addresses send them")
 
 
-def put_transport(draft: Draft, *, colocate: bool) -> None:
+def put_transport(draft: Draft) -> None:
     """Sets how weights reach the engines: from GPU to GPU on one machine."""
     if draft.get("rollout.engines") == []:
         return
-    if colocate:
+    if draft.get("schedule.colocate"):
         one = draft.get("cluster.nodes") == 1
         draft.put("publish.transport", "cuda_ipc" if one else "nixl", "trainers and engines share GPUs")
     draft.put("publish.staging", "bucket", "engines pause while weights arrive, as in the other framework")
@@ -92,31 +92,35 @@ def put_steps(draft: Draft, names: Names, total: str, epochs: str, default: floa
             f"number of prompts * {passes:g} / {batch}; {prompts or 'the file of prompts'} is not here to be counted"
         )
     else:
-        draft.put("schedule.steps", max(1, int(rows * passes / batch)), f"prompts: {rows} * {passes:g} / {batch}")
+        steps = max(1, rows // batch)  # of a pass; what is left is dropped
+        draft.put(
+            "schedule.steps", max(1, int(passes * steps)), f"{rows} prompts / {batch}, rounded down, x {passes:g}"
+        )
 
 
 def put_kl(draft: Draft, names: Names, section: str, weight: float, kind: str) -> None:
     """Sets the KL term of the loss. With a weight of 0 the reference only logs the KL, and the estimator has no effect.
     `section`: start of the names of the term. `weight`, `kind`: the other framework's defaults."""
+    put = draft.put
     switch, coef, estimator = (f"{section}{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))
     weight = names.number_or(weight, coef)
     if not names.has(switch):
         note_unneeded(draft, names, f"without {names.shown(switch)} it has no effect", coef, estimator)
         return
-    draft.put("algorithm.reference", True, names.shown(switch))
+    put("algorithm.reference", True, names.shown(switch))
     if not weight:
         note_unneeded(draft, names, "a weight of 0 leaves the term off; the KL is logged", coef, estimator)
         return
-    draft.put("algorithm.kl_coef", whole(weight), names.shown(coef))
+    put("algorithm.kl_coef", whole(weight), names.shown(coef))
     shown = names.shown(estimator)
     translated = kl_kind(names, estimator, kind)
-    draft.put("algorithm.kl_estimator", translated, shown)
+    put("algorithm.kl_estimator", translated, shown)
     if translated == "k1" and not draft.get("algorithm.kl_unbiased"):
         draft.left[f"{shown} k1"] = (
             "this estimator in the loss has a gradient of mean 0, so slimx refuses it; k2 is set, whose gradient is "
             "that of the KL"
         )
-        draft.put("algorithm.kl_estimator", "k2", "instead of k1")
+        put("algorithm.kl_estimator", "k2", "instead of k1")
 
 
 def kl_kind(names: Names, name: str, default: str) -> str:
@@ -173,14 +177,38 @@ def put_warmup(draft: Draft, owner: str, share: float, name: str) -> None:
         draft.supply[key] = f"{share:g} of all updates"
 
 
-def put_balance(draft: Draft, names: Names, section: str) -> None:
-    """Sets the loss that balances experts. `section`: start of Megatron-LM's names in the script."""
-    coef = names.number(f"{section}moe_aux_loss_coeff")
-    if coef:
-        draft.put("trainer.moe.aux_loss_coef", coef, names.shown(f"{section}moe_aux_loss_coeff"))
+def put_balance(draft: Draft, names: Names, section: str, default: str) -> None:
+    """Sets the loss that balances experts. `section`: start of Megatron-LM's names in the script. `default`: kind of
+    the loss where the script names none."""
+    coef, kind = f"{section}moe_aux_loss_coeff", f"{section}moe_router_load_balancing_type"
+    value = names.number(coef)
+    chosen = names.text(kind) or ("none" if names.words(kind) else default)
+    if value and chosen != "none":
+        draft.put("trainer.moe.aux_loss_coef", value, names.shown(coef))
+        draft.put("trainer.moe.aux_loss_type", chosen, names.shown(kind))
     else:
-        reason = "a coefficient of 0 balances nothing"
-        note_unneeded(draft, names, reason, f"{section}moe_router_load_balancing_type")
+        note_unneeded(draft, names, "without a coefficient and a kind of loss nothing is balanced", coef, kind)
+
+
+def put_discounts(draft: Draft, names: Names, gamma: str, lam: str) -> None:
+    """Sets the discounts of rewards per token to those in `gamma` and `lam`; most algorithms have none."""
+    kind = draft.get("algorithm.name")
+    for key, name, kinds in (
+        ("gamma", gamma, ("ppo", "reinforce_pp", "reinforce_pp_baseline")),
+        ("lam", lam, ("ppo",)),
+    ):
+        if kind in kinds:
+            put_number(draft, names, f"algorithm.advantages.{key}", name, 1.0)
+        else:
+            note_unneeded(draft, names, f"{kind} has no such discount", name)
+
+
+def put_lora(draft: Draft, names: Names, rank: str, alpha: str, usual: tuple[int, int]) -> None:
+    """Sets adapters of the rank that the script sets `rank` to; none for 0. `usual`: rank and alpha by default."""
+    size, scale = names.count(rank, usual[0]), whole(names.number_or(usual[1], alpha))
+    if size:
+        source = f"{names.shown(rank)}, {names.shown(alpha)}"
+        draft.put("trainer.lora", {"rank": size, "alpha": scale}, source)
 
 
 def put_teacher(draft: Draft, index: int, model: str, source: str) -> str:
@@ -195,10 +223,11 @@ def put_teacher(draft: Draft, index: int, model: str, source: str) -> str:
 
 def put_answers(draft: Draft, hook: str, source: str) -> None:
     """Sets what training on given answers has instead of rollouts. `hook`: name of the hook that reads them."""
-    draft.put("rollout.generate", hook, source)
-    draft.put("rollout.engines", [], "nothing is sampled")
-    draft.put("rollout.group_size", 1, "an answer per prompt")
-    draft.put("reward.function", None, "the data set has the answers")
+    put = draft.put
+    put("rollout.generate", hook, source)
+    put("rollout.engines", [], "nothing is sampled")
+    put("rollout.group_size", 1, "an answer per prompt")
+    put("reward.function", None, "the data set has the answers")
 
 
 def algorithm_of(draft: Draft, estimator: str, source: str) -> str:

@@ -6,10 +6,18 @@ from pathlib import Path
 
 from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.names import Names, whole, yaml_in
-from slimx.extras.foreign.scripts.shared import algorithm_of, kl_kind, put_answers, put_kl, put_teacher
+from slimx.extras.foreign.scripts.shared import algorithm_of, kl_kind, put_answers, put_discounts, put_kl, put_teacher
 from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number
 
 _DEFAULT = "slime's default"
+_COLUMNS = {"input_key": "prompt", "label_key": "answer", "tool_key": "tools"}
+_OF_SETS = {
+    "n_samples_per_eval_prompt": "samples",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "max_response_len": "max_new_tokens",
+}
+"""Keys of a set of eval.prompts by those of a file of slime, next to its columns."""
 _TOKEN_REWARDS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 
 
@@ -44,7 +52,7 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
         note_unneeded(draft, flags, "the loss of cispo has no such bound", "eps_clip_c")
     elif estimator == "gspo" and flags.text("eps_clip_c") is not None:
         draft.left["--eps-clip-c"] = "slimx's loss gspo has no such bound"
-    draft.put("algorithm.aggregation", "sample", _DEFAULT)
+    put("algorithm.aggregation", "sample", _DEFAULT)
     put("algorithm.old_logprobs", "recompute", _DEFAULT)
     if flags.has("use_unbiased_kl") and flags.number("kl_loss_coef"):
         put("algorithm.kl_unbiased", True, "--use-unbiased-kl")
@@ -59,12 +67,10 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
         draft.left[f"--kl-coef {reward_kl:g}"] = (
             f"{estimator} has no reward per token; algorithm.kl_coef is a term of the loss"
         )
+    put_discounts(draft, flags, "gamma", "lambd")
     whiten = flags.has("normalize_advantages")
     if estimator in _TOKEN_REWARDS:
         put("algorithm.advantages.whiten", whiten, "--normalize-advantages")
-        put_number(draft, flags, "algorithm.advantages.gamma", "gamma", 1.0)
-        if estimator == "ppo":
-            put_number(draft, flags, "algorithm.advantages.lam", "lambd", 1.0)
     elif whiten:
         draft.left["--normalize-advantages"] = f"{estimator} normalizes within groups only"
     if flags.has("use_tis"):
@@ -96,6 +102,7 @@ def _teacher(flags: Names, draft: Draft) -> None:
 
 def put_evaluation(flags: Names, draft: Draft) -> None:
     """Sets the held-out sets and their sampling."""
+    put = draft.put
     sets = _sets(flags, draft)
     every = flags.number("eval_interval")
     names = (
@@ -106,20 +113,20 @@ def put_evaluation(flags: Names, draft: Draft) -> None:
         missing = "--eval-interval" if sets else "--eval-prompt-data"
         note_unneeded(draft, flags, f"without {missing} nothing is evaluated", "eval_prompt_data", *names)
         return
-    draft.put("eval.prompts", sets, "--eval-prompt-data")
-    draft.put("eval.every", int(every), "--eval-interval")
-    for key, name in (("prompt", "eval_input_key"), ("answer", "eval_label_key"), ("tools", "eval_tool_key")):
-        value = flags.text(name) or draft.get(f"rollout.fields.{key}")
+    put("eval.prompts", sets, "--eval-prompt-data")
+    put("eval.every", int(every), "--eval-interval")
+    for name, key in _COLUMNS.items():
+        value = flags.text(f"eval_{name}") or draft.get(f"rollout.fields.{key}")
         if value is not None:
-            draft.put(f"eval.fields.{key}", value, f"{flags.shown(name)}, or as for training")
+            put(f"eval.fields.{key}", value, f"{flags.shown(f'eval_{name}')}, or as for training")
     put_count(draft, flags, "eval.samples", "n_samples_per_eval_prompt", 1)
     for key in ("temperature", "top_p"):
         number = flags.number_or(1.0, f"eval_{key}", f"rollout_{key}")
-        draft.put(f"eval.{key}", whole(number), f"{flags.shown(f'eval_{key}')}, or as for training")
+        put(f"eval.{key}", whole(number), f"{flags.shown(f'eval_{key}')}, or as for training")
         flags.read.remove(f"rollout_{key}")
     if flags.values.get("eval_top_k") == ["1"]:
         note_unneeded(draft, flags, "eval.temperature: 0 takes the most likely token", "eval_top_k")
-        draft.put("eval.temperature", 0, "--eval-top-k 1")
+        put("eval.temperature", 0, "--eval-top-k 1")
 
 
 def _sets(flags: Names, draft: Draft) -> dict[str, object]:
@@ -145,19 +152,20 @@ def _configured(config: str, draft: Draft) -> dict[str, object]:
     content = yaml_in(file)
     section = content.get("eval", content)
     defaults = section.get("defaults") or {}
-    names = {
-        "n_samples_per_eval_prompt": "samples",
-        "temperature": "temperature",
-        "top_p": "top_p",
-        "max_response_len": "max_new_tokens",
-    }
     sets: dict[str, object] = {}
     for entry in section.get("datasets") or []:
-        values = {ours: (defaults | entry)[theirs] for theirs, ours in names.items() if theirs in defaults | entry}
-        sets[entry["name"]] = {"path": entry["path"], **values} if values else entry["path"]
-        kind = (defaults | entry).get("rm_type")
+        options = defaults | entry
+        name, path, kind = (options.pop(key, None) for key in ("name", "path", "rm_type"))
+        values = {ours: options.pop(theirs) for theirs, ours in _OF_SETS.items() if theirs in options}
+        columns = {ours: options.pop(theirs) for theirs, ours in _COLUMNS.items() if theirs in options}
+        if columns:
+            usual = {key: draft.get(f"rollout.fields.{key}") for key in _COLUMNS.values()}
+            values["fields"] = {key: column for key, column in (usual | columns).items() if column}
+        sets[name] = {"path": path, **values} if values else path
+        for theirs in options:
+            draft.left[f"{file.name}: {theirs} of {name}"] = "a set of eval.prompts has no such key"
         if kind:
-            draft.left[f"{file.name}: rm_type {kind} of {entry['name']}"] = (
+            draft.left[f"{file.name}: rm_type {kind} of {name}"] = (
                 "give it a part of reward.parts with `where: {dataset: NAME}`"
             )
     return sets

@@ -61,7 +61,9 @@ def translate_rest(draft: Draft, names: Names, tables: Sequence[Table]) -> None:
         words = list(names.values[name])
         if sets_key(tables, name):
             words = [names.known(name, word) for word in words]
-        if any(words) or name not in names.outputs:
+        if words in (["null"], ["None"]):
+            draft.unneeded[names.shown(name)] = "it is not set"
+        elif any(words) or name not in names.outputs:
             translate(draft, tables, name, joined([*map(readable, words)]) if words else None, names.shown(name))
     known = ".".join(map(names.shown, names.values)) + "."
     for key, source in draft.sources.items():

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from slimx.extras.foreign.scripts.draft import Draft, scalar
 from slimx.extras.foreign.scripts.names import Names, whole
-from slimx.extras.foreign.scripts.shared import NODE, algorithm_of, put_kl, put_teacher, put_warmup
+from slimx.extras.foreign.scripts.shared import NODE, algorithm_of, put_discounts, put_kl, put_teacher, put_warmup
 from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _DEFAULT = "verl's default"
+_LOSSES = ("gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
+_COVARIANCE = {
+    "clip_cov": [
+        ("clip_cov_ratio", "share", 2e-4),
+        ("clip_cov_lb", "covariance_low", 1),
+        ("clip_cov_ub", "covariance_high", 5),
+    ],
+    "kl_cov": [("kl_cov_ratio", "share", 2e-4), ("ppo_kl_coef", "coef", 0.1)],
+}
+"""verl's and slimx's names of parameters by loss, and verl's defaults."""
+_UNITS = {"seq-mean-token-mean": "sample", "seq-mean-token-sum": "constant", "seq-mean-token-sum-norm": "constant"}
+
+
+def hydra_value(text: str) -> object:
+    """Returns the value of `text` in an override of Hydra, whose mappings need no blank after a colon, and which has no
+    aliases, as YAML has."""
+    if "&" in text:
+        return text
+    return scalar(re.sub(r"""([{,]\s*[\w.'"-]+):(?=\S)""", r"\1: ", text) if text.startswith("{") else text)
 
 
 def files_in(text: str) -> list[str]:
     """Returns the paths in `text`: one, or those of a list."""
-    value = scalar(text)
+    value = hydra_value(text)
     return [str(entry) for entry in value] if isinstance(value, list) else [text]
 
 
@@ -52,14 +72,18 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
     """Sets advantages, loss, critic, KL terms and corrections."""
     put = draft.put
     estimator = keys.text("algorithm.adv_estimator") or "gae"
-    mode = keys.text(f"{ACTOR}.policy_loss.loss_mode") or "vanilla"
-    losses = ("gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
-    name = mode.replace("-", "_")
-    if name not in losses:
-        name = algorithm_of(draft, estimator, "algorithm.adv_estimator")
+    mode = (keys.text("actor_rollout_ref.actor.policy_loss.loss_mode") or "vanilla").replace("-", "_")
+    name = algorithm_of(draft, estimator, "algorithm.adv_estimator")
+    loss = mode if mode in _LOSSES else "clip"
+    if mode in _LOSSES and estimator == ("gpg" if mode == "gpg" else "grpo"):
+        name = mode  # slimx's algorithm has both
+    elif mode in _LOSSES or estimator == "gpg":
+        put("algorithm.loss.kind", "plain" if loss == "gpg" else loss, "policy_loss.loss_mode")
+    if mode not in ("vanilla", *_LOSSES):
+        draft.left[f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}"] = (
+            "write the loss as a hook (algorithm.loss)"
+        )
     put("algorithm.name", name, f"algorithm.adv_estimator={estimator}, policy_loss.loss_mode={mode}")
-    if mode != "vanilla" and name != mode.replace("-", "_"):
-        draft.left[f"{ACTOR}.policy_loss.loss_mode={mode}"] = "write the loss as a hook (algorithm.loss)"
     if name == "ppo":
         put_number(draft, keys, "critic.value_clip", "critic.cliprange_value", 0.5)
         put_optimizer(keys, draft, "critic", "critic.optim", 1e-5)
@@ -72,31 +96,43 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
     else:
         critics = [key for key in keys.values if key.startswith("critic.")]
         note_unneeded(draft, keys, "only ppo has a critic", "trainer.critic_warmup", *critics)
-    if name in ("grpo", "ppo", "gspo", "clip_cov", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "cispo"):
+    if loss not in ("sapo", "gpg", "kl_cov"):
         for side in ("low", "high"):
-            key = f"{ACTOR}.clip_ratio_{side}"
+            key = f"actor_rollout_ref.actor.clip_ratio_{side}"
             null = keys.words(key) is not None and keys.text(key) is None
-            put_number(draft, keys, f"algorithm.loss.{side}", f"{ACTOR}.clip_ratio" if null else key, 0.2)
-        note_unneeded(draft, keys, "verl's clip_ratio_low and clip_ratio_high count", f"{ACTOR}.clip_ratio")
+            put_number(
+                draft, keys, f"algorithm.loss.{side}", "actor_rollout_ref.actor.clip_ratio" if null else key, 0.2
+            )
+        note_unneeded(
+            draft, keys, "verl's clip_ratio_low and clip_ratio_high count", "actor_rollout_ref.actor.clip_ratio"
+        )
     else:
-        bounds = (f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high")
-        note_unneeded(draft, keys, f"the loss of {name} has no such bound", *bounds)
-    if name not in losses:
-        put_number(draft, keys, "algorithm.loss.dual", f"{ACTOR}.clip_ratio_c", 3.0)
+        bounds = (
+            "actor_rollout_ref.actor.clip_ratio",
+            "actor_rollout_ref.actor.clip_ratio_low",
+            "actor_rollout_ref.actor.clip_ratio_high",
+        )
+        note_unneeded(draft, keys, f"the loss of {loss} has no such bound", *bounds)
+    if loss == "clip":
+        put_number(draft, keys, "algorithm.loss.dual", "actor_rollout_ref.actor.clip_ratio_c", 3.0)
     else:
-        note_unneeded(draft, keys, f"the loss of {name} has no such bound", f"{ACTOR}.clip_ratio_c")
-    modes = {"seq-mean-token-mean": "sample", "seq-mean-token-sum": "constant", "seq-mean-token-sum-norm": "constant"}
-    unit = keys.text(f"{ACTOR}.loss_agg_mode") or "token-mean"
-    if name in ("gspo", "sapo"):
-        put("algorithm.aggregation", "sample", f"verl's {name}, whatever loss_agg_mode is")
+        note_unneeded(draft, keys, f"the loss of {loss} has no such bound", "actor_rollout_ref.actor.clip_ratio_c")
+    for theirs, ours, default in _COVARIANCE.get(loss, ()):
+        put_number(draft, keys, f"algorithm.loss.{ours}", f"actor_rollout_ref.actor.policy_loss.{theirs}", default)
+    unit = keys.text("actor_rollout_ref.actor.loss_agg_mode") or "token-mean"
+    if loss in ("gspo", "sapo"):
+        put("algorithm.aggregation", "sample", f"verl's {loss}, whatever loss_agg_mode is")
     else:
-        put("algorithm.aggregation", modes.get(unit, "token"), f"{ACTOR}.loss_agg_mode={unit}")
+        put("algorithm.aggregation", _UNITS.get(unit, "token"), f"actor_rollout_ref.actor.loss_agg_mode={unit}")
         if unit.endswith("-sum"):
-            draft.left[f"{ACTOR}.loss_agg_mode={unit}"] = "slimx divides these sums by rollout.sampling.max_new_tokens"
+            draft.left[f"actor_rollout_ref.actor.loss_agg_mode={unit}"] = (
+                "slimx divides such sums by a constant or the number of tokens"
+            )
     normalized = "algorithm.norm_adv_by_std_in_grpo"
     if keys.words(normalized) is not None and estimator == "grpo":
         put("algorithm.advantages.normalize_std", keys.has(normalized), normalized)
-    put_kl(draft, keys, f"{ACTOR}.", 0.001, "low_var_kl")
+    put_kl(draft, keys, "actor_rollout_ref.actor.", 0.001, "low_var_kl")
+    put_discounts(draft, keys, "algorithm.gamma", "algorithm.lam")
     _token_kl(keys, draft, name)
     _correction(keys, draft)
 
@@ -116,28 +152,41 @@ def _token_kl(keys: Names, draft: Draft, name: str) -> None:
 
 
 def _correction(keys: Names, draft: Draft) -> None:
-    section = "algorithm.rollout_correction"
-    bypass = keys.has(f"{section}.bypass_mode") or keys.has(f"{ACTOR}.use_rollout_log_probs")
+    put = draft.put
+    bypass = keys.has("algorithm.rollout_correction.bypass_mode") or keys.has(
+        "actor_rollout_ref.actor.use_rollout_log_probs"
+    )
     bypass = bypass or keys.number("async_training.staleness_threshold") is not None
-    source = f"{section}.bypass_mode" if bypass else f"{_DEFAULT}: the trainer's"
-    draft.put("algorithm.old_logprobs", "rollout" if bypass else "recompute", source)
-    level = keys.text(f"{section}.rollout_is", "algorithm.rollout_is")
-    bounds = keys.text(f"{section}.rollout_is_threshold", "algorithm.rollout_is_threshold") or "2.0"
+    source = "algorithm.rollout_correction.bypass_mode" if bypass else f"{_DEFAULT}: the trainer's"
+    put("algorithm.old_logprobs", "rollout" if bypass else "recompute", source)
+    level = keys.text("algorithm.rollout_correction.rollout_is", "algorithm.rollout_is")
+    bounds = keys.text("algorithm.rollout_correction.rollout_is_threshold", "algorithm.rollout_is_threshold") or "2.0"
     if level is None or level.lower() == "false":
         return
     if bypass:
-        draft.left[f"{section}.rollout_is={level}"] = "with bypass_mode the ratio of the loss is the correction"
+        draft.left[f"algorithm.rollout_correction.rollout_is={level}"] = (
+            "with bypass_mode the ratio of the loss is the correction"
+        )
         return
     low, between, high = bounds.rpartition("_")
-    draft.put("algorithm.correction.kind", "icepop" if between else "truncate", f"{section}.rollout_is_threshold")
-    draft.put("algorithm.correction.level", "sequence" if level == "sequence" else "token", f"{section}.rollout_is")
-    draft.put("algorithm.correction.high", float(high), f"{section}.rollout_is_threshold")
+    put(
+        "algorithm.correction.kind",
+        "icepop" if between else "truncate",
+        "algorithm.rollout_correction.rollout_is_threshold",
+    )
+    put(
+        "algorithm.correction.level",
+        "sequence" if level == "sequence" else "token",
+        "algorithm.rollout_correction.rollout_is",
+    )
+    put("algorithm.correction.high", float(high), "algorithm.rollout_correction.rollout_is_threshold")
     if between:
-        draft.put("algorithm.correction.low", float(low), f"{section}.rollout_is_threshold")
+        put("algorithm.correction.low", float(low), "algorithm.rollout_correction.rollout_is_threshold")
 
 
 def put_reward(keys: Names, draft: Draft) -> None:
     """Sets the reward, with the penalty for long answers as a part of its own."""
+    put = draft.put
     path = keys.text("custom_reward_function.path", "reward.custom_reward_function.path")
     name = keys.text("custom_reward_function.name", "reward.custom_reward_function.name") or "compute_score"
     keys.text("reward_model.reward_manager", "reward.reward_manager.name")
@@ -150,15 +199,15 @@ def put_reward(keys: Names, draft: Draft) -> None:
         draft.supply["reward"] = "verl chooses the grading by the column data_source; `math` compares final answers"
     length = _overlong(keys, options)
     if length is None:
-        draft.put("reward.function", function, "the reward manager")
+        put("reward.function", function, "the reward manager")
         return
-    draft.put("reward.parts.0.name", "answer", "the reward manager")
-    draft.put("reward.parts.0.function", function, "the reward manager")
-    draft.put("reward.parts.1.name", "overlong", "overlong_buffer_cfg")
-    draft.put("reward.parts.1.function", "overlong", "overlong_buffer_cfg")
+    put("reward.parts.0.name", "answer", "the reward manager")
+    put("reward.parts.0.function", function, "the reward manager")
+    put("reward.parts.1.name", "overlong", "overlong_buffer_cfg")
+    put("reward.parts.1.function", "overlong", "overlong_buffer_cfg")
     factor = keys.number_or(1.0, options.get("overlong_buffer_cfg.penalty_factor", ""))
-    draft.put("reward.parts.1.weight", whole(factor), "overlong_buffer_cfg.penalty_factor")
-    draft.put("reward.parts.1.options", length, "max_resp_len, overlong_buffer_cfg.len")
+    put("reward.parts.1.weight", whole(factor), "overlong_buffer_cfg.penalty_factor")
+    put("reward.parts.1.options", length, "max_resp_len, overlong_buffer_cfg.len")
 
 
 def _overlong(keys: Names, options: Mapping[str, str]) -> dict[str, int] | None:
@@ -176,32 +225,38 @@ def _overlong(keys: Names, options: Mapping[str, str]) -> dict[str, int] | None:
 
 def put_evaluation(keys: Names, draft: Draft) -> None:
     """Sets the held-out prompts and their sampling."""
+    put = draft.put
     every = keys.number("trainer.test_freq")
     files = keys.text("data.val_files")
-    section = f"{ROLLOUT}.val_kwargs"
-    names = [f"{section}.{name}" for name in ("n", "temperature", "top_p", "do_sample", "top_k")]
+    names = [
+        f"actor_rollout_ref.rollout.val_kwargs.{name}" for name in ("n", "temperature", "top_p", "do_sample", "top_k")
+    ]
     if every is None or every <= 0 or files is None:
         reason = "without trainer.test_freq nothing is evaluated"
         note_unneeded(draft, keys, reason, *names, "data.val_files", "trainer.test_freq")
         return
     paths = files_in(files)
-    draft.put("eval.prompts", paths[0] if len(paths) == 1 else names_of(paths), "data.val_files")
-    draft.put("eval.every", int(every), "trainer.test_freq")
+    put("eval.prompts", paths[0] if len(paths) == 1 else names_of(paths), "data.val_files")
+    put("eval.every", int(every), "trainer.test_freq")
     for key in ("prompt", "answer", "dataset"):
         value = draft.get(f"rollout.fields.{key}")
         if value is not None:
-            draft.put(f"eval.fields.{key}", value, "as for training")
-    samples = keys.count(f"{section}.n", 1)
-    temperature = keys.number_or(0, f"{section}.temperature")
-    sampled = keys.has(f"{section}.do_sample") and temperature > 0
-    draft.put("eval.temperature", whole(temperature) if sampled else 0, f"{section}.temperature with do_sample")
-    draft.put("eval.samples", samples if sampled else 1, f"{section}.n")
-    share = keys.number(f"{section}.top_p")
+            put(f"eval.fields.{key}", value, "as for training")
+    samples = keys.count("actor_rollout_ref.rollout.val_kwargs.n", 1)
+    temperature = keys.number_or(0, "actor_rollout_ref.rollout.val_kwargs.temperature")
+    sampled = keys.has("actor_rollout_ref.rollout.val_kwargs.do_sample") and temperature > 0
+    put(
+        "eval.temperature",
+        whole(temperature) if sampled else 0,
+        "actor_rollout_ref.rollout.val_kwargs.temperature with do_sample",
+    )
+    put("eval.samples", samples if sampled else 1, "actor_rollout_ref.rollout.val_kwargs.n")
+    share = keys.number("actor_rollout_ref.rollout.val_kwargs.top_p")
     if sampled and share is not None:
-        draft.put("eval.top_p", whole(share), f"{section}.top_p")
-    top = keys.number(f"{section}.top_k")
+        put("eval.top_p", whole(share), "actor_rollout_ref.rollout.val_kwargs.top_p")
+    top = keys.number("actor_rollout_ref.rollout.val_kwargs.top_k")
     if top is not None and top > 0:
-        draft.left[f"{section}.top_k"] = "evaluation supports only eval.top_p"
+        draft.left["actor_rollout_ref.rollout.val_kwargs.top_k"] = "evaluation supports only eval.top_p"
 
 
 def put_distillation(keys: Names, draft: Draft) -> None:
@@ -226,22 +281,27 @@ def put_distillation(keys: Names, draft: Draft) -> None:
     share = keys.number(f"{inference}.gpu_memory_utilization")
     if share is not None:
         put("rollout.engines.1.sglang.mem_fraction_static", share, "inference.gpu_memory_utilization")
-    section = "distillation.distillation_loss"
-    loss = keys.text(f"{section}.loss_mode") or "k3"
-    rewarded = f"{section}.use_task_rewards"
-    coef = whole(keys.number_or(1, f"{section}.distillation_loss_coef"))
+    loss = keys.text("distillation.distillation_loss.loss_mode") or "k3"
+    rewarded = "distillation.distillation_loss.use_task_rewards"
+    coef = whole(keys.number_or(1, "distillation.distillation_loss.distillation_loss_coef"))
     if keys.words(rewarded) is not None and not keys.has(rewarded):
         put("algorithm.name", "distillation", rewarded)
         draft.remove("algorithm.advantages")
         coef = 1
     if "topk" in loss:
-        put("algorithm.teacher_coef", 0, f"{section}.loss_mode={loss}")
-        put("algorithm.teacher_kl_coef", coef, f"{section}.distillation_loss_coef")
-        put("algorithm.teacher_kl", "forward" if loss.startswith("forward") else "reverse", f"{section}.loss_mode")
-        put_count(draft, keys, "algorithm.teacher_top_k", f"{section}.topk", 32)
+        put("algorithm.teacher_coef", 0, f"distillation.distillation_loss.loss_mode={loss}")
+        put("algorithm.teacher_kl_coef", coef, "distillation.distillation_loss.distillation_loss_coef")
+        put(
+            "algorithm.teacher_kl",
+            "forward" if loss.startswith("forward") else "reverse",
+            "distillation.distillation_loss.loss_mode",
+        )
+        put_count(draft, keys, "algorithm.teacher_top_k", "distillation.distillation_loss.topk", 32)
     else:
-        put("algorithm.teacher_coef", coef, f"{section}.distillation_loss_coef")
-        draft.left[f"{section}.loss_mode={loss}"] = "algorithm.teacher_coef weights log teacher - log engine (k1)"
+        put("algorithm.teacher_coef", coef, "distillation.distillation_loss.distillation_loss_coef")
+        draft.left[f"distillation.distillation_loss.loss_mode={loss}"] = (
+            "algorithm.teacher_coef weights log teacher - log engine (k1)"
+        )
     for name in names:
         if name not in keys.read:
             keys.words(name)

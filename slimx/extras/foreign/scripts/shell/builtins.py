@@ -30,7 +30,6 @@ EXPECTED_TO_SUCCEED = (
 """Commands that a script expects to succeed; the status of any other is unknown."""
 _FILE_SIZE = 1 << 20
 """Maximum number of bytes of a file that is read."""
-_FORMAT = re.compile(r"%0?\d{0,2}[sd]|%%")
 
 
 class Leave(Exception):
@@ -61,13 +60,7 @@ def printed_by(words: Sequence[str], variables: Variables, stdin: str | None) ->
         case "echo", _:
             options = "".join(itertools.takewhile(re.compile("-[neE]+").fullmatch, words[1:]))
             text = " ".join(words[1 + options.count("-") :])
-            if options.rfind("e") > options.rfind("E"):
-                text = _escaped(text)
-                if "\\" in text:
-                    return None
-            return text + "\n" * ("n" not in options)
-        case "printf", [form, *values]:
-            return formatted(form, values, variables)
+            return None if "e" in options and "\\" in text else text + "\n" * ("n" not in options)
         case "pwd", _:
             return variables.folder
         case "cat", []:
@@ -84,28 +77,6 @@ def printed_by(words: Sequence[str], variables: Variables, stdin: str | None) ->
             variables.spend(len(numbers))
             return "\n".join(map(str, numbers))
     return None
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\n", "\n").replace("\\t", "\t")
-
-
-def formatted(form: str, values: Sequence[str], variables: Variables) -> str | None:
-    """Returns what `printf` makes of `values`; None for a format that is not of texts and integers."""
-    form = _escaped(form)
-    signs = [sign for sign in _FORMAT.findall(form) if sign != "%%"]
-    if "%" in _FORMAT.sub("", form):
-        return None
-    parts = []
-    starts = range(0, len(values) or 1, len(signs) or len(values) or 1)
-    variables.spend(len(form) * len(starts))
-    for start in starts:
-        rest = iter(values[start:])
-        try:
-            parts.append(form % tuple(int(next(rest, "0")) if sign[-1] == "d" else next(rest, "") for sign in signs))
-        except ValueError:
-            return None
-    return "".join(parts)
 
 
 def change_folder(arguments: Sequence[str], variables: Variables) -> None:

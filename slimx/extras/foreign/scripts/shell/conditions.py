@@ -31,21 +31,14 @@ def inverted(status: bool | None) -> bool | None:
 
 def tested(words: list[str], variables: Variables) -> bool | None:
     """Returns whether the condition `words` of `[` or `test` holds."""
-    for sign in ("-o", "-a"):
-        if sign in words[1:-1]:
-            at = words.index(sign, 1)
-            left, right = tested(words[:at], variables), tested(words[at + 1 :], variables)
-            return _all_or_any(left, right, needs_both=sign == "-a")
     match words:
         case ["!", _, *_]:
             return inverted(tested(words[1:], variables))
-        case ["(", *inner, ")"]:
-            return tested(inner, variables)
         case [sign, value]:
             return _single(sign, value)
         case [first, sign, second]:
             return _pair(first, sign, second, variables)
-    return _single("-n", "".join(words))
+    return _single("-n", "".join(words)) if len(words) < 2 else None
 
 
 def holds(node: Node, words: Words) -> bool | None:
@@ -69,7 +62,7 @@ def _binary(first: Node, sign: str, second: Node, words: Words) -> bool | None:
         if left is (sign == "||"):
             return left
         right = holds(second, words)
-        return _all_or_any(left, right, needs_both=sign == "&&")
+        return right if left is not None or right is (sign == "||") else None
     if first.type == "unary_expression":  # `! a = b`, which the grammar takes for `(! a) = b`
         return inverted(_binary(first.children[1], sign, second, words))
     left_text = without_unset(words.text(first))
@@ -86,13 +79,6 @@ def _binary(first: Node, sign: str, second: Node, words: Words) -> bool | None:
 def matches(text: str, pattern: str) -> bool:
     """Returns True if all of `text` matches `pattern`."""
     return fnmatch.fnmatchcase(text, pattern.replace("[^", "[!"))
-
-
-def _all_or_any(left: bool | None, right: bool | None, *, needs_both: bool) -> bool | None:
-    """Returns whether both of two conditions hold, or either."""
-    if (not needs_both) in (left, right):
-        return not needs_both
-    return None if None in (left, right) else needs_both
 
 
 def _single(sign: str, value: str) -> bool | None:

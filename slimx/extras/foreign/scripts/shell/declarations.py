@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tree_sitter import Node
 
-from slimx.extras.foreign.scripts.shell.arithmetic import key_of
+from slimx.extras.foreign.scripts.shell.expansion import computed
 from slimx.extras.foreign.scripts.shell.syntax import check, text_in
 from slimx.extras.foreign.scripts.shell.words import Words
 
@@ -40,12 +40,11 @@ def declared(node: Node, words: Words) -> bool:
 
 
 def _remove(word: str, words: Words) -> None:
-    """Removes a variable, or the element that a subscript names."""
-    name, _, key = word.removesuffix("]").partition("[")
-    elements = dict(words.values.pop(name, {}))
-    if key:
-        elements.pop(key_of(name, key, words), None)
-        words.values[name] = elements
+    """Removes a variable; if it loses one element, no other is known."""
+    name, bracket, _ = word.partition("[")
+    words.values.pop(name, None)
+    if bracket:
+        words.values[name] = {"0": computed(f"unset {word}")}
 
 
 def redirections(node: Node, words: Words) -> tuple[str | None, str | None, bool, list[Node]]:

@@ -120,27 +120,20 @@ class Variables:
         self.values["@"] = numbered(words, 1)
 
 
-def edited(value: str, sign: str, pattern: str, new: str, variables: Variables) -> str:
+def edited(value: str, sign: str, pattern: str, variables: Variables) -> str:
     """Returns `value` changed by a parameter expansion: `#` and `%` remove what matches `pattern` at the start and end,
-    `/` puts `new` in its place, `,` and `^` change letters; a doubled sign means the longest, all, or every letter."""
+    `,` and `^` change letters; a doubled sign means the longest, or every letter."""
     if sign[0] in ",^":
         end = len(value) if sign[1:] else 1
         changed = value[:end].lower() if sign[0] == "," else value[:end].upper()
         return changed + value[end:]
-    variables.spend(len(value) * (len(value) + len(new)))
-    # fnmatch wraps the expression in (?s:...)\Z
-    expression = fnmatch.translate(pattern.replace("[^", "[!"))[4:-3]
-    if sign in ("/", "//") and not pattern:
-        return value
-    if sign[0] == "/":
-        place = {"/#": rf"\A(?:{expression})", "/%": rf"(?:{expression})\Z"}.get(sign, expression)
-        return re.sub(f"(?s:{place})", lambda _: new, value, count=sign != "//")
-    matcher = re.compile(f"(?s:{expression})")
-    ends = range(len(value) + 1)
-    if len(sign) == 2:
-        ends = ends[::-1]
-    for end in ends:
-        start = 0 if sign[0] == "#" else len(value) - end
-        if matcher.fullmatch(value, start, start + end):
-            return value[:start] + value[start + end :]
+    variables.spend(len(value) ** 2)
+    matcher = re.compile(fnmatch.translate(pattern.replace("[^", "[!")))
+    lengths = range(len(value) + 1)
+    for length in lengths[::-1] if len(sign) == 2 else lengths:
+        kept = len(value) - length
+        if sign[0] == "#" and matcher.fullmatch(value, 0, length):
+            return value[length:]
+        if sign[0] == "%" and matcher.fullmatch(value, kept):
+            return value[:kept]
     return value

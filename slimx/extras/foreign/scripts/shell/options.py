@@ -65,15 +65,15 @@ def flags_of(arguments: Sequence[str]) -> dict[str, list[str]]:
     return flags
 
 
-def keys_of(arguments: Sequence[str]) -> dict[str, str]:
-    """Returns the value of every override of Hydra in `arguments` (`key=value`, `+key=value`) by its dotted key; null
-    for a key that `~` removes. The last one counts if a key is repeated."""
-    keys = {}
+def keys_of(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Returns the value of every override of Hydra in `arguments` (`key=value`, `+key=value`) by its dotted key, and
+    the words that are none; null for a key that `~` removes. The last one counts if a key is repeated."""
+    keys, others = {}, []
     for word in arguments:
-        if word.startswith("~"):
-            keys[word[1:].partition("=")[0]] = "null"
-            continue
-        key, equals, value = word.lstrip("+").partition("=")
-        if equals and not word.startswith("-") and re.fullmatch(r"[\w./@]+", key):
-            keys[key] = value
-    return keys
+        removed = word.startswith("~")
+        key, equals, value = word.lstrip("+~").partition("=")
+        if (equals or removed) and re.fullmatch(r"\w[\w./@-]*", key):
+            keys[key] = "null" if removed else value
+        else:
+            others.append(word)
+    return keys, others

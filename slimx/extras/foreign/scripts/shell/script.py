@@ -1,8 +1,8 @@
 """Reading of a shell script: the commands that it would run, found without running anything.
 
 Variables, conditions, loops, functions, `eval` and files that it names are followed. The output of other programs is
-unknown. Where a condition depends on it, `if` and `while` go on as if it were false, `case` takes no item, and neither
-`&&` nor `||` runs what follows, except in `$(probe || echo 8)`.
+unknown. Where a condition depends on it, `if` (by default) and `while` go on as if it were false, `case` takes no item,
+and neither `&&` nor `||` runs what follows, except in `$(probe || echo 8)`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from slimx.extras.foreign.scripts.shell.builtins import (
     EXPECTED_TO_SUCCEED,
     Leave,
     change_folder,
-    formatted,
     leave,
     printed_by,
     read_file,
@@ -31,17 +30,20 @@ from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END, computed
 from slimx.extras.foreign.scripts.shell.statements import Statements
 from slimx.extras.foreign.scripts.shell.syntax import check, parsed, text_in
 
-_NUMBERED = re.compile(rf"{COMPUTED}(\d+){END}")
-_OUTPUT = re.compile(rf"{COMPUTED}(?!\d+{END})[^{END}]*{END}")
-
 
 def commands_of(
-    script: Path, text: str, overrides: Mapping[str, str], files: dict[str, str] | None = None
+    script: Path,
+    text: str,
+    overrides: Mapping[str, str],
+    files: dict[str, str] | None = None,
+    *,
+    assumed: bool = False,
 ) -> list[list[str]]:
     """Returns the words of every command that the script `text` of the file `script` would run, in order. `overrides`:
-    values of variables that the user set. `files`: receives the texts that the script writes, by path. Raises
-    SlimxError if what it runs is not correct syntax, or has no end."""
-    shell = Shell(script, overrides, files={} if files is None else files)
+    values of variables that the user set. `files`: receives the texts that the script writes, by path. `assumed`: what
+    the condition of an `if` is taken for if it is not known. Raises SlimxError if what it runs is not correct syntax,
+    or has no end."""
+    shell = Shell(script, overrides, files={} if files is None else files, assumed=assumed)
     try:
         shell.run(text)
     except Leave:
@@ -62,23 +64,14 @@ class Shell(Statements):
     commands: list[list[str]] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     """Texts of the here-documents that the script writes into files."""
-    unknown: dict[str, str] = field(default_factory=dict)
-    """Unknown outputs in the texts that are run, where numbers stand for them."""
 
     def run(self, text: str) -> bool | None:
         """Runs the script `text`, and returns its status; None if it is unknown."""
         self.spend(10 * len(text))
-        for value in set(_OUTPUT.findall(text)):  # a command in it is no part of the text
-            number = str(len(self.unknown))
-            self.unknown[number] = value
-            text = text.replace(value, f"{COMPUTED}{number}{END}")
+        text = re.sub(rf"{COMPUTED}[^{END}]*{END}", computed("output"), text)  # a command in it is no part of the text
         root = parsed(text)
         check(root, self.script)
         return self.block(root.children)
-
-    def known(self, word: str) -> str:
-        """Returns `word` with the unknown outputs for which numbers stand in it."""
-        return _NUMBERED.sub(lambda match: self.unknown.get(match[1], ""), word)
 
     def redirected(self, node: Node) -> bool | None:
         """Runs a command with redirections, and keeps what it writes into a file."""
@@ -99,12 +92,9 @@ class Shell(Statements):
             self.files[target] = before + "".join(filter(None, self.outputs))
         self.outputs = outer
         for document in node.children_by_field_name("redirect"):
-            sign = document.child_by_field_name("operator")
-            for part in document.children:
-                if part.type == "pipeline":
-                    status = self.pipeline(part.named_children)
-                elif sign is not None and part == document.child_by_field_name("right"):
-                    status = self.chained(status, text_in(sign), part)
+            sign, following = (document.child_by_field_name(name) for name in ("operator", "right"))
+            if sign is not None and following is not None:
+                status = self.chained(status, text_in(sign), following)
         return status
 
     def command(self, node: Node, extra: Sequence[Node] = (), stdin: str | None = None) -> bool | None:
@@ -147,9 +137,9 @@ class Shell(Statements):
                 self.set_arguments(rest[rest.index("--") + 1 :])
             case "cd":
                 change_folder(rest, self)
-            case "read":
-                array = any(re.fullmatch(r"-\w*a\w*", word) for word in rest)
-                for variable in filter(str.isidentifier, rest):
+            case "read" | "mapfile" | "readarray" | "printf" if name != "printf" or rest[:1] == ["-v"]:
+                array = name[0] in "mr" and (name != "read" or re.search(r" -\w*a", " ".join(words)))
+                for variable in filter(str.isidentifier, rest[: 2 if name == "printf" else None]):
                     # Of an array no element is known.
                     self.values[variable] = {} if array else {"0": computed(" ".join(words))}
                 return None
@@ -159,13 +149,11 @@ class Shell(Statements):
                 return name != "false"
             case "[" | "test":
                 return tested(rest[:-1] if name == "[" else rest, self)
-            case "printf" if rest[:1] == ["-v"] and len(rest) > 2:
-                self.store(rest[1], formatted(rest[2], rest[3:], self) or computed(" ".join(words)))
             case _:
                 printed = printed_by(words, self, stdin)
                 self.outputs.append(printed)
                 if printed is None and not self.inside:
-                    self.commands.append(list(map(self.known, words)))
+                    self.commands.append(words)
                 return True if printed is not None or name in EXPECTED_TO_SUCCEED else None
         return True
 

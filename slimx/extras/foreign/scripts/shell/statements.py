@@ -39,8 +39,8 @@ class Statements(Words):
     """True in a subshell or a command substitution, which an error ends without ending the script."""
     substituted: bool | None = True
     """Status of the last command substitution of an assignment."""
-    doubts: int = 0
-    """Number of conditions whose result was unknown."""
+    assumed: bool = False
+    """Result of the condition of an `if` that is unknown."""
 
     @abstractmethod
     def command(self, node: Node) -> bool | None:
@@ -107,7 +107,6 @@ class Statements(Words):
     def chained(self, status: bool | None, sign: str, second: Node) -> bool | None:
         """Runs the second command of `&&` or `||` if the status of the first asks for it."""
         self.status = status
-        self.doubts += status is None
         if status is None and sign == "||" and self.inside:
             self.outputs.clear()  # what a missing package or file is replaced with
         elif status != (sign == "&&"):
@@ -145,8 +144,7 @@ class Statements(Words):
             parts = [part for part in clause.children if part.type not in others]
             then = next((place for place, part in enumerate(parts) if part.type == "then"), 0)
             holds = then == 0 or self.block(parts[1:then])  # `else` has no condition
-            self.doubts += holds is None
-            if holds:
+            if self.assumed if holds is None else holds:
                 return self.block(parts[then + 1 :])
         return True
 
@@ -154,30 +152,22 @@ class Statements(Words):
         """Runs the first item of `case` whose pattern matches."""
         value = without_unset(self.text(node.child_by_field_name("value")))
         if unknown_in(value):
-            self.doubts += 1
             return None
-        status: bool | None = True
-        falls = False
         for item in node.children:
             if item.type != "case_item":
                 continue
             check(item, self.script)
             self.spend(len(value) * len(item.children) // 10)
             patterns = map(self.pattern, item.children_by_field_name("value"))
-            if falls or any(matches(value, pattern) for pattern in patterns):
+            if any(matches(value, pattern) for pattern in patterns):
                 start = next(place for place, part in enumerate(item.children) if part.type == ")")
-                status = self.block(item.children[start + 1 :])
-                falls = text_in(item.children[-1]) == ";&"
-                if text_in(item.children[-1]) not in (";&", ";;&"):
-                    break
-        return status
+                return self.block(item.children[start + 1 :])
+        return True
 
     def loop(self, node: Node) -> bool | None:
-        body, doubts = node.child_by_field_name("body"), self.doubts
+        body = node.child_by_field_name("body")
         for count, _ in enumerate(self.rounds(node)):
             if count == _ROUNDS and node.type == "while_statement":
-                if self.doubts == doubts:
-                    self.spend(self.effort + 1)
                 break
             self.spend(_COST)
             try:

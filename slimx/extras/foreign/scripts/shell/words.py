@@ -196,7 +196,10 @@ class Words(Variables):
         if sign.strip(":") not in ("-", "=", "+", "?"):
             if elements is None and key not in _ALL:
                 return self._values(name, context)
-            return self._all(self._edited(node, values, parts), context, key)
+            if sign[0] in ":@/":
+                return _emitted([computed(text_in(node))], context)
+            pattern = _pattern(self._between(node, *rest, "bare"))
+            return self._all([edited(value, sign, pattern, self) for value in values], context, key)
         has = bool(values) and (sign[0] != ":" or bool(without_unset("".join(values))))
         if has and sign[-1] != "+":
             return self._all(values, context, key)
@@ -206,19 +209,6 @@ class Words(Variables):
         if sign[-1] == "=":
             self.store(name, _plain(default), key)
         return default or _emitted([""], context)
-
-    def _edited(self, node: Node, values: list[str], parts: Sequence[Node]) -> list[str]:
-        """Returns the values of a parameter expansion whose name is followed by `parts`."""
-        sign, start, end = text_in(parts[0]), parts[0].end_byte, node.end_byte - 1
-        if sign in (":", "@"):
-            return [computed(text_in(node))]
-        middle = end
-        if sign[0] == "/":
-            rest = (node.text or b"")[start - node.start_byte : -1]
-            middle = start + len(re.sub(rb"((?:\\.|[^/\\])*).*", rb"\1", rest, flags=re.DOTALL))
-        pattern = _pattern(self._between(node, start, middle, "bare"))
-        new = _plain(self._between(node, middle + 1, end, "bare"))
-        return [edited(value, sign, pattern, new, self) for value in values]
 
 
 def _emitted(values: Sequence[str], context: Context) -> str:
