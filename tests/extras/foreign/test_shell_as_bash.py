@@ -119,8 +119,8 @@ def test_a_script_cannot_make_its_reading_take_long(script):
         ('A=1; while read -r x; do A+=" $x"; done <<< b; prog $A', ["1", "$read -r x"]),
         ("A=abc; prog ${A:1:2}", ["$${A:1:2}"]),
         (
-            "A=a; printf -v B '%d' 1; prog ${A/a/b} ${A//a} x$(printf %s 1) $B",
-            ["$${A/a/b}", "$${A//a}", "x$(printf %s 1)", "$printf -v B %d 1"],
+            "A=a; printf -v B '%d' 1; prog ${A/a/b} ${A//a} x$(printf %d 1) $B",
+            ["$${A/a/b}", "$${A//a}", "x$(printf %d 1)", "$printf -v B %d 1"],
         ),
         ('A=B; L=(1); prog "${!A}" "${!L[@]}"', ["$${!A}", "$${!L[@]}"]),
         ("[[ v12 =~ ([0-9]+) ]] && A=1; prog ${BASH_REMATCH[1]}", ["$BASH_REMATCH"]),

@@ -61,6 +61,8 @@ def printed_by(words: Sequence[str], variables: Variables, stdin: str | None) ->
             options = "".join(itertools.takewhile(re.compile("-[neE]+").fullmatch, words[1:]))
             text = " ".join(words[1 + options.count("-") :])
             return None if "e" in options and "\\" in text else text + "\n" * ("n" not in options)
+        case "printf", [form, *values] if re.fullmatch(r"([^%\\]|%s)*", form) and form.count("%s") == len(values):
+            return form % (*values,)
         case "pwd", _:
             return variables.folder
         case "cat", []:

@@ -95,6 +95,9 @@ class Shell(Statements):
             sign, following = (document.child_by_field_name(name) for name in ("operator", "right"))
             if sign is not None and following is not None:
                 status = self.chained(status, text_in(sign), following)
+            for part in document.children:
+                if part.type == "pipeline":
+                    status = self.pipeline(part.named_children)
         return status
 
     def command(self, node: Node, extra: Sequence[Node] = (), stdin: str | None = None) -> bool | None:
@@ -137,9 +140,12 @@ class Shell(Statements):
                 self.set_arguments(rest[rest.index("--") + 1 :])
             case "cd":
                 change_folder(rest, self)
-            case "read" | "mapfile" | "readarray" | "printf" if name != "printf" or rest[:1] == ["-v"]:
-                array = name[0] in "mr" and (name != "read" or re.search(r" -\w*a", " ".join(words)))
-                for variable in filter(str.isidentifier, rest[: 2 if name == "printf" else None]):
+            case "printf" if rest[:1] == ["-v"] and "".join(rest[1:2]).isidentifier():
+                printed = printed_by(["printf", *rest[2:]], self, None)
+                self.values[rest[1]] = {"0": computed(" ".join(words)) if printed is None else printed}
+            case "read" | "mapfile" | "readarray":
+                array = name != "read" or re.search(r" -\w*a", " ".join(words))
+                for variable in filter(str.isidentifier, rest):
                     # Of an array no element is known.
                     self.values[variable] = {} if array else {"0": computed(" ".join(words))}
                 return None

@@ -149,20 +149,26 @@ class Statements(Words):
         return True
 
     def case(self, node: Node) -> bool | None:
-        """Runs the first item of `case` whose pattern matches."""
+        """Runs the first item of `case` whose pattern matches, and those into which it falls through."""
         value = without_unset(self.text(node.child_by_field_name("value")))
         if unknown_in(value):
             return None
+        status: bool | None = True
+        falls = False
         for item in node.children:
             if item.type != "case_item":
                 continue
             check(item, self.script)
             self.spend(len(value) * len(item.children) // 10)
             patterns = map(self.pattern, item.children_by_field_name("value"))
-            if any(matches(value, pattern) for pattern in patterns):
+            if falls or any(matches(value, pattern) for pattern in patterns):
                 start = next(place for place, part in enumerate(item.children) if part.type == ")")
-                return self.block(item.children[start + 1 :])
-        return True
+                status = self.block(item.children[start + 1 :])
+                end = text_in(item.children[-1])
+                if end not in (";&", ";;&"):
+                    break
+                falls = end == ";&"
+        return status
 
     def loop(self, node: Node) -> bool | None:
         body = node.child_by_field_name("body")
