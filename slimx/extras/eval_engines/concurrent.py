@@ -1,4 +1,4 @@
-"""Evaluation during training, by engines that do nothing else.
+"""Evaluation during training, by evaluation engines.
 
     step N is published --> begin: wait for the previous evaluation, publish N to these engines --> train step N + 1 ...
                                          |
@@ -38,8 +38,8 @@ LOST = "eval/lost"
 """Metric of a step whose evaluation ended without a result."""
 
 
-class EnginesBeside(EvaluationEngines):
-    """The engine groups of `eval.engines`, with a router of their own, and the evaluation that they work on."""
+class ConcurrentEvaluationEngines(EvaluationEngines):
+    """The evaluation engines of a run, with a router of their own, and the evaluation that they work on."""
 
     def __init__(self, service: EngineService, group: EngineGroup, note: Callable[[str], None]):
         """Prepares evaluations by the engines of `group`. `service`: the run's other engines. `note`: called with a
@@ -169,7 +169,7 @@ class EnginesBeside(EvaluationEngines):
 
         async def lose() -> None:
             raise SlimxError(
-                "all engines of eval.engines were lost, and the weights of this step are gone",
+                "all evaluation engines were lost, and the weights of this step are gone",
                 code="eval.lost",
                 about="eval.engines",
             )
@@ -219,8 +219,8 @@ class EnginesBeside(EvaluationEngines):
 
 def make_engines(
     service: EngineService, *, note: Callable[[str], None], record: Callable[[Restart], None]
-) -> EnginesBeside:
-    """Creates the engines of `eval.engines` without starting servers. `service`: the run's other engines. `note`:
+) -> ConcurrentEvaluationEngines:
+    """Creates the evaluation engines without starting servers. `service`: the run's other engines. `note`:
     called with a line of text about every event. `record`: called with every restart."""
     group = EngineGroup(
         service.config,
@@ -230,6 +230,6 @@ def make_engines(
         note=note,
         record=record,
         router="router-eval",
-        groups=service.config.served.evaluating,
+        groups=service.config.served.evaluation,
     )
-    return EnginesBeside(service, group, note)
+    return ConcurrentEvaluationEngines(service, group, note)

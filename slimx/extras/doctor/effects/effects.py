@@ -178,7 +178,7 @@ def _router_effects(config: Config, probe: Probe) -> Iterator[Effect]:
     if not keys:
         return
     spec = configured_model(config)
-    refuse(broken(rules_in(trainer_rules), {"trainer": config.trainer, "spec": spec}))
+    refuse(broken(rules_in(trainer_rules), config.facts | {"spec": spec}, before=config.facts))
     sizes = RouterSizes.of(spec)
     full = router_gradient(config, probe, sizes)
     for key in keys:
