@@ -30,12 +30,15 @@ from slimx.orchestration.run import Run
 from slimx.orchestration.step.evaluation import answer_all, judged
 from slimx.reshard.parties import NoReceiverLeft, TransportLost
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
-from slimx.runtime.tasks import cancelled, while_served
+from slimx.runtime.tasks import while_served
 
 BEGUN = "eval/begun"
 """Metric of a step whose evaluation began during training."""
 LOST = "eval/lost"
 """Metric of a step whose evaluation ended without a result."""
+ENDING_S = 60.0
+"""Maximum number of seconds to wait until a cancelled evaluation has ended, because hooks may ignore that they are
+cancelled."""
 
 
 class ConcurrentEvaluationEngines(EvaluationEngines):
@@ -110,7 +113,7 @@ class ConcurrentEvaluationEngines(EvaluationEngines):
         for kind, steps in (("are not finished", sorted(self._open)), ("were lost", self._lost)):
             if steps:
                 self._note(f"evaluations that {kind}: {', '.join(f'step {step}' for step in steps)}")
-        await cancelled(self._work)
+        await self._end(self._work)
         if self._maker is not None:
             self._maker.close()
 
@@ -206,7 +209,14 @@ class ConcurrentEvaluationEngines(EvaluationEngines):
             self._lose(run, step, reason)
         work = self._work
         self._work = None
-        await cancelled(work)
+        await self._end(work)
+
+    async def _end(self, work: asyncio.Task[dict[str, float]] | None) -> None:
+        """Cancels `work` and waits until it has ended, at most `ENDING_S` or `eval.deadline`, if this is shorter."""
+        if work is not None:
+            work.cancel()
+            ending = asyncio.gather(work, return_exceptions=True)
+            await asyncio.wait({ending}, timeout=min(ENDING_S, self.config.eval.deadline))
 
     def _lose(self, run: Run, step: int, reason: str) -> None:
         sentence = f"the evaluation of step {step} is lost: {reason}"

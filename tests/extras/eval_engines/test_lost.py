@@ -121,6 +121,15 @@ async def test_a_late_evaluation_is_lost_although_its_end_is_interrupted(tmp_pat
     await stopped(stand.run)
 
 
+async def test_an_answer_that_ignores_its_end_delays_training_briefly(tmp_path):
+    """For example one of a hook that catches every error."""
+    stand = evaluating(tmp_path, held=True, schedule__steps=1, eval__deadline=0.1)
+    stand.client.ends.clear()
+    await stand.train()
+    assert "save 1" in stand.parts.done and evaluated(tmp_path) == {0: [BEGUN, LOST], 1: [LOST]}
+    stand.client.ends.set()
+
+
 async def test_nothing_is_lost_twice_when_the_run_is_asked_to_stop(tmp_path):
     leaving = asyncio.Event()
     stand = evaluating(tmp_path, held=True, leaving=leaving, schedule__steps=1, eval__deadline=5)
