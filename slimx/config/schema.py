@@ -21,11 +21,11 @@ from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.engines import Engines, ServedEngines
 from slimx.config.sections.eval import Eval
+from slimx.config.sections.general import Checkpoint, Cluster, Model, Numerics, RunSection, Schedule, Track
 from slimx.config.sections.policies import ACTOR, Policy, derived, engine_faults, name_faults
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.reward import Reward
 from slimx.config.sections.rollout import ROUTED_PER_STEP, Rollout
-from slimx.config.sections.run import Checkpoint, Cluster, Model, Numerics, RunSection, Schedule, Track
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.json_types import Json

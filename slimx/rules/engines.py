@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.engines import ServedEngines
+from slimx.config.sections.general import Cluster, Schedule
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Cluster, Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.layout.kernels import deep_ep_lacks

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from slimx.config.schema import Config
     from slimx.config.sections.eval import Eval
+    from slimx.config.sections.general import Numerics
     from slimx.config.sections.rollout import Rollout
-    from slimx.config.sections.run import Numerics
     from slimx.config.sections.trainer import Trainer
 
 

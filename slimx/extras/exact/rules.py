@@ -11,9 +11,9 @@ from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic
 from slimx.config.sections.engines import ServedEngines
 from slimx.config.sections.eval import Eval
+from slimx.config.sections.general import Numerics, Schedule
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Numerics, Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.extras.exact.mode import tensor_sizes, tree_leaves

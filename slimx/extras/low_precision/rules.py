@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.engines import Engines, ServedEngines
+from slimx.config.sections.general import Cluster, Numerics
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.run import Cluster, Numerics
 from slimx.config.sections.trainer import Trainer
 from slimx.rules.unproven import other_architectures, sections_in, table_problems
 

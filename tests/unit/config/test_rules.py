@@ -11,7 +11,7 @@ import pytest
 
 from slimx.config.rule import FACTS, all_rules, broken, refuse, rule
 from slimx.config.schema import CHECKED, Config
-from slimx.config.sections.run import Schedule, Track
+from slimx.config.sections.general import Schedule, Track
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.extras.watch.rules import has_trackers

@@ -15,8 +15,8 @@ import numpy as np
 from slimx.config.rule import broken, refuse, rules_in
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import NEEDS, Algorithm, Correction, Rejection
+from slimx.config.sections.general import Schedule
 from slimx.config.sections.objectives import Clip, read_objective
-from slimx.config.sections.run import Schedule
 from slimx.extras.doctor.effects.probe import Probe, make_probe, policy_gradient, value_gradient
 from slimx.extras.doctor.effects.router_probe import RouterSizes, router_gradient
 from slimx.models.families import configured_model

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from slimx.config.sections.engines import Engines, ServedEngines
-from slimx.config.sections.run import Schedule
+from slimx.config.sections.general import Schedule
 from slimx.extras.planner.record import EnginePlace, RankMap, RankPlace
 from slimx.layout.ranks import Sizes, coordinates, stage_layers
 from slimx.models.families import ModelSpec

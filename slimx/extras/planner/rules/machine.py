@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.engines import ServedEngines
+from slimx.config.sections.general import Cluster, Numerics, Schedule
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.run import Cluster, Numerics, Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.layout.kernels import crosses_nodes, unpublishable
 
