@@ -11,7 +11,7 @@
     slimx.engine_layers       layouts of SGLang's layers by kind: modules with ROWS, GAPS and REPLACEMENTS
     slimx.engine_processors   package of SGLang's image processors
     slimx.environments        environments by name: `rollout.options.environment`
-    slimx.evaluation_engines  engines that evaluate during training: `EvaluationEngines`, named `engines`
+    slimx.evaluation_engines  evaluation engines: `EvaluationEngines`, named `engines`
     slimx.event_receivers     receivers of a run's events: `Events`
     slimx.exports             public names of the package slimx, imported on first use
     slimx.families            modules that build models, by architecture

@@ -35,7 +35,7 @@ def weight_bytes(config: Config) -> int:
     """Returns the size in bytes of all weights that a node with trainers and engines reads at the start. Files that are
     not on this machine are not counted."""
     directories = {config.initial_weights}
-    for group in config.rollout.engines:
+    for group in config.served.groups:
         if group.started:
             directories.add(group.model or config.model.path)
     if config.critic is not None and config.critic.load is not None:

@@ -2,9 +2,9 @@
 that it needs are available.
 
 The parameters of a rule's function name the facts that it needs: sections of the configuration, or facts about the
-model or the machine (`FACTS`). Each stage (load, plan, doctor, start) provides facts, and `broken` evaluates every rule
-whose facts are all provided, so no stage lists its rules. Rules are defined in modules registered as entry points of
-the group `slimx.rules`: in slimx (`slimx/rules/`), in extras and in other packages.
+model or the machine (`FACTS`). Each stage (load, plan, doctor, start) provides all facts of its inputs, and `broken`
+evaluates every rule that needs no other input, so no stage lists its rules. Rules are defined in modules registered as
+entry points of the group `slimx.rules`: in slimx (`slimx/rules/`), in extras and in other packages.
 """
 
 from __future__ import annotations
@@ -20,31 +20,30 @@ from slimx import entry_points
 from slimx.errors import SlimxError
 
 FACTS = {
-    "configuration": (
-        "device",  # device type of the run; `slimx plan` assumes cuda if cluster.device is auto
-        "machine",  # GPUs and nodes assumed by `slimx plan`
-        "served",  # engine groups of the run (`ServedEngines`)
-        "configs",  # `Config` of each trained policy, by policy name
-    ),
-    "model": (
-        "spec",
-        "sizes",
-        "critic_view",  # `trainer` section for the critic; this and the next two are None if there is no critic
-        "critic_spec",
-        "critic_sizes",
-        "places",
-        "trainer_memory",
-        "engine_memory",
-        "phases",  # GPU memory in each phase of a step
-        "host",  # host memory per node
-    ),
-    "machine": ("local_device",),  # device type of the local machine
-    "weights": ("weights", "critic_weights", "teacher_weights", "adapters"),  # directories of weights
-    "tokenizer": ("tokenizer",),
-    "prompts": ("prompts",),  # prompts of all files or sources
+    "configs": "configuration",  # `Config` of each trained policy, by policy name
+    "device": "device",  # device type of the run; `slimx plan` assumes cuda if cluster.device is auto
+    "machine": "machine",  # GPUs and nodes assumed by `slimx plan`
+    "spec": "model",
+    "sizes": "model",
+    "critic_view": "model",  # `trainer` section for the critic; this and the next two are None if there is no critic
+    "critic_spec": "model",
+    "critic_sizes": "model",
+    "places": "plan",
+    "trainer_memory": "plan",
+    "engine_memory": "plan",
+    "phases": "plan",  # GPU memory in each phase of a step
+    "host": "plan",  # host memory per node
+    "local_device": "local machine",  # device type of the local machine
+    "weights": "weights",  # this and the next three are directories
+    "critic_weights": "weights",
+    "teacher_weights": "weights",
+    "adapters": "weights",
+    "tokenizer": "tokenizer",
+    "prompts": "prompts",  # prompts of all files or sources
 }
-"""Names of the facts that rules can use in addition to the sections of a configuration (`slimx.config.schema.Config`),
-grouped by the input from which they are computed, the cheapest input first."""
+"""Names of the facts that a stage may lack, each with the input from which it is computed, the cheapest input first. A
+stage has either all facts of an input or none. All other facts follow from the configuration
+(`slimx.config.schema.Config.facts`), and no stage lacks them."""
 Problems = Iterator[str | tuple[str, str]]
 """Error messages that a rule yields. Each is a sentence about the rule's key (`Rule.about`), or a pair of another key
 and a sentence about that key. A sentence that does not contain its key is prefixed with the key and its value."""
@@ -76,20 +75,11 @@ class Rule:
         try:
             for problem in self.ask(**{name: facts[name] for name in self.facts}):
                 about, sentence = (self.about, problem) if isinstance(problem, str) else problem
-                yield problem_of(self.code, about, _naming(about, sentence, facts))
+                yield SlimxError(_naming(about, sentence, facts), code=self.code, about=about)
         except SlimxError as error:
             named = SlimxError(str(error), code=error.code or self.code, about=error.about or self.about)
             named.__cause__ = error.__cause__  # for example an error of a user's hook
             yield named
-
-
-def problem_of(code: str, about: str, sentence: str) -> SlimxError:
-    """Returns the error that says `sentence` about the key `about`. Rules name the keys of engine groups as those of
-    `rollout.engines`; in a sentence about a group of `eval.engines`, they become keys of this list."""
-    if "eval.engines group" in sentence:
-        about = about.replace("rollout.engines", "eval.engines")
-        sentence = sentence.replace("rollout.engines", "eval.engines")
-    return SlimxError(sentence, code=code, about=about)
 
 
 def _naming(about: str, sentence: str, facts: Mapping[str, object]) -> str:
@@ -128,11 +118,13 @@ def all_rules() -> tuple[Rule, ...]:
 
 
 def broken(rules: Iterable[Rule], facts: Mapping[str, object], *, before: Collection[str] = ()) -> list[SlimxError]:
-    """Returns the errors of all rules that can be evaluated with `facts`. `before`: names of the facts that were
-    already available at an earlier stage; rules that need only these are skipped."""
+    """Returns the errors of all rules that can be evaluated with `facts`. Rules that need an input of `FACTS` of which
+    no fact is given are skipped, and so are rules that need only facts in `before`, the names of the facts that were
+    available at an earlier stage. Raises KeyError if another rule needs a fact that is not given."""
+    inputs = {None, *map(FACTS.get, facts)}  # None: the configuration
     problems: list[SlimxError] = []
     for rule in rules:
-        if rule.facts <= facts.keys() and not rule.facts <= {*before}:
+        if inputs.issuperset(map(FACTS.get, rule.facts)) and not rule.facts <= {*before}:
             problems.extend(rule.problems(facts))
     return problems
 
@@ -147,3 +139,9 @@ def refuse(problems: Sequence[SlimxError], where: str = "") -> None:
     error = Refusal(where + sentences, code=problems[0].code, about=problems[0].about)
     error.problems = tuple(problems)
     raise error from problems[0].__cause__
+
+
+def refuse_broken(facts: Mapping[str, object], before: Collection[str] = ()) -> None:
+    """Raises one Refusal for the errors of all rules that can be evaluated with `facts`, and not with `before` alone,
+    the facts of an earlier stage (`broken`)."""
+    refuse(broken(all_rules(), facts, before=before))

@@ -15,17 +15,17 @@ from pydantic_core import ErrorDetails
 
 from slimx import entry_points
 from slimx.config import suggestions, wording
-from slimx.config.rule import Refusal, all_rules, broken, refuse
+from slimx.config.rule import Refusal, refuse_broken
 from slimx.config.section import Section, refuse_faults
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.engines import Engines, ServedEngines
 from slimx.config.sections.eval import Eval
+from slimx.config.sections.general import Checkpoint, Cluster, Model, Numerics, RunSection, Schedule, Track
 from slimx.config.sections.policies import ACTOR, Policy, derived, engine_faults, name_faults
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.reward import Reward
 from slimx.config.sections.rollout import ROUTED_PER_STEP, Rollout
-from slimx.config.sections.run import Checkpoint, Cluster, Model, Numerics, RunSection, Schedule, Track
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.json_types import Json
@@ -83,16 +83,17 @@ class CoreConfig(Section):
         if info.context is CHECKED:
             return self
         policies = self.policies if info.context is None else info.context  # the run's, for one of its policies
-        refuse(broken(all_rules(), {**self.facts, "policies": policies}))
+        facts = self.facts | {"policies": policies}
+        refuse_broken(facts)
         refuse_faults(name_faults(self.policies))
         configs = self.by_policy
-        refuse(broken(all_rules(), {"configs": configs}))
+        refuse_broken(facts | {"configs": configs}, facts)
         refuse_faults(engine_faults({name: config.rollout.engines for name, config in configs.items()}))
         return self
 
     @property
     def facts(self) -> dict[str, object]:
-        """Facts that rules use: all sections by name, and `served`."""
+        """Facts of the configuration, which every rule can use: all sections by name, and `served`."""
         return {name: getattr(self, name) for name in (*type(self).model_fields, "served")}
 
     @property
@@ -101,8 +102,8 @@ class CoreConfig(Section):
         `eval.engines`; none if it replays rollouts."""
         if self.rollout.replay:
             return ServedEngines(())
-        evaluating = self.eval.engines if self.eval.files else ()
-        return ServedEngines((*self.rollout.engines, *evaluating), evaluating)
+        evaluation = self.eval.engines if self.eval.files else ()
+        return ServedEngines((*self.rollout.engines, *evaluation), evaluation)
 
     def section[S: Section](self, record: type[S]) -> S:
         """Returns the section whose class is `record`, such as one that an extra adds. Raises LookupError if no section

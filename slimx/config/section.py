@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from slimx.config.rule import problem_of, refuse
+from slimx.config.rule import refuse
 from slimx.errors import SlimxError
 
 LARGEST = 2**31 - 1
@@ -83,7 +83,7 @@ Faults = Iterator[tuple[str, str, str]]
 
 def refuse_faults(faults: Iterable[tuple[str, str, str]]) -> None:
     """Raises a Refusal that lists all `faults` (code, key and message of each); returns if there are none."""
-    refuse([problem_of(*fault) for fault in faults])
+    refuse([SlimxError(message, code=code, about=key) for code, key, message in faults])
 
 
 class Section(BaseModel):

@@ -145,10 +145,10 @@ class EngineSizes:
         for name, size in (("expert", self.expert), ("dp_attention", self.attention_data)):
             if self.tensor % size:
                 raise SlimxError(
-                    f"rollout.engines.{name}={size} does not divide the {self.tensor} tensor-parallel ranks of an "
-                    "engine; choose a divisor of that number",
+                    f"{name}={size} does not divide the {self.tensor} tensor-parallel ranks of an engine; choose a "
+                    "divisor of that number",
                     code="engines.divides",
-                    about=f"rollout.engines.{name}",
+                    about=name,
                 )
 
     @property
@@ -167,22 +167,21 @@ class EngineSizes:
 
 
 def engine_sizes(group: Engines) -> EngineSizes:
-    """Returns the parallel sizes of each engine in the engine group `group`. Raises SlimxError for invalid or
-    unsupported sizes."""
+    """Returns the parallel sizes of each engine in the engine group `group`. Raises SlimxError, about a key of the
+    group, for invalid or unsupported sizes."""
     if group.pipeline > 1 and not group.frozen:
         raise SlimxError(
-            f"rollout.engines.pipeline={group.pipeline} of engine {group.name} is not supported, because SGLang 0.5.23 "
-            "returns responses only from the first stage, so the weights of other stages could not be verified; "
-            "set rollout.engines.pipeline=1, and use tensor or expert parallelism instead",
+            f"pipeline={group.pipeline} is not supported, because SGLang 0.5.23 returns responses only from the first "
+            "stage, so the weights of other stages could not be verified; set pipeline=1, and use tensor or expert "
+            "parallelism instead",
             code="engines.pipeline",
-            about="rollout.engines.pipeline",
+            about="pipeline",
         )
     redundant = group.sglang.get("ep_num_redundant_experts", 0)
     if type(redundant) is not int or redundant < 0:
         raise SlimxError(
-            f"rollout.engines.sglang.ep_num_redundant_experts={redundant!r} of engine {group.name} is not a number of "
-            "experts; set an integer of 0 or more",
-            about="rollout.engines.sglang.ep_num_redundant_experts",
+            f"sglang.ep_num_redundant_experts={redundant!r} is not a number of experts; set an integer of 0 or more",
+            about="sglang.ep_num_redundant_experts",
         )
     return EngineSizes(
         tensor=group.tensor,

@@ -51,7 +51,7 @@ async def train(run: Run) -> None:
     if run.step == 0:
         run.records.start(await evaluate(run), run.version)
     else:
-        await run.evaluation.begin(run, resumed=True)
+        await run.evaluation_engines.begin(run, resumed=True)
     while run.step < steps:
         began = time.perf_counter()
         batch = await run.next_batch()

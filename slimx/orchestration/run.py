@@ -67,7 +67,7 @@ class Run:
         self.config = config = service.config
         self.directory = Path(config.run.dir)
         self.frozen = service.frozen
-        self.evaluation = service.evaluation
+        self.evaluation_engines = service.evaluation_engines
         self.critic = critic
         self.records = records
         self.eval_prompts = prepared.eval_prompts

@@ -320,7 +320,7 @@ async def start_parts(
         if service.device == "cuda":
             shared = await trainers[ACTOR].places()
         await trainers[ACTOR].offload()
-    for part, groups in (("engines", service.place(shared)), ("evaluation engines", service.evaluation.groups)):
+    for part, groups in (("engines", service.place(shared)), ("evaluation engines", service.evaluation_engines.groups)):
         for name, engines in groups.items():
             starting.append(partial(check_reach, trainers[name], engines))
             starting.append(partial(timed, prefix_of(name) + part, engines.start))

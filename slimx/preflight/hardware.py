@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from slimx.config.sections.run import Cluster
+from slimx.config.sections.general import Cluster
 
 GIB = 2**30
 OVERHEAD = 3 * GIB

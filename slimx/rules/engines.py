@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.engines import ServedEngines
+from slimx.config.sections.general import Cluster, Schedule
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Cluster, Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.layout.kernels import deep_ep_lacks
@@ -29,7 +29,7 @@ def has_valid_sizes(served: ServedEngines) -> Problems:
         try:
             engine_sizes(group)
         except SlimxError as error:
-            yield f"{group.where}: {error}"
+            yield group.key, f"{group.where}: {error}"
 
 
 @rule("engines.urls_colocate", "schedule.colocate")
@@ -74,7 +74,7 @@ def has_trusted_network(served: ServedEngines, cluster: Cluster) -> Problems:
 
 @rule("engines.role_device", "rollout.engines.role")
 def can_transfer_kv(served: ServedEngines, device: str) -> Problems:
-    for group in served.policy:
+    for group in served.sampling:
         if group.role != "regular" and device == "cpu":
             yield f"{group.where} has the role {group.role}, but SGLang transfers no KV cache on CPUs; set role=regular"
 
@@ -101,8 +101,9 @@ def has_engine_kernels(served: ServedEngines, spec: ModelSpec) -> Problems:
         lack = deep_ep_lacks(group.tensor, spec.transformer["hidden_size"])
         if lack:
             yield (
+                f"{group.key}.sglang.moe_a2a_backend",
                 f"{group.where} has sglang.moe_a2a_backend=deepep, but DeepEP {lack}; remove sglang.moe_a2a_backend, "
-                "or change the group's number of ranks (tensor)"
+                "or change the group's number of ranks (tensor)",
             )
 
 
@@ -110,7 +111,7 @@ def has_engine_kernels(served: ServedEngines, spec: ModelSpec) -> Problems:
 def has_transfer(served: ServedEngines, local_device: str) -> Problems:
     if local_device != "cuda":
         return
-    for group in served.groups:
+    for group in served.sampling:
         backend = group.sglang.get("disaggregation_transfer_backend", "mooncake")
         package = TRANSFER_PACKAGES.get(backend)
         if group.role != "regular" and package is not None and importlib.util.find_spec(package) is None:

@@ -10,8 +10,8 @@ from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.engines import ServedEngines
 from slimx.config.sections.eval import Eval
+from slimx.config.sections.general import RunSection, Schedule
 from slimx.config.sections.rollout import Rollout, batches_in_flight
-from slimx.config.sections.run import RunSection, Schedule
 from slimx.config.sections.trainer import Trainer
 
 if TYPE_CHECKING:

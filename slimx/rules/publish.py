@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.engines import ServedEngines
+from slimx.config.sections.general import Cluster, Schedule
 from slimx.config.sections.policies import Policy
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.run import Cluster, Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.runtime.ports import is_local
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.run import Cluster, Numerics, Schedule
+from slimx.config.sections.general import Cluster, Numerics, Schedule
 from slimx.config.sections.trainer import Muon, Trainer
 from slimx.models.files.torch_dist import TRACKER
 

@@ -187,9 +187,10 @@ def unproven_layers(trainer: Trainer, rollout: Rollout, served: ServedEngines, s
 
 
 def _refusals(entries: Sequence[str], sections: Sections, feature: str) -> Iterator[tuple[str, str]]:
-    sampling = {**sections, "served": ServedEngines(sections["served"].sampling)}
     for entry in entries:
         if is_set(entry, sections):
-            if not is_set(entry, sampling):  # only engines that evaluate use it
-                entry = entry.replace("rollout", "eval", 1)
+            for group in sections["served"].policy:
+                if is_set(entry, {**sections, "served": ServedEngines((group,))}):
+                    entry = entry.replace("rollout.engines.", f"{group.key}.")
+                    break
             yield key_of(entry), f"{entry} was never tested together with {feature}; set one of the two to its default"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from slimx.config.schema import CHECKED, Config
-from slimx.config.sections.run import Cluster
+from slimx.config.sections.general import Cluster
 from slimx.json_types import Json
 from slimx.numerics.mode import mode_of
 from slimx.numerics.rounding import rounding_of

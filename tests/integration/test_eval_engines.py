@@ -1,4 +1,4 @@
-"""Engines that evaluate during training: a step's weights are judged at that step, across a kill as well."""
+"""Evaluation engines: a step's weights are judged at that step, across a kill as well."""
 
 from __future__ import annotations
 

@@ -60,8 +60,9 @@ def _other_names() -> Iterator[str]:
 
 
 def _rules() -> Iterator[str]:
-    yield "\n## Rules\n\nEach rule is asked as soon as what it needs is at hand. Rules of the configuration are asked\n"
-    yield "when it is loaded, those of the model by `slimx plan` too, all others by `slimx doctor` and at the start.\n"
+    yield "\n## Rules\n\nEach rule is asked as soon as what it needs is at hand: rules that need only the\n"
+    yield "configuration, when it is loaded; those that also need the device, the machine, the model or the plan, by\n"
+    yield "`slimx plan`; all except those of the machine and the plan by `slimx doctor` and at the start.\n"
     yield "\n| code | about | needs |\n| --- | --- | --- |\n"
     for rule in all_rules():
         yield f"| {rule.code} | {rule.about} | {_needs(rule)} |\n"
@@ -69,7 +70,7 @@ def _rules() -> Iterator[str]:
 
 def _needs(rule: Rule) -> str:
     """Returns the most expensive input that the rule needs."""
-    return next((need for need in reversed(FACTS) if rule.facts & {*FACTS[need]}), "configuration")
+    return next((FACTS[fact] for fact in reversed(FACTS) if fact in rule.facts), "configuration")
 
 
 def _table(keys: Sequence[Key]) -> Iterator[str]:

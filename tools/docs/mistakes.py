@@ -286,34 +286,38 @@ MISTAKES = (
     ),
     Mistake("a held-out set with a slash in its name", "train run.yaml 'eval.prompts={math/sums: prompts.jsonl}'"),
     Mistake("a held-out set without a name", "train run.yaml 'eval.prompts={\"\": {path: prompts.jsonl, samples: 4}}'"),
-    Mistake("engines for evaluations without prompts", "train run.yaml 'eval.engines=[{max_total_tokens: 4096}]'"),
+    Mistake("evaluation engines without prompts", "train run.yaml 'eval.engines=[{max_total_tokens: 4096}]'"),
     Mistake(
-        "engines for evaluations with the name of others",
+        "evaluation engines with the name of others",
         "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{name: actor, max_total_tokens: 4096}]'",
     ),
     Mistake(
-        "running servers for evaluations",
+        "running servers as evaluation engines",
         "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{urls: [\"http://127.0.0.1:30000\"]}]'",
     ),
     Mistake(
-        "engines for evaluations of several policies",
+        "evaluation engines of several policies",
         "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{count: 1}]' 'policies={judge: {}}'",
     ),
     Mistake(
-        "engines for evaluations with external servers' keys",
+        "evaluation engines with external servers' keys",
         "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{api_key_env: KEY}]'",
     ),
     Mistake(
-        "engines for evaluations that exact mode does not support",
+        "evaluation engines that exact mode does not support",
         "train run.yaml eval.prompts=prompts.jsonl numerics.mode=exact 'eval.engines=[{tensor: 2, dp_attention: 2}]'",
     ),
     Mistake(
-        "engines for evaluations that are split wrongly",
+        "evaluation engines that are split wrongly",
         "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{tensor: 2, expert: 3}]'",
     ),
     Mistake(
-        "an unknown key of engines for evaluations",
+        "an unknown key of evaluation engines",
         "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{tensr: 2}]'",
+    ),
+    Mistake(
+        "evaluation engines with an argument that SGLang lacks",
+        "train run.yaml eval.prompts=prompts.jsonl 'eval.engines=[{sglang: {mem_fraction: 0.8}}]'",
     ),
     Mistake("a list of held-out files", "train run.yaml 'eval.prompts=[prompts.jsonl]'"),
     # Hooks.

@@ -1,2 +1,2 @@
-"""Sections of a configuration, one file per section or per group of related sections: keys, types, bounds and
-defaults."""
+"""Sections of a configuration: keys, types, bounds and defaults. A section has its own file, or is in `general.py`.
+`engines.py` and `objectives.py` have parts of several sections."""

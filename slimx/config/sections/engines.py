@@ -43,8 +43,8 @@ _READ: dict[str, TypeAdapter[object]] = {
 class Engines(Section):
     """A group of identical engine servers."""
 
-    section: ClassVar[str] = "rollout"
-    """Section that lists the group."""
+    key: ClassVar[str] = "rollout.engines"
+    """Key of the list that contains the group."""
     name: str = "actor"
     """Name of the group in logs, metrics and hooks (`ctx.engines[name]`)."""
     role: Literal["regular", "prefill", "decode"] = "regular"
@@ -104,7 +104,7 @@ class Engines(Section):
     @property
     def where(self) -> str:
         """Name of this group in error messages."""
-        return f"{self.section}.engines group {self.name}"
+        return f"{self.key} group {self.name}"
 
     @property
     def ranks(self) -> int:
@@ -130,22 +130,26 @@ class Engines(Section):
         return 0 if self.urls or self.borrowed else self.count
 
     def _faults(self) -> Faults:
-        where = self.where
+        for code, key, sentence in chain(self._started_faults(), self._external_faults()):
+            yield code, self.key + key, f"{self.where} {sentence}"
+
+    def _started_faults(self) -> Faults:
+        """Yields the code, the rest of the key after that of the list, and the sentence without its subject, the group,
+        of each fault, except for those of external servers."""
         if self.frozen and self.role != "regular":
             yield (
                 "engines.frozen_role",
-                "rollout.engines",
-                f"{where} is frozen and has the role {self.role}, but only the policy has prefill and decode servers; "
-                "set frozen=false or role=regular",
+                "",
+                f"is frozen and has the role {self.role}, but only the policy has prefill and decode servers; set "
+                "frozen=false or role=regular",
             )
         if self.frozen and not self.urls and self.model is None:
             yield (
                 "engines.frozen_model",
-                "rollout.engines",
-                f"{where} is frozen but has neither a model nor urls; set `model` to the directory of the model to "
-                "serve, which may be model.path",
+                "",
+                "is frozen but has neither a model nor urls; set `model` to the directory of the model to serve, which "
+                "may be model.path",
             )
-        yield from self._rank_faults(where)
         for key, kind in _READ.items():
             value = self.sglang.get(key)
             if value is None:
@@ -156,53 +160,50 @@ class Engines(Section):
                 message = error.errors()[0]["msg"]
                 yield (
                     "engines.sglang_value",
-                    f"rollout.engines.sglang.{key}",
-                    f"{where}: sglang.{key} is {shortened(value)}: {message[0].lower()}{message[1:]}",
+                    f".sglang.{key}",
+                    f"has sglang.{key}={shortened(value)}: {message[0].lower()}{message[1:]}",
                 )
-        if self.urls:
-            yield from self._external_faults(where)
-        elif self.api_key_env or self.admin_api_key_env:
+        if not self.urls and (self.api_key_env or self.admin_api_key_env):
             yield (
                 "engines.keys_without_urls",
-                "rollout.engines",
-                f"{where} has api_key_env or admin_api_key_env but no urls; slimx itself generates the keys of "
-                "servers that it starts; remove these settings",
+                "",
+                "has api_key_env or admin_api_key_env but no urls; slimx itself generates the keys of servers that it "
+                "starts; remove these settings",
             )
         if self.sglang.get("disaggregation_transfer_backend") == "fake":
             yield (
                 "engines.fake_transfer",
-                "rollout.engines",
-                f"{where}: sglang.disaggregation_transfer_backend=fake does not transfer the KV cache that decode "
+                "",
+                "has sglang.disaggregation_transfer_backend=fake, which does not transfer the KV cache that decode "
                 "servers need; use mooncake or nixl",
             )
-
-    def _rank_faults(self, where: str) -> Faults:
-        """Yields a fault for each constraint that the number of ranks per server or per group violates."""
         if self.ranks % self.nodes:
             yield (
                 "engines.nodes",
-                "rollout.engines",
-                f"{where}: nodes {self.nodes} does not divide the {self.ranks} ranks of a server (tensor x pipeline); "
-                "set nodes to a divisor of that number",
+                "",
+                f"has nodes={self.nodes}, which does not divide the {self.ranks} ranks of a server (tensor x "
+                "pipeline); set nodes to a divisor of that number",
             )
         if self.ranks > SERVER:
             yield (
                 "engines.server_ranks",
-                "rollout.engines",
-                f"{where} has servers of {self.ranks} ranks (tensor x pipeline), more than the maximum of {SERVER:,}; "
-                "lower tensor or pipeline",
+                "",
+                f"has servers of {self.ranks} ranks (tensor x pipeline), more than the maximum of {SERVER:,}; lower "
+                "tensor or pipeline",
             )
         if self.started * self.ranks > GPUS:
             yield (
                 "engines.group_ranks",
-                "rollout.engines",
-                f"{where} has {self.started} servers of {self.ranks} ranks, more than the maximum of {GPUS:,} ranks "
-                "per group; lower count, tensor or pipeline",
+                "",
+                f"has {self.started} servers of {self.ranks} ranks, more than the maximum of {GPUS:,} ranks per group; "
+                "lower count, tensor or pipeline",
             )
 
-    def _external_faults(self, where: str) -> Faults:
-        """Yields a fault for each malformed or repeated address, and for the first key that has no effect on external
-        servers."""
+    def _external_faults(self) -> Faults:
+        """Yields, in the same form, a fault for each malformed or repeated address, and for the first key that has no
+        effect on external servers."""
+        if not self.urls:
+            return
         idle = ("count", "model", "nodes", "max_total_tokens", "threads", "precompile", "sglang")
         # Compares values with the defaults, because a run's saved config.yaml sets every key.
         default = type(self)()
@@ -210,38 +211,22 @@ class Engines(Section):
             if getattr(self, key) != getattr(default, key):
                 yield (
                     "engines.urls_idle_key",
-                    f"rollout.engines.{key}",
-                    f"{where} has urls, and {key} has no effect on external servers; remove {key}",
+                    f".{key}",
+                    f"has urls, and {key} has no effect on external servers; remove {key}",
                 )
                 break
         if self.role == "prefill":
             yield (
                 "engines.urls_prefill",
-                "rollout.engines",
-                f"{where} has urls and the role prefill, but slimx must choose the bootstrap port of each prefill "
-                "server; remove urls",
+                "",
+                "has urls and the role prefill, but slimx must choose the bootstrap port of each prefill server; "
+                "remove urls",
             )
         for url in self.urls:
             if not _ADDRESS.fullmatch(url):
-                yield (
-                    "engines.url",
-                    url,
-                    f"{where}: {url!r} in urls is not of the form http://HOST:PORT",
-                )
+                yield "engines.url", ".urls", f"has {url!r} in urls, which is not of the form http://HOST:PORT"
         if len(set(self.urls)) < len(self.urls):
-            yield (
-                "engines.url_twice",
-                "rollout.engines",
-                f"{where} has a repeated address in urls; list each server once",
-            )
-
-
-class EvaluationGroup(Engines):
-    """A group of engine servers that evaluate during training, and generate no training data (`eval.engines`)."""
-
-    section = "eval"
-    name: str = "eval"
-    """Name of the group in logs and metrics."""
+            yield "engines.url_twice", ".urls", "has a repeated address in urls; list each server once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +235,8 @@ class ServedEngines:
 
     groups: tuple[Engines, ...]
     """All groups, those of `eval.engines` last."""
-    evaluating: tuple[EvaluationGroup, ...] = ()
-    """Groups that evaluate during training; empty if the other engines of the policy evaluate."""
+    evaluation: tuple[Engines, ...] = ()
+    """Evaluation engines, those of `eval.engines`; empty if the other engines of the policy evaluate."""
 
     @property
     def policy(self) -> tuple[Engines, ...]:
@@ -261,7 +246,7 @@ class ServedEngines:
     @property
     def sampling(self) -> tuple[Engines, ...]:
         """Groups of the policy that sample rollouts for training."""
-        return tuple(group for group in self.policy if group not in self.evaluating)
+        return tuple(group for group in self.policy if group not in self.evaluation)
 
     @property
     def frozen(self) -> tuple[Engines, ...]:

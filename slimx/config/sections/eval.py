@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BeforeValidator
 
 from slimx.config.section import Amount, Count, PathText, Real, Seconds, Section, TopP, Weight
-from slimx.config.sections.engines import EvaluationGroup
+from slimx.config.sections.engines import Engines
 from slimx.config.sections.rollout import RowFields
 
 
@@ -50,6 +50,14 @@ def _entries(prompts: object) -> object:
     return {name: {"path": entry} if isinstance(entry, str) else entry for name, entry in prompts.items()}
 
 
+class EvalEngines(Engines):
+    """A group of evaluation engines, which evaluate during training and generate no training data."""
+
+    key = "eval.engines"
+    name: str = "eval"
+    """Name of the group in logs and metrics."""
+
+
 class Eval(Section):
     prompts: Annotated[dict[str, EvalSet], BeforeValidator(_entries)] | None = None
     """File of held-out prompts in a format of `rollout.prompts`, or a mapping from names of sets to files or to
@@ -74,9 +82,9 @@ class Eval(Section):
     """Maximum number of tokens sampled per turn; null: `rollout.sampling.max_new_tokens`."""
     passing: Real = 1.0
     """Minimum reward at which an answer counts as correct in pass@k and in the lengths of correct and wrong answers."""
-    engines: tuple[EvaluationGroup, ...] = ()
-    """Groups of engine servers that evaluate while training goes on, with the keys of `rollout.engines`; empty: the
-    engines of `rollout.engines` evaluate, and training waits for them."""
+    engines: tuple[EvalEngines, ...] = ()
+    """Evaluation engines: groups of engine servers that evaluate while training goes on, with the keys of
+    `rollout.engines`; empty: the engines of `rollout.engines` evaluate, and training waits for them."""
     deadline: Seconds = 3600
     """Seconds for which training waits for the evaluation of an earlier step on `eval.engines`, and the end of the run
     for that of the last step; after that the evaluation is given up and counted (`eval/lost`)."""

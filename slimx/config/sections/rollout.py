@@ -22,7 +22,7 @@ from slimx.config.section import (
 from slimx.config.sections.engines import Engines, Health, group_faults
 
 if TYPE_CHECKING:
-    from slimx.config.sections.run import Schedule
+    from slimx.config.sections.general import Schedule
 
 MAX_SUPPORT = 4096
 """Maximum number of candidates per token that SGLang reports with top-k or top-p (sampling_mask_max_tokens)."""

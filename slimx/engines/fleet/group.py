@@ -40,9 +40,8 @@ KEPT = 5
 def keys_of(group: Engines) -> Keys:
     """Returns the keys of the external servers at `group.urls`, read from the environment variables that the group
     names. Raises SlimxError if one of these variables is not set."""
-    where = f"rollout.engines group {group.name}"
-    api_key = key_in(group.api_key_env, os.environ, where)
-    return Keys(api_key, key_in(group.admin_api_key_env, os.environ, where))
+    api_key = key_in(group.api_key_env, os.environ, group.where)
+    return Keys(api_key, key_in(group.admin_api_key_env, os.environ, group.where))
 
 
 CALLS = 3
@@ -84,7 +83,7 @@ class EngineGroup:
         """Keys of the router and of all servers that slimx starts."""
         self.engines = [self._create(group, index, log_dir) for group in groups for index in range(group.servers)]
         self.receivers = [*self.engines]
-        """Engines to which the transport brings weights: these, and those that evaluate during training."""
+        """Engines to which the transport brings weights: these, and evaluation engines."""
         self.router = Router(
             free_port(),
             free_port(),

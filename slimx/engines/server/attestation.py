@@ -94,7 +94,7 @@ async def check_guarded(wire: ControlClient) -> None:
         if status not in REFUSED:
             raise SlimxError(
                 f"{wire.server_name} must reject {method} {wire.url}{path} without a key, but returned status "
-                f"{status}; remove from rollout.engines.sglang all arguments that affect keys or server processes",
+                f"{status}; remove from the group's sglang all arguments that affect keys or server processes",
                 code="engine.unguarded",
                 about=path,
             )
@@ -173,7 +173,7 @@ def check_backends(ranks: list[Json], spec: EngineSpec) -> None:
         for field, plain in unpublishable(rank["backends"], experts=rank["experts"], fp8=rank["fp8"]):
             raise SlimxError(
                 f"rank {index} of engine {spec.name} selected {field} {rank['backends'][field]!r}, which changes the "
-                f"layout of published weights; set rollout.engines.sglang.{field}={plain}",
+                f"layout of published weights; set sglang.{field}={plain} for its group",
                 code="engine.backend",
                 about=field,
             )

@@ -60,7 +60,7 @@ class EngineSpec:
     routed_experts: bool = True
     """True if the server can return the experts to which each token was routed (MoE models only)."""
     sglang: Json = field(default_factory=dict)
-    """ServerArgs fields that the user sets (`rollout.engines.sglang`): name -> value."""
+    """ServerArgs fields that the user sets (`sglang` of the group): name -> value."""
     role: Literal["regular", "prefill", "decode"] = "regular"
     bootstrap_port: int | None = None
     """Port of a prefill server from which decode servers fetch the KV cache; None for other servers."""
@@ -114,9 +114,9 @@ def engine_spec(config: Config, group: Engines, name: str, *, device: str, moe: 
     )
 
 
-def server_args(spec: EngineSpec) -> Json:
+def server_args(spec: EngineSpec, where: str = "rollout.engines.sglang") -> Json:
     """Returns SGLang's arguments for the server, ServerArgs field -> value: those that slimx sets, those that the user
-    sets, and defaults that the user may override.
+    sets, and defaults that the user may override. `where`: the configuration key of the user's arguments, for messages.
 
     Raises SlimxError if a user's argument is invalid or is one that slimx sets."""
     ours: Json = {
@@ -163,33 +163,33 @@ def server_args(spec: EngineSpec) -> Json:
         defaults["max_mamba_cache_size"] = 256
         defaults["mm_attention_backend"] = "sdpa"  # the others need kernels that are not on PyPI
     ours |= spec.numerics.server_arguments(spec.device)
-    check_server_args(spec.sglang)
-    check_keyless(spec.sglang)
+    check_server_args(spec.sglang, where)
+    check_keyless(spec.sglang, where)
     taken = sorted(ours.keys() & spec.sglang.keys())
     if taken:
         raise SlimxError(
-            f"rollout.engines.sglang.{taken[0]} cannot be set for engine {spec.name}, because slimx sets the argument "
+            f"{where}.{taken[0]} cannot be set for engine {spec.name}, because slimx sets the argument "
             f"to {ours[taken[0]]!r}; remove the argument",
             code="sglang.taken",
-            about=f"rollout.engines.sglang.{taken[0]}",
+            about=f"{where}.{taken[0]}",
         )
     return defaults | spec.sglang | ours
 
 
-def check_keyless(args: Json) -> None:
+def check_keyless(args: Json, where: str) -> None:
     """Raises SlimxError if one of the user's arguments would expose a key to other users of the machine, or make SGLang
-    ignore keys."""
+    ignore keys. `where`: the configuration key that contains `args`, for messages."""
     for name in ("api_key", "admin_api_key", "ssl_keyfile_password"):
         if args.get(name) is not None:
             raise SlimxError(
-                f"rollout.engines.sglang.{name} would be on the server's command line, which every user of the "
+                f"{where}.{name} would be on the server's command line, which every user of the "
                 "machine can read; remove the argument, because slimx generates random keys for each run's servers",
                 code="engine.key_on_command_line",
                 about=name,
             )
     if args.get("tokenizer_worker_num") not in (None, 1):
         raise SlimxError(
-            f"rollout.engines.sglang.tokenizer_worker_num is {args['tokenizer_worker_num']}, but SGLang checks "
+            f"{where}.tokenizer_worker_num is {args['tokenizer_worker_num']}, but SGLang checks "
             "keys only if the value is 1, so any process could replace the weights; set the value to 1",
             code="engine.unguarded",
             about="tokenizer_worker_num",

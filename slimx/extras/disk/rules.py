@@ -8,8 +8,8 @@ from tempfile import TemporaryFile
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.engines import ServedEngines
+from slimx.config.sections.general import Cluster
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.run import Cluster
 
 
 @rule("publish.delta_beside", "publish.delta")

@@ -7,8 +7,8 @@ from typing import Any
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.general import Schedule
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Schedule
 
 
 @rule("algorithm.hook", "algorithm.loss")

@@ -1,1 +1,1 @@
-"""Engines that evaluate during training (`eval.engines`)."""
+"""Evaluation engines, which evaluate during training (`eval.engines`)."""

@@ -1,4 +1,4 @@
-"""Evaluation during training, by engines that do nothing else.
+"""Evaluation during training, by evaluation engines.
 
     step N is published --> begin: wait for the previous evaluation, publish N to these engines --> train step N + 1 ...
                                          |
@@ -30,16 +30,19 @@ from slimx.orchestration.run import Run
 from slimx.orchestration.step.evaluation import answer_all, judged
 from slimx.reshard.parties import NoReceiverLeft, TransportLost
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
-from slimx.runtime.tasks import cancelled, while_served
+from slimx.runtime.tasks import while_served
 
 BEGUN = "eval/begun"
 """Metric of a step whose evaluation began during training."""
 LOST = "eval/lost"
 """Metric of a step whose evaluation ended without a result."""
+ENDING_S = 60.0
+"""Maximum number of seconds to wait until a cancelled evaluation has ended, because hooks may ignore that they are
+cancelled."""
 
 
-class EnginesBeside(EvaluationEngines):
-    """The engine groups of `eval.engines`, with a router of their own, and the evaluation that they work on."""
+class ConcurrentEvaluationEngines(EvaluationEngines):
+    """The evaluation engines of a run, with a router of their own, and the evaluation that they work on."""
 
     def __init__(self, service: EngineService, group: EngineGroup, note: Callable[[str], None]):
         """Prepares evaluations by the engines of `group`. `service`: the run's other engines. `note`: called with a
@@ -110,7 +113,7 @@ class EnginesBeside(EvaluationEngines):
         for kind, steps in (("are not finished", sorted(self._open)), ("were lost", self._lost)):
             if steps:
                 self._note(f"evaluations that {kind}: {', '.join(f'step {step}' for step in steps)}")
-        await cancelled(self._work)
+        await self._end(self._work)
         if self._maker is not None:
             self._maker.close()
 
@@ -169,7 +172,7 @@ class EnginesBeside(EvaluationEngines):
 
         async def lose() -> None:
             raise SlimxError(
-                "all engines of eval.engines were lost, and the weights of this step are gone",
+                "all evaluation engines were lost, and the weights of this step are gone",
                 code="eval.lost",
                 about="eval.engines",
             )
@@ -206,7 +209,14 @@ class EnginesBeside(EvaluationEngines):
             self._lose(run, step, reason)
         work = self._work
         self._work = None
-        await cancelled(work)
+        await self._end(work)
+
+    async def _end(self, work: asyncio.Task[dict[str, float]] | None) -> None:
+        """Cancels `work` and waits until it has ended, at most `ENDING_S` or `eval.deadline`, if this is shorter."""
+        if work is not None:
+            work.cancel()
+            ending = asyncio.gather(work, return_exceptions=True)
+            await asyncio.wait({ending}, timeout=min(ENDING_S, self.config.eval.deadline))
 
     def _lose(self, run: Run, step: int, reason: str) -> None:
         sentence = f"the evaluation of step {step} is lost: {reason}"
@@ -219,8 +229,8 @@ class EnginesBeside(EvaluationEngines):
 
 def make_engines(
     service: EngineService, *, note: Callable[[str], None], record: Callable[[Restart], None]
-) -> EnginesBeside:
-    """Creates the engines of `eval.engines` without starting servers. `service`: the run's other engines. `note`:
+) -> ConcurrentEvaluationEngines:
+    """Creates the evaluation engines without starting servers. `service`: the run's other engines. `note`:
     called with a line of text about every event. `record`: called with every restart."""
     group = EngineGroup(
         service.config,
@@ -230,6 +240,6 @@ def make_engines(
         note=note,
         record=record,
         router="router-eval",
-        groups=service.config.served.evaluating,
+        groups=service.config.served.evaluation,
     )
-    return EnginesBeside(service, group, note)
+    return ConcurrentEvaluationEngines(service, group, note)

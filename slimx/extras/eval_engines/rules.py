@@ -1,4 +1,4 @@
-"""Rules about engines that evaluate during training."""
+"""Rules about evaluation engines."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def has_prompts(eval: Eval) -> Problems:
 
 @rule("eval.engines_scores", "eval.engines")
 def samples(algorithm: Algorithm, served: ServedEngines) -> Problems:
-    if algorithm.scores and served.evaluating:
+    if algorithm.scores and served.evaluation:
         yield "eval.engines has no use, because the trainers evaluate a reward model; remove eval.engines"
 
 
 @rule("eval.engines_role", "eval.engines")
 def serves_alone(served: ServedEngines) -> Problems:
-    for group in served.evaluating:
+    for group in served.evaluation:
         for key in ("role", "frozen", "urls"):
             if getattr(group, key) != type(group).model_fields[key].default:
-                yield f"{group.where} sets {key}, which engines that evaluate cannot have; remove {key}"
+                yield f"{group.where} sets {key}, which evaluation engines cannot have; remove {key}"
 
 
 @rule("eval.engines_name", "eval.engines")
 def has_unique_names(served: ServedEngines) -> Problems:
     names = [group.name for group in served.groups]
-    for group in served.evaluating:
+    for group in served.evaluation:
         if names.count(group.name) > 1:
             yield f"several engine groups are named {group.name!r}, one of them in eval.engines; change its name"
             return
@@ -47,6 +47,6 @@ def is_proven(served: ServedEngines, publish: Publish, policies: Mapping[str, Po
     unproven = [f"policies.{name}" for name, policy in policies.items() if policy.shares is None]
     if publish.adapters == "alone":
         unproven.append("publish.adapters=alone")
-    if served.evaluating:
+    if served.evaluation:
         for key in unproven:
             yield f"eval.engines was never tested with {key}; remove eval.engines, or {key}"

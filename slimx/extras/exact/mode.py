@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     import torch
 
     from slimx.config.schema import Config
+    from slimx.config.sections.eval import Eval
+    from slimx.config.sections.general import Numerics
     from slimx.config.sections.rollout import Rollout
-    from slimx.config.sections.run import Numerics
     from slimx.config.sections.trainer import Trainer
 
 
@@ -31,7 +32,7 @@ class Exact(NumericsMode):
 
     @classmethod
     def configured(cls, config: Config) -> Self:
-        return cls(tree_leaves(config.numerics, config.trainer, config.rollout))
+        return cls(tree_leaves(config.numerics, config.trainer, config.rollout, config.eval))
 
     @classmethod
     def parse(cls, argument: str) -> Self:
@@ -105,17 +106,17 @@ class Exact(NumericsMode):
         return {ATTENTION: False} if server is None else server.in_force(registry, model)
 
 
-def tree_leaves(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> int:
+def tree_leaves(numerics: Numerics, trainer: Trainer, rollout: Rollout, eval: Eval) -> int:
     """Returns the number of leaves into which row-parallel sums are cut: `numerics.leaves`, or if it is not set, the
     run's largest tensor-parallel size."""
-    return numerics.leaves or max(tensor_sizes(trainer, rollout).values())
+    return numerics.leaves or max(tensor_sizes(trainer, rollout, eval).values())
 
 
-def tensor_sizes(trainer: Trainer, rollout: Rollout) -> dict[str, int]:
+def tensor_sizes(trainer: Trainer, rollout: Rollout, eval: Eval) -> dict[str, int]:
     """Returns the tensor-parallel sizes of the trainer and of engines that serve the policy, keyed by a description for
     error messages."""
     sizes = {"trainer.tensor": trainer.tensor, "trainer.expert_tensor": trainer.expert_tensor_size}
     # Frozen groups need not agree with the trainer. A replay starts no engines, but must compute the sums of the run
     # that sampled.
-    engines = (group for group in rollout.engines if not group.frozen)
+    engines = (group for group in (*rollout.engines, *eval.engines) if not group.frozen)
     return sizes | {f"tensor of {group.where}": group.tensor for group in engines}

@@ -10,9 +10,10 @@ from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic
 from slimx.config.sections.engines import ServedEngines
+from slimx.config.sections.eval import Eval
+from slimx.config.sections.general import Numerics, Schedule
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Numerics, Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.extras.exact.mode import tensor_sizes, tree_leaves
@@ -90,7 +91,7 @@ MODE = "numerics.mode=exact"
 
 
 @rule("exact.leaves", "numerics.leaves")
-def leaves_divide(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> Problems:
+def leaves_divide(numerics: Numerics, trainer: Trainer, rollout: Rollout, eval: Eval) -> Problems:
     if not numerics.exact:
         if numerics.leaves is not None:
             yield (
@@ -98,13 +99,13 @@ def leaves_divide(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> Pro
                 f"{numerics.mode}; remove numerics.leaves"
             )
         return
-    leaves = tree_leaves(numerics, trainer, rollout)
+    leaves = tree_leaves(numerics, trainer, rollout, eval)
     if leaves & (leaves - 1):
         yield (
             f"row-parallel sums would have {leaves} leaves, which is not a power of two; set numerics.leaves to a "
             "power of two"
         )
-    for name, size in tensor_sizes(trainer, rollout).items():
+    for name, size in tensor_sizes(trainer, rollout, eval).items():
         if leaves % size:
             yield (
                 f"{name} is {size}, which does not divide {leaves}, the number of leaves of row-parallel sums; set all "
@@ -208,7 +209,7 @@ def same_blocks(numerics: Numerics, served: ServedEngines, algorithm: Algorithm,
     for group in served.policy:
         if group.model is None and not group.urls:
             yield (
-                "rollout.engines.model",
+                f"{group.key}.model",
                 f"{problem}, but {group.where} serves model.path, which is not quantized; set the group's model to "
                 "the output directory of `slimx convert hf-to-fp8`",
             )
@@ -228,19 +229,19 @@ def serve_the_same(numerics: Numerics, served: ServedEngines) -> Problems:
         for key in ("pipeline", "dp_attention"):
             if getattr(group, key) > 1:
                 yield (
-                    f"rollout.engines.{key}",
+                    f"{group.key}.{key}",
                     f"{MODE} supports only tensor and expert parallelism in engines, but {group.where} has "
                     f"{key}={getattr(group, key)}; set {key}=1",
                 )
         if group.role != "regular":
             yield (
-                "rollout.engines.role",
+                f"{group.key}.role",
                 f"{MODE} supports only role=regular, but {group.where} has role={group.role}; set role=regular",
             )
         argument = next((name for name in SERVER_ARGUMENTS if group.sglang.get(name)), None)
         if argument is not None:
             yield (
-                f"rollout.engines.sglang.{argument}",
+                f"{group.key}.sglang.{argument}",
                 f"{group.where} sets sglang.{argument}, which {MODE} does not support, because the argument would "
                 "change the engine's results; remove the argument",
             )
@@ -286,10 +287,10 @@ def _uncovered(spec: ModelSpec, covered: tuple[str, ...], device: str) -> str:
 
 
 @rule("exact.leaves_width", "numerics.leaves")
-def cuts_evenly(numerics: Numerics, trainer: Trainer, rollout: Rollout, spec: ModelSpec) -> Problems:
+def cuts_evenly(numerics: Numerics, trainer: Trainer, rollout: Rollout, eval: Eval, spec: ModelSpec) -> Problems:
     if not numerics.exact:
         return
-    leaves = tree_leaves(numerics, trainer, rollout)
+    leaves = tree_leaves(numerics, trainer, rollout, eval)
     for name, width in _row_parallel_widths(spec.transformer).items():
         if width % leaves:
             yield (

@@ -112,7 +112,7 @@ def _serving(groups: Iterable[Engines]) -> Iterator[tuple[str, str]]:
     for group in groups:
         for name in ("enable_lora", "lora_paths"):
             if group.sglang.get(name):
-                yield f"{group.section}.engines.sglang.{name}", group.name
+                yield f"{group.key}.sglang.{name}", group.name
 
 
 @rule("lora.frozen", "trainer.freeze")

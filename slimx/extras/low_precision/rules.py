@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.engines import Engines, ServedEngines
+from slimx.config.sections.general import Cluster, Numerics
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.run import Cluster, Numerics
 from slimx.config.sections.trainer import Trainer
 from slimx.rules.unproven import other_architectures, sections_in, table_problems
 
@@ -219,19 +219,19 @@ def takes_codes(publish: Publish, numerics: Numerics, served: ServedEngines) -> 
     for group in served.policy:
         if group.sglang.get("moe_runner_backend") != "triton":
             yield (
-                "rollout.engines.sglang.moe_runner_backend",
+                f"{group.key}.sglang.moe_runner_backend",
                 f"expert kernels other than Triton's may rearrange codes in {group.where}, which {codes} could "
-                "neither write nor verify; set rollout.engines.sglang.moe_runner_backend=triton",
+                f"neither write nor verify; set {group.key}.sglang.moe_runner_backend=triton",
             )
         if group.sglang.get("enforce_shared_experts_fusion"):
             yield (
-                "rollout.engines.sglang.enforce_shared_experts_fusion",
+                f"{group.key}.sglang.enforce_shared_experts_fusion",
                 f"{codes} quantizes only routed experts, but {group.where} would store the shared expert among them; "
-                "remove rollout.engines.sglang.enforce_shared_experts_fusion",
+                f"remove {group.key}.sglang.enforce_shared_experts_fusion",
             )
         if group.model is None and not group.urls:
             yield (
-                "rollout.engines.model",
+                f"{group.key}.model",
                 f"{codes}, but {group.where} serves model.path, which is not quantized; set the group's model to the "
                 "output directory of `slimx convert hf-to-int4`",
             )
@@ -288,9 +288,10 @@ def starts_in_fp8(served: ServedEngines, publish: Publish, spec: ModelSpec) -> P
     for group, directory, quantization in _origins(served, spec):
         if not quantization:
             yield (
+                f"{group.key}.model",
                 f"{group.where} starts from {directory}, which is not an fp8 checkpoint, but publish.quantize is "
                 f"{publish.quantize}; convert the checkpoint with `slimx convert hf-to-fp8`, and set the group's model "
-                "to the output directory"
+                "to the output directory",
             )
 
 
@@ -303,15 +304,17 @@ def starts_in_what_is_published(served: ServedEngines, publish: Publish, spec: M
         starts = quantization.get("quant_method") == "compressed-tensors"
         if starts and not published:
             yield (
+                f"{group.key}.model",
                 f"{group.where} starts from {directory}, an INT4 checkpoint, but publish.quantize is not int4; set "
                 "publish.quantize=int4, or convert the checkpoint to bf16 (`slimx convert hf-to-megatron`, then `slimx "
-                "convert megatron-to-hf`) and set the group's model to the output directory"
+                "convert megatron-to-hf`) and set the group's model to the output directory",
             )
         if published and not starts:
             yield (
+                f"{group.key}.model",
                 f"{group.where} starts from {directory}, which is not an INT4 checkpoint, but publish.quantize is "
                 "int4; convert the checkpoint with `slimx convert hf-to-int4`, and set the group's model to the output "
-                "directory"
+                "directory",
             )
 
 

@@ -85,7 +85,7 @@ class TrainerMemory(Record):
 
 
 class EngineMemory(Record):
-    """Memory of a server's fullest rank, for one engine group of rollout.engines."""
+    """Memory of a server's fullest rank, for one group of engines."""
 
     group: str
     count: int
@@ -186,7 +186,7 @@ class PhasePeak(MemoryBreakdown):
     gpu: Literal["trainer", "critic", "engine", "shared"]
     """Kind of GPU, by the ranks that use it; shared: a trainer rank and an engine rank alternate."""
     group: str
-    """Name of the engine group in `rollout.engines`; "" if no engine uses the GPU."""
+    """Name of the engine group; "" if no engine uses the GPU."""
     phase: Phase
 
 

@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1
 
 
 class PlannedGroup(Record):
-    """One group of engine servers, an entry of `rollout.engines`."""
+    """One group of engine servers, an entry of `rollout.engines` or `eval.engines`."""
 
     name: str
     count: int

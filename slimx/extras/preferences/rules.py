@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.eval import Eval
+from slimx.config.sections.general import Schedule
 from slimx.config.sections.reward import Reward
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.extras.evaluation.settings import by_keys
 from slimx.rules.unproven import sections_in, table_problems

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.engines import ServedEngines
+from slimx.config.sections.general import Checkpoint, Schedule
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Checkpoint, Schedule
 from slimx.extras.recovery.section import Recovery
 from slimx.rules.unproven import sections_in, table_problems
 

@@ -72,6 +72,7 @@ def states_are_not_shared(served: ServedEngines, spec: ModelSpec, device: str) -
     for group in served.policy:
         if not group.sglang.get("disable_radix_cache"):
             yield (
+                f"{group.key}.sglang.disable_radix_cache",
                 f"{group.where} serves {spec.path}, but reuse of delta-net states from SGLang's prefix cache was "
-                "never tested; set rollout.engines.sglang.disable_radix_cache=true"
+                f"never tested; set {group.key}.sglang.disable_radix_cache=true",
             )

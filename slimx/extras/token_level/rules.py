@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from slimx.config.rule import Problems, refuse, rule
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic, critic_keys, critic_trainer
+from slimx.config.sections.general import Schedule
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.rules.flow import UPDATE, update_rows

@@ -63,16 +63,16 @@ def serves_images(trainer: Trainer, served: ServedEngines) -> Problems:
     for group in served.policy:
         if group.role != "regular":
             yield (
-                "rollout.engines.role",
+                f"{group.key}.role",
                 f"{group.where} has the role {group.role}, which was never tested with images (trainer.vision); set "
-                "rollout.engines.role=regular",
+                f"{group.key}.role=regular",
             )
         for key in ("mm_enable_dp_encoder", "enable_broadcast_mm_inputs_process", "language_only", "encoder_only"):
             if group.sglang.get(key):
                 yield (
-                    f"rollout.engines.sglang.{key}",
+                    f"{group.key}.sglang.{key}",
                     f"{group.where} sets {key}, with which images (trainer.vision) were never tested; remove "
-                    f"rollout.engines.sglang.{key}",
+                    f"{group.key}.sglang.{key}",
                 )
 
 

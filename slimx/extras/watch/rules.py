@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from slimx.config.rule import Problems, rule
-from slimx.config.sections.run import Track
+from slimx.config.sections.general import Track
 
 
 @rule("track.package", "track")

@@ -17,7 +17,7 @@ from slimx.observability.tracking.samples import RecordedSample
 from slimx.observability.tracking.tracker import Sink, TrackedRun
 
 if TYPE_CHECKING:
-    from slimx.config.sections.run import Prometheus
+    from slimx.config.sections.general import Prometheus
 
 
 def tensorboard(run: TrackedRun, on: bool) -> Sink | None:

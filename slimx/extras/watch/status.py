@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from slimx.cluster.restarts import Restart
+from slimx.config.sections.general import Stall
 from slimx.config.sections.policies import policy_of
-from slimx.config.sections.run import Stall
 from slimx.errors import SlimxError
 from slimx.extras.alerts.lines import last_lines
 from slimx.extras.alerts.log import alerts_of

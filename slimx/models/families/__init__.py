@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from slimx import entry_points
 from slimx.config.schema import Config
-from slimx.config.sections.run import Model
+from slimx.config.sections.general import Model
 from slimx.dotted import load_module
 from slimx.errors import SlimxError
 from slimx.json_types import Json

@@ -46,14 +46,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-FROZEN = "slimx.frozen_engines"
-"""Entry-point group for subclasses of `FrozenEngines`. A subclass is called with the configuration, the device, the log
-directory, and the keyword arguments `note` and `record` of `EngineService`."""
-
-
 class FrozenEngines:
     """Engine groups of `rollout.engines` that serve frozen models, to which no weights are published. This base class
-    has no groups."""
+    has no groups. A subclass, the entry point of `slimx.frozen_engines`, is called with the configuration, the device,
+    the log directory, and the keyword arguments `note` and `record` of `EngineService`."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -83,8 +79,8 @@ class FrozenEngines:
 
 
 class EvaluationEngines(FrozenEngines):
-    """Engine groups of `eval.engines`, under the name of the policy that they serve. This base class has no groups, so
-    that the policy's other engines evaluate."""
+    """Evaluation engines (`eval.engines`), under the name of the policy that they serve. This base class has no groups,
+    so that the policy's other engines evaluate."""
 
     async def begin(self, run: Any, *, resumed: bool = False) -> dict[str, float] | None:
         """Begins to evaluate the current weights. Returns metrics of the step, among them the result unless the
@@ -131,11 +127,14 @@ class EngineService:
         self._lost = lost
         self.frozen = FrozenEngines(config)
         if config.served.frozen:
-            served = entry_points.load(FROZEN, "routers")
-            self.frozen = served(config, self.device, self.logs, note=note, record=record)
-        self.evaluation = EvaluationEngines(config)
-        if config.served.evaluating:
-            self.evaluation = entry_points.load("slimx.evaluation_engines", "engines")(self, note=note, record=record)
+            self.frozen = entry_points.load("slimx.frozen_engines", "routers")(
+                config, self.device, self.logs, note=note, record=record
+            )
+        self.evaluation_engines = EvaluationEngines(config)
+        if config.served.evaluation:
+            self.evaluation_engines = entry_points.load("slimx.evaluation_engines", "engines")(
+                self, note=note, record=record
+            )
         self.groups: dict[str, EngineGroup] = {}
         """Engine group of each policy by the policy's name; empty if the command samples nothing."""
         self.clients: dict[str, GenerationClient] = {}
@@ -144,7 +143,7 @@ class EngineService:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> EngineService:
-        for part in (self.frozen, self.evaluation):
+        for part in (self.frozen, self.evaluation_engines):
             self._stack.push_async_exit(stopping(part.stop, self.note))
         return self
 
@@ -176,7 +175,7 @@ class EngineService:
                     note=self.note,
                     record=self._record,
                 )
-                for others in self.evaluation.groups.values():
+                for others in self.evaluation_engines.groups.values():
                     group.receivers += others.engines
                 self.groups[name] = group
                 self._stack.push_async_exit(stopping(group.stop, self.note))
@@ -186,7 +185,7 @@ class EngineService:
         """Creates the clients of the started engines, and the agent server. `context`: maximum length of a trajectory
         in tokens. Raises SlimxError if a frozen model cannot be used with the actor's tokenizer."""
         await self.frozen.check(self.sources.policies[ACTOR].tokenizer)
-        groups = [*self.groups.values(), *self.frozen.groups.values(), *self.evaluation.groups.values()]
+        groups = [*self.groups.values(), *self.frozen.groups.values(), *self.evaluation_engines.groups.values()]
         self._stack.callback(note_restarts, groups, self.note)
         follow(groups, self.directory / "engines.json")
         for group in groups:
@@ -194,7 +193,9 @@ class EngineService:
             group.members.before_ending = partial(keep_stacks, self.directory, self.note)
         rollout = self.config.rollout
         served = [(name, self.engines_of(name), self.clients) for name in self.sources.policies]
-        served += [(name, engines, self.evaluation.clients) for name, engines in self.evaluation.groups.items()]
+        served += [
+            (name, engines, self.evaluation_engines.clients) for name, engines in self.evaluation_engines.groups.items()
+        ]
         for name, engines, clients in served:
             if engines is None:
                 continue
@@ -217,7 +218,7 @@ class EngineService:
             engines.members.probe = prober(client.shape, self.config, client.adapters)
         self.proxy = make_agent_server(self.config.rollout.proxy, context)
         self._stack.push_async_callback(self.proxy.stop)
-        self._stack.push_async_callback(self.evaluation.cancel)  # before the clients close
+        self._stack.push_async_callback(self.evaluation_engines.cancel)  # before the clients close
 
     def make_maker(self, served: EngineService | FrozenEngines | None = None) -> GroupMaker:
         """Returns a `GroupMaker` that generates rollouts with the engines of `served`, by default those of this

@@ -12,7 +12,7 @@ from slimx.adapters.transformers import import_transformers
 from slimx.algorithms.credit import load_credit
 from slimx.cluster.access import check_reachable
 from slimx.cluster.connection import device_of
-from slimx.config.rule import all_rules, broken, refuse
+from slimx.config.rule import refuse_broken
 from slimx.config.schema import Config
 from slimx.config.sections.critic import critic_keys
 from slimx.config.sections.policies import ACTOR, Policy
@@ -131,9 +131,9 @@ def _check_model(config: Config, device: str, policies: Mapping[str, Policy]) ->
     transport = choose_transport(config, device)
     config = transport.applied(config)
     spec = configured_model(config)
-    facts = model_facts(config, spec) | {"device": device, "local_device": device}
-    facts["policies"] = policies  # because section policies is empty in the configuration of a single policy
-    refuse(broken(all_rules(), facts, before=config.facts))
+    # Section policies is empty in the configuration of a single policy.
+    facts = model_facts(config, spec) | {"device": device, "local_device": device, "policies": policies}
+    refuse_broken(facts, config.facts)
     backends = choose_backends(
         config.trainer,
         device=device,
@@ -147,7 +147,7 @@ def _check_model(config: Config, device: str, policies: Mapping[str, Policy]) ->
         with critic_keys(config.critic):
             check_transformer(facts["critic_spec"], config.as_critic(), backends, cpu=device == "cpu")
     files = facts | weight_facts(config)
-    refuse(broken(all_rules(), files, before=facts))
+    refuse_broken(files, facts)
     return _Checked(config, transport, backends, files)
 
 
@@ -173,7 +173,7 @@ def _tokenizer(checked: _Checked, device: str) -> PreTrainedTokenizerBase:
     facts = checked.facts
     _check_engines(config, facts["spec"], device)
     tokenizer = run_tokenizer(config)
-    refuse(broken(all_rules(), facts | {"tokenizer": tokenizer}, before=facts))
+    refuse_broken(facts | {"tokenizer": tokenizer}, facts)
     return tokenizer
 
 
@@ -194,7 +194,7 @@ def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
     """Checks and reads the inputs of rollouts for a command without trainers, which `check_parts` has checked. Raises
     SlimxError with the problems that it finds."""
     facts = config.facts | {"device": device, "local_device": device}
-    refuse(broken(all_rules(), facts, before=config.facts))
+    refuse_broken(facts, config.facts)
     return _sources(config, spec, device, facts)
 
 
@@ -208,13 +208,13 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: Json) -> Sourc
     import_transformers()
     tokenizer = run_tokenizer(config)
     known = facts | {"tokenizer": tokenizer}
-    refuse(broken(all_rules(), known, before=facts))
+    refuse_broken(known, facts)
     by_source: dict[str, list[Prompt]] = {}
     eval_prompts: dict[str, list[Prompt]] = {}
     if not config.rollout.replay:
         by_source = training_prompts(config, tokenizer, spec)
         prompts = list(chain.from_iterable(by_source.values()))
-        refuse(broken(all_rules(), known | {"prompts": prompts}, before=known))
+        refuse_broken(known | {"prompts": prompts}, known)
         make_source(config, by_source)  # raises SlimxError if a user's source cannot be created
         for name, path in config.eval.files.items():
             eval_prompts[name] = heldout_prompts(config, name, path, tokenizer, spec)
@@ -231,6 +231,6 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: Json) -> Sourc
 
 
 def _check_engines(config: Config, spec: ModelSpec, device: str) -> None:
-    """Raises SlimxError if SGLang does not accept a server argument of `rollout.engines`."""
+    """Raises SlimxError if SGLang does not accept a server argument of an engine group."""
     for group in config.served.groups:
-        server_args(engine_spec(config, group, group.name, device=device, moe=spec.experts > 0))
+        server_args(engine_spec(config, group, group.name, device=device, moe=spec.experts > 0), f"{group.key}.sglang")

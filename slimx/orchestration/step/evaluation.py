@@ -32,7 +32,7 @@ async def evaluate(run: Run) -> dict[str, float]:
     if not any(run.eval_prompts.values()):
         return {}
     with run.phase("eval"):
-        begun = await run.evaluation.begin(run)
+        begun = await run.evaluation_engines.begin(run)
         if begun is not None:
             return begun
         return await judged(run, await run.watched(answer_all(run.maker, run.eval_prompts)), run.step)

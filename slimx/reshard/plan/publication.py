@@ -146,18 +146,18 @@ def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
         for key, value in spec.engine_arguments.items():
             if group.sglang.get(key) != value:
                 raise SlimxError(
-                    f"rollout.engines.sglang.{key} of engine {group.name} is {group.sglang.get(key)!r}, but slimx "
+                    f"sglang.{key} of {group.where} is {group.sglang.get(key)!r}, but slimx "
                     f"does not support the weight layout of {spec.family.ARCHITECTURE} that results; choose {value!r}",
                     code="publish.engine_argument",
-                    about=f"rollout.engines.sglang.{key}",
+                    about=f"{group.key}.sglang.{key}",
                 )
         unfused = spec.unfused(cpu=device == "cpu", expert=group.expert)
         if unfused is not None and group.sglang.get("enforce_shared_experts_fusion"):
             raise SlimxError(
-                f"rollout.engines.sglang.enforce_shared_experts_fusion of engine {group.name} has no effect, because "
+                f"sglang.enforce_shared_experts_fusion of {group.where} has no effect, because "
                 f"SGLang 0.5.23 never fuses the shared expert of {spec.family.ARCHITECTURE} {unfused}; remove this key",
                 code="publish.unfused",
-                about="rollout.engines.sglang.enforce_shared_experts_fusion",
+                about=f"{group.key}.sglang.enforce_shared_experts_fusion",
             )
 
 
@@ -174,9 +174,9 @@ def _check_drafts(config: Config, spec: ModelSpec, encoding: Encoding, note: str
             raise SlimxError(
                 f"{group.where} drafts tokens with the multi-token prediction layer that "
                 f"trainer.megatron.mtp_num_layers trains, but the layer cannot be published ({reason}); remove "
-                "rollout.engines.sglang.speculative_algorithm or trainer.megatron.mtp_num_layers",
+                "the group's sglang.speculative_algorithm or trainer.megatron.mtp_num_layers",
                 code="publish.draft",
-                about="rollout.engines.sglang.speculative_algorithm",
+                about=f"{group.key}.sglang.speculative_algorithm",
             )
 
 
@@ -223,11 +223,11 @@ def _not_local(config: Config, spec: ModelSpec) -> str | None:
     groups = config.served.policy
     layouts = {(engine_sizes(g), bool(g.sglang.get("enforce_shared_experts_fusion")), g.drafts) for g in groups}
     if len(layouts) > 1:
-        return "rollout.engines has groups of different layouts, which would need separate plans"
+        return "engine groups have different layouts, which would need separate plans"
     for group in groups:
         for key, reason in _UNKNOWN_LAYOUTS.items():
             if group.sglang.get(key) not in (None, False, PLAIN.get(key), spec.engine_arguments.get(key)):
-                return f"rollout.engines.sglang.{key} is set: {reason}"
+                return f"sglang.{key} of {group.where} is set: {reason}"
     return None
 
 

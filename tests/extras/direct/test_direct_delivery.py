@@ -152,7 +152,7 @@ async def test_engines_get_changes_relative_to_the_state_they_report() -> None:
 
 @pytest.mark.parametrize("every_full", [2, 3, 4])
 async def test_engines_that_take_turns_get_full_weights_equally_often(every_full: int) -> None:
-    """For example engines that sample and engines that evaluate, to which the same weights are published apart."""
+    """For example engines that sample and evaluation engines, to which the same weights are published apart."""
     stand = Stand(every_full)
     bases = [await stand.publish(number % 2) for number in range(4 * every_full)]
     for engine in (0, 1):

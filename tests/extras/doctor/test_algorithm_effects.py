@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from slimx.cli import app
 from slimx.config.schema import Config
+from slimx.config.sections.general import Model
 from slimx.config.sections.objectives import PRESETS
-from slimx.config.sections.run import Model
 from slimx.config.sections.trainer import Trainer
 from slimx.extras.doctor.effects.effects import Effect, effects
 from tests.extras.doctor.effects_stand import config

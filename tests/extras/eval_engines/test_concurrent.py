@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slimx.errors import Preempted, SlimxError
-from slimx.extras.eval_engines.concurrent import EnginesBeside
+from slimx.extras.eval_engines.concurrent import ConcurrentEvaluationEngines
 from slimx.observability.events import Events
 from slimx.orchestration.loop import train
 from slimx.orchestration.publications import Publications
@@ -26,7 +26,7 @@ from tests.unit.orchestration.run_stand import LIMIT_S, Members, Parts, lines, r
 from tests.unit.rollout.rollout_stand import FakeEngine, prompts
 
 BEGUN, LOST = {"eval/begun": 1.0}, {"eval/lost": 1.0}
-BESIDE = {"eval__prompts": "held_out.jsonl", "eval__engines": [{"max_total_tokens": 64}]}
+KEYS = {"eval__prompts": "held_out.jsonl", "eval__engines": [{"max_total_tokens": 64}]}
 
 
 class EvaluationMembers(Members):
@@ -77,8 +77,8 @@ class HeldEngine(FakeEngine):
 
 
 class Published(Publications):
-    """Publications that only tell clients the version of their weights. The first `failing` of those to the engines
-    that evaluate reach none, and stop these."""
+    """Publications that only tell clients the version of their weights. The first `failing` of those to evaluation
+    engines reach none, and stop these."""
 
     def __init__(self, run: Run, parts: Parts, evaluating: FakeEngine, members: EvaluationMembers):
         self.run, self.parts, self.evaluating, self.members = run, parts, evaluating, members
@@ -124,7 +124,7 @@ class Told(Events):
 
 @dataclass
 class Stand:
-    """A run with engines that evaluate while it trains."""
+    """A run with evaluation engines."""
 
     run: Run
     parts: Parts
@@ -138,7 +138,7 @@ class Stand:
         try:
             await asyncio.wait_for(train(self.run), LIMIT_S)
         finally:
-            await self.run.evaluation.cancel()
+            await self.run.evaluation_engines.cancel()
             await stopped(self.run)
 
 
@@ -155,8 +155,8 @@ def evaluating(directory: Path, *, held: bool = False, leaving: asyncio.Event | 
 
     group = SimpleNamespace(members=members, engines=[], stop=stop)
     service = service_of(run.config, sources_of(run.config), {})
-    run.evaluation = EnginesBeside(service, group, notes.append)
-    run.evaluation.clients["actor"] = client
+    run.evaluation_engines = ConcurrentEvaluationEngines(service, group, notes.append)
+    run.evaluation_engines.clients["actor"] = client
     publications = Published(run, parts, client, members)
     run.policies["actor"].publications = publications
     if not held:
@@ -239,7 +239,7 @@ async def test_the_last_evaluation_is_lost_if_the_run_is_asked_to_stop(tmp_path,
     stand.run.step = 1
     if not starts:
         stand.members.runs.clear()
-    ending = asyncio.create_task(stand.run.evaluation.begin(stand.run))
+    ending = asyncio.create_task(stand.run.evaluation_engines.begin(stand.run))
     await until(lambda: stand.members.watches == 1 and ("evaluate 1" in stand.parts.done) == starts)
     await asyncio.sleep(0.1)
     leaving.set()
@@ -261,9 +261,9 @@ async def test_the_loss_of_all_other_engines_is_noticed_meanwhile(tmp_path):
 
 async def test_engines_that_share_devices_go_on_until_those_that_evaluate_run(tmp_path):
     stand = evaluating(tmp_path, schedule__steps=1, schedule__colocate=True)
-    beside, done = stand.run.evaluation, stand.parts.done
+    engines, done = stand.run.evaluation_engines, stand.parts.done
     stand.members.runs.clear()
-    beginning = asyncio.create_task(beside.begin(stand.run))
+    beginning = asyncio.create_task(engines.begin(stand.run))
     await asyncio.sleep(0.1)
     assert done == [], "no turn of the trainers while the engine is restarted"
     stand.publications.failing = 1
@@ -275,7 +275,7 @@ async def test_engines_that_share_devices_go_on_until_those_that_evaluate_run(tm
     stand.members.runs.set()
     assert await asyncio.wait_for(beginning, LIMIT_S) == BEGUN
     assert done == [*turn, *turn[:2], "evaluate 0", *turn[2:]]
-    await beside.cancel()
+    await engines.cancel()
     await stopped(stand.run)
 
 
@@ -302,7 +302,7 @@ async def test_an_evaluation_is_counted_as_lost_once_over_several_resumes(tmp_pa
     for step, metrics in ((1, BEGUN), (1, LOST), (2, BEGUN), (2, {"eval/accuracy": 1.0})):
         stand.run.records.tracker.log(step, metrics)
     stand.run.step = 2
-    assert await stand.run.evaluation.begin(stand.run, resumed=True) == {}
+    assert await stand.run.evaluation_engines.begin(stand.run, resumed=True) == {}
     assert evaluated(tmp_path)[1] == [BEGUN, LOST] and stand.told.events == []
     await stopped(stand.run)
 
@@ -325,14 +325,14 @@ async def test_a_run_resumed_after_its_last_step_evaluates_it(tmp_path, leaves):
 
 async def test_engines_are_watched_once_and_their_hooks_are_closed(tmp_path):
     stand = evaluating(tmp_path, schedule__steps=2)
-    beside, closed = stand.run.evaluation, []
-    make = stand.run.evaluation._service.make_maker
+    engines, closed = stand.run.evaluation_engines, []
+    make = stand.run.evaluation_engines._service.make_maker
 
     def make_maker(served: Any) -> Any:
         maker = make(served)
         maker.close = lambda: closed.append(maker)
         return maker
 
-    beside._service.make_maker = make_maker
+    engines._service.make_maker = make_maker
     await stand.train()
     assert stand.members.watches == 1 and len(closed) == 1

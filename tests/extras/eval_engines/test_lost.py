@@ -38,13 +38,13 @@ async def test_an_evaluation_whose_engines_are_all_lost_is_counted(tmp_path):
 @pytest.mark.parametrize("fault", ["engines", "answers", "disk"])
 async def test_a_failed_evaluation_is_reported_once_and_at_once(tmp_path, fault):
     stand = evaluating(tmp_path, held=True, schedule__steps=2)
-    beside, records = stand.run.evaluation, stand.run.records
+    engines, records = stand.run.evaluation_engines, stand.run.records
 
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
     save = records.evaluation
-    assert await beside.begin(stand.run) == BEGUN
+    assert await engines.begin(stand.run) == BEGUN
     if fault == "engines":
         stand.members.out.set()
     elif fault == "answers":
@@ -58,12 +58,12 @@ async def test_a_failed_evaluation_is_reported_once_and_at_once(tmp_path, fault)
     stand.members.out.clear()
     stand.client.error, records.evaluation = None, save
     stand.run.step = 1
-    assert await beside.begin(stand.run) == BEGUN
+    assert await engines.begin(stand.run) == BEGUN
     stand.client.go.set()
     await until(lambda: 1 in evaluated(tmp_path))
     assert stand.told.events == [("evaluation_lost", "step 0")] and evaluated(tmp_path)[0] == [LOST]
     before = len(stand.notes)
-    await beside.cancel()
+    await engines.cancel()
     assert [numbers(note) for note in stand.notes[before:]] == [[0]], "named again at the run's end"
     await stopped(stand.run)
 
@@ -95,41 +95,50 @@ async def test_the_last_result_is_awaited_without_the_engines_that_sample(tmp_pa
     """They have nothing more to do, so that their loss need not end the run before its last checkpoint."""
     stand = evaluating(tmp_path, held=True, schedule__steps=1)
     stand.run.step = 1
-    ending = asyncio.create_task(stand.run.evaluation.begin(stand.run))
+    ending = asyncio.create_task(stand.run.evaluation_engines.begin(stand.run))
     await until(lambda: "evaluate 1" in stand.parts.done)
     stand.publications.lost.set()
     await asyncio.sleep(0.1)
     stand.client.go.set()
     assert (await asyncio.wait_for(ending, LIMIT_S))["eval/accuracy"] == 1.0
-    await stand.run.evaluation.cancel()
+    await stand.run.evaluation_engines.cancel()
     await stopped(stand.run)
 
 
 async def test_a_late_evaluation_is_lost_although_its_end_is_interrupted(tmp_path):
     leaving = asyncio.Event()
     stand = evaluating(tmp_path, held=True, leaving=leaving, schedule__steps=3, eval__deadline=0.1)
-    assert await stand.run.evaluation.begin(stand.run) == BEGUN
+    assert await stand.run.evaluation_engines.begin(stand.run) == BEGUN
     stand.client.ends.clear()
     stand.run.step = 1
-    beginning = asyncio.create_task(stand.run.evaluation.begin(stand.run))
+    beginning = asyncio.create_task(stand.run.evaluation_engines.begin(stand.run))
     await until(lambda: stand.client.cancelled == 3)
     leaving.set()
     assert await asyncio.wait_for(beginning, LIMIT_S) == BEGUN
     assert evaluated(tmp_path) == {0: [LOST]} and stand.told.events == [("evaluation_lost", "step 0")]
-    await stand.run.evaluation.cancel()
+    await stand.run.evaluation_engines.cancel()
     assert numbers(" ".join(stand.notes[1:])) == [1, 0], "first the unfinished one, then the lost one"
     await stopped(stand.run)
+
+
+async def test_an_answer_that_ignores_its_end_delays_training_briefly(tmp_path):
+    """For example one of a hook that catches every error."""
+    stand = evaluating(tmp_path, held=True, schedule__steps=1, eval__deadline=0.1)
+    stand.client.ends.clear()
+    await stand.train()
+    assert "save 1" in stand.parts.done and evaluated(tmp_path) == {0: [BEGUN, LOST], 1: [LOST]}
+    stand.client.ends.set()
 
 
 async def test_nothing_is_lost_twice_when_the_run_is_asked_to_stop(tmp_path):
     leaving = asyncio.Event()
     stand = evaluating(tmp_path, held=True, leaving=leaving, schedule__steps=1, eval__deadline=5)
-    assert await stand.run.evaluation.begin(stand.run) == BEGUN
+    assert await stand.run.evaluation_engines.begin(stand.run) == BEGUN
     stand.members.out.set()
     await until(lambda: len(stand.told.events) == 1)
     stand.members.out.clear()
     stand.run.step = 1
-    ending = asyncio.create_task(stand.run.evaluation.begin(stand.run))
+    ending = asyncio.create_task(stand.run.evaluation_engines.begin(stand.run))
     await until(lambda: "evaluate 1" in stand.parts.done)
     leaving.set()
     assert await asyncio.wait_for(ending, LIMIT_S) == {}
@@ -141,8 +150,8 @@ async def test_an_evaluation_that_is_cancelled_before_it_runs_leaves_no_warning(
     stand = evaluating(tmp_path, schedule__steps=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert await stand.run.evaluation.begin(stand.run) == BEGUN
-        await stand.run.evaluation.cancel()
+        assert await stand.run.evaluation_engines.begin(stand.run) == BEGUN
+        await stand.run.evaluation_engines.cancel()
         gc.collect()
     assert [str(warning.message) for warning in caught if warning.category is RuntimeWarning] == []
     assert [numbers(note) for note in stand.notes] == [[0]], "it is not finished"

@@ -1,4 +1,4 @@
-"""Engines that evaluate during training: what they cannot be combined with, and when they are started."""
+"""Evaluation engines: what they cannot be combined with, and when they are started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slimx.extras.generation.checks import without_trainers
 from tests.refusals import invalid
 from tests.unit.rollout.rollout_stand import config_of
 
-BESIDE = {"eval__prompts": "held_out.jsonl", "eval__engines": [{"max_total_tokens": 64}]}
+KEYS = {"eval__prompts": "held_out.jsonl", "eval__engines": [{"max_total_tokens": 64}]}
 UNPROVEN, ROLE, NAME = "eval.engines_unproven", "eval.engines_role", "eval.engines_name"
 MISSING = object()
 REWARD_MODEL = {
@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_engines_cannot_evaluate_with_is_refused(keys, code):
     """Each with its code, and about the engines."""
     with invalid(code, about="eval.engines"):
-        config_of(**{key: value for key, value in (BESIDE | keys).items() if value is not MISSING})
+        config_of(**{key: value for key, value in (KEYS | keys).items() if value is not MISSING})
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_engines_cannot_evaluate_with_is_refused(keys, code):
     ids=lambda keys: next(iter(keys)),
 )
 def test_engines_evaluate_together_with_what_has_run(keys):
-    assert isinstance(config_of(**BESIDE | keys), Config)
+    assert isinstance(config_of(**KEYS | keys), Config)
 
 
 OF_GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
@@ -87,7 +87,7 @@ OF_GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 def test_refusals_name_the_list_of_the_group(section, keys, group, code, key):
     plain = {"rollout__engines": [{"max_total_tokens": 64, "sglang": {"moe_runner_backend": "triton"}}]}
     with invalid(code, about=f"{section}.engines{key}") as caught:
-        config_of(**(BESIDE | plain | keys | {f"{section}__engines": [group]}))
+        config_of(**(KEYS | plain | keys | {f"{section}__engines": [group]}))
     problems = [problem for item in caught.value.errors() for problem in item["ctx"]["error"].problems]
     (text,) = {str(problem) for problem in problems if problem.about == f"{section}.engines{key}"}
     other = {"rollout": "eval", "eval": "rollout"}[section]
@@ -95,10 +95,10 @@ def test_refusals_name_the_list_of_the_group(section, keys, group, code, key):
 
 
 def test_engines_during_training_are_started_only_if_the_run_evaluates():
-    config = config_of(**BESIDE)
-    assert [group.name for group in config.served.evaluating] == ["eval"]
+    config = config_of(**KEYS)
+    assert [group.name for group in config.served.evaluation] == ["eval"]
     assert config.served.sampling == config.rollout.engines
     assert config.served.groups == (*config.rollout.engines, *config.eval.engines)
-    assert without_trainers(config, None).served.evaluating == (), "slimx eval needs no engines during training"
+    assert without_trainers(config, None).served.evaluation == (), "slimx eval needs no engines during training"
     for off in ({"eval__every": 0}, {"eval__prompts": None}):
-        assert config_of(**BESIDE | off).served.evaluating == ()
+        assert config_of(**KEYS | off).served.evaluation == ()

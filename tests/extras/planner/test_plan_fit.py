@@ -283,16 +283,25 @@ def test_long_answers_of_an_evaluation_need_positions_and_kv_cache(plan):
     assert plan(QWEN3_30B, *RUN_30B, too_long, "eval.every=0")[0] == 0
 
 
+def test_evaluation_engines_that_do_not_fit_are_named_by_their_key(plan):
+    small = "eval={prompts: absent.jsonl, engines: [{tensor: 4, expert: 4, sglang: {mem_fraction_static: 0.1}}]}"
+    run = (*RUN_30B, H100, "trainer.optimizer.offload_fraction=1", small)
+    code, text = plan(QWEN3_30B, *run)
+    assert code == 2
+    refused = [line for line in lines_of(text, "slimx: ") if "engine eval " in line]
+    assert refused and all("eval.engines.tensor" in line and "rollout.engines" not in line for line in refused)
+
+
 @pytest.mark.parametrize("colocate", [False, True])
-def test_engines_that_evaluate_have_gpus_of_their_own(plan, colocate):
+def test_evaluation_engines_have_gpus_of_their_own(plan, colocate):
     together = ("schedule.colocate=true", "publish.staging=bucket", FULL) if colocate else ()
     run = (*RUN_30B, *together, H100, "trainer.optimizer.offload_fraction=1")
     held_out = "eval={prompts: absent.jsonl, engines: [{tensor: 4, expert: 4}]}"
     before = json.loads(plan(QWEN3_30B, *run, "--json")[1])
     report = json.loads(plan(QWEN3_30B, *run, held_out, "--json")[1])
     assert report["rank_map"]["gpus"] == before["rank_map"]["gpus"] + 4
-    (evaluating,) = (place for place in report["rank_map"]["engines"] if place["group"] == "eval")
-    assert evaluating["gpus"] == list(range(before["rank_map"]["gpus"], before["rank_map"]["gpus"] + 4))
+    (evaluation,) = (place for place in report["rank_map"]["engines"] if place["group"] == "eval")
+    assert evaluation["gpus"] == list(range(before["rank_map"]["gpus"], before["rank_map"]["gpus"] + 4))
     peaks = {(peak["gpu"], peak["group"]) for peak in report["phases"] if peak["group"]}
     assert ("engine", "eval") in peaks and (("shared", "actor") in peaks) == colocate
     assert report["colocated"] == before["colocated"]

@@ -12,7 +12,7 @@ import pytest
 
 from slimx.config.rule import broken, rules_in
 from slimx.config.schema import Config
-from slimx.config.sections.run import Cluster
+from slimx.config.sections.general import Cluster
 from slimx.data.batch import MicroBatch, TrainBatch
 from slimx.extras.planner.batch_plan import batch_plan
 from slimx.extras.planner.memory.engine import WORK, graph_bytes, static_fraction, with_occupied

@@ -12,8 +12,8 @@ import pytest
 
 from slimx.config.rule import broken
 from slimx.config.schema import Config
+from slimx.config.sections.general import Schedule
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.run import Schedule
 from slimx.data.batch import MicroBatch, TrainBatch
 from slimx.errors import DeadlineError, SlimxError
 from slimx.extras.recovery.ledger import Base, Ledger, TrainedStep, check_same

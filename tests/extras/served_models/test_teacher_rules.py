@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from slimx.config.rule import broken, rules_in
+from slimx.config.rule import broken
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.engines import Engines, ServedEngines
 from slimx.data.chat.tokens import load_tokenizer
@@ -34,7 +34,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("top", "fits"), [(128, True), (129, False)])
 def test_more_likeliest_tokens_than_the_vocabulary_has_are_refused(policy, top, fits):
     algorithm = Algorithm(name="distillation", teacher_engine="wise", teacher_top_k=top, teacher_kl_coef=1.0)
-    problems = broken(rules_in(rules), {"spec": read_model(str(policy)), "algorithm": algorithm})
+    problems = broken([rules.within_vocabulary], {"spec": read_model(str(policy)), "algorithm": algorithm})
     expected = [] if fits else [("teacher.top_k", "algorithm.teacher_top_k")]
     assert [(problem.code, problem.about) for problem in problems] == expected
 
@@ -45,7 +45,7 @@ def test_more_likeliest_tokens_than_the_vocabulary_has_are_refused(policy, top, 
 def test_a_prompt_without_a_teacher_is_refused(dataset, codes):
     algorithm = Algorithm(name="distillation", teacher_engines={"sums": "wise"})
     prompts = [Prompt(id=name, token_ids=[1], metadata={"dataset": name}) for name in ("sums", dataset)]
-    problems = broken(rules_in(rules), {"algorithm": algorithm, "prompts": prompts})
+    problems = broken([rules.taught], {"algorithm": algorithm, "prompts": prompts})
     assert [problem.code for problem in problems] == codes
 
 

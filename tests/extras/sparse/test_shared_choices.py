@@ -13,7 +13,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import is_dsa_
 from transformers import GlmMoeDsaConfig
 
 from slimx.config.rule import broken
-from slimx.config.sections.run import Cluster
+from slimx.config.sections.general import Cluster
 from slimx.config.sections.trainer import Trainer
 from slimx.extras.planner.memory.activations import Setting
 from slimx.extras.planner.memory.pipeline import activation_bytes

@@ -56,6 +56,8 @@ def test_every_directory_that_is_read_counts_once(tmp_path: Path) -> None:
     config = config_of(model, rollout=rollout, trainer={"load": str(megatron)})
     assert weight_bytes(config) == 15e9
     assert weight_bytes(config_of(model, rollout=rollout)) == 7e9
+    evaluation = {"prompts": "h", "engines": [{"model": str(sized(tmp_path / "int4" / "model.safetensors", 16))}]}
+    assert weight_bytes(config_of(model, rollout=rollout, eval=evaluation)) == 23e9
 
 
 @pytest.mark.parametrize(("deadline", "warned"), [(900, True), (1100, False), ("null", False)])

@@ -19,9 +19,9 @@ from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.eval import EvalSet
+from slimx.config.sections.general import Model, RunSection
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import PromptSet, Rollout
-from slimx.config.sections.run import Model, RunSection
 from slimx.config.sections.trainer import Lora, Trainer
 from slimx.errors import SlimxError
 from slimx.observability.live.run_lock import locked

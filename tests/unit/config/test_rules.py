@@ -5,14 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import chain
 from types import ModuleType
 
 import pytest
 
 from slimx.config.rule import FACTS, all_rules, broken, refuse, rule
 from slimx.config.schema import CHECKED, Config
-from slimx.config.sections.run import Schedule, Track
+from slimx.config.sections.general import Schedule, Track
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.extras.watch.rules import has_trackers
@@ -59,8 +58,28 @@ def test_rules_have_unique_codes_and_need_only_known_facts() -> None:
     rules = all_rules()
     codes = [entry.code for entry in rules if not entry.code.startswith("unproven")]  # of which an extra has its table
     assert len({*codes}) == len(codes)
-    known = {*chain.from_iterable(FACTS.values()), *Config.model_fields}
+    known = {*FACTS, *Config.model_fields, "served"}
     assert all(entry.facts <= known for entry in rules)
+
+
+@pytest.mark.parametrize("left_out", ["served", "trainer", "sizes"])
+def test_a_fact_that_a_stage_leaves_out_is_an_error(left_out: str) -> None:
+    """A stage lacks inputs, such as the machine, but never a part of the configuration, or of an input that it has."""
+    config = Config(run={"dir": "r"}, model={"path": "m"}, rollout={"prompts": "p"})
+    facts = {**config.facts, "spec": object(), "sizes": object()}
+
+    @rule("test.whole", "model")
+    def whole(served: object, trainer: object, sizes: object) -> Iterator[str]:
+        yield "all facts are here"
+
+    @rule("test.machine", "model")
+    def elsewhere(served: object, machine: object) -> Iterator[str]:
+        yield "the machine is here"
+
+    assert [problem.code for problem in broken([whole, elsewhere], facts)] == ["test.whole"]
+    del facts[left_out]
+    with pytest.raises(KeyError, match=left_out):
+        broken([whole, elsewhere], facts)
 
 
 def test_loading_a_configuration_evaluates_the_rules_of_all_packages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,9 +66,9 @@ def test_sizes_follow_the_configuration_with_megatrons_default():
 def test_engine_sizes_that_do_not_divide_are_refused():
     sizes = EngineSizes(tensor=8, expert=4, pipeline=2, attention_data=2)
     assert (sizes.world, sizes.attention_tensor, sizes.expert_tensor) == (16, 4, 2)
-    with refused("engines.divides", about="rollout.engines.expert"):
+    with refused("engines.divides", about="expert"):
         EngineSizes(tensor=8, expert=3)
-    with refused("engines.divides", about="rollout.engines.dp_attention"):
+    with refused("engines.divides", about="dp_attention"):
         EngineSizes(tensor=8, attention_data=16)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import slimx
-from slimx.config.sections.run import Prometheus
+from slimx.config.sections.general import Prometheus
 from slimx.extras.watch.sinks import WandbSink
 from slimx.observability.tracking.guard import Guard
 from slimx.observability.tracking.jsonl import JsonlFile, load_records

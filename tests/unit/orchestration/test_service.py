@@ -101,7 +101,7 @@ async def test_an_evaluation_is_cancelled_while_clients_are_open(tmp_path, monke
         async def cancel() -> None:
             opened.append(service.clients["actor"]._session is not None)
 
-        monkeypatch.setattr(service.evaluation, "cancel", cancel)
+        monkeypatch.setattr(service.evaluation_engines, "cancel", cancel)
         await service.open(context=100)
     assert opened == [True]
 

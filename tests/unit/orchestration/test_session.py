@@ -148,7 +148,7 @@ class StartedParts:
 
     def __init__(self, device: str):
         self.done, self.device = [], device
-        self.frozen = self.evaluation = SimpleNamespace(groups={})
+        self.frozen = self.evaluation_engines = SimpleNamespace(groups={})
 
     async def note(self, what: str) -> None:
         self.done.append(what)
@@ -200,7 +200,7 @@ async def test_engines_of_evaluations_start_under_a_name_of_their_own(tmp_path, 
     names: list[str] = []
     monkeypatch.setattr(session, "check_reach", reached)
     parts = StartedParts("cpu")
-    parts.evaluation = SimpleNamespace(groups={"actor": SimpleNamespace(start=None)})
+    parts.evaluation_engines = SimpleNamespace(groups={"actor": SimpleNamespace(start=None)})
     await session.start_parts(config_of(tmp_path), {"actor": parts}, None, parts, timed)
     assert names == ["trainers", "engines", "evaluation engines"]
 

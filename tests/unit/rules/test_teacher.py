@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from slimx.config.rule import broken, rules_in
+from slimx.config.rule import broken
 from slimx.errors import SlimxError
 from slimx.models.families import read_model
-from slimx.rules import algorithm as algorithm_rules
+from slimx.rules.algorithm import same_architecture
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,7 +26,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def refusals(other: Path, policy: Path) -> list[SlimxError]:
     """Returns the refusals of the teacher in `other` for the policy."""
-    return broken(rules_in(algorithm_rules), {"spec": read_model(str(policy)), "teacher_weights": other})
+    return broken([same_architecture], {"spec": read_model(str(policy)), "teacher_weights": other})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from slimx.adapters.sglang import hooks as sglang_hooks
 from slimx.cluster.access import ADDRESS, local_options
-from slimx.config.sections.run import Cluster
+from slimx.config.sections.general import Cluster
 from slimx.engines.server.spec import EngineSpec, NodeShare, server_env
 from slimx.errors import SlimxError
 from slimx.runtime.ports import LOOPBACK, free_port, local_address, meet

@@ -15,8 +15,8 @@ import numpy as np
 from slimx.config.rule import broken, refuse, rules_in
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import NEEDS, Algorithm, Correction, Rejection
+from slimx.config.sections.general import Schedule
 from slimx.config.sections.objectives import Clip, read_objective
-from slimx.config.sections.run import Schedule
 from slimx.extras.doctor.effects.probe import Probe, make_probe, policy_gradient, value_gradient
 from slimx.extras.doctor.effects.router_probe import RouterSizes, router_gradient
 from slimx.models.families import configured_model
@@ -178,7 +178,7 @@ def _router_effects(config: Config, probe: Probe) -> Iterator[Effect]:
     if not keys:
         return
     spec = configured_model(config)
-    refuse(broken(rules_in(trainer_rules), {"trainer": config.trainer, "spec": spec}))
+    refuse(broken(rules_in(trainer_rules), config.facts | {"spec": spec}, before=config.facts))
     sizes = RouterSizes.of(spec)
     full = router_gradient(config, probe, sizes)
     for key in keys:

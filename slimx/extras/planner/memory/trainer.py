@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from slimx.config.schema import Config
-from slimx.config.sections.run import Numerics
+from slimx.config.sections.general import Numerics
 from slimx.config.sections.trainer import Trainer
 from slimx.extras.planner.batch_plan import batch_plan
 from slimx.extras.planner.memory.activations import Setting

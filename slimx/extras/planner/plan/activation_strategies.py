@@ -7,8 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from slimx.config.rule import Rule, all_rules, broken
-from slimx.config.schema import Config
+from slimx.config.rule import FACTS, Rule, all_rules, broken
 from slimx.extras.planner.memory_record import TrainerMemory
 from slimx.extras.planner.plan.splits import Fields
 
@@ -21,10 +20,9 @@ def strategy_rules() -> tuple[Rule, ...]:
     """Returns the rules that concern only the configuration, and the rules about activations. A strategy that breaks
     one of them is skipped."""
     codes = ("activations.", "unproven.layers")
-    sections = {*Config.model_fields, "served"}
     out = []
     for rule in all_rules():
-        if rule.facts <= sections or rule.code.startswith(codes):
+        if rule.facts.isdisjoint(FACTS) or rule.code.startswith(codes):
             out.append(rule)
     return tuple(out)
 

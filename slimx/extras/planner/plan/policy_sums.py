@@ -44,10 +44,8 @@ def sum_over_policies(reports: Sequence[PlanReport]) -> Together | None:
 
 def refusals(sums: Together, machine: Machine) -> list[SlimxError]:
     """Returns errors about the number of nodes and about host memory that apply to all policies together."""
-    facts: dict[str, object] = {"machine": machine, "places": sums}
-    if sums.host is not None:
-        facts["host"] = sums.host
-    return broken((has_nodes, fits_host), facts)
+    rules = (has_nodes,) if sums.host is None else (has_nodes, fits_host)
+    return broken(rules, {"machine": machine, "places": sums, "host": sums.host})
 
 
 def _host(hosts: Sequence[HostMemory]) -> HostMemory | None:

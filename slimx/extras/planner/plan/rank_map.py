@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from slimx.config.sections.engines import Engines, ServedEngines
-from slimx.config.sections.run import Schedule
+from slimx.config.sections.general import Schedule
 from slimx.extras.planner.record import EnginePlace, RankMap, RankPlace
 from slimx.layout.ranks import Sizes, coordinates, stage_layers
 from slimx.models.families import ModelSpec
@@ -33,7 +33,7 @@ def rank_map(
         critics = _places(spec, critic, first + sizes.world, per_node)
     trainers_end = first + len(trainers) + len(critics)
     engines, end = _servers(served.sampling, first if schedule.colocate else trainers_end, per_node)
-    evaluating, end = _servers(served.evaluating, max(end, trainers_end), per_node)
+    evaluation, end = _servers(served.evaluation, max(end, trainers_end), per_node)
     frozen, end = _servers(served.frozen, max(end, trainers_end), per_node)
     return RankMap(
         gpus=end - first,
@@ -41,7 +41,7 @@ def rank_map(
         per_node=per_node,
         trainer=trainers,
         critic=critics,
-        engines=engines + evaluating,
+        engines=engines + evaluation,
         frozen=frozen,
     )
 

@@ -174,7 +174,7 @@ def _warnings(
     """Returns warnings about a plan with the report fields `fields`. `runs`: True if the plan has no violations.
     `single`: True if this is the run's only trained policy."""
     warnings = [
-        *machine_warnings(config.trainer, config.rollout, machine, spec),
+        *machine_warnings(config.trainer, config.served, machine, spec),
         *start_warnings(config, spec, device),
     ]
     if runs and device == "cuda":
@@ -221,7 +221,7 @@ def _of_layout(
         separate_critic=separate_critic,
         colocate=colocate,
         offload=config.trainer.offload,
-        apart={group.name for group in config.served.evaluating},
+        apart={group.name for group in config.served.evaluation},
     )
     batch = batch_plan(config, sizes)
     host = host_memory(
@@ -267,7 +267,7 @@ def _engine_records(
     out = []
     for group in config.served.policy:
         if not group.borrowed:
-            shared = 0 if group in config.served.evaluating else occupied
+            shared = 0 if group in config.served.evaluation else occupied
             out.append(engine_memory(config, spec, group, machine, staged=staged, occupied=shared))
     return tuple(out)
 

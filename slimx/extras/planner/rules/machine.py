@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.engines import ServedEngines
+from slimx.config.sections.general import Cluster, Numerics, Schedule
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Cluster, Numerics, Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.layout.kernels import crosses_nodes, unpublishable
 
@@ -34,9 +33,10 @@ def spans_nodes(cluster: Cluster, served: ServedEngines, machine: Machine) -> Pr
         ranks = group.ranks // group.nodes
         if ranks > machine.per_node and not group.urls:
             yield (
+                f"{group.key}.nodes",
                 f"{group.where} has nodes={group.nodes}, so a server has {ranks} ranks per node, but a node has only "
-                f"{machine.per_node} GPUs; set rollout.engines.nodes to {-(-group.ranks // machine.per_node)}, or "
-                "lower rollout.engines.tensor"
+                f"{machine.per_node} GPUs; set {group.key}.nodes to {-(-group.ranks // machine.per_node)}, or "
+                f"lower {group.key}.tensor",
             )
 
 
@@ -78,8 +78,8 @@ def publishes_to_plain_layouts(
     for group in served.policy:
         for field, plain in unpublishable(group.sglang, experts=spec.experts > 0, fp8=publish.in_fp8):
             yield (
-                f"rollout.engines.sglang.{field}",
-                f"rollout.engines.sglang.{field} is {group.sglang.get(field, 'auto')} in {group.where}, for which "
+                f"{group.key}.sglang.{field}",
+                f"{group.key}.sglang.{field} is {group.sglang.get(field, 'auto')} in {group.where}, for which "
                 f"SGLang keeps weights in a layout that cannot be published on cluster.gpu=gb300; set {field}={plain}",
             )
 
@@ -98,17 +98,17 @@ def reaches_engines(publish: Publish, cluster: Cluster, places: RankMap, device:
             yield (
                 f"publish.transport={publish.transport} works only on one machine, but the run needs {places.nodes} "
                 f"nodes of {places.per_node} GPUs, where trainer rank 0, which packs the weights, is on node "
-                f"{publisher}, and server {place.server} of rollout.engines group {place.group} is on node "
+                f"{publisher}, and server {place.server} of engine group {place.group} is on node "
                 f"{place.node}; set publish.transport to auto, nixl or disk"
             )
             return
 
 
-def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec: ModelSpec) -> Iterator[str]:
+def machine_warnings(trainer: Trainer, served: ServedEngines, machine: Machine, spec: ModelSpec) -> Iterator[str]:
     """Yields warnings about parallel layouts that work, but run slowly."""
     tensors = {"trainer.tensor": trainer.tensor}
-    for group in rollout.engines:
-        tensors[f"rollout.engines.tensor of {group.name}"] = group.tensor
+    for group in served.groups:
+        tensors[f"{group.key}.tensor of {group.name}"] = group.tensor
     for key, size in tensors.items():
         if size > machine.domain:
             yield (

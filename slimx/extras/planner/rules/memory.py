@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.critic import Critic
+from slimx.config.sections.engines import ServedEngines
 from slimx.config.sections.eval import Eval
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
@@ -44,25 +45,30 @@ def trains(
 
 
 @rule("memory.engine", "rollout.engines")
-def serves(rollout: Rollout, machine: Machine, engine_memory: tuple[EngineMemory, ...]) -> Problems:
+def serves(
+    rollout: Rollout, served: ServedEngines, machine: Machine, engine_memory: tuple[EngineMemory, ...]
+) -> Problems:
     if machine.memory is None:
         return
     for engine in engine_memory:
+        key = _key(served, engine.group)
         if engine.static is not None and engine.weights > engine.static:
             yield (
+                key,
                 f"a rank of engine {engine.group} has {_gib(engine.weights)} GiB of weights, but SGLang reserves only "
                 f"{_gib(engine.static)} GiB of a GPU for weights and KV cache "
-                f"(rollout.engines.sglang.mem_fraction_static={engine.static_fraction}); raise rollout.engines.tensor, "
-                "or set publish.quantize"
+                f"({key}.sglang.mem_fraction_static={engine.static_fraction}); raise {key}.tensor, or set "
+                "publish.quantize",
             )
         elif engine.concurrency == 0:
             states = ""
             if engine.state_per_request > 0:
                 states = f" in addition to states of {engine.state_per_request} bytes per request"
             yield (
+                key,
                 f"engine {engine.group} has memory for the KV cache of only {engine.kv_tokens} tokens{states}, but a "
-                f"rollout may have {rollout.longest} tokens; raise rollout.engines.tensor or "
-                "rollout.engines.sglang.max_total_tokens, or lower rollout.sampling.max_new_tokens"
+                f"rollout may have {rollout.longest} tokens; raise {key}.tensor or {key}.max_total_tokens, or lower "
+                "rollout.sampling.max_new_tokens",
             )
 
 
@@ -100,11 +106,15 @@ def holds_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhaseP
 
 
 @rule("memory.engine_phase", "rollout.engines")
-def serves_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhasePeak, ...]) -> Problems:
+def serves_in_all_phases(
+    served: ServedEngines, machine: Machine, trainer: Trainer, phases: tuple[PhasePeak, ...]
+) -> Problems:
     for group, excess in _too_full(machine, trainer, phases, "engine"):
+        key = _key(served, group)
         yield (
-            f"a rank of engine {group} does not fit on {excess}; lower rollout.engines.sglang.mem_fraction_static, or "
-            "set publish.staging=bucket"
+            key,
+            f"a rank of engine {group} does not fit on {excess}; lower {key}.sglang.mem_fraction_static, or set "
+            "publish.staging=bucket",
         )
 
 
@@ -128,7 +138,7 @@ def margin_warnings(machine: Machine, phases: tuple[PhasePeak, ...]) -> Iterator
             yield (
                 f"the fullest {name} has only {_gib(left)} GiB of {_gib(machine.memory)} GiB left in phase "
                 f"{_describe(peak)}, and the estimate may be off by {MARGIN // GIB} GiB; split the model over more "
-                "ranks, or lower rollout.engines.sglang.mem_fraction_static or trainer.max_tokens_per_microbatch"
+                "ranks, or lower sglang.mem_fraction_static of the engines or trainer.max_tokens_per_microbatch"
             )
 
 
@@ -162,6 +172,11 @@ def _too_full(machine: Machine, trainer: Trainer, phases: tuple[PhasePeak, ...],
     for group, (needed, peak) in worst.items():
         if needed > machine.memory:
             yield group, f"a GPU of {_gib(machine.memory)} GiB in phase {_describe(peak)}"
+
+
+def _key(served: ServedEngines, name: str) -> str:
+    """Returns the key of the list that contains the engine group `name`."""
+    return next(group.key for group in served.groups if group.name == name)
 
 
 def _describe(peak: PhasePeak) -> str:
