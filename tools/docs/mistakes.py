@@ -123,6 +123,8 @@ MISTAKES = (
     Mistake("an unclosed list on the command line", "train run.yaml 'rollout.engines=[{tensor: 2'"),
     Mistake("two configuration files", "train run.yaml other.yaml", {"other.yaml": "schedule: {steps: 5}\n"}),
     Mistake("--config before the file", "train --config run.yaml"),
+    Mistake("a webhook among the alerts", "train run.yaml alerts.webhook=https://example.com"),
+    Mistake("a directory as the file of init", "init --model model --prompts prompts.jsonl --out model"),
     Mistake("an unwritable report", "report runs/sums --out /proc/report.html", {"runs/sums/metrics.jsonl": ""}),
     Mistake("a report of the YAML file", "report run.yaml"),
     Mistake("a comparison of one run", "report --compare runs/sums", {"runs/sums/metrics.jsonl": ""}),

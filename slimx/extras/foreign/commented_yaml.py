@@ -19,7 +19,9 @@ from slimx.observability.live.safe_text import one_line
 
 
 def refuse_existing(out: Path | None, *, force: bool) -> None:
-    """Raises SlimxError if there is a file `out` already; `force`: it may be overwritten."""
+    """Raises SlimxError if `out` is a directory, or a file that exists already; `force`: it may be overwritten."""
+    if out is not None and out.is_dir():
+        raise SlimxError(f"{out} is a directory; name a file in it with --out", code="out.directory", about=str(out))
     if out is not None and out.exists() and not force:
         raise SlimxError(
             f"{out} exists already; choose another file with --out, or add --force", code="out.exists", about=str(out)

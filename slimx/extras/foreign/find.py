@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from slimx.extras.foreign.meaning import Meaning, Table
+from slimx.extras.foreign.meaning import Meaning, Table, not_needed
 from slimx.extras.foreign.megatron import MEGATRON
 from slimx.extras.foreign.openrlhf import OPENRLHF
 from slimx.extras.foreign.slime import SLIME
@@ -34,6 +34,8 @@ SHORT: Table = {
     "prompts": "rollout.prompts",
     "dataset": "rollout.prompts",
     "output": "run.dir",
+    "webhook": "track.webhook",
+    "alerts.webhook": "track.webhook",
     "dir": "run.dir",
 }
 """Short names that users may write for a key of slimx; each one is unambiguous."""
@@ -62,7 +64,12 @@ MOVED |= {key.removeprefix("algorithm."): moved for key, moved in MOVED.items()}
 FLAGS: Sequence[Table] = (SLIME, MEGATRON, TRL, OPENRLHF, SHORT, MOVED)
 """Tables of flags, which have the same meaning in every section. Flags that differ from a key only in dashes, such as
 --lr, need no entry (slimx.config.suggestions)."""
-PATHS: Sequence[Table] = (VERL, SHORT, MOVED)
+FILES: Table = dict.fromkeys(
+    ("config", "config_file", "config_path", "config_name", "config_dir", "cfg", "yaml"),
+    not_needed("the YAML file is the first argument, without a flag, as in `slimx train run.yaml`"),
+)
+"""Flags of other programs for the file with the settings."""
+PATHS: Sequence[Table] = (VERL, SHORT, MOVED, FILES)
 """Tables of dotted keys; the meaning of such a key depends on its section."""
 
 

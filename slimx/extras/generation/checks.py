@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from slimx.config.schema import Config
@@ -111,10 +112,10 @@ def _check_loadable(weights: Path, key: str, model: str) -> None:
     the directory; `model`: the model's directory, for messages."""
     saved = Saves(weights / "checkpoints", keep=1).newest()  # None unless `weights` is a run
     if saved is not None or format_of(weights) is not None:
+        convert = shlex.join(["slimx", "convert", "megatron-to-hf", str(saved or weights), "OUT", "--original", model])
         raise SlimxError(
             f"{key}: {weights} is not in Hugging Face's format, the only format that engines load; convert the "
-            f"weights with `slimx convert megatron-to-hf {saved or weights} OUT --original {model}`, or set "
-            "checkpoint.export_every to export weights during training",
+            f"weights with `{convert}`, or set checkpoint.export_every to export weights during training",
             code="engines.weights",
             about=key,
         )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,9 +16,15 @@ from slimx.commands.usage import PlainCommand
 from slimx.errors import SlimxError
 from slimx.extras.foreign.commented_yaml import refuse_existing, write_out
 from slimx.extras.init.machine import CPU, TYPES, target
-from slimx.observability.live.safe_text import one_line
+from slimx.observability.live.safe_text import one_line, visible
 
-app = typer.Typer()
+if TYPE_CHECKING:
+    from slimx.extras.init.prompts import Prompts
+    from slimx.extras.init.settings import Setting
+
+app = typer.Typer(add_completion=False)
+MODEL, PROMPTS = "directory of the model", "file of prompts"
+"""Questions on a terminal, and names in errors, of the two options that have no default."""
 
 
 @app.command(cls=PlainCommand)
@@ -58,31 +67,46 @@ def init(
     refuse_existing(out, force=force)
     asks = sys.stdin.isatty() and sys.stdout.isatty()
     machine = target(gpu, gpus, nodes)
-    model = model or _required(asks, "--model", "directory of the model", _first("models/*/config.json", parent=True))
-    if not asks and not prompts:  # said before seconds of imports
-        _required(asks, "--prompts", "file of prompts", "")
+    if not asks:  # said before seconds of imports
+        for option, question, value in (("--model", MODEL, model), ("--prompts", PROMPTS, prompts)):
+            if not value:
+                raise _missing(option, question)
     from slimx.extras.init.prompts import examine  # the imports of tokenizers take seconds
     from slimx.models.families import read_model
 
-    read_model(model)  # every answer is checked before the next question
-    train = _first("data/*train*.jsonl") or _first("data/*.jsonl")
-    prompts = prompts or _required(asks, "--prompts", "file of prompts", train)
-    print(f"reading {one_line(prompts)}", file=sys.stderr, flush=True)
-    found = examine(prompts, model)
-    if asks and held_out is None:
-        held_out = _answer("file of held-out prompts, or Enter", "") or None
-    evaluated = examine(held_out, model) if held_out else None
-    if asks and gpu is None and machine.gpu is None:
-        gpu = _answer(f"machine of the run ({', '.join(TYPES)})", CPU)
-        if gpu != CPU and not (gpus or nodes):
-            nodes = _number("number of nodes", 1)
-        machine = target(gpu, gpus, nodes)
-    from slimx.extras.init.run import Wishes, checked_file, settings_of
+    def named(answer: str) -> str:
+        read_model(answer)
+        return answer
+
+    # Every answer is checked before the next question.
+    directory = named(model) if model else _answer("--model", MODEL, _first("models/*/config.json", parent=True), named)
+
+    def examined(file: str) -> Prompts:
+        print(f"reading {one_line(file)}", file=sys.stderr, flush=True)
+        return examine(file, directory)
+
+    if prompts:
+        found = examined(prompts)
+    else:
+        found = _answer("--prompts", PROMPTS, _first("data/*train*.jsonl") or _first("data/*.jsonl"), examined)
+    evaluated = None
+    if held_out:
+        evaluated = examined(held_out)
+    elif asks and held_out is None:
+        evaluated = _answer("", "file of held-out prompts, or Enter", "", lambda file: examined(file) if file else None)
+    from slimx.extras.init.run import Wishes, check_reward, checked_file, settings_of
+
+    def loadable(function: str) -> str:
+        check_reward(function, directory, found.path)
+        return function
 
     if reward is None and found.reward is None:
-        reward = _required(asks, "--reward", f"reward function, as {found.why}", "")
+        question = f"reward function, as {found.why}"
+        if not asks:
+            raise _missing("--reward", question)
+        reward = _answer("--reward", question, "", loadable)
     wishes = Wishes(
-        model=model,
+        model=directory,
         eval=evaluated,
         reward=reward or found.reward or "",
         why="chosen with --reward: docs/hooks.md" if reward else f"{found.why}: docs/hooks.md",
@@ -91,39 +115,55 @@ def init(
         max_tokens=max_tokens,
         directory=run_dir or f"runs/{out.stem}",
     )
-    settings = settings_of(wishes, found, machine)
+
+    def settings_on(kind: str) -> list[Setting]:
+        chosen = target(kind, gpus, nodes)
+        if kind != CPU and not (gpus or nodes):
+            chosen = _answer("--nodes", "number of nodes", "1", lambda answer: target(kind, None, _number(answer)))
+        return settings_of(wishes, found, chosen)
+
+    if asks and gpu is None and machine.gpu is None:
+        settings = _answer("--gpu", f"machine of the run ({', '.join(TYPES)})", CPU, settings_on)
+    else:
+        settings = settings_of(wishes, found, machine)
     title = "A first run, written by slimx init. slimx keys KEY explains a key; all of them: docs/configuration.md"
     text = checked_file(settings, title, str(out))
     write_out(out, text)
     print(f"{one_line(out)}: written; next:")
     for action in ("plan", "doctor", "train"):
-        print(f"  slimx {action} {one_line(out)}")
+        print(f"  slimx {action} {shlex.quote(one_line(out))}")
 
 
-def _required(asks: bool, option: str, question: str, default: str) -> str:
-    """Returns the user's answer to `question`; `asks`: True if there is a terminal. Raises SlimxError naming `option`
-    if there is none, or if the answer is empty."""
-    answer = _answer(question, default) if asks else ""
-    if not answer:
-        raise SlimxError(f"slimx init needs the {question}; add {option}", code="init.missing", about=option)
-    return answer
-
-
-def _answer(question: str, default: str) -> str:
-    """Returns what the user types on the terminal; `default` if that is nothing."""
+def _answer[T](option: str, question: str, default: str, read: Callable[[str], T]) -> T:
+    """Returns what `read` makes of the user's answer to `question`, or of `default` if the answer is empty. Asks again,
+    with the reason, while `read` raises SlimxError; after the end of the input, this error is raised. `option`: option
+    of the answer, named if there is neither an answer nor a default; "" if there may be none."""
     shown = f" [{default}]" if default else ""
-    try:
-        return input(f"{question}{shown}: ").strip() or default
-    except EOFError:
-        return default
+    while True:
+        ended = False
+        answer = default
+        try:
+            answer = os.path.expanduser(input(f"{question}{shown}: ").strip()) or default
+        except EOFError:
+            ended = True
+        try:
+            if option and not answer:
+                raise _missing(option, question)
+            return read(answer)
+        except SlimxError as error:
+            if ended:
+                raise
+            print(visible(f"slimx: {error}"), file=sys.stderr, flush=True)
 
 
-def _number(question: str, default: int) -> int:
-    """Returns the number that the user types on the terminal; `default` if that is nothing. Raises SlimxError if it is
-    no positive integer."""
-    answer = _answer(question, str(default))
+def _missing(option: str, question: str) -> SlimxError:
+    return SlimxError(f"slimx init needs the {question}; add {option}", code="init.missing", about=option)
+
+
+def _number(answer: str) -> int:
+    """Returns the number that the user typed. Raises SlimxError if it is no positive integer."""
     if not answer.isdecimal() or not int(answer):
-        raise SlimxError(f"the {question} is {answer!r}; type a number", code="init.number", about=question)
+        raise SlimxError(f"{answer!r} is no positive number; type digits", code="init.number", about=answer)
     return int(answer)
 
 

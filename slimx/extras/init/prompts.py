@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slimx import entry_points
@@ -31,7 +32,7 @@ class Prompts:
 
     path: str
     count: int
-    fields: dict[str, str] | None
+    fields: Mapping[str, object] | None
     """Value of `rollout.fields`; None if the rows are in slimx's format."""
     longest: int | None
     """Largest number of tokens of a prompt, with a reserve if not all were counted; None without a tokenizer."""
@@ -72,6 +73,24 @@ def examine(path: str, model: str) -> Prompts:
         reward=reward,
         why=why,
     )
+
+
+def columns_of(path: str) -> list[str]:
+    """Returns the columns that all rows of the file at `path` have, without those that JSON cannot contain."""
+    columns: list[str] | None = None
+    for _, _, row in read_rows(path)[1]:
+        if columns is None:
+            columns = [name for name, value in row.items() if _is_json(value)]
+        columns = [name for name in columns if name in row]
+    return columns or []
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _lengths(prompts: Sequence[Prompt], model: str) -> tuple[int | None, int | None]:

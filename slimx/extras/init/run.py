@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import yaml
 
+from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.extras.foreign.commented_yaml import loaded
@@ -23,7 +24,7 @@ from slimx.extras.planner.record import EngineSuggestion
 from slimx.layout.kernels import unpublishable
 from slimx.models.families import ModelSpec, read_model
 from slimx.preflight.hardware import GIB, machine_of
-from slimx.rollout.hook_loading import load_hooks
+from slimx.rollout.hook_loading import load_hooks, load_rewards
 
 SMALL = 50_000_000
 """Number of parameters up to which a model learns in minutes on a CPU, at a high learning rate."""
@@ -69,6 +70,8 @@ def settings_of(wishes: Wishes, prompts: Prompts, target: Target) -> list[Settin
     lengths = [one.longest for one in (prompts, wishes.eval) if one is not None and one.longest is not None]
     longest_prompt = _rounded(max(lengths, default=None), 2048)
     positions = spec.hf.get("max_position_embeddings")
+    if positions is not None and longest_prompt >= positions:  # no room for a response
+        longest_prompt = max(lengths, default=positions // 2)
     new_tokens = wishes.max_tokens or _new_tokens(wishes.reward, prompts, target, positions, longest_prompt)
     longest = longest_prompt + new_tokens
     epoch = -(-prompts.count // per_step)
@@ -141,6 +144,12 @@ def checked_file(settings: Iterable[Setting], title: str, name: str) -> str:
     if violations:
         raise SlimxError(violations[0], code="init.plan", about=name)
     return text
+
+
+def check_reward(function: str, model: str, prompts: str) -> None:
+    """Raises SlimxError if the reward hook `function` cannot be loaded for a run of `model` with the file `prompts`."""
+    values = {"run.dir": "runs", "model.path": model, "rollout.prompts": prompts, "reward.function": function}
+    load_rewards(load_config(values))
 
 
 def _machine(target: Target) -> Iterable[Setting]:

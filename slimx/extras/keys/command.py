@@ -14,7 +14,7 @@ from slimx.extras.keys.catalog import Key, all_keys
 from slimx.extras.keys.search import Found, search
 from slimx.extras.keys.show import lines_of, overview, record_of
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command(cls=PlainCommand, context_settings={"ignore_unknown_options": True})
@@ -45,7 +45,8 @@ def keys(
 
     Page: docs/configuration.md
     """
-    results = search(words or [])
+    words = [word for word in words or [] if word.strip()]
+    results = search(words)
     if as_json:
         found = {key.path: record_of(key) for result in results for key in _keys(result)}
         if not words:

@@ -50,7 +50,7 @@ def quickstart(
         if status:
             sys.exit(status)  # the stage has said why; typer.Exit would say again that a signal came
     trained = directory / GRPO
-    answers = f"slimx rollouts {trained}"
+    answers = f"slimx rollouts {shlex.quote(str(trained))}"
     for step in [*step_files(trained / DIRECTORY)][-1:]:  # files of earlier steps are deleted (track.rollouts.keep)
         answers += f" --step {step}"
     print(visible(f"see what the model answered: {answers}"))

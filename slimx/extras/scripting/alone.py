@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,9 +12,11 @@ from slimx.errors import SlimxError
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def alone(*, signals: bool = True) -> Iterator[None]:
     """Lets the `with` block run an event loop although one is already running, as in a notebook; the outer loop is
-    paused meanwhile. Raises SlimxError in a new process that still imports the script which started it."""
+    paused meanwhile. `signals`: True if the block handles signals, which only the main thread can do. Raises
+    SlimxError for such a block in another thread, and in a new process that still imports the script which started
+    it."""
     # multiprocessing sets this attribute, by which it refuses to start processes at that time, too.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SlimxError(
@@ -21,6 +24,14 @@ def alone() -> Iterator[None]:
             'under `if __name__ == "__main__":`',
             code="script.main",
             about="__main__",
+        )
+    thread = threading.current_thread()
+    if signals and thread is not threading.main_thread():
+        raise SlimxError(
+            f"the thread {thread.name} starts a run, but only the main thread receives signals such as Ctrl-C; call "
+            "slimx in the main thread",
+            code="script.thread",
+            about=thread.name,
         )
     outer = asyncio._get_running_loop()
     asyncio._set_running_loop(None)

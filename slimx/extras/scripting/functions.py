@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 from slimx.config.schema import Config
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, safe_repr
 from slimx.extras.scripting.trl import PREFIX, is_trl
 from slimx.rollout.hook_loading import in_process
 
@@ -58,8 +58,15 @@ def with_hooks(
 def _path(argument: str, function: Hook) -> str:
     """Returns the dotted path of `function`. `argument`: name under which the function was passed, for errors. Raises
     SlimxError if the function is not at the top level of a module."""
-    if isinstance(function, str):
+    if isinstance(function, str) and function:
         return function
+    if not callable(function):
+        remedy = "pass a function, or its dotted path"
+        if isinstance(function, list | tuple):
+            remedy = "pass one function that adds their values, or name them in reward.parts"
+        raise SlimxError(
+            f"{argument} is {safe_repr(function)}, which is no function; {remedy}", code="script.hook", about=argument
+        )
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", None)
     if module is None or name is None or getattr(sys.modules.get(module), name, None) is not function:

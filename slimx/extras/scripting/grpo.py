@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import shutil
 import tempfile
@@ -10,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import SupportsIndex
 
 from rich.console import Console
 
@@ -17,10 +19,10 @@ from slimx.config.load import Overrides, load_config, set_values
 from slimx.config.schema import Config
 from slimx.config.suggestions import for_flag
 from slimx.durable import write_atomic
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, safe_repr
 from slimx.extras.init.machine import target
 from slimx.extras.init.prompts import Prompts as Found
-from slimx.extras.init.prompts import examine
+from slimx.extras.init.prompts import columns_of, examine
 from slimx.extras.init.run import Wishes, checked_file, settings_of
 from slimx.extras.init.settings import Setting, file_of, values_of
 from slimx.extras.scripting.alone import alone
@@ -41,6 +43,19 @@ FILE = "grpo.yaml"
 TITLE = "A run of slimx.grpo. Copy this file to change it, and start it with slimx train or slimx.train."
 CHOSEN = "chosen by the script"
 """Comment of a value that the script has set."""
+
+ARGUMENTS = {
+    **dict.fromkeys(("reward_funcs", "reward_func", "reward_fn", "reward_function", "rewards"), "reward"),
+    **dict.fromkeys(("train_dataset", "dataset", "train_data", "data"), "prompts"),
+    **dict.fromkeys(("eval_dataset", "eval_data", "eval_prompts"), "eval"),
+    **dict.fromkeys(("max_steps", "num_steps"), "steps"),
+    **dict.fromkeys(("output_dir", "run_dir"), "directory"),
+    **dict.fromkeys(("args", "config"), "overrides"),
+}
+"""Arguments of `grpo`, by names that other trainers give them."""
+ROWS = 'pass dicts such as {"prompt": ..., "answer": ...}, texts, or the path of a file'
+METADATA = ("dataset", "images", "margin", "rejected")
+"""Entries of metadata that have a meaning for slimx, so that columns of these names are not copied."""
 
 Prompts = str | os.PathLike[str] | Iterable[Mapping[str, object] | str]
 """A prompt file, or rows, such as a list of dicts or a `datasets.Dataset`."""
@@ -64,15 +79,16 @@ def grpo(
     `slimx init` chooses; RUN/grpo.yaml contains them with comments.
 
     `model`: Hugging Face directory. `prompts`, `eval`: training and held-out prompts, as a file or as rows; rows have
-    the keys of a prompt (docs/data.md) or columns such as prompt and answer. `reward`: hook as for `slimx.train`; None:
-    a built-in reward that can grade the answers. `unknown`: arguments of other frameworks, which are refused with the
-    key to set in `overrides`. `directory`: the run's directory, in which a run continues; None: a
-    new one, runs/grpo or runs/grpo-N. `overrides`, `generate`, `keep`, `console`: as for `slimx.train`. Raises
-    SlimxError for a model that does not fit, and the errors of `slimx.train`."""
+    the keys of a prompt (docs/data.md) or columns such as prompt and answer, and any others for the reward. `reward`:
+    hook as for `slimx.train`; None: a built-in reward that can grade the answers. `unknown`: arguments of other
+    frameworks, which are refused with the key or argument to use instead. `directory`: the run's directory, in which a
+    run continues; None: a new one, runs/grpo or runs/grpo-N. `overrides`, `generate`, `keep`, `console`: as for
+    `slimx.train`. Raises SlimxError for a model that does not fit, and the errors of `slimx.train`."""
     for name, value in unknown.items():
-        hint = for_flag(Config, f"--{name}", json.dumps(value, default=str)) or "see help(slimx.grpo)"
+        raise _unknown(name, value)
+    if not isinstance(steps, SupportsIndex) or operator.index(steps) < 1:
         raise SlimxError(
-            f"slimx.grpo has no argument {name}; in overrides=, {hint}", code="script.argument", about=name
+            f"steps is {safe_repr(steps)}; pass a positive whole number", code="script.steps", about="steps"
         )
     console = console or standard_output()
     console.print(plain(f"checking {model} and its prompts"))
@@ -83,10 +99,10 @@ def grpo(
     ):
         rows = _Rows(Path(staging), chosen)
         with rows.named():
-            found = examine(rows.file(prompts, "prompts"), str(model))
+            found = _examined(rows.file(prompts, "prompts"), model, reward)
             evaluated = None
             if eval is not None:
-                evaluated = examine(rows.file(eval, "eval"), str(model))
+                evaluated = _examined(rows.file(eval, "eval"), model, reward)
             if reward is None and found.reward is None:
                 raise SlimxError(
                     f"no built-in reward can grade the answers, because {found.why}; pass reward=",
@@ -121,6 +137,27 @@ def grpo(
         with _replaced(chosen, Path(staging), names):
             console.print(plain(f"settings {chosen / FILE}"))
             return train(config, console=console)
+
+
+def _unknown(name: str, value: object) -> SlimxError:
+    """Returns the error for an argument that `grpo` does not have, such as one of TRL's trainer."""
+    hint = "see help(slimx.grpo)"
+    if name in ARGUMENTS:
+        hint = f"pass {ARGUMENTS[name]}= instead"
+    else:
+        key = for_flag(Config, f"--{name}", json.dumps(value, default=str))
+        if key is not None:
+            hint = f"in overrides=, {key}" if key.startswith("write ") else key
+    return SlimxError(f"slimx.grpo has no argument {name}; {hint}", code="script.argument", about=name)
+
+
+def _examined(file: str, model: str | os.PathLike[str], reward: Hook | None) -> Found:
+    """Returns the findings about a prompt file. A reward of the script gets all columns as metadata of the prompts."""
+    found = examine(file, str(model))
+    if reward is None or found.fields is None:
+        return found
+    columns = [name for name in columns_of(file) if name not in (found.fields["prompt"], "answer", *METADATA)]
+    return replace(found, fields={**found.fields, "metadata": columns}) if columns else found
 
 
 def _finished(config: Config) -> bool:
@@ -169,6 +206,15 @@ class _Rows:
         cannot be written. `argument`: name under which the prompts were passed."""
         if isinstance(prompts, str | os.PathLike):
             return str(prompts)
+        remedy = None if isinstance(prompts, Iterable) else ROWS
+        if isinstance(prompts, Mapping):  # its iterator yields names of splits or columns
+            remedy = f"pass one of its entries {', '.join(map(str, prompts))}, or {ROWS.removeprefix('pass ')}"
+        if hasattr(prompts, "itertuples"):  # a data frame, whose iterator yields names of columns
+            remedy = f'pass {argument}.to_dict("records")'
+        if remedy is not None:
+            raise SlimxError(
+                f"{argument} is of type {type(prompts).__name__}; {remedy}", code="script.prompts", about=argument
+            )
         return str(self.add(NAMES[argument], _lines(prompts, argument)))
 
     def add(self, name: str, text: str) -> Path:
@@ -203,8 +249,7 @@ def _lines(rows: Iterable[Mapping[str, object] | str], argument: str) -> str:
     for number, row in enumerate(rows):
         if not isinstance(row, str | Mapping):
             raise SlimxError(
-                f"{argument}: entry {number} is of type {type(row).__name__}; pass dicts such as "
-                '{"prompt": ..., "answer": ...}, texts, or the path of a file',
+                f"{argument}: entry {number} is of type {type(row).__name__}; {ROWS}",
                 code="script.prompts",
                 about=argument,
             )

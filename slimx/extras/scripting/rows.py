@@ -1,18 +1,22 @@
-"""Rows of a table, as a list of dicts that notebooks show and data frames read."""
+"""Rows of a table, as a list of dicts that scripts print, notebooks show and data frames read."""
 
 from __future__ import annotations
 
+import difflib
 import html
 from collections.abc import Iterable
 from typing import Any, overload
 
 from slimx.json_types import Json
+from slimx.observability.live.safe_text import one_line
 
 SHOWN = 40
-"""Maximum number of rows that a notebook shows, half of them from the end."""
+"""Maximum number of rows that are shown, half of them from the end."""
 
-NAMED = 8
-"""Maximum number of columns that the text of a table names."""
+WIDTH = 120
+"""Maximum number of characters in a line of a table's text."""
+CELL = 40
+"""Maximum number of characters of a value in a table's text."""
 
 
 class Rows(list[Json]):
@@ -43,26 +47,43 @@ class Rows(list[Json]):
         return super().__getitem__(key)
 
     def __repr__(self) -> str:
+        """Returns the table as text: as many columns as fit into `WIDTH` characters, and at most `SHOWN` rows."""
         columns = self.columns
-        names = ", ".join(columns[:NAMED]) + (", ..." if len(columns) > NAMED else "")
-        return f"{len(self)} rows, {len(columns)} columns: {names}"
+        shown = self._shown()
+        lines = [""] * (len(shown) + 1)
+        written = 0
+        for name in columns:
+            cells = [name, *("..." if row is None else _cut(_text(row.get(name))) for row in shown)]
+            width = max(map(len, cells)) + 2 * bool(written)
+            if written and len(lines[0]) + width > WIDTH:
+                break
+            written += 1
+            lines = [line + cell.rjust(width) for line, cell in zip(lines, cells, strict=True)]
+        names = ", ".join(columns[written:])
+        more = f"; further columns: {_cut(names, WIDTH)}" if names else ""
+        return "\n".join([*(line for line in lines if columns), f"{len(self)} rows, {len(columns)} columns{more}"])
 
     def _check(self, names: Iterable[str]) -> None:
         """Raises KeyError for a column that no row has."""
         columns = self.columns
         for name in names:
             if name not in columns:
-                raise KeyError(f"{name!r} is not a column; the columns are {', '.join(columns)}")
+                near = difflib.get_close_matches(name, columns, n=3)
+                hint = f"did you mean {' or '.join(near)}?" if near else f"the columns are {', '.join(columns)}"
+                raise KeyError(f"{name!r} is not a column; {hint}")
+
+    def _shown(self) -> list[Json | None]:
+        """Returns the rows to show, `SHOWN` at most, with None in place of those left out."""
+        if len(self) <= SHOWN:
+            return [*self]
+        return [*self[: SHOWN // 2], None, *self[-SHOWN // 2 :]]
 
     def _repr_html_(self) -> str:
         """Returns the table as HTML, with `SHOWN` rows at most."""
         columns = self.columns
-        shown: list[Json | None] = [*self]
-        if len(self) > SHOWN:
-            shown = [*self[: SHOWN // 2], None, *self[-SHOWN // 2 :]]
         head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
         lines = []
-        for row in shown:
+        for row in self._shown():
             cells = f'<td colspan="{len(columns)}">{len(self) - SHOWN} more rows</td>'
             if row is not None:
                 cells = "".join(f"<td>{html.escape(_text(row.get(name)))}</td>" for name in columns)
@@ -73,7 +94,15 @@ class Rows(list[Json]):
         )
 
 
+def _cut(text: str, length: int = CELL) -> str:
+    """Returns `text` on one line, with at most `length` characters."""
+    text = one_line(text)
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
 def _text(value: object) -> str:
     if value is None:
         return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.0f}" if 1e6 <= abs(value) < 1e15 else f"{value:.6g}"  # such as a time in seconds
+    return str(value)

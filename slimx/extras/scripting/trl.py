@@ -106,14 +106,15 @@ class TrlReward:
         values = self.function(**self._arguments(ctx, trajectories, texts))
         if inspect.isawaitable(values):
             values = await values
+        values = _plain(values)
         if not isinstance(values, list | tuple) or len(values) != len(trajectories):
             raise SlimxError(
-                f"{self.path} returned {safe_repr(values)} for {len(trajectories)} completions; return a list with one "
-                "reward per completion",
+                f"the function returned {safe_repr(values)} for {len(trajectories)} completions; return a list with "
+                "one reward per completion",
                 code="trl.returned",
                 about=self.path,
             )
-        numbers = [0.0 if value is None else value for value in values]
+        numbers = [0.0 if value is None else _plain(value) for value in values]
         return numbers if isinstance(judged, Group) else numbers[0]
 
     def _arguments(self, ctx: Any, trajectories: list[Trajectory], texts: list[str]) -> Json:
@@ -130,6 +131,20 @@ class TrlReward:
         known: Json = {name: [value] * count for name, value in columns.items()}
         known |= {"completions": completions, "completion_ids": ids, "log_metric": ctx.log, **self.options}
         parameters = inspect.signature(self.function).parameters.values()
+        for parameter in parameters:
+            variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            if parameter.default is parameter.empty and not variadic and parameter.name not in known:
+                raise SlimxError(
+                    f"the function takes {parameter.name}, but the prompts have only {', '.join(columns)}; add the "
+                    f"column {parameter.name} to rollout.fields.metadata, or give {parameter.name} a default value",
+                    code="trl.column",
+                    about=parameter.name,
+                )
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return known
         return {name: value for name, value in known.items() if name in {one.name for one in parameters}}
+
+
+def _plain(value: Any) -> Any:
+    """Returns an array or a tensor as numbers or lists, and other values unchanged."""
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -87,7 +87,7 @@ def _examined(config: Config) -> Rows:
     rows = Rows([_row("prompts", f"{len(prepared.prompts)}", None)])
     if config.rollout.replay:
         return rows
-    with alone():
+    with alone(signals=False):
         tried = examine_hooks(config)
     rows.append(_row("hooks", "\n".join(tried.lines), None))
     rows += [_row("hooks", note.code, str(note), needed=False) for note in tried.notes]

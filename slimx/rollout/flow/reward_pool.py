@@ -108,11 +108,11 @@ class RewardPool:
                 self._watch.cancel()
                 self._watch = None
         if error is not None:
-            raise SlimxError(
-                f"reward hook {name_of(self.reward)} raised {raised(error)}; fix this error in the hook",
-                code="reward.raised",
-                about=name_of(self.reward),
-            ) from error
+            name = name_of(self.reward)
+            sentence = f"{name} raised {raised(error)}; fix this error in the hook"
+            if isinstance(error, SlimxError):  # of the adapter that calls the hook; it has a remedy
+                sentence = f"{name}: {error}"
+            raise SlimxError(f"reward hook {sentence}", code="reward.raised", about=name) from error
         return verdicts(value, judged, self.reward)
 
     def close(self) -> None:

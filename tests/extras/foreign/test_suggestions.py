@@ -144,6 +144,7 @@ def test_mistakes_in_file_and_overrides_are_each_blamed_on_their_place(tmp_path)
         ("--kl-coef", "write algorithm.kl_reward_coef=7"),
         ("--rollout-batch-size", "write rollout.prompts_per_step=7"),
         ("--trainer.world-size", "write trainer.world_size=7"),
+        ("--webhook", "write track.webhook=7"),
         ("--nothing-of-the-kind", None),
     ],
 )
@@ -163,3 +164,10 @@ def test_a_command_refuses_a_foreign_flag_by_name_and_value(arguments, flag, val
     with refused("cli.foreign_flag", about=flag) as caught:
         RunCommand("train", callback=print).make_context("train", arguments)
     assert f"={value}" in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["--config", "--config-file", "--yaml"])
+def test_a_flag_for_the_file_is_answered_with_its_place(flag):
+    with refused("cli.foreign_flag", about=flag) as caught:
+        RunCommand("train", callback=print).make_context("train", [flag, "run.yaml"])
+    assert "first argument" in str(caught.value)

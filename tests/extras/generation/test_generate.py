@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +119,14 @@ def test_a_checkpoint_that_engines_cannot_load_is_refused(model, tmp_path):
     replaying = config_in(tmp_path, model, replay="elsewhere")
     with refused("engines.none", about="rollout.replay"):
         without_trainers(replaying, None)
-    megatron = tmp_path / "iter_0000001"
+    megatron = tmp_path / "my iter_0000001"
     megatron.mkdir()
     (megatron / "metadata.json").write_text("{}")
     (megatron / ".metadata").write_bytes(b"")
-    with refused("engines.weights", about="--checkpoint"):
+    with refused("engines.weights", about="--checkpoint") as caught:
         without_trainers(config, megatron)
+    command = shlex.split(str(caught.value).split("`")[1])
+    assert command == ["slimx", "convert", "megatron-to-hf", str(megatron), "OUT", "--original", str(model)]
 
 
 def test_training_and_generation_do_not_share_a_directory(model, tmp_path):

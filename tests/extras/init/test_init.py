@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,7 @@ def test_a_layout_of_a_large_model_fits_the_machine(monkeypatch, tmp_path, model
         (["--model", "MODEL", "--prompts", "nowhere.jsonl"], "prompts.unreadable", "nowhere.jsonl"),
         (["--model", "MODEL", "--prompts", "LONG"], "init.missing", "--reward"),
         (["--model", "MODEL", "--prompts", "SUMS", "--out", "OLD"], "out.exists", "OLD"),
+        (["--model", "MODEL", "--prompts", "SUMS", "--out", "."], "out.directory", "."),
         (["--model", "MODEL", "--prompts", "SUMS", "--gpu", "a100"], "init.gpu", "a100"),
         (["--model", "MODEL", "--prompts", "SUMS", "--gpus", "8"], "init.machine", "--gpus"),
         (
@@ -172,6 +174,21 @@ def test_a_reward_that_can_grade_the_answers_is_found(tmp_path, row, reward, col
     assert (found.reward, [*(found.fields or {}).values()], found.longest) == (reward, columns, None)
 
 
+def test_prompts_of_most_of_the_models_positions_leave_room_to_answer(monkeypatch, tmp_path, quickstart) -> None:
+    long = rows(tmp_path / "long.jsonl", asked("1" * 1500, "2"))
+    assert typed(monkeypatch, "--model", quickstart / "model", "--prompts", long, "--out", tmp_path / "a.yaml") is None
+    rollout = load_config(tmp_path / "a.yaml").rollout
+    assert 1500 < rollout.max_prompt_tokens < 1510 and rollout.sampling.max_new_tokens >= 4
+
+
+def test_the_next_commands_can_be_copied(monkeypatch, capsys, tmp_path, quickstart) -> None:
+    out = tmp_path / "my first run.yaml"
+    words = ("--model", quickstart / "model", "--prompts", quickstart / "data/train.jsonl", "--out", out)
+    assert typed(monkeypatch, *words) is None
+    commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert commands == [["slimx", name, str(out)] for name in ("plan", "doctor", "train")]
+
+
 def test_the_gpus_of_this_machine_are_used(monkeypatch) -> None:
     monkeypatch.setattr(machine, "this_machine", lambda: ("NVIDIA H200", 4, 140.4))
     assert machine.target(None, None, None) == machine.Target("h200", 4, 1, 4)
@@ -212,27 +229,70 @@ def test_on_a_terminal_what_is_missing_is_asked_for(tmp_path, quickstart) -> Non
     assert written["eval"]["prompts"] == {"heldout": "data/heldout.jsonl"}
 
 
-@pytest.mark.parametrize(
-    ("answers", "code", "questions"),
-    [
-        (["mdoel"], "model.directory", ["directory of the model"]),
-        (["", "nowhere.jsonl"], "prompts.unreadable", ["directory of the model", "file of prompts"]),
-        (["", "", "nowhere.jsonl"], "prompts.unreadable", ["directory of the model", "file of prompts", "held-out"]),
-    ],
-)
-def test_an_answer_is_checked_before_the_next_question(
-    monkeypatch, tmp_path, quickstart, answers, code, questions
-) -> None:
+MODEL, PROMPTS, HELD_OUT, MACHINE, NODES = "directory of the model", "file of prompts", "held-out", "machine", "nodes"
+
+
+@pytest.fixture
+def terminal(monkeypatch, tmp_path, quickstart):
+    """Function that answers the questions of `slimx init` in order, and returns the questions that were asked, and the
+    error. The input ends after the last answer."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").symlink_to(quickstart)
     shutil.copytree(quickstart / "data", tmp_path / "data")
-    (tmp_path / "data/broken.jsonl").write_text("{")
-    asked: list[str] = []
-    given = iter(answers)
-    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(given))
-    for stream in (sys.stdin, sys.stdout):
-        monkeypatch.setattr(stream, "isatty", lambda: True)
-    refusal = typed(monkeypatch)
-    assert refusal is not None and refusal.code == code
+
+    def answer(answers: list[str], *words: str) -> tuple[list[str], SlimxError | None]:
+        for stream in (sys.stdin, sys.stdout):
+            monkeypatch.setattr(stream, "isatty", lambda: True)
+        asked: list[str] = []
+        given = iter(answers)
+
+        def ask(question: str) -> str:
+            asked.append(question)
+            try:
+                return next(given)
+            except StopIteration:
+                raise EOFError from None
+
+        monkeypatch.setattr("builtins.input", ask)
+        return asked, typed(monkeypatch, *words)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answers", "questions"),
+    [
+        (["mdoel", "", "", "", ""], [MODEL, MODEL, PROMPTS, HELD_OUT, MACHINE]),
+        (["", "nowhere.jsonl", "data", "", "", ""], [MODEL, PROMPTS, PROMPTS, PROMPTS, HELD_OUT, MACHINE]),
+        (["", "", "nowhere.jsonl", "", ""], [MODEL, PROMPTS, HELD_OUT, HELD_OUT, MACHINE]),
+        (["", "", "", "a100", "h100", "two", "0", "1"], [MODEL, PROMPTS, HELD_OUT, MACHINE, MACHINE, *[NODES] * 3]),
+    ],
+)
+def test_a_wrong_answer_is_asked_for_again(capsys, terminal, answers, questions) -> None:
+    asked, refusal = terminal(answers)
+    assert refusal is None and Path("run.yaml").exists()
     assert len(asked) == len(questions) and all(word in said for word, said in zip(questions, asked, strict=True))
-    assert all("broken" not in question for question in asked)
+    assert capsys.readouterr().err.count("slimx: ") == len(answers) - len({*questions})
+
+
+def test_a_machine_on_which_the_model_does_not_fit_is_asked_for_again(terminal, tmp_path) -> None:
+    large = str(MODELS / "Qwen3-235B-A22B")
+    asked, refusal = terminal(["", "cpu", "h100", "1", "h100", "8"], "--model", large, "--prompts", "data/train.jsonl")
+    assert refusal is None and [NODES in question for question in asked] == [False] * 3 + [True, False, True]
+    assert load_config(tmp_path / "run.yaml").cluster.nodes == 8
+
+
+def test_a_reward_that_cannot_be_loaded_is_asked_for_again(terminal, tmp_path) -> None:
+    long = {"messages": [{"role": "user", "content": "Why?"}], "answer": "because " * 20}
+    answers = ["", "", "nope", "nope.nope", "math", ""]
+    asked, refusal = terminal(answers, "--model", "models/model", "--prompts", rows(tmp_path / "long.jsonl", long))
+    assert refusal is None and load_config(tmp_path / "run.yaml").reward.function == "math"
+    assert [("reward" in question) for question in asked] == [False, True, True, True, True, False]
+
+
+def test_the_end_of_the_input_ends_the_questions(terminal) -> None:
+    asked, refusal = terminal(["nowhere.jsonl"], "--model", "models/model")
+    assert refusal is None and [PROMPTS in question for question in asked] == [True, True, False, False]
+    shutil.rmtree("data")
+    asked, refusal = terminal(["nowhere.jsonl"], "--model", "models/model", "--out", "other.yaml")
+    assert refusal is not None and (refusal.code, refusal.about) == ("init.missing", "--prompts") and len(asked) == 2

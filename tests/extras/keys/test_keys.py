@@ -156,6 +156,13 @@ def test_words_may_come_as_one_argument() -> None:
     assert "rollout.prompts_per_step" in {key.path for key in search(["batch size"])[0].keys}
 
 
+def test_an_empty_word_is_no_word(monkeypatch, capsys) -> None:
+    assert typed(monkeypatch) == 0
+    sections = capsys.readouterr().out
+    assert typed(monkeypatch, "", " ") == 0
+    assert capsys.readouterr().out == sections and "rollout" in sections
+
+
 def test_a_word_that_occurs_late_is_shown_in_its_whole_clause() -> None:
     (found,) = search(["several"])
     table = next(line for line in lines_of(found) if isinstance(line, Table))

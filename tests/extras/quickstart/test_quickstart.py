@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import signal
 import sys
@@ -70,15 +71,17 @@ def test_the_last_line_names_a_step_that_is_saved(
 ) -> None:
     monkeypatch.setattr(command, "make", lambda directory: None)
     monkeypatch.setattr(command, "run", lambda arguments: 0)
-    rollouts = tmp_path / "quickstart" / DIRECTORY
+    directory = tmp_path / "my runs"
+    rollouts = directory / "quickstart" / DIRECTORY
+    shown = shlex.join(["slimx", "rollouts", str(directory / "quickstart")])
     rollouts.mkdir(parents=True)
     for step in (19, 20):
         (rollouts / file_name(step)).touch()
-    app(["quickstart", "--dir", str(tmp_path)], standalone_mode=False)
-    assert capsys.readouterr().out.splitlines()[-1].endswith(f"slimx rollouts {tmp_path / 'quickstart'} --step 20")
+    app(["quickstart", "--dir", str(directory)], standalone_mode=False)
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"{shown} --step 20")
     shutil.rmtree(rollouts)
-    app(["quickstart", "--dir", str(tmp_path)], standalone_mode=False)
-    assert capsys.readouterr().out.splitlines()[-1].endswith(f"slimx rollouts {tmp_path / 'quickstart'}")
+    app(["quickstart", "--dir", str(directory)], standalone_mode=False)
+    assert capsys.readouterr().out.splitlines()[-1].endswith(shown)
 
 
 def test_signals_reach_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:

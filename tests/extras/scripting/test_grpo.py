@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,16 @@ ROWS = [{"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:02d}"} for a in range
 
 def digits(ctx: slimx.RewardContext, trajectory: slimx.Trajectory) -> bool:
     return ctx.text.isdigit()
+
+
+def leveled(completions: Any, level: Any, **columns: Any) -> list[float]:
+    return [float(one) for one in level]
+
+
+class Frame(list[str]):
+    """A data frame, which iterates over the names of its columns."""
+
+    def itertuples(self) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +96,12 @@ def test_prompts_may_be_a_file_texts_or_rows_of_any_iterable(model: Path, starte
         ("nothing.jsonl", digits, "prompts.unreadable"),
         ([{"prompt": "a"}] * 8, None, "script.reward"),
         (ROWS, lambda ctx, trajectory: 1.0, "script.hook"),
+        (ROWS, [digits, digits], "script.hook"),
+        (ROWS, "", "script.hook"),
+        ({"train": ROWS, "test": ROWS}, digits, "script.prompts"),
+        ({"prompt": ["1+1="], "answer": ["2"]}, digits, "script.prompts"),
+        (Frame(["prompt", "answer"]), digits, "script.prompts"),
+        (7, digits, "script.prompts"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_and_leaves_no_files(
@@ -95,10 +112,46 @@ def test_what_cannot_be_trained_is_refused_and_leaves_no_files(
     assert not Path("runs/grpo").exists() and not started
 
 
-def test_an_argument_of_another_framework_is_refused_with_the_key(model: Path, started: list[slimx.Config]):
-    with refused("script.argument", about="num_generations") as refusal:
-        quiet(model, ROWS, digits, num_generations=4)
-    assert "rollout.group_size=4" in str(refusal.value) and not started
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("num_generations", 4, "rollout.group_size=4"),
+        ("reward_funcs", [digits], "reward="),
+        ("train_dataset", ROWS, "prompts="),
+        ("max_steps", 3, " steps="),
+        ("args", {}, " overrides= "),
+    ],
+)
+def test_an_argument_of_another_framework_is_refused_with_that_to_use(
+    model: Path, started: list[slimx.Config], name: str, value: Any, instead: str
+):
+    with refused("script.argument", about=name) as refusal:
+        quiet(model, ROWS, digits, **{name: value})
+    assert instead in str(refusal.value) and not started
+
+
+@pytest.mark.parametrize("steps", [0, -1, "10", 1.5, None])
+def test_a_number_of_steps_that_is_none_is_refused(model: Path, started: list[slimx.Config], steps: Any):
+    with refused("script.steps", about="steps"):
+        quiet(model, ROWS, digits, steps=steps)
+    assert not started
+
+
+def test_a_reward_gets_the_further_columns_of_all_rows(model: Path, started: list[slimx.Config]):
+    rows = [{"prompt": row["prompt"], "solution": row["answer"], "level": 3, "dataset": "b"} for row in ROWS]
+    rows[0] |= {"note": "of one row"}
+    quiet(model, rows, leveled, eval=ROWS)
+    (config,) = started
+    assert config.rollout.fields and config.rollout.fields.metadata == ("solution", "level")
+    assert config.eval.fields and config.eval.fields.metadata == ()
+    quiet(model, rows)
+    assert started[1].rollout.fields and started[1].rollout.fields.metadata == ()
+
+
+def test_a_thread_is_refused_and_leaves_no_files(model: Path, started: list[slimx.Config]):
+    with ThreadPoolExecutor(1, thread_name_prefix="mine") as threads, refused("script.thread", about="mine_0"):
+        threads.submit(quiet, model, ROWS, digits).result()
+    assert not Path("runs/grpo").exists() and not started
 
 
 def test_checks_are_announced_before_they_take_time(model: Path, started: list[slimx.Config], capsys: Any):

@@ -10,7 +10,7 @@ import pytest
 
 import slimx
 from slimx.extras.scripting.result import RunResult
-from slimx.extras.scripting.rows import SHOWN, Rows
+from slimx.extras.scripting.rows import SHOWN, WIDTH, Rows
 from tests.extras.generation.serving_stand import write_model
 from tests.extras.scripting.run_stand import write_run
 from tests.refusals import refused
@@ -64,4 +64,20 @@ def test_a_notebook_shows_tables_without_their_markup() -> None:
     shown = Rows({"step": step, "text": "<b>&"} for step in range(100))._repr_html_()
     assert shown.count("<tr>") == SHOWN + 2 and "<b>" not in shown and "&lt;b&gt;&amp;" in shown
     assert "<td>0</td>" in shown and "<td>99</td>" in shown and "<td>50</td>" not in shown
-    assert repr(Rows([{f"m{column}": 0 for column in range(60)}])).count("m") < 20
+
+
+def test_a_script_prints_the_values_of_a_table() -> None:
+    table = Rows({"step": step, "reward/mean": step / 3, "text": "a\nb" * 50} for step in range(100))
+    lines = str(table).split("\n")
+    assert len(lines) == 1 + SHOWN + 1 + 1 and lines[0].split() == ["step", "reward/mean", "text"]
+    assert lines[2].split()[:2] == ["1", "0.333333"] and lines[-2].split()[0] == "99" and max(map(len, lines)) <= WIDTH
+    many = str(Rows([{f"metric{column}": 0 for column in range(60)}])).split("\n")
+    assert max(map(len, many)) < 2 * WIDTH and "metric59" not in many[0] and "60 columns" in many[-1]
+    assert str(Rows([{"time": 1796075718.1}])).split()[:2] == ["time", "1796075718"]
+    assert str(Rows()) == "0 rows, 0 columns"
+
+
+def test_a_misspelt_column_is_answered_with_the_nearest(run: Path) -> None:
+    with pytest.raises(KeyError) as caught:
+        slimx.metrics(run)["reward/men"]
+    assert "reward/mean" in str(caught.value) and "loss/policy" not in str(caught.value)

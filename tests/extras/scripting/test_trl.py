@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from slimx.data.records import Group, Prompt
 from slimx.extras.scripting.functions import with_hooks
+from slimx.extras.scripting.trl import TrlReward
 from slimx.rewards.needs import asks_for_process, needs_process
+from slimx.rollout.flow.reward_pool import RewardPool
 from slimx.rollout.hook_loading import form_facts, load_hooks, load_rewards, name_of
 from slimx.rollout.hooks import RewardContext
 from tests.extras.rewards.reward_stand import context, trajectory
@@ -82,6 +86,29 @@ def test_what_is_no_reward_of_trl_is_refused(keys: dict[str, Any], code: str):
 def test_a_single_number_for_a_batch_is_refused():
     with refused("trl.returned", about=f"{__name__}.one_number"):
         asyncio.run(loaded("one_number")(context("4"), trajectory()))
+
+
+async def test_a_run_shows_the_sentence_about_such_a_function_alone():
+    pool = RewardPool(loaded("one_number"), workers=1, deadline_s=300)
+    try:
+        with refused("reward.raised", about=f"{__name__}.one_number") as caught:
+            await pool.judge(context("4"), trajectory())
+    finally:
+        pool.close()
+    assert "SlimxError" not in str(caught.value) and str(caught.value).endswith(str(caught.value.__cause__))
+
+
+@pytest.mark.parametrize("make", [numpy.array, torch.tensor, tuple, lambda values: [*map(torch.tensor, values)]])
+def test_an_array_or_a_tensor_is_a_list_of_rewards(make: Any):
+    hook = TrlReward(lambda completions: make([0.5] * len(completions)), "r.right", {})
+    assert asyncio.run(hook(context("4"), trajectory())) == 0.5
+
+
+def test_a_column_that_prompts_lack_is_named():
+    hook = TrlReward(lambda completions, *, solution, level=1: [0.0], "r.right", {})
+    with refused("trl.column", about="solution"):
+        asyncio.run(hook(context("4"), trajectory()))
+    assert asyncio.run(hook(context("4", solution="4"), trajectory())) == 0.0
 
 
 def test_a_script_passes_such_a_function_as_it_is():
