@@ -38,6 +38,7 @@ _LONGEST = 4000
 _QUOTES = [
     re.compile(pattern)
     for pattern in (
+        rf"[rbuRBU]{{0,2}}(\\*[\"'])\1\1(?P<value>[\s\S]{{0,{_LONGEST}}}?)\1\1\1",
         rf"(\\+[\"'])(?P<value>[^\n]{{0,{_LONGEST}}}?)(?<!\\)\1",  # inside a quoted string
         rf"(''|\"\")(?=[^\s,;)}}\]\"'])(?P<value>[^\n]{{0,{_LONGEST}}}?)\1",  # inside a quoted string of YAML
         r"[rbuRBU]{0,2}[\"'](?P<value>(?:(?<=\")(?:[^\"\\\n]|\\.)*\"|(?<=')(?:[^'\\\n]|\\.)*')"
@@ -68,7 +69,8 @@ _HARMLESS = re.compile(
 )
 """Values that are kept: no value, references to variables without a default, types, placeholders."""
 _COUNT = re.compile(
-    r"[-+]?(?:\d{1,7}|\d*\.\d+|\d+\.\d*)(?:e[-+]?\d+)?%?|</?(?:s|unk|pad|[be]os|mask|cls|sep|extra_id_\d+)>|<\|\w{1,40}\|?>?|\[[A-Z]{2,6}\]"
+    r"[-+]?(?:\d{1,7}|\d*\.\d+|\d+\.\d*)(?:e[-+]?\d+)?%?|<\|\w{1,40}\|?>?|\[[A-Z]{2,6}\]"
+    r"|(?-i:</?[a-z_]+\d{0,3}>)"
     r"|[\[(][\d\s,.-]*[\])]",
     re.I,
 )
