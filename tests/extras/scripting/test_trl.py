@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from slimx.data.records import Group, Prompt
 from slimx.extras.scripting.functions import with_hooks
@@ -77,6 +80,17 @@ def test_a_group_is_one_batch_of_texts_if_its_prompt_has_no_messages():
 def test_what_is_no_reward_of_trl_is_refused(keys: dict[str, Any], code: str):
     with refused(code, about=None):
         load_hooks(config_of(**keys))
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor, tuple])
+def test_rewards_may_be_an_array(make: Any):
+    hook = replace(loaded("right"), function=lambda completions: make([0.5]))
+    assert asyncio.run(hook(context("4"), trajectory())) == 0.5
+
+
+def test_a_reward_of_trl_may_run_an_event_loop_of_its_own():
+    hook = replace(loaded("right"), function=lambda completions: asyncio.run(asyncio.sleep(0, [0.5])))
+    assert asyncio.run(hook(context("4"), trajectory())) == 0.5
 
 
 def test_a_single_number_for_a_batch_is_refused():
