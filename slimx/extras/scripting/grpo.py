@@ -105,13 +105,15 @@ def grpo(
         config = with_hooks(config, generate=generate, reward=reward, keep=keep)
         text = checked_file(_final(settings, config), TITLE, str(chosen / FILE))
         check_training(config)
-        if _finished(config):  # nothing will be trained on new rows
-            undo.close()
-        else:
+        done = _finished(config)
+        if not done:
             with locked(chosen):
                 _write(chosen / FILE, text, undo)
             console.print(plain(f"settings {chosen / FILE}"))
-        return train(config, console=console)
+        result = train(config, console=console)
+        if done:  # nothing was trained on new rows
+            undo.close()
+        return result
 
 
 def _finished(config: Config) -> bool:

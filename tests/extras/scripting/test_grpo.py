@@ -40,6 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[slimx.Confi
 
     def train(config: slimx.Config, console: Console) -> tuple[Path, None]:
         configs.append(config)
+        assert Path(config.rollout.prompts).exists()
         return Path(config.run.dir), None
 
     monkeypatch.setattr(start, "train", train)
