@@ -42,6 +42,7 @@ def quickstart(
 
     Page: docs/install.md
     """
+    directory = directory.expanduser()
     make(directory)
     print(visible(f"made model and task in {directory / 'quickstart-data'}"), flush=True)
     for arguments in commands(directory, steps):
@@ -50,7 +51,7 @@ def quickstart(
         if status:
             sys.exit(status)  # the stage has said why; typer.Exit would say again that a signal came
     trained = directory / GRPO
-    answers = f"slimx rollouts {trained}"
+    answers = f"slimx rollouts {shlex.quote(str(trained))}"
     for step in [*step_files(trained / DIRECTORY)][-1:]:  # files of earlier steps are deleted (track.rollouts.keep)
         answers += f" --step {step}"
     print(visible(f"see what the model answered: {answers}"))
