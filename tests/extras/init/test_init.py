@@ -19,6 +19,7 @@ from slimx.config.load import load_config
 from slimx.errors import SlimxError
 from slimx.extras.init import machine, run
 from slimx.extras.init.prompts import examine
+from slimx.extras.init.settings import Setting, file_of
 from slimx.extras.planner.plan.report import plan_report
 from slimx.extras.quickstart.make_model import make_model
 from slimx.extras.quickstart.make_task import make_task
@@ -170,6 +171,14 @@ def asked(text: str, answer: str) -> dict:
 def test_a_reward_that_can_grade_the_answers_is_found(tmp_path, row, reward, columns) -> None:
     found = examine(rows(tmp_path / "p.jsonl", row), str(MODELS / "Qwen3-30B-A3B"))
     assert (found.reward, [*(found.fields or {}).values()], found.longest) == (reward, columns, None)
+
+
+def test_a_held_out_set_may_have_a_number_as_its_name() -> None:
+    settings = [Setting("eval.prompts", {"2024": "2024.jsonl"}), Setting("rollout.engines.0.name", "a")]
+    assert yaml.safe_load(file_of(settings, "")) == {
+        "eval": {"prompts": {"2024": "2024.jsonl"}},
+        "rollout": {"engines": [{"name": "a"}]},
+    }
 
 
 def test_the_gpus_of_this_machine_are_used(monkeypatch) -> None:
