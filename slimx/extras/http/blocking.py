@@ -70,7 +70,7 @@ def _proxy_of(url: str) -> str | None:
     or its network."""
     target = urlsplit(url)
     proxies = getproxies()
-    proxy = proxies.get(target.scheme)
+    proxy = proxies.get(target.scheme, proxies.get("all"))
     if proxy is None or proxy_bypass(target.netloc):
         return None
     for network in proxies.get("no", "").split(","):
