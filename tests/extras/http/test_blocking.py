@@ -76,3 +76,5 @@ def test_the_proxy_of_all_schemes_is_used_where_none_is_set_for_one(monkeypatch,
         monkeypatch.setenv("http_proxy", "http://one:3128")
     assert blocking._proxy_of("http://10.2.3.4/v1") == ("http://one:3128" if set_for_http else "http://any:3128")
     assert blocking._proxy_of("https://10.2.3.4/v1") == "http://any:3128"
+    monkeypatch.setenv("ALL_PROXY", "socks5://any:1080")
+    assert blocking._proxy_of("https://10.2.3.4/v1") is None
