@@ -81,7 +81,8 @@ AFTER = [
         r"(?!\[removed)[^\s\"'`,)\\]+"
     ),
     re.compile(
-        rf"((?i:(?<![A-Za-z])keys?\\*[\"']{{0,2}}\s?[=:]\s?\\*[\"']{{0,2}}|(?:key|token|secret|password) ))"
+        r"((?i:(?<![A-Za-z])(?:keys?|pass|pat|secret_id)\\*[\"']{0,2}\s?[=:](?:\s|\\+n|[\[-]){0,40}\\*[\"']{0,2}"
+        r"|(?:key|token|secret|password) ))"
         rf"{_RANDOM}(?![\w+/])"
     ),
     re.compile(r"(?i)(\bIDENTIFIED BY (?:PASSWORD )?[\"'])[^\"'\n]+"),

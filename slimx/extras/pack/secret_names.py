@@ -10,13 +10,13 @@ Kind = Literal["", "token", "password"]
 can be any text."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_ENDINGS = re.compile("b64|base|bytes|data|hash|plain|raw|str|string|text|value")
+_ENDINGS = re.compile("b64|base|bytes|data|hash|headers?|plain|raw|str|string|text|value")
 """Words after the word that makes a name secret."""
 _PASSWORDS = re.compile(
     "password|passwords|passwd|passphrase|passcode|pwd|secret|secrets|credential|credentials|creds|cookie|"
     "cookies|authorization|auth|dsn|otp|totp|webhook|pw|passkey|sshpass"
 )
-_TOKENS = re.compile("jwt|apikey|secretkey|privatekey|accesskey|sshkey|sessionid|phpsessid|jsessionid")
+_TOKENS = re.compile("jwt|apikey|secretkey|privatekey|accesskey|sshkey|sid|sessionid|phpsessid|jsessionid")
 _GLUED = re.compile(r"(?:access|api|auth|bearer|csrf|id|refresh|session|xsrf)tokens?")
 _KEYS = re.compile(
     "access|account|admin|api|app|auth|client|deploy|encryption|host|license|master|private|secret|server|"
