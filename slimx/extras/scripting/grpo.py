@@ -77,8 +77,8 @@ def grpo(
         )
     console = console or standard_output()
     console.print(plain(f"checking {model} and its prompts"))
-    wanted = None if directory is None else Path(directory).expanduser()
-    with alone(), _claimed(wanted) as chosen, _undone(chosen) as undo:
+    path = None if directory is None else Path(directory).expanduser()
+    with alone(), _claimed(path) as chosen, _undone(chosen) as undo:
         check_usable(chosen)
         found = examine(_file(prompts, "prompts", chosen, undo), str(model))
         evaluated = None

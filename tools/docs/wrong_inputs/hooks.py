@@ -31,6 +31,7 @@ HOOKS = (
     Mistake("a function without its module", "train run.yaml reward.function=rises", hooks(REWARD)),
     Mistake("a misspelt reward of slimx", "train run.yaml reward.function=maths"),
     Mistake("no function, only its module", "train run.yaml reward.function=slimx.extras.rewards.math"),
+    Mistake("a builtin as a reward", "train run.yaml reward.function=builtins.max"),
     Mistake(
         "a reward of TRL without its prefix",
         "train run.yaml reward.function=hooks.rises",
