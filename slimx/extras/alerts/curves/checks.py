@@ -117,7 +117,31 @@ class Gap(LevelCheck):
         return level > max(GAP_FACTOR * usual, GAP_FLOOR), level < max(GAP_FACTOR / 2 * usual, GAP_FLOOR)
 
 
-class RewardFell(Check):
+class FallCheck(Check):
+    """Check that a reward has not fallen far below its best level."""
+
+    metric: str
+
+    def __init__(self, about: str) -> None:
+        super().__init__(about)
+        self.values: deque[float] = deque(maxlen=USUAL)
+        self.best = -math.inf
+        self.lowest = math.inf
+
+    def judged(self, level: float, fall: float, spread: float) -> Finding:
+        """Returns the finding about `level`. `fall`: distance by which the reward certainly is below its best level;
+        `spread`: standard deviation of the noise."""
+        allowed = max(FALL_NOISE * spread, FALL_RANGE * (self.best - self.lowest), FALL_BEST * abs(self.best))
+        return self.found(
+            bad=fall > allowed,
+            good=self.best - level < allowed / 2,
+            value=level,
+            text=f"{self.metric} {level:.3g}, its best was {self.best:.3g}",
+            usual=f"{self.best - allowed:.3g} to {self.best:.3g}",
+        )
+
+
+class RewardFell(FallCheck):
     """The reward fell from its best level and stays low."""
 
     name = "reward_fell"
@@ -125,38 +149,23 @@ class RewardFell(Check):
     closes = 5
     metric = "reward/mean"
 
-    def __init__(self, about: str) -> None:
-        super().__init__(about)
-        self._values: deque[float] = deque(maxlen=100)
-        self._levels: deque[float] = deque(maxlen=10)
-        self._best = -math.inf
-        self._lowest = math.inf
-
     def look(self, metrics: Metrics) -> Finding | None:
         reward = number(metrics, self.metric)
         if reward is None:
             return None
-        self._values.append(reward)
-        self._levels.append(reward)
-        if len(self._levels) < 10:
+        self.values.append(reward)
+        values = list(self.values)
+        if len(values) < 10:
             return None
-        level = median(self._levels)
-        self._best = max(self._best, level)
-        self._lowest = min(self._lowest, level)
-        if len(self._values) < START:
+        level = median(values[-10:])
+        self.best = max(self.best, level)
+        self.lowest = min(self.lowest, level)
+        if len(values) < START:
             return None
-        fall = self._best - level
-        allowed = allowed_fall(self._best, self._lowest, noise(list(self._values)))
-        return self.found(
-            bad=fall > allowed,
-            good=fall < allowed / 2,
-            value=level,
-            text=f"{self.metric} {level:.3g}, its best was {self._best:.3g}",
-            usual=f"{self._best - allowed:.3g} to {self._best:.3g}",
-        )
+        return self.judged(level, self.best - level, noise(values))
 
 
-class HeldOutFell(Check):
+class HeldOutFell(FallCheck):
     """Two evaluations in a row are far below the best one."""
 
     name = "heldout_fell"
@@ -166,30 +175,20 @@ class HeldOutFell(Check):
     def __init__(self, about: str, metric: str) -> None:
         super().__init__(about)
         self.metric = metric
-        self._values: deque[float] = deque(maxlen=USUAL)
-        self._best = -math.inf
-        self._lowest = math.inf
 
     def look(self, metrics: Metrics) -> Finding | None:
         reward = number(metrics, self.metric)
         if reward is None:
             return None
-        self._values.append(reward)
-        self._lowest = min(self._lowest, reward)
-        values = list(self._values)
+        self.values.append(reward)
+        self.lowest = min(self.lowest, reward)
+        values = list(self.values)
         earlier = values[:-2]
         if len(earlier) >= 3:  # a median, so that one lucky evaluation is not the best level
-            self._best = max(self._best, median(earlier[-3:]))
+            self.best = max(self.best, median(earlier[-3:]))
         if len(earlier) < EVALUATIONS:
             return None
-        allowed = allowed_fall(self._best, self._lowest, max(noise(earlier), noise(values)))
-        return self.found(
-            bad=self._best - max(values[-2:]) > allowed,
-            good=self._best - reward < allowed / 2,
-            value=reward,
-            text=f"{self.metric} {reward:.3g}, its best was {self._best:.3g}",
-            usual=f"{self._best - allowed:.3g} to {self._best:.3g}",
-        )
+        return self.judged(reward, self.best - max(values[-2:]), max(noise(earlier), noise(values)))
 
 
 class Entropy(LevelCheck):
@@ -287,12 +286,6 @@ class Truncated(LevelCheck):
         most = self._steps > START and level >= CUT_SHARE
         good = level < min(usual + CUT_MORE / 2, CUT_SHARE - CUT_MORE / 2)
         return most or level > usual + CUT_MORE, good
-
-
-def allowed_fall(best: float, lowest: float, spread: float) -> float:
-    """Returns the largest fall from the level `best` that is not bad. `lowest`: lowest level so far; `spread`: standard
-    deviation of the noise."""
-    return max(FALL_NOISE * spread, FALL_RANGE * (best - lowest), FALL_BEST * abs(best))
 
 
 def number(metrics: Metrics, name: str) -> float | None:
