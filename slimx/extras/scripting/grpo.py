@@ -179,6 +179,14 @@ def _remove(file: Path) -> None:
 
 def _lines(rows: Iterable[Mapping[str, object] | str], argument: str) -> str:
     """Returns `rows` as JSON lines. Raises SlimxError if one cannot be written."""
+    # The entries of a pandas.DataFrame are names of its columns, those of a DatasetDict names of its splits.
+    if not isinstance(rows, Iterable) or isinstance(rows, Mapping) or hasattr(rows, "columns"):
+        raise SlimxError(
+            f"{argument} is of type {type(rows).__name__}, whose entries are not rows; pass a list of dicts, such as "
+            "frame.to_dict('records') or one split of a data set, or the path of a file",
+            code="script.prompts",
+            about=argument,
+        )
     lines = []
     for number, row in enumerate(rows):
         if not isinstance(row, str | Mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ from tests.refusals import refused
 from tests.unit.orchestration.checkpointing_stand import state
 
 ROWS = [{"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:02d}"} for a in range(8) for b in range(8)]
+
+
+class Frame:
+    """Iterates over its columns, as pandas.DataFrame does."""
+
+    columns = ("prompt", "answer")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
 
 
 def digits(ctx: slimx.RewardContext, trajectory: slimx.Trajectory) -> bool:
@@ -81,6 +91,9 @@ def test_prompts_may_be_a_file_texts_or_rows_of_any_iterable(model: Path, starte
     ("prompts", "reward", "code"),
     [
         ([1, 2], digits, "script.prompts"),
+        ({"prompt": ["a"], "answer": ["1"]}, digits, "script.prompts"),
+        (Frame(), digits, "script.prompts"),
+        (None, digits, "script.prompts"),
         ([{"prompt": object()}], digits, "script.prompts"),
         ([], digits, "prompts.empty"),
         ("nothing.jsonl", digits, "prompts.unreadable"),
@@ -94,6 +107,12 @@ def test_what_cannot_be_trained_is_refused_and_leaves_no_files(
     with refused(code, about=None):
         quiet(model, prompts, reward)
     assert not Path("runs/grpo").exists() and not started
+
+
+def test_no_steps_are_refused(model: Path, started: list[slimx.Config]):
+    with refused("config.value", about="schedule.steps"):
+        quiet(model, ROWS, digits, steps=0)
+    assert not started
 
 
 def test_an_argument_of_another_framework_is_refused_with_the_key(model: Path, started: list[slimx.Config]):
