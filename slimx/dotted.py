@@ -158,7 +158,7 @@ def load_function(
     function = imported(key, path, group)
     name = path.rpartition(".")[2]
     shape = f"{'async ' if is_async else ''}def {name}({', '.join(parameters)})"
-    if not callable(function):
+    if not callable(function) or inspect.isbuiltin(function):  # which may have no signature
         raise SlimxError(
             f"{key}: {path} is of type {type(function).__name__}, not a function; define a function `{shape}`",
             code="dotted.callable",

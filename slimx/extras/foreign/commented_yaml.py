@@ -51,7 +51,7 @@ def tree_of(settings: Mapping[str, object]) -> Json:
         for part in path:
             section = section.setdefault(part, {})
         section[last] = value
-    return _listed(tree)
+    return _listed(tree, settings)
 
 
 def lines_of(tree: Json, comments: Mapping[str, str], column: int = 0, path: str = "") -> Iterator[str]:
@@ -101,11 +101,12 @@ def _line(text: str, comment: str, column: int) -> str:
     return f"{text:<{column}}  # {comment}" if comment else text
 
 
-def _listed(value: object) -> Json:
-    """Returns `value` with every mapping from indices to entries replaced by the list of the entries."""
-    if not isinstance(value, dict):
+def _listed(value: object, settings: Mapping[str, object], path: str = "") -> Json:
+    """Returns `value`, which lies at the dotted key `path`, with every mapping from indices to entries replaced by the
+    list of the entries, except in the values of `settings`."""
+    if not isinstance(value, dict) or path in settings:
         return value  # type: ignore[return-value]
-    inner = {key: _listed(part) for key, part in value.items()}
+    inner = {key: _listed(part, settings, f"{path}.{key}".lstrip(".")) for key, part in value.items()}
     if inner and all(str(key).isdigit() for key in inner):
         return [inner[key] for key in sorted(inner, key=int)]  # type: ignore[return-value]
     return inner

@@ -70,8 +70,8 @@ def _proxy_of(url: str) -> str | None:
     or its network."""
     target = urlsplit(url)
     proxies = getproxies()
-    proxy = proxies.get(target.scheme)
-    if proxy is None or proxy_bypass(target.netloc):
+    proxy = proxies.get(target.scheme, proxies.get("all"))
+    if proxy is None or proxy.startswith("socks") or proxy_bypass(target.netloc):  # aiohttp speaks no SOCKS
         return None
     for network in proxies.get("no", "").split(","):
         with suppress(ValueError):

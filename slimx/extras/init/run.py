@@ -75,7 +75,7 @@ def settings_of(wishes: Wishes, prompts: Prompts, target: Target) -> list[Settin
     new_tokens = wishes.max_tokens or _new_tokens(wishes.reward, prompts, target, positions, longest_prompt)
     longest = longest_prompt + new_tokens
     epoch = -(-prompts.count // per_step)
-    steps = wishes.steps or max(20, min(200, epoch))
+    steps = max(20, min(200, epoch)) if wishes.steps is None else wishes.steps
     measured = "counted" if prompts.exact else "estimated from a part of the file"
     note = "not measured: the model's tokenizer is missing, or transformers is not installed"
     if prompts.longest is not None:

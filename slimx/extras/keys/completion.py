@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from textwrap import shorten
 
 import typer
+from rich.markup import escape
 
 from slimx.extras.keys.catalog import Key, all_keys
 from slimx.extras.keys.show import first_sentence
@@ -31,7 +33,7 @@ def complete(ctx: typer.Context, incomplete: str) -> Completions:
     found = [(key, path) for key, path in _written() if path.startswith(incomplete)]
     if len(found) == 1:
         return _values(found[0][1], whole=True)
-    return [(f"{path}=", first_sentence(key.text)) for key, path in found]
+    return [(f"{path}=", _described(key)) for key, path in found]
 
 
 def _written() -> Iterator[tuple[Key, str]]:
@@ -44,6 +46,11 @@ def _known(name: str) -> Key | None:
     return next((key for key, path in _written() if path == name), None)
 
 
+def _described(key: Key) -> str:
+    """Returns the first sentence of a key's description on one line, which Typer breaks after 80 columns otherwise."""
+    return escape(shorten(first_sentence(key.text), 79, placeholder="..."))
+
+
 def _values(name: str, *, whole: bool) -> Completions:
     """Returns the values that the key `name` may have; with the key and `=` in front if `whole`."""
     key = _known(name.removesuffix("+"))
@@ -54,4 +61,4 @@ def _values(name: str, *, whole: bool) -> Completions:
         plain = key.default.strip("`")
         values = ("", key.type.upper().split()[0] if plain in ("required", "empty", "null") else plain)
     front = f"{name}=" if whole else ""
-    return [(front + value, first_sentence(key.text)) for value in values if front + value]
+    return [(front + value, _described(key)) for value in values if front + value]

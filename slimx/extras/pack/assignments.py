@@ -27,10 +27,10 @@ _FLAG = re.compile(
 """Flag and its closing quote, or name that a shell or Dockerfile sets, before the value."""
 _PAIR = re.compile(
     rf"(?<![\w.-])({_NAME}){_CLOSING}(?:"
-    r",\s{0,8}(?=[rbu]?\\*[\"'])(?![rbu]?\\*[\"'][^\"'\n]{0,200}\"\s?:)"
+    r",\s{0,8}(?=[rbu]?\\*[\"'])(?![rbu]?\\*[\"']{1,2}[^\"'\n]{0,200}\\*[\"']{1,2}\s?:)"
     r"|(?:\s{0,40}(?:[|\u2502\u2503]|\\+u250[23]|-?>)\s{0,40}|(?:(?:\t|\\+t)\s{0,40}|[ ]{2,40})(?=[^\s|<>]{0,99}\d))"
     r"(?=[^\s|<>]{0,20}?\w{6})"
-    r"|(?:[^\w\\]|\\++n?){1,24}[Vv]alue\\*[\"']?\s?[=:]\s{0,8})"
+    r"|(?:[^\w\\]|\\++n?){1,80}[Vv]alue\\*[\"']{0,2}\s?[=:]\s{0,8})"
 )
 """Name and value in a pair, a call, a table, an element of XML, or the values of the keys "name" and "value"."""
 _LONGEST = 4000
@@ -38,6 +38,7 @@ _LONGEST = 4000
 _QUOTES = [
     re.compile(pattern)
     for pattern in (
+        rf"[rbuRBU]{{0,2}}(\\*[\"'])\1\1(?P<value>[\s\S]{{0,{_LONGEST}}}?)\1\1\1",
         rf"(\\+[\"'])(?P<value>[^\n]{{0,{_LONGEST}}}?)(?<!\\)\1",  # inside a quoted string
         rf"(''|\"\")(?=[^\s,;)}}\]\"'])(?P<value>[^\n]{{0,{_LONGEST}}}?)\1",  # inside a quoted string of YAML
         r"[rbuRBU]{0,2}[\"'](?P<value>(?:(?<=\")(?:[^\"\\\n]|\\.)*\"|(?<=')(?:[^'\\\n]|\\.)*')"
@@ -68,7 +69,8 @@ _HARMLESS = re.compile(
 )
 """Values that are kept: no value, references to variables without a default, types, placeholders."""
 _COUNT = re.compile(
-    r"[-+]?(?:\d{1,7}|\d*\.\d+|\d+\.\d*)(?:e[-+]?\d+)?%?|</?(?:s|unk|pad|[be]os|mask|cls|sep|extra_id_\d+)>|<\|\w{1,40}\|?>?|\[[A-Z]{2,6}\]"
+    r"[-+]?(?:\d{1,7}|\d*\.\d+|\d+\.\d*)(?:e[-+]?\d+)?%?|<\|\w{1,40}\|?>?|\[[A-Z]{2,6}\]"
+    r"|(?-i:</?[a-z_]+\d{0,3}>)"
     r"|[\[(][\d\s,.-]*[\])]",
     re.I,
 )

@@ -5,13 +5,20 @@ from __future__ import annotations
 import re
 
 _TOKENS = (
-    *("hf_", "api_org_", "gh[pousr]_", "github_pat_", "gl(?:pat|ptt|dt|rt|cbt)-", "gsk_", "npm_", "pypi-", "r8_"),
-    *("xox[a-z]-", "xapp-", "nvapi-", r"wandb_v\d_", "local-[0-9a-f]{8}", "[sr]k_(?:live|test)_", "whsec_", "dop_v1_"),
+    *("gh[pousr]_", "github_pat_", "gl(?:pat|ptt|dt|rt|cbt)-", "gsk_", "pypi-", r"pat-[a-z]{2}\d-", "sess-", "tskey-"),
+    *("xox[a-z]-", "xapp-", "nvapi-", r"wandb_v\d_", "[sr]k_(?:live|test)_", "whsec_", "dop_v1_"),
     *(r"SG\.", "gl(?:sa|c)_", "shp(?:at|ss|ca|pa)_", r"ya29\.", r"hv[sbr]\.", "dapi", "lin_api_", "tvly-", "pplx-"),
-    *("tgp_v1_", "xai-", "csk-", "sq0[a-z]{3}-", "AGE-SECRET-KEY-", r"EAACEdEose0cBA", "dckr_pat_", "key-", "lsv2_"),
-    *("rpa_", "jina_", "fw_", "pat-", "secret_", "PMAK-", "NRAK-", "figd_", "ATATT3", "AccountKey="),
+    *("tgp_v1_", "xai-", "csk-", "sq0[a-z]{3}-", "AGE-SECRET-KEY-", r"EAACEdEose0cBA", "dckr_pat_", "lsv2_", "PMAK-"),
+    *("NRAK-", "figd_", "ATATT3", "ATBB", "AccountKey="),
 )
 """Beginnings of tokens that services issue."""
+_RANDOM = (
+    r"(?:(?=[a-z]*\d)(?=\d*[a-z])[a-z\d]{20,}={0,2}|(?=[A-Za-z+/]*\d)(?=[a-z\d+/]*[A-Z])(?=[A-Z\d+/]*[a-z])"
+    r"[A-Za-z\d+/]{16,}={0,2})"
+)
+"""Letters and digits that are no words."""
+_WORD = r"(?-i:(?![A-Za-z][a-z_-]*(?![\w+/=.~-])))"
+"""No word follows."""
 FORMS = [
     re.compile(pattern)
     for pattern in (
@@ -22,21 +29,26 @@ FORMS = [
         r"-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----",
         r"PuTTY-User-Key-File-\d:[^\n]*(?:\n(?:[A-Z][A-Za-z-]{2,20}: [^\n]*|[\w+/=]+(?=\n|\Z)))*",
         rf"(?<![A-Za-z0-9])(?:{'|'.join(_TOKENS)})(?=[A-Za-z0-9._-]{{0,200}}[0-9])[\w=/+-]{{8,}}(?:\.[\w=-]{{16,}})*",
-        r"(?<![A-Za-z0-9])sk-[A-Za-z0-9_-]{8,}",
+        # Names begin with these, too; the token of Hugging Face consists of letters.
+        r"(?<![A-Za-z0-9])(?:hf|api_org|npm|r8|rpa|jina|fw|secret)_(?:[A-Za-z0-9]{20,}|(?=[A-Za-z]*\d)(?=[a-z\d]*[A-Z])"
+        r"(?=[A-Z\d]*[a-z])[A-Za-z0-9]{10,})|(?<![\w-])(?:key|local)-[0-9a-f]{32,}",
+        r"(?<![A-Za-z0-9])SK[0-9a-f]{32}(?![A-Za-z0-9])|(?<![\w~.-])[\w~.-]{3}\dQ~[\w~.-]{31,}",
+        r"(?<![A-Za-z0-9])sk-(?=[a-z_-]{0,200}[A-Z0-9])[A-Za-z0-9_-]{8,}",
         r"(?<![A-Z0-9])A(?:KIA|SIA|GPA|IDA|ROA|IPA|NPA)[A-Z0-9]{16}(?![A-Z0-9])",
         r"(?<![A-Za-z0-9])AIza[A-Za-z0-9_-]{30,}",
         r"(?<!\d)\d{8,10}:AA[A-Za-z0-9_-]{30,}",
         r"(?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*){0,3}",
-        r"(?i)(?<=bearer )[^\s\"',;\\]{4,}",
-        r"(?i)(?<=basic )[A-Za-z0-9+/_-]{8,}={0,2}",
+        r"(?<![\w-])(?:eyJ|LS0tLS1CRUdJT)[A-Za-z0-9_+/-]{24,}={0,2}",
+        rf"(?i)(?<=bearer ){_WORD}[^\s\"',;\\]{{4,}}",
+        rf"(?i)(?<=basic ){_WORD}[A-Za-z0-9+/_-]{{8,}}={{0,2}}",
         r"(?<=://)[^\s/\"'<>:@]{0,100}:[^\s\"'<>]{1,200}(?=@[\w.\[-])",
         r"(?<=://)[^\s/\"'<>]{1,300}(?=@)",
-        r"(?i)(?<=[?&;])(?:[\w.-]{0,60}(?:token|key|secret|signature|password|credential|auth|code|session)|sig|sas|pwd)"
-        r"=[^\s&\"'#<>]+",
-        r"(?i)(?:(?<=hooks\.slack\.com/)|(?<=discord\.com/api/webhooks/)|(?<=discordapp\.com/api/webhooks/)"
-        r"|(?<=api\.telegram\.org/bot)|(?<=webhook\.office\.com/)|(?<=open\.feishu\.cn/)|(?<=open\.larksuite\.com/))"
+        r"(?i)(?<=[?&;])(?:[\w.-]{0,60}(?:token|key|secret|signature|password|credential|auth|code|session)|sig|sas"
+        r"|pwd|pass)=[^\s&\"'#<>]+",
+        r"(?i)(?:(?<=hooks\.slack\.com/)|(?<=api\.telegram\.org/bot)|(?<=webhook\.office\.com/)|(?<=hc-ping\.com/)"
+        r"|(?<=open\.feishu\.cn/)|(?<=open\.larksuite\.com/))"
         r"[^\s\"'<>]+",
-        r"(?<![\w.+-])[\w.+-]{1,100}@[\w-]{1,100}(?:\.[\w-]{1,100}){0,8}\.[A-Za-z]{2,}",
+        r"(?<![\w.+-])[\w.+-]{1,100}@(?!\d+\.)[\w-]{1,100}(?:\.[\w-]{1,100}){0,8}\.[A-Za-z]{2,}",
     )
 ]
 """Forms of secrets and of addresses of people."""
@@ -46,7 +58,22 @@ AFTER = [
     re.compile(
         r"(?<![\w-])((?:-u|--user|--proxy-user|-U)[ =]{0,8}(\\*[\"'])?[\w.@\\-]{1,100}[:%])(?(2)[^\n\"']+|[^\s\"']+)"
     ),
-    re.compile(r"(\b(?:sshpass|login|mysql|mysqldump)\b[^\n]{0,80}? -p[ =]?[\"']?)(?!ort)[^\s\"']+"),
+    re.compile(
+        r"(\b(?:sshpass|login|mysql|mysqldump|redis-cli|ldap[a-z]+)\b[^\n]{0,80}? -[paw][ =]?[\"']?)(?!ort)[^\s\"']+"
+    ),
+    re.compile(r"(-pass(?:in|out)? pass:|\bcurl\b[^\n]{0,200}? -b[ =]?\\*[\"']?)[^\s\"']+"),
+    re.compile(
+        r"(?i)(\bpass(?:word|phrase|code)\b[^\n:=\"']{0,60}(\\*[\"']{1,2})[^\"'\n]{1,200}\2\s?: ?)"
+        r"(?!\[removed)[^\s\"'\\]+"
+    ),
+    re.compile(
+        r"(\blogin(?:\s|\\+n){1,20}[^\s\\]{1,100}(?:\s|\\+n){1,20}password(?:\s|\\+n){1,20})(?!\[removed)[^\s\"'\\]+"
+    ),
+    re.compile(r"(?i)(://[^\s\"'<>]{1,200}?/(?:(?:web)?hooks?|with/key)/)[^\s\"'<>]+"),
+    re.compile(
+        r"(?i)((?:%22|&quot;|&#34;)[\w-]{0,60}(?:token|key|secret|password|passwd|auth)(?:%22|&quot;|&#34;)\s?(?::|%3A)"
+        r"\s?(?:%22|&quot;|&#34;))[^\s%&\"]+"
+    ),
     re.compile(
         r"(?i)(\b(?:(?:api|access|secret|auth)[ -](?:key|token)s?|pass(?:word|phrase|wd))\b"
         r"(?: (?:is |was )?(?=\w{0,60}\d)(?=\w{8})|(?<=[yns])[:=](?!=) ?[\"'`]?"
@@ -54,7 +81,9 @@ AFTER = [
         r"(?!\[removed)[^\s\"'`,)\\]+"
     ),
     re.compile(
-        r"(?i)(\bkeys?\\*[\"']?\s?[=:]\s?\\*[\"']?)(?=[a-z0-9+/_=-]{0,99}\d)(?=[\d+/_=-]{0,99}[a-z])[a-z0-9+/_=-]{24,}"
+        r"((?i:(?<![A-Za-z])(?:keys?|pass|pat|secret_id)\\*[\"']{0,2}\s?[=:](?:\s|\\+n|[\[-]){0,40}\\*[\"']{0,2}"
+        r"|(?:key|token|secret|password) ))"
+        rf"{_RANDOM}(?![\w+/])"
     ),
     re.compile(r"(?i)(\bIDENTIFIED BY (?:PASSWORD )?[\"'])[^\"'\n]+"),
 ]
@@ -69,6 +98,7 @@ USERS = [
     re.compile(r"(?i)(?<![A-Za-z])user_?name\\*[\"']?\s?[=:]\s?\\*[\"']{0,2}([\w.-]{3,32})"),
     re.compile(r"\buid=\d+\(([\w.-]+)\)"),
     re.compile(r"(?i)logged in as:? [\"']?([\w.-]{3,32})"),
+    re.compile(r"(?<![\w.-])(?:ssh|scp|sftp|rsync)[ \t][^\n|;&]{0,200}?(?<![\w.+-])([A-Za-z_][\w.-]{2,31})@"),
     re.compile(r"(?<![\w./+-])([A-Za-z_][\w.-]{2,31})@(?!v\d|step|[0-9a-f]{6,40}\b)[A-Za-z][\w-]*\d[\w.-]*"),
 ]
 """Places where texts name users."""

@@ -153,7 +153,13 @@ class Redactor:
         if isinstance(value, dict):
             return {self.values(str(key)): self.values(part, str(key)) for key, part in value.items()}
         if isinstance(value, list):
-            return [self.values(part, name) for part in value]
+            parts = []
+            before = name
+            for part in value:
+                follows = isinstance(part, str) and re.search(r"\d", part)  # a pair, or a flag and its value
+                parts.append(self.values(part, before if follows else name))
+                before = part if isinstance(part, str) and re.fullmatch(r"[\w.-]+", part) else name
+            return parts
         if isinstance(value, str):  # a file would write it with escapes
             if value not in self._cleaned:
                 self._cleaned[value] = self.text(value)

@@ -10,13 +10,13 @@ Kind = Literal["", "token", "password"]
 can be any text."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_ENDINGS = re.compile("b64|base|bytes|data|hash|plain|raw|str|string|text|value")
+_ENDINGS = re.compile("b64|base|bytes|data|hash|headers?|plain|raw|str|string|text|value")
 """Words after the word that makes a name secret."""
 _PASSWORDS = re.compile(
     "password|passwords|passwd|passphrase|passcode|pwd|secret|secrets|credential|credentials|creds|cookie|"
-    "cookies|authorization|auth|dsn|otp|totp|webhook|pw|passkey"
+    "cookies|authorization|auth|dsn|otp|totp|webhook|pw|passkey|sshpass"
 )
-_TOKENS = re.compile("jwt|apikey|secretkey|privatekey|accesskey|sshkey|sessionid|phpsessid|jsessionid")
+_TOKENS = re.compile("jwt|apikey|secretkey|privatekey|accesskey|sshkey|sid|sessionid|phpsessid|jsessionid")
 _GLUED = re.compile(r"(?:access|api|auth|bearer|csrf|id|refresh|session|xsrf)tokens?")
 _KEYS = re.compile(
     "access|account|admin|api|app|auth|client|deploy|encryption|host|license|master|private|secret|server|"
@@ -26,10 +26,10 @@ _KEYS = re.compile(
 _MANY = re.compile("access|api|auth|bearer|bot|hf|hub|id|refresh|session|user")
 """Words before "tokens". Other tokens are those of texts."""
 _MODEL = re.compile(
-    "a|assistant|audio|bad|begin|bos|box|by|call|class|cls|completion|decoder|draft|each|end|eod|eom|eos|eot|"
-    "first|forced|gen|good|im|image|img|input|last|mask|max|mean|min|n|new|next|num|other|output|pad|padding|"
-    "per|pos|prefix|prompt|response|role|sampled|sep|single|special|start|stop|suffix|system|the|think|tool|"
-    "total|turn|unk|video|vision|word"
+    "a|accepted|assistant|audio|bad|begin|bos|box|by|cached|call|class|cls|completion|decoder|draft|each|end|eod|"
+    "eom|eos|eot|first|forced|gen|generated|good|im|image|img|input|last|mask|max|mean|min|n|new|next|num|other|"
+    "output|pad|padding|per|pos|prefix|prompt|response|role|sampled|sep|single|special|start|stop|suffix|system|"
+    "the|think|tool|total|turn|unk|video|vision|word"
 )
 """Words before "token" in names about a model's tokens."""
 _WORKING_DIRECTORY = ("PWD", "OLDPWD")

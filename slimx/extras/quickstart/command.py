@@ -42,6 +42,7 @@ def quickstart(
 
     Page: docs/install.md
     """
+    directory = directory.expanduser()
     make(directory)
     print(visible(f"made model and task in {directory / 'quickstart-data'}"), flush=True)
     for arguments in commands(directory, steps):

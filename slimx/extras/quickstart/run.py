@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -29,20 +31,24 @@ def overrides(name: str, directory: Path, steps: int | None) -> list[str]:
     """Returns the overrides that place the run of configuration `name` in `directory` and set its number of steps.
     `steps`: steps of GRPO; None: the numbers of steps of the configurations."""
     data = directory / "quickstart-data"
-    found = [f"run.dir={directory / name}", f"model.path={data / 'model'}"]
+    paths = {"run.dir": directory / name, "model.path": data / "model"}
     if name == SFT:
-        found.append(f"rollout.prompts={data / 'demonstrations.jsonl'}")
+        paths["rollout.prompts"] = data / "demonstrations.jsonl"
     else:
-        found += [
-            f"trainer.load={directory / SFT / 'hf'}",
-            f"rollout.prompts={data / 'train.jsonl'}",
-            f"eval.prompts={data / 'heldout.jsonl'}",
-        ]
+        paths["trainer.load"] = directory / SFT / "hf"
+        paths["rollout.prompts"] = data / "train.jsonl"
+        paths["eval.prompts"] = data / "heldout.jsonl"
+    found = [f"{key}={_written(str(path))}" for key, path in paths.items()]
     if steps is not None:
         if name == SFT:
             steps *= SFT_STEPS
         found.append(f"schedule.steps={steps}")
     return found
+
+
+def _written(path: str) -> str:
+    """Returns `path` as the value of an override, quoted if YAML would read it as something else."""
+    return path if re.fullmatch(r"[\w./][\w./ -]*", path) else json.dumps(path, ensure_ascii=False)
 
 
 def commands(directory: Path, steps: int | None) -> Iterator[list[str]]:

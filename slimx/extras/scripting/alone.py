@@ -12,11 +12,21 @@ from slimx.errors import SlimxError
 
 
 @contextmanager
+def without_loop() -> Iterator[None]:
+    """Lets the `with` block run an event loop although one is already running; the outer loop is paused meanwhile."""
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(outer)
+
+
+@contextmanager
 def alone(*, signals: bool = True) -> Iterator[None]:
-    """Lets the `with` block run an event loop although one is already running, as in a notebook; the outer loop is
-    paused meanwhile. `signals`: True if the block handles signals, which only the main thread can do. Raises
-    SlimxError for such a block in another thread, and in a new process that still imports the script which started
-    it."""
+    """Lets the `with` block run an event loop, as `without_loop` does, which a notebook needs. `signals`: True if the
+    block handles signals, which only the main thread can do. Raises SlimxError for such a block in another thread, and
+    in a new process that still imports the script which started it."""
     # multiprocessing sets this attribute, by which it refuses to start processes at that time, too.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SlimxError(
@@ -33,9 +43,5 @@ def alone(*, signals: bool = True) -> Iterator[None]:
             code="script.thread",
             about=thread.name,
         )
-    outer = asyncio._get_running_loop()
-    asyncio._set_running_loop(None)
-    try:
+    with without_loop():
         yield
-    finally:
-        asyncio._set_running_loop(outer)

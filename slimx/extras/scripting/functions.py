@@ -42,7 +42,7 @@ def with_hooks(
             )
         path = _path("reward", reward)
         if callable(reward):
-            if in_process(config.reward, reward) and not _has_file(reward.__module__):  # type: ignore[arg-type]
+            if in_process(config.reward, reward) and not _has_file(path):  # type: ignore[arg-type]
                 raise SlimxError(
                     f"reward: {path} is defined in an interactive session, from which another process cannot import; "
                     "move the function into a .py file, or set reward.isolation=thread",
@@ -56,8 +56,8 @@ def with_hooks(
 
 
 def _path(argument: str, function: Hook) -> str:
-    """Returns the dotted path of `function`. `argument`: name under which the function was passed, for errors. Raises
-    SlimxError if the function is not at the top level of a module."""
+    """Returns the dotted path of `function`: its module, or that of the script, and the name that it has there.
+    `argument`: name under which the function was passed, for errors. Raises SlimxError if it has none."""
     if isinstance(function, str) and function:
         return function
     if not callable(function):
@@ -67,17 +67,20 @@ def _path(argument: str, function: Hook) -> str:
         raise SlimxError(
             f"{argument} is {safe_repr(function)}, which is no function; {remedy}", code="script.hook", about=argument
         )
-    module = getattr(function, "__module__", None)
-    name = getattr(function, "__qualname__", None)
-    if module is None or name is None or getattr(sys.modules.get(module), name, None) is not function:
-        raise SlimxError(
-            f"{argument}: {name or repr(function)} is not defined at the top level of a module, so a run cannot import "
-            "the function; define the function at the top level of the script or in a notebook cell with `def`",
-            code="script.hook",
-            about=argument,
-        )
-    return f"{module}.{name}"
+    for module in (str(getattr(function, "__module__", "")), "__main__"):
+        named = getattr(sys.modules.get(module), "__dict__", {})
+        names = [name for name, value in named.items() if value is function]
+        if names:
+            return f"{module}.{min(names, key=lambda name: name.startswith('_'))}"  # _ is the last value of a notebook
+    raise SlimxError(
+        f"{argument}: {getattr(function, '__qualname__', repr(function))} has no name at the top level of a module, so "
+        "a run cannot import the function; define the function at the top level of the script or in a notebook cell "
+        "with `def`",
+        code="script.hook",
+        about=argument,
+    )
 
 
-def _has_file(module: str) -> bool:
-    return getattr(sys.modules[module], "__file__", None) is not None
+def _has_file(path: str) -> bool:
+    """Returns True if the module of the function at the dotted path `path` was read from a file."""
+    return getattr(sys.modules[path.rpartition(".")[0]], "__file__", None) is not None

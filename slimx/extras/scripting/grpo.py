@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import operator
 import os
-import shutil
-import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import SupportsIndex
@@ -18,26 +16,31 @@ from rich.console import Console
 from slimx.config.load import Overrides, load_config, set_values
 from slimx.config.schema import Config
 from slimx.config.suggestions import for_flag
-from slimx.durable import write_atomic
+from slimx.digest import fingerprint
+from slimx.durable import replace_synced
 from slimx.errors import SlimxError, safe_repr
 from slimx.extras.init.machine import target
 from slimx.extras.init.prompts import Prompts as Found
 from slimx.extras.init.prompts import columns_of, examine
 from slimx.extras.init.run import Wishes, checked_file, settings_of
-from slimx.extras.init.settings import Setting, file_of, values_of
+from slimx.extras.init.settings import Setting, values_of
 from slimx.extras.scripting.alone import alone
 from slimx.extras.scripting.functions import Hook, with_hooks
 from slimx.extras.scripting.result import RunResult
 from slimx.extras.scripting.training import standard_output, train
 from slimx.json_types import Json
-from slimx.observability.live.run_lock import LOCK, locked
+from slimx.observability.live.run_lock import LOCK, check_usable, locked
 from slimx.observability.live.safe_text import plain
 from slimx.orchestration.start.checks import check_state, check_training
-from slimx.orchestration.state.directory import finished, resume_point
+from slimx.orchestration.state.directory import finished, logs_in, resume_point
 from slimx.orchestration.state.saves import Saves
 
 NAMES = {"prompts": "prompts.jsonl", "eval": "heldout.jsonl"}
-"""Files in the run's directory with rows, by the argument that passes them."""
+"""Names of files with rows, by the argument that passes them."""
+ROWS = "rows"
+"""Directory in the run's directory that contains these files."""
+DIGITS = 8
+"""Number of digits of a digest of rows."""
 FILE = "grpo.yaml"
 """File in the run's directory with the settings that `grpo` has chosen and their comments."""
 TITLE = "A run of slimx.grpo. Copy this file to change it, and start it with slimx train or slimx.train."
@@ -53,7 +56,6 @@ ARGUMENTS = {
     **dict.fromkeys(("args", "config"), "overrides"),
 }
 """Arguments of `grpo`, by names that other trainers give them."""
-ROWS = 'pass dicts such as {"prompt": ..., "answer": ...}, texts, or the path of a file'
 METADATA = ("dataset", "images", "margin", "rejected")
 """Entries of metadata that have a meaning for slimx, so that columns of these names are not copied."""
 
@@ -92,51 +94,43 @@ def grpo(
         )
     console = console or standard_output()
     console.print(plain(f"checking {model} and its prompts"))
-    with (
-        alone(),
-        _claimed(None if directory is None else Path(directory).expanduser()) as chosen,
-        tempfile.TemporaryDirectory(dir=chosen, prefix=".grpo-") as staging,  # of the file system of the run
-    ):
-        rows = _Rows(Path(staging), chosen)
-        with rows.named():
-            found = _examined(rows.file(prompts, "prompts"), model, reward)
-            evaluated = None
-            if eval is not None:
-                evaluated = _examined(rows.file(eval, "eval"), model, reward)
-            if reward is None and found.reward is None:
-                raise SlimxError(
-                    f"no built-in reward can grade the answers, because {found.why}; pass reward=",
-                    code="script.reward",
-                    about="reward",
-                )
-
-            def configured(found: Found, evaluated: Found | None) -> tuple[list[Setting], Config]:
-                wishes = Wishes(
-                    model=str(model),
-                    eval=evaluated,
-                    reward=found.reward or "exact",
-                    why=found.why,
-                    algorithm="grpo",
-                    steps=steps,
-                    max_tokens=None,
-                    directory=str(chosen),
-                )
-                settings = settings_of(wishes, found, target(None, None, None))
-                config = load_config(values_of(settings), overrides)
-                config = with_hooks(config, generate=generate, reward=reward, keep=keep)
-                return [*_final(settings, config)], config
-
-            settings, staged = configured(found, evaluated)
-            checked_file(settings, TITLE, str(chosen / FILE))
-            check_training(staged)
-        if evaluated is not None:
-            evaluated = rows.moved(evaluated)
-        settings, config = configured(rows.moved(found), evaluated)
-        rows.add(FILE, file_of(settings, TITLE))
-        names = [] if _finished(config) else rows.names  # nothing will be trained on those of a finished run
-        with _replaced(chosen, Path(staging), names):
+    path = None if directory is None else Path(directory).expanduser()
+    with alone(), _claimed(path) as chosen, _undone(chosen) as undo:
+        check_usable(chosen)
+        found = _examined(_file(prompts, "prompts", chosen, undo), model, reward)
+        evaluated = None
+        if eval is not None:
+            evaluated = _examined(_file(eval, "eval", chosen, undo), model, reward)
+        if reward is None and found.reward is None:
+            raise SlimxError(
+                f"no built-in reward can grade the answers, because {found.why}; pass reward=",
+                code="script.reward",
+                about="reward",
+            )
+        wishes = Wishes(
+            model=str(model),
+            eval=evaluated,
+            reward=found.reward or "exact",
+            why=found.why,
+            algorithm="grpo",
+            steps=steps,
+            max_tokens=None,
+            directory=str(chosen),
+        )
+        settings = settings_of(wishes, found, target(None, None, None))
+        config = load_config(values_of(settings), overrides)
+        config = with_hooks(config, generate=generate, reward=reward, keep=keep)
+        text = checked_file(_final(settings, config), TITLE, str(chosen / FILE))
+        check_training(config)
+        done = _finished(config)
+        if not done:
+            with locked(chosen):
+                _write(chosen / FILE, text, undo)
             console.print(plain(f"settings {chosen / FILE}"))
-            return train(config, console=console)
+        result = train(config, console=console)
+        if done:  # nothing was trained on new rows
+            undo.close()
+        return result
 
 
 def _unknown(name: str, value: object) -> SlimxError:
@@ -191,65 +185,52 @@ def _leaves(values: Json, keys: Collection[str], above: str = "") -> Iterator[tu
             yield key, value
 
 
-class _Rows:
-    """Prompt files that are made of rows. They stay in the directory `staging` until it is known that the run can
-    start."""
+def _file(prompts: Prompts, argument: str, directory: Path, undo: ExitStack) -> str:
+    """Returns the path of a file with `prompts`: theirs, or one with the rows in the run's directory. Its path contains
+    a digest of the rows, so that another call does not replace rows that a run reads. `argument`: name under which the
+    prompts were passed. Raises SlimxError if a row cannot be written."""
+    if isinstance(prompts, str | os.PathLike):
+        return str(prompts)
+    text = _lines(prompts, argument)
+    file = directory / ROWS / fingerprint(text.encode())[:DIGITS] / NAMES[argument]
+    if not file.exists():
+        _write(file, text, undo)
+    return str(file)
 
-    def __init__(self, staging: Path, directory: Path):
-        self._staging = staging
-        self._directory = directory
-        self.names: list[str] = []
-        """Names of the staged files."""
 
-    def file(self, prompts: Prompts, argument: str) -> str:
-        """Returns the path of a file with `prompts`: theirs, or a staged file with the rows. Raises SlimxError if a row
-        cannot be written. `argument`: name under which the prompts were passed."""
-        if isinstance(prompts, str | os.PathLike):
-            return str(prompts)
-        remedy = None if isinstance(prompts, Iterable) else ROWS
-        if isinstance(prompts, Mapping):  # its iterator yields names of splits or columns
-            remedy = f"pass one of its entries {', '.join(map(str, prompts))}, or {ROWS.removeprefix('pass ')}"
-        if hasattr(prompts, "itertuples"):  # a data frame, whose iterator yields names of columns
-            remedy = f'pass {argument}.to_dict("records")'
-        if remedy is not None:
-            raise SlimxError(
-                f"{argument} is of type {type(prompts).__name__}; {remedy}", code="script.prompts", about=argument
-            )
-        return str(self.add(NAMES[argument], _lines(prompts, argument)))
+def _write(file: Path, text: str, undo: ExitStack) -> None:
+    """Writes a file, and adds the call that restores or removes it to `undo`."""
+    if file.exists():
+        undo.callback(replace_synced, file, file.read_bytes())
+    else:
+        undo.callback(_remove, file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+    replace_synced(file, text.encode())
 
-    def add(self, name: str, text: str) -> Path:
-        """Writes and returns the staged file `name`."""
-        write_atomic(self._staging / name, text.encode())
-        self.names.append(name)
-        return self._staging / name
 
-    def moved(self, found: Found) -> Found:
-        """Returns the findings about a file with the path at which the run reads it."""
-        path = Path(found.path)
-        if path.parent != self._staging:
-            return found
-        return replace(found, path=str(self._directory / path.name))
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Lets errors of the `with` block name the files by the paths at which the run reads them."""
-        try:
-            yield
-        except SlimxError as error:
-            staging, directory = str(self._staging), str(self._directory)
-            if staging not in str(error):
-                raise
-            text = str(error).replace(staging, directory)
-            raise SlimxError(text, code=error.code, about=error.about.replace(staging, directory)) from None
+def _remove(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    with suppress(OSError):  # other files are in the directory
+        for folder in file.parents[:2]:
+            folder.rmdir()
 
 
 def _lines(rows: Iterable[Mapping[str, object] | str], argument: str) -> str:
     """Returns `rows` as JSON lines. Raises SlimxError if one cannot be written."""
+    # The entries of a pandas.DataFrame are names of its columns, those of a DatasetDict names of its splits.
+    if not isinstance(rows, Iterable) or isinstance(rows, Mapping) or hasattr(rows, "columns"):
+        raise SlimxError(
+            f"{argument} is of type {type(rows).__name__}, whose entries are not rows; pass a list of dicts, such as "
+            "frame.to_dict('records') or one split of a data set, or the path of a file",
+            code="script.prompts",
+            about=argument,
+        )
     lines = []
     for number, row in enumerate(rows):
         if not isinstance(row, str | Mapping):
             raise SlimxError(
-                f"{argument}: entry {number} is of type {type(row).__name__}; {ROWS}",
+                f"{argument}: entry {number} is of type {type(row).__name__}; "
+                'pass dicts such as {"prompt": ..., "answer": ...}, texts, or the path of a file',
                 code="script.prompts",
                 about=argument,
             )
@@ -303,32 +284,16 @@ def _claimed(directory: Path | None) -> Iterator[Path]:
 
 
 @contextmanager
-def _replaced(directory: Path, staging: Path, names: Sequence[str]) -> Iterator[None]:
-    """Moves the files `names` from `staging` into the run's directory, and moves the previous ones back if the `with`
-    block fails before any part of the run has written a log. Raises SlimxError, without a change, if another process
-    trains there."""
-    logs = _logs(directory)
-    moved = []
+def _undone(directory: Path) -> Iterator[ExitStack]:
+    """Yields a stack of calls that undo changes in the run's directory. It makes them if the `with` block fails before
+    any part of the run has written a log."""
+    logs = logs_in(directory)
+    undo = ExitStack()
     try:
-        with locked(directory):
-            for name in names:
-                if (directory / name).exists():
-                    shutil.copy2(directory / name, staging / f"before.{name}")
-                moved.append(name)
-                os.replace(staging / name, directory / name)
-        yield
+        yield undo
     except BaseException:
         # Another process that has begun to train meanwhile keeps the files that it reads.
         with suppress(SlimxError), locked(directory):
-            if _logs(directory) == logs:
-                for name in moved:
-                    try:
-                        os.replace(staging / f"before.{name}", directory / name)
-                    except FileNotFoundError:
-                        (directory / name).unlink(missing_ok=True)
+            if logs_in(directory) == logs:
+                undo.close()
         raise
-
-
-def _logs(directory: Path) -> dict[Path, int]:
-    """Returns the size in bytes of each log file of the run's parts."""
-    return {path: path.stat().st_size for path in (directory / "logs").glob("*")}

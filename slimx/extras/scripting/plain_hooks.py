@@ -13,6 +13,7 @@ from typing import Any
 from slimx.data.records import Prompt
 from slimx.environments.processes import Environments
 from slimx.errors import SlimxError
+from slimx.extras.scripting.alone import without_loop
 from slimx.rollout.hooks import RewardContext, RolloutContext
 from slimx.runtime.tasks import in_thread
 
@@ -26,7 +27,8 @@ class PlainReward(partial[object]):
     async def __call__(self, ctx: RewardContext, *arguments: object) -> object:
         if ctx.engines:
             return await _in_thread(super().__call__, ctx, arguments, "reward.deadline")
-        value = super().__call__(ctx, *arguments)
+        with without_loop():  # the hook may call asyncio.run
+            value = super().__call__(ctx, *arguments)
         if inspect.isawaitable(value):
             return await value
         return value

@@ -12,6 +12,7 @@ from slimx.config.schema import Config
 from slimx.data.records import Group, Trajectory
 from slimx.dotted import imported
 from slimx.errors import SlimxError, safe_repr
+from slimx.extras.scripting.alone import without_loop
 from slimx.json_types import Json
 
 PREFIX = "trl:"
@@ -103,7 +104,8 @@ class TrlReward:
         it does not apply, is 0. `ctx`: RewardContext."""
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]
         texts = ctx.texts if isinstance(judged, Group) else [ctx.text]
-        values = self.function(**self._arguments(ctx, trajectories, texts))
+        with without_loop():  # the function may call asyncio.run
+            values = self.function(**self._arguments(ctx, trajectories, texts))
         if inspect.isawaitable(values):
             values = await values
         values = _plain(values)

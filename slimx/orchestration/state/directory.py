@@ -123,7 +123,7 @@ def begun(directory: Path) -> Iterator[None]:
         try:
             yield
         except SlimxError as error:
-            if error.status == REFUSED and _logs(directory) == before.logs:
+            if error.status == REFUSED and logs_in(directory) == before.logs:
                 before.restore(directory)
             raise
 
@@ -150,7 +150,7 @@ class _DirectoryContents:
             missing=[path for path in (directory, *directory.parents) if not path.exists()],
             names={path.name for path in directory.iterdir()} if directory.is_dir() else set(),
             written=written,
-            logs=_logs(directory),
+            logs=logs_in(directory),
         )
 
     def restore(self, directory: Path) -> None:
@@ -168,6 +168,6 @@ class _DirectoryContents:
                 path.rmdir()
 
 
-def _logs(directory: Path) -> dict[Path, int]:
+def logs_in(directory: Path) -> dict[Path, int]:
     """Returns the size in bytes of each log file of the run's parts."""
     return {path: path.stat().st_size for path in (directory / "logs").glob("*")}

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import numbers
 import queue
 import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
+from typing import NamedTuple, SupportsFloat
 
 from slimx.data.records import Group, Trajectory
 from slimx.errors import DeadlineError, SlimxError, raised, safe_repr
@@ -236,7 +233,7 @@ def _finite(key: object, part: object, value: object, hook: Reward) -> float:
     Raises SlimxError if it is not a finite number, or its name `key` is not printable.
     """
     try:
-        if isinstance(key, str) and key.isprintable() and isinstance(part, numbers.Real | np.bool_):
+        if isinstance(key, str) and key.isprintable() and isinstance(part, SupportsFloat):
             number = float(part)
             if math.isfinite(number):
                 return number

@@ -16,23 +16,19 @@ from tests.unit.orchestration.run_stand import LIMIT_S, stopped
 GONE = SlimxError("no engine is left", code="engines.gone", about="eval-0")
 
 
-async def test_a_late_evaluation_is_counted_and_training_goes_on(tmp_path):
-    stand = evaluating(tmp_path, held=True, schedule__steps=2, eval__deadline=0.1)
-    await stand.train()
-    assert [metrics[-1] for _, metrics in sorted(evaluated(tmp_path).items())] == [{"eval/lost": 1.0}] * 3
-    assert stand.client.cancelled == 9, "the three answers of each are generated no longer"
-
-
-async def test_an_evaluation_whose_engines_are_all_lost_is_counted(tmp_path):
-    stand = evaluating(tmp_path, held=True, schedule__steps=1)
+@pytest.mark.parametrize(("fault", "deadline"), [("late", 0.1), ("engines", LIMIT_S)])
+async def test_a_lost_evaluation_is_counted_and_training_goes_on(tmp_path, fault, deadline):
+    stand = evaluating(tmp_path, held=True, schedule__steps=1, eval__deadline=deadline)
     training = asyncio.create_task(stand.train())
-    await until(lambda: "train 0 at version 0" in stand.parts.done)
-    stand.members.out.set()
-    await until(lambda: {"eval/lost": 1.0} in evaluated(tmp_path).get(0, ()))
+    if fault == "engines":
+        await until(lambda: "train 0 at version 0" in stand.parts.done)
+        stand.members.out.set()
+    await until(lambda: LOST in evaluated(tmp_path).get(0, ()))
+    assert stand.client.cancelled >= 3, "its three answers are generated no longer"
     stand.members.out.clear()
     stand.client.go.set()
     await training
-    assert evaluated(tmp_path)[0] == [{"eval/begun": 1.0}, {"eval/lost": 1.0}]
+    assert evaluated(tmp_path)[0] == [BEGUN, LOST]
 
 
 @pytest.mark.parametrize("fault", ["engines", "answers", "disk"])

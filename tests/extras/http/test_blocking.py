@@ -65,3 +65,16 @@ def test_hosts_and_networks_of_no_proxy_get_no_proxy(monkeypatch, no_proxy, prox
     monkeypatch.setenv("no_proxy", no_proxy)
     assert blocking._proxy_of("http://10.2.3.4:80/v1") == proxy
     assert blocking._proxy_of("https://10.2.3.4/v1") is None
+
+
+@pytest.mark.parametrize("set_for_http", [True, False])
+def test_the_proxy_of_all_schemes_is_used_where_none_is_set_for_one(monkeypatch, set_for_http):
+    for name in ("no_proxy", "NO_PROXY", "http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ALL_PROXY", "http://any:3128")
+    if set_for_http:
+        monkeypatch.setenv("http_proxy", "http://one:3128")
+    assert blocking._proxy_of("http://10.2.3.4/v1") == ("http://one:3128" if set_for_http else "http://any:3128")
+    assert blocking._proxy_of("https://10.2.3.4/v1") == "http://any:3128"
+    monkeypatch.setenv("ALL_PROXY", "socks5://any:1080")
+    assert blocking._proxy_of("https://10.2.3.4/v1") is None

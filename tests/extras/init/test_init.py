@@ -20,6 +20,7 @@ from slimx.config.load import load_config
 from slimx.errors import SlimxError
 from slimx.extras.init import machine, run
 from slimx.extras.init.prompts import examine
+from slimx.extras.init.settings import Setting, file_of
 from slimx.extras.planner.plan.report import plan_report
 from slimx.extras.quickstart.make_model import make_model
 from slimx.extras.quickstart.make_task import make_task
@@ -187,6 +188,14 @@ def test_the_next_commands_can_be_copied(monkeypatch, capsys, tmp_path, quicksta
     assert typed(monkeypatch, *words) is None
     commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()[1:]]
     assert commands == [["slimx", name, str(out)] for name in ("plan", "doctor", "train")]
+
+
+def test_a_held_out_set_may_have_a_number_as_its_name() -> None:
+    settings = [Setting("eval.prompts", {"2024": "2024.jsonl"}), Setting("rollout.engines.0.name", "a")]
+    assert yaml.safe_load(file_of(settings, "")) == {
+        "eval": {"prompts": {"2024": "2024.jsonl"}},
+        "rollout": {"engines": [{"name": "a"}]},
+    }
 
 
 def test_the_gpus_of_this_machine_are_used(monkeypatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import typer
+from typer.rich_utils import rich_render_text
 
 from slimx import cli
 from slimx.extras.keys.catalog import all_keys
@@ -94,6 +95,13 @@ def completed(incomplete: str, *overrides: str) -> list[str]:
 )
 def test_a_single_key_is_completed_with_its_values(incomplete: str, values: list[str]) -> None:
     assert completed(incomplete) == values
+
+
+def test_a_description_is_one_line_which_fish_needs() -> None:
+    ctx: Any = typer.Context(typer.main.get_command(cli.app))
+    shown = {value: rich_render_text(text) for value, text in complete(ctx, "")}
+    assert len(shown) > 300 and [value for value, text in shown.items() if "\n" in text or not text] == []
+    assert "ctx.engines[name]" in shown["rollout.engines.0.name="]
 
 
 def test_names_of_rewards_are_completed() -> None:

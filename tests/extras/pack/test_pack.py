@@ -221,6 +221,19 @@ def test_files_with_whole_mappings_under_secret_names_stay_readable(run, out):
         assert loaded["cookies"] == {} and loaded["path"] == "[removed].x" and UNKNOWN not in texts[name]
 
 
+def test_values_after_secret_names_in_lists_are_removed(run, out):
+    values = {
+        "pairs": [["api_key", UNKNOWN]],
+        "words": ["--api-key", f"{UNKNOWN}3", "--port", "1"],
+        "by": ["token", "a"],
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    texts, _ = packed(run, out)
+    shown = yaml.safe_load(texts["config.yaml"])
+    assert shown["pairs"] == [["api_key", "[removed]"]] and shown["by"] == ["token", "a"]
+    assert shown["words"] == ["--api-key", "[removed]", "--port", "1"]
+
+
 def test_addresses_in_settings_are_replaced(run, out, monkeypatch):
     hosts = {
         "MASTER_ADDR": "trainhost",

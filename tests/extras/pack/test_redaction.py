@@ -91,6 +91,15 @@ def test_a_secret_is_removed(text):
         "per token -> 12.5ms/step, HF_TOKEN=<your token>, token: </s>, num_tokens | 12345678 |, tokens  1234567",
         "per-token quant with W8A8Fp8MoEMethod, forward pass Qwen3MoE30BA3BInstruct2507, pass 3/4 took, pass  1234567x",
         "API keys of a run's servers, choose 'token', 'sequence' is in secrets: {}, tokens: [], token 'a'",
+        "basic configuration, the Basic training loop, a bearer token is missing, needs a bearer authentication header",
+        "hf_checkpoint_step_100 hf_to_megatron_v2 fw_bw_stage_0 npm_config_v12 jina_embeddings_v3 secret_loader_v2",
+        "key-value_cache_2 key-projection-layer-0 local-00000000-rank pat-matching-2-x sk-learn-compatible",
+        "unexpected key: decoder_layers_0_self_attention_q, missing key: model/layers/12/mlp/experts/down_proj",
+        "key=policy/actor1/optim/grad_norm, key: step-0000001-of-0000100-x, maj@16.mean",
+        "boi_token: <start_of_image>, unknown token: '<tool_call>', stop token: \"</answer>\"",
+        "#new-token: 1024, #cached-token: 12345678, token usage: 0.03, gen throughput (token/s): 123.45",
+        "{%- if x %}{{- '<|im_start|>assistant\\n' }}{%- endif %}{{ bos_token }}{{ message['content'] + eos_token }}",
+        f"sha256:{COMMIT} digest {COMMIT}, prompt id 3b241101-e2bb-4255-8caf-4136c566a962, cache key: 8d54f9b0",
     ],
 )
 def test_what_a_maintainer_needs_is_kept(text):

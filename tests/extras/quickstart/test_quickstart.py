@@ -46,6 +46,13 @@ def test_the_default_is_what_the_configurations_say() -> None:
     assert load_config(sft[1], stages.overrides("quickstart-sft", Path("runs"), None)) == load_config(sft[1])
 
 
+@pytest.mark.parametrize("directory", ["a b", "a #b", "a: b", "[x]", "'x", 'q"x', "*x", "1", "a=b, c", "é"])
+def test_a_directory_may_have_any_name(directory: str) -> None:
+    for name in ("quickstart-sft", "quickstart"):
+        config = load_config(stages.CONFIGS / f"{name}.yaml", stages.overrides(name, Path(directory), None))
+        assert config.run.dir == f"{directory}/{name}" and config.model.path == f"{directory}/quickstart-data/model"
+
+
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SlimxError) as refusal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,21 @@ from slimx.errors import SlimxError
 from slimx.extras.init.machine import Target
 from slimx.extras.quickstart.make_model import make_model
 from slimx.extras.scripting import grpo as room
-from slimx.observability.live.run_lock import is_locked, locked
+from slimx.observability.live.run_lock import locked
 from slimx.orchestration.state.saves import Saves
 from tests.refusals import refused
 from tests.unit.orchestration.checkpointing_stand import state
 
 ROWS = [{"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:02d}"} for a in range(8) for b in range(8)]
+
+
+class Frame:
+    """Iterates over its columns, as pandas.DataFrame does."""
+
+    columns = ("prompt", "answer")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
 
 
 def digits(ctx: slimx.RewardContext, trajectory: slimx.Trajectory) -> bool:
@@ -29,12 +39,6 @@ def digits(ctx: slimx.RewardContext, trajectory: slimx.Trajectory) -> bool:
 
 def leveled(completions: Any, level: Any, **columns: Any) -> list[float]:
     return [float(one) for one in level]
-
-
-class Frame(list[str]):
-    """A data frame, which iterates over the names of its columns."""
-
-    def itertuples(self) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +55,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[slimx.Confi
 
     def train(config: slimx.Config, console: Console) -> tuple[Path, None]:
         configs.append(config)
+        assert Path(config.rollout.prompts).exists()
         return Path(config.run.dir), None
 
     monkeypatch.setattr(start, "train", train)
@@ -70,7 +75,7 @@ def test_three_lines_stand_for_a_file_that_anyone_can_start(model: Path, started
     assert slimx.load_config(result / "grpo.yaml") == config and str(result) == "runs/grpo"
     assert (config.schedule.steps, config.trainer.optimizer.lr, config.algorithm.loss.high) == (3, 2e-3, 0.3)
     assert config.reward.function == f"{__name__}.digits" and config.rollout.engines[0].max_total_tokens == 4096
-    assert len((result / "prompts.jsonl").read_text().splitlines()) == len(ROWS) and config.eval.files
+    assert len(Path(config.rollout.prompts).read_text().splitlines()) == len(ROWS) and config.eval.files
     assert "  # " in (result / "grpo.yaml").read_text()
 
 
@@ -91,6 +96,9 @@ def test_prompts_may_be_a_file_texts_or_rows_of_any_iterable(model: Path, starte
     ("prompts", "reward", "code"),
     [
         ([1, 2], digits, "script.prompts"),
+        ({"prompt": ["a"], "answer": ["1"]}, digits, "script.prompts"),
+        (Frame(), digits, "script.prompts"),
+        (None, digits, "script.prompts"),
         ([{"prompt": object()}], digits, "script.prompts"),
         ([], digits, "prompts.empty"),
         ("nothing.jsonl", digits, "prompts.unreadable"),
@@ -99,8 +107,6 @@ def test_prompts_may_be_a_file_texts_or_rows_of_any_iterable(model: Path, starte
         (ROWS, [digits, digits], "script.hook"),
         (ROWS, "", "script.hook"),
         ({"train": ROWS, "test": ROWS}, digits, "script.prompts"),
-        ({"prompt": ["1+1="], "answer": ["2"]}, digits, "script.prompts"),
-        (Frame(["prompt", "answer"]), digits, "script.prompts"),
         (7, digits, "script.prompts"),
     ],
 )
@@ -219,9 +225,11 @@ def test_a_run_that_has_begun_keeps_its_new_files(
         raise SlimxError("lost", code="lost")
 
     monkeypatch.setattr(start, "train", lose)
+    before = contents(run)
     with refused("lost", about=None):
         quiet(model, ROWS[:32], digits, eval=ROWS[:4], directory=run)
-    assert len((run / "prompts.jsonl").read_text().splitlines()) == 32
+    added = contents(run).keys() - before.keys()
+    assert any(Path(path).name == "prompts.jsonl" for path in added) and contents(run) | before != contents(run)
 
 
 def test_a_finished_run_keeps_its_files(model: Path, started: list[slimx.Config], run: Path):
@@ -244,23 +252,37 @@ def test_two_calls_at_the_same_time_get_two_directories(
 
     monkeypatch.setattr(room, "examine", examine)
     assert str(quiet(model, ROWS, digits)) == "runs/grpo"
-    assert not [*Path("runs").rglob(".grpo-*")]
 
 
-def test_files_change_under_the_lock_of_the_run(
+def test_another_call_leaves_the_rows_of_a_starting_run_as_they_are(
     model: Path, started: list[slimx.Config], run: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    held = []
-    real = room.os.replace
+    read = []
+    lock = locked(run)
 
-    def replace(source: Path, target: Path) -> None:
-        if Path(target).parent == run:
-            held.append(is_locked(run))
-        real(source, target)
+    def second(config: slimx.Config, console: Console) -> Any:
+        lock.__enter__()  # the first call is faster, so that the second cannot undo what it has written
+        raise SlimxError("the first call trains", code="run.locked")
 
-    monkeypatch.setattr(room.os, "replace", replace)
+    def first(config: slimx.Config, console: Console) -> Any:  # before it locks the run
+        monkeypatch.setattr(start, "train", second)
+        with refused("run.locked", about=None):
+            quiet(model, ROWS[32:], digits, directory=run)
+        read.append(Path(config.rollout.prompts).read_text())
+        return run, None
+
+    monkeypatch.setattr(start, "train", first)
     quiet(model, ROWS[:32], digits, directory=run)
-    assert held == [True, True] and not is_locked(run)
+    lock.__exit__(None, None, None)
+    assert len(read) == 1 and ROWS[0]["prompt"] in read[0] and ROWS[32]["prompt"] not in read[0]
+
+
+def test_rows_that_a_run_reads_are_replaced_by_no_later_call(model: Path, started: list[slimx.Config], run: Path):
+    for rows in (ROWS[:32], ROWS[32:], ROWS[:32]):
+        quiet(model, rows, digits, directory=run)
+    files = [Path(config.rollout.prompts) for config in started]
+    assert files[0] == files[2] != files[1] and ROWS[0]["prompt"] in files[0].read_text()
+    assert len([*run.rglob("prompts.jsonl")]) == 3, "with that of the fixture"
 
 
 def test_a_directory_that_cannot_be_created_is_refused(model: Path, started: list[slimx.Config]):
@@ -272,4 +294,4 @@ def test_a_directory_that_cannot_be_created_is_refused(model: Path, started: lis
 def test_an_error_about_rows_names_the_file_of_the_run(model: Path, started: list[slimx.Config]):
     with pytest.raises(SlimxError) as raised:
         quiet(model, [{"prompt": "a", "answer": "1"}, {"prompt": 5, "answer": "1"}], digits, directory="runs/bad")
-    assert "runs/bad/prompts.jsonl" in str(raised.value) and not Path("runs").exists()
+    assert "runs/bad/rows/" in str(raised.value) and not Path("runs").exists()

@@ -10,11 +10,13 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from decimal import Decimal
 from functools import partial, wraps
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.environments.base import Step
@@ -82,6 +84,22 @@ async def test_a_blocking_reward_leaves_the_event_loop_alone():
     assert await task == (1.0, {}) and ticks > 5
 
 
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "1", b"1", 1j, [1.0], torch.ones(2)], ids=repr)
+async def test_what_is_no_number_is_refused(value: Any):
+    with refused("reward.returned", about="reward"):
+        await judged(PlainReward(lambda ctx, t: value), context())
+
+
+async def test_a_plain_reward_may_run_an_event_loop_of_its_own():
+    async def later() -> float:
+        await asyncio.sleep(0)
+        return 0.5
+
+    pool = RewardPool(PlainReward(lambda ctx, t: asyncio.run(later())), workers=1, deadline_s=30)
+    assert [await pool.judge(context(), trajectory()) for _ in range(2)] == [(0.5, {})] * 2
+    pool.close()
+
+
 async def test_a_function_that_returns_a_coroutine_is_awaited():
     async def inner(ctx: RewardContext, judged: Trajectory) -> float:
         return 0.25
@@ -96,6 +114,9 @@ async def test_a_function_that_returns_a_coroutine_is_awaited():
         (np.bool_(False), (0.0, {})),
         (3, (3.0, {})),
         (np.float32(0.5), (0.5, {})),
+        (torch.tensor(0.25), (0.25, {})),
+        (np.array(0.5), (0.5, {})),
+        (Decimal("0.5"), (0.5, {})),
         ({"right": True, "short": np.int64(-1)}, (0.0, {"right": 1.0, "short": -1.0})),
     ],
 )

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,37 @@ def test_a_function_that_no_path_leads_to_is_refused(config):
     for reward in (local, lambda ctx, trajectory: 1.0):
         with refused("script.hook", about="reward"):
             with_hooks(config, reward=reward)
+
+
+class Scorer:
+    def __call__(self, ctx: slimx.RewardContext, trajectory: slimx.Trajectory) -> float:
+        return 1.0
+
+
+def shared(ctx: slimx.RewardContext, trajectory: slimx.Trajectory, bonus: float = 0.0) -> float:
+    return bonus
+
+
+_scorer = scorer = Scorer()
+rewarded = partial(shared, bonus=0.5)
+short = lambda ctx, trajectory: 1.0  # noqa: E731
+method = scorer.__call__
+renamed = quickstart.reward
+
+
+@pytest.mark.parametrize("name", ["scorer", "rewarded", "short", "method"])
+def test_whatever_has_a_name_in_a_module_can_be_a_reward(config, monkeypatch, name):
+    reward = globals()[name]
+    monkeypatch.setattr(sys.modules["__main__"], "reward", reward, raising=False)
+    changed = with_hooks(config, reward=reward)
+    assert changed.reward.function in (f"{__name__}.{name}", "__main__.reward")
+    assert load_rewards(changed).func is getattr(reward, "func", reward)
+
+
+def test_a_function_has_the_name_of_its_own_module_first(config):
+    assert with_hooks(config, reward=renamed).reward.function == "examples.quickstart.reward"
+    with refused("dotted.callable", about="reward.function"):
+        load_rewards(with_hooks(config, reward=max))
 
 
 def test_a_reward_of_a_session_without_a_file_cannot_have_processes(config, monkeypatch):

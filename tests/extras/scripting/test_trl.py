@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
-import numpy
+import numpy as np
 import pytest
 import torch
 
@@ -83,6 +84,11 @@ def test_what_is_no_reward_of_trl_is_refused(keys: dict[str, Any], code: str):
         load_hooks(config_of(**keys))
 
 
+def test_a_reward_of_trl_may_run_an_event_loop_of_its_own():
+    hook = replace(loaded("right"), function=lambda completions: asyncio.run(asyncio.sleep(0, [0.5])))
+    assert asyncio.run(hook(context("4"), trajectory())) == 0.5
+
+
 def test_a_single_number_for_a_batch_is_refused():
     with refused("trl.returned", about=f"{__name__}.one_number"):
         asyncio.run(loaded("one_number")(context("4"), trajectory()))
@@ -98,7 +104,7 @@ async def test_a_run_shows_the_sentence_about_such_a_function_alone():
     assert "SlimxError" not in str(caught.value) and str(caught.value).endswith(str(caught.value.__cause__))
 
 
-@pytest.mark.parametrize("make", [numpy.array, torch.tensor, tuple, lambda values: [*map(torch.tensor, values)]])
+@pytest.mark.parametrize("make", [np.array, torch.tensor, tuple, lambda values: [*map(torch.tensor, values)]])
 def test_an_array_or_a_tensor_is_a_list_of_rewards(make: Any):
     hook = TrlReward(lambda completions: make([0.5] * len(completions)), "r.right", {})
     assert asyncio.run(hook(context("4"), trajectory())) == 0.5

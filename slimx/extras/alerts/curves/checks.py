@@ -71,36 +71,77 @@ class Check:
         return Finding(name=self.name, about=self.about, bad=bad, good=good, text=text, value=value, usual=usual)
 
 
-class Gap(Check):
-    """The log-probs of trainer and engine differ more than before."""
+class LevelCheck(Check):
+    """Check of the level of one metric, the median of its last 5 values, against its usual range."""
 
-    name = "gap"
     opens = 5
     closes = 5
+    metric: str
 
     def __init__(self, about: str) -> None:
         super().__init__(about)
-        self._gaps = History(recent=5)
+        self.history = History(recent=5)
+
+    @abstractmethod
+    def judged(self, level: float) -> tuple[bool, bool]:
+        """Returns whether `level` is bad, and whether it is good."""
+
+    def value(self, metrics: Metrics) -> float | None:
+        """Returns the value of a step; None if it is absent."""
+        return number(metrics, self.metric)
+
+    def text(self, level: float) -> str:
+        """Returns the metric and its level as the finding shows them."""
+        return f"{self.metric} {level:.3g}"
 
     def look(self, metrics: Metrics) -> Finding | None:
-        gap = number(metrics, "gap/mean")
-        if gap is None:
+        value = self.value(metrics)
+        if value is None:
             return None
-        self._gaps.add(gap, unusual=self.unusual)
-        if not self._gaps.ready:
+        self.history.add(value, unusual=self.unusual)
+        if not self.history.ready:
             return None
-        level = self._gaps.level
-        usual = min(self._gaps.usual, self._gaps.start)
+        level = self.history.level
+        bad, good = self.judged(level)
+        return self.found(bad=bad, good=good, value=level, text=self.text(level), usual=self.history.usual_range())
+
+
+class Gap(LevelCheck):
+    """The log-probs of trainer and engine differ more than before."""
+
+    name = "gap"
+    metric = "gap/mean"
+
+    def judged(self, level: float) -> tuple[bool, bool]:
+        usual = min(self.history.usual, self.history.start)
+        return level > max(GAP_FACTOR * usual, GAP_FLOOR), level < max(GAP_FACTOR / 2 * usual, GAP_FLOOR)
+
+
+class FallCheck(Check):
+    """Check that a reward has not fallen far below its best level."""
+
+    metric: str
+
+    def __init__(self, about: str) -> None:
+        super().__init__(about)
+        self.values: deque[float] = deque(maxlen=USUAL)
+        self.best = -math.inf
+        self.lowest = math.inf
+
+    def judged(self, level: float, fall: float, spread: float) -> Finding:
+        """Returns the finding about `level`. `fall`: distance by which the reward certainly is below its best level;
+        `spread`: standard deviation of the noise."""
+        allowed = max(FALL_NOISE * spread, FALL_RANGE * (self.best - self.lowest), FALL_BEST * abs(self.best))
         return self.found(
-            bad=level > max(GAP_FACTOR * usual, GAP_FLOOR),
-            good=level < max(GAP_FACTOR / 2 * usual, GAP_FLOOR),
+            bad=fall > allowed,
+            good=self.best - level < allowed / 2,
             value=level,
-            text=f"gap/mean {level:.3g}",
-            usual=self._gaps.usual_range(),
+            text=f"{self.metric} {level:.3g}, its best was {self.best:.3g}",
+            usual=f"{self.best - allowed:.3g} to {self.best:.3g}",
         )
 
 
-class RewardFell(Check):
+class RewardFell(FallCheck):
     """The reward fell from its best level and stays low."""
 
     name = "reward_fell"
@@ -108,38 +149,23 @@ class RewardFell(Check):
     closes = 5
     metric = "reward/mean"
 
-    def __init__(self, about: str) -> None:
-        super().__init__(about)
-        self._values: deque[float] = deque(maxlen=100)
-        self._levels: deque[float] = deque(maxlen=10)
-        self._best = -math.inf
-        self._lowest = math.inf
-
     def look(self, metrics: Metrics) -> Finding | None:
         reward = number(metrics, self.metric)
         if reward is None:
             return None
-        self._values.append(reward)
-        self._levels.append(reward)
-        if len(self._levels) < 10:
+        self.values.append(reward)
+        values = list(self.values)
+        if len(values) < 10:
             return None
-        level = median(self._levels)
-        self._best = max(self._best, level)
-        self._lowest = min(self._lowest, level)
-        if len(self._values) < START:
+        level = median(values[-10:])
+        self.best = max(self.best, level)
+        self.lowest = min(self.lowest, level)
+        if len(values) < START:
             return None
-        fall = self._best - level
-        allowed = allowed_fall(self._best, self._lowest, noise(list(self._values)))
-        return self.found(
-            bad=fall > allowed,
-            good=fall < allowed / 2,
-            value=level,
-            text=f"{self.metric} {level:.3g}, its best was {self._best:.3g}",
-            usual=f"{self._best - allowed:.3g} to {self._best:.3g}",
-        )
+        return self.judged(level, self.best - level, noise(values))
 
 
-class HeldOutFell(Check):
+class HeldOutFell(FallCheck):
     """Two evaluations in a row are far below the best one."""
 
     name = "heldout_fell"
@@ -149,170 +175,117 @@ class HeldOutFell(Check):
     def __init__(self, about: str, metric: str) -> None:
         super().__init__(about)
         self.metric = metric
-        self._values: deque[float] = deque(maxlen=USUAL)
-        self._best = -math.inf
-        self._lowest = math.inf
 
     def look(self, metrics: Metrics) -> Finding | None:
         reward = number(metrics, self.metric)
         if reward is None:
             return None
-        self._values.append(reward)
-        self._lowest = min(self._lowest, reward)
-        values = list(self._values)
+        self.values.append(reward)
+        self.lowest = min(self.lowest, reward)
+        values = list(self.values)
         earlier = values[:-2]
         if len(earlier) >= 3:  # a median, so that one lucky evaluation is not the best level
-            self._best = max(self._best, median(earlier[-3:]))
+            self.best = max(self.best, median(earlier[-3:]))
         if len(earlier) < EVALUATIONS:
             return None
-        allowed = allowed_fall(self._best, self._lowest, max(noise(earlier), noise(values)))
-        return self.found(
-            bad=self._best - max(values[-2:]) > allowed,
-            good=self._best - reward < allowed / 2,
-            value=reward,
-            text=f"{self.metric} {reward:.3g}, its best was {self._best:.3g}",
-            usual=f"{self._best - allowed:.3g} to {self._best:.3g}",
-        )
+        return self.judged(reward, self.best - max(values[-2:]), max(noise(earlier), noise(values)))
 
 
-class Entropy(Check):
+class Entropy(LevelCheck):
     """The entropy fell to a fraction of that at the start, and rollouts of a group have become equal, although rewards
     of different prompts still differ. A model that has learned all prompts is no collapse."""
 
     name = "entropy"
-    opens = 5
-    closes = 5
+    metric = "policy/entropy"
 
     def __init__(self, about: str) -> None:
         super().__init__(about)
-        self._entropy = History(recent=5)
         self._spread = History(recent=5)
         self._silent: deque[float] = deque(maxlen=5)
 
-    def look(self, metrics: Metrics) -> Finding | None:
-        entropy = number(metrics, "policy/entropy")
+    def value(self, metrics: Metrics) -> float | None:
         spread = number(metrics, "reward/std")
         silent = number(metrics, GROUPS_WITHOUT_SIGNAL)
+        entropy = super().value(metrics)
         if entropy is None or spread is None or silent is None:
             return None
-        self._entropy.add(entropy, unusual=self.unusual)
         self._spread.add(spread, unusual=self.unusual)
         self._silent.append(silent)
-        if not self._entropy.ready:
-            return None
-        level = self._entropy.level
-        limit = ENTROPY_SHARE * self._entropy.start
+        return entropy
+
+    def text(self, level: float) -> str:
+        return f"{super().text(level)}, at the start {self.history.start:.3g}"
+
+    def judged(self, level: float) -> tuple[bool, bool]:
+        limit = ENTROPY_SHARE * self.history.start
         unsolved = self._spread.level > self._spread.start / 2
-        return self.found(
-            bad=level < limit and unsolved and median(self._silent) >= ENTROPY_SILENT,
-            good=level > 2 * limit or not unsolved,
-            value=level,
-            text=f"policy/entropy {level:.3g}, at the start {self._entropy.start:.3g}",
-            usual=self._entropy.usual_range(),
+        return (
+            level < limit and unsolved and median(self._silent) >= ENTROPY_SILENT,
+            level > 2 * limit or not unsolved,
         )
 
 
-class Stale(Check):
+class Stale(LevelCheck):
     """Training lags further behind generation than before."""
 
     name = "stale"
-    opens = 5
-    closes = 5
+    metric = "staleness/mean"
 
-    def __init__(self, about: str) -> None:
-        super().__init__(about)
-        self._staleness = History(recent=5)
-
-    def look(self, metrics: Metrics) -> Finding | None:
-        staleness = number(metrics, "staleness/mean")
-        if staleness is None:
-            return None
-        self._staleness.add(staleness, unusual=self.unusual)
-        if not self._staleness.ready:
-            return None
-        level = self._staleness.level
-        usual = self._staleness.usual
+    def judged(self, level: float) -> tuple[bool, bool]:
+        usual = self.history.usual
         limit = max(STALE_FACTOR * usual, usual + 1)
-        return self.found(
-            bad=level > limit,
-            good=level < (usual + limit) / 2,
-            value=level,
-            text=f"staleness/mean {level:.3g}",
-            usual=self._staleness.usual_range(),
-        )
+        return level > limit, level < (usual + limit) / 2
 
 
-class Drops(Check):
+class Drops(LevelCheck):
     """More groups fail or become too old than before; groups that a filter drops, and stragglers, do not count."""
 
     name = "drops"
-    opens = 5
-    closes = 5
+    metric = "dropped/total"
 
     def __init__(self, about: str, groups: int) -> None:
         """Creates the check. `groups`: number of groups of a step (`rollout.prompts_per_step`)."""
         super().__init__(about)
         self._groups = groups
-        self._share = History(recent=5)
 
-    def look(self, metrics: Metrics) -> Finding | None:
-        if number(metrics, "dropped/total") is None:
+    def value(self, metrics: Metrics) -> float | None:
+        if super().value(metrics) is None:
             return None
         dropped = 0.0
         for name, count in metrics.items():
             reason = name.removeprefix("dropped/")
             if reason not in (name, "total") and is_failure(reason):
                 dropped += count
-        self._share.add(dropped / self._groups, unusual=self.unusual)
-        if not self._share.ready:
-            return None
-        level = self._share.level
-        usual = self._share.usual
-        return self.found(
-            bad=level > usual + DROPS_MORE,
-            good=level < usual + DROPS_MORE / 2,
-            value=level,
-            text=f"dropped groups for each trained group: {level:.3g}",
-            usual=self._share.usual_range(),
-        )
+        return dropped / self._groups
+
+    def text(self, level: float) -> str:
+        return f"dropped groups for each trained group: {level:.3g}"
+
+    def judged(self, level: float) -> tuple[bool, bool]:
+        usual = self.history.usual
+        return level > usual + DROPS_MORE, level < usual + DROPS_MORE / 2
 
 
-class Truncated(Check):
+class Truncated(LevelCheck):
     """Many trajectories end at the token limit."""
 
     name = "truncated"
-    opens = 5
-    closes = 5
+    metric = "response/truncated"
 
     def __init__(self, about: str) -> None:
         super().__init__(about)
-        self._share = History(recent=5)
         self._steps = 0
 
-    def look(self, metrics: Metrics) -> Finding | None:
-        share = number(metrics, "response/truncated")
-        if share is None:
-            return None
-        self._steps += 1
-        self._share.add(share, unusual=self.unusual)
-        if not self._share.ready:
-            return None
-        level = self._share.level
-        usual = self._share.usual
+    def value(self, metrics: Metrics) -> float | None:
+        share = super().value(metrics)
+        self._steps += share is not None
+        return share
+
+    def judged(self, level: float) -> tuple[bool, bool]:
+        usual = self.history.usual
         most = self._steps > START and level >= CUT_SHARE
-        return self.found(
-            bad=most or level > usual + CUT_MORE,
-            good=level < min(usual + CUT_MORE / 2, CUT_SHARE - CUT_MORE / 2),
-            value=level,
-            text=f"response/truncated {level:.3g}",
-            usual=self._share.usual_range(),
-        )
-
-
-def allowed_fall(best: float, lowest: float, spread: float) -> float:
-    """Returns the largest fall from the level `best` that is not bad. `lowest`: lowest level so far; `spread`: standard
-    deviation of the noise."""
-    return max(FALL_NOISE * spread, FALL_RANGE * (best - lowest), FALL_BEST * abs(best))
+        good = level < min(usual + CUT_MORE / 2, CUT_SHARE - CUT_MORE / 2)
+        return most or level > usual + CUT_MORE, good
 
 
 def number(metrics: Metrics, name: str) -> float | None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+
+from tools.docs.wrong_inputs.mistake import Mistake
+
 SLIME = """\
 --tensor-model-parallel-size 4
 --pipeline-model-parallel-size 2
@@ -207,3 +211,10 @@ trainer.optimizer.kind=adamw
 trainer.attention=sdpa
 run.dir=${oc.env:SLIMX_NOBODY_SETS_THIS}
 """
+NAMES = tuple(
+    Mistake(
+        f"{program}: {line}", f"train run.yaml {shlex.join(line.split(' ')) if '[' in line or '$' in line else line}"
+    )
+    for program, lines in (("slime", SLIME), ("verl", VERL), ("TRL and OpenRLHF", TRL), ("a slip", SLIPS))
+    for line in lines.splitlines()
+)
