@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterable
 from typing import Any, overload
 
+from slimx.errors import counted
 from slimx.json_types import Json
 
 SHOWN = 40
@@ -45,7 +46,7 @@ class Rows(list[Json]):
     def __repr__(self) -> str:
         columns = self.columns
         names = ", ".join(columns[:NAMED]) + (", ..." if len(columns) > NAMED else "")
-        return f"{len(self)} rows, {len(columns)} columns: {names}"
+        return f"{counted(len(self), 'row')}, {counted(len(columns), 'column')}: {names}"
 
     def _check(self, names: Iterable[str]) -> None:
         """Raises KeyError for a column that no row has."""
@@ -63,7 +64,7 @@ class Rows(list[Json]):
         head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
         lines = []
         for row in shown:
-            cells = f'<td colspan="{len(columns)}">{len(self) - SHOWN} more rows</td>'
+            cells = f'<td colspan="{len(columns)}">{counted(len(self) - SHOWN, "more row")}</td>'
             if row is not None:
                 cells = "".join(f"<td>{html.escape(_text(row.get(name)))}</td>" for name in columns)
             lines.append(f"<tr>{cells}</tr>")
