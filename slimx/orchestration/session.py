@@ -218,7 +218,6 @@ async def _session(
         same = state is None or state.policies[ACTOR]["layout"] == layout_of(actor.sizes)
         await recovery.open(run.checkpoints, done, resume_from, same_layout=same)
         stack.enter_context(frozen_heap())
-        table.note(starting.ready)
         stack.callback(table.milestone, f"stopping {starting.parts}")
         await work(run)
         events.tell("finished", f"the run is finished after {counted(run.step, 'step')}")

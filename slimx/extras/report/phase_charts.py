@@ -58,7 +58,7 @@ def _name_further(chart: Chart, tracks: Chart) -> None:
     named = {bar.name for bar in chart.figure.data}
     for bar in tracks.figure.data:
         if not named & {bar.name, f"{bar.name}{REST}"}:
-            chart.figure.add_bar(x=[None], y=[None], name=f"{bar.name} (below)", marker=bar.marker)
+            chart.figure.add_bar(x=[None], y=[None], name=bar.name, marker=bar.marker)
 
 
 def _steps(placed: Sequence[Placed]) -> list[int]:
@@ -178,7 +178,8 @@ def _gantt(placed: Sequence[Placed], colors: dict[str, str]) -> list[Chart]:
     chart.figure.update_layout(barmode="overlay", uniformtext={"minsize": 10, "mode": "hide"}, hovermode="closest")
     _mark_steps(chart, inside, steps, origin)
     chart.figure.update_layout(showlegend=False, margin={"t": 24})
-    chart.notes.append("Colors as above. A bar below a longer one of its track is nested in it or overlaps with it.")
+    chart.notes.append("Colors as above; numbers above the tracks are steps.")
+    chart.notes.append("A bar below a longer one of its track is nested in it or overlaps with it.")
     return [chart]
 
 
@@ -189,8 +190,7 @@ def _mark_steps(chart: Chart, items: Sequence[Placed], steps: Sequence[int], ori
         if phase.step is not None:
             starts[phase.step] = min(phase.start, starts.get(phase.step, phase.start))
     for step in steps:
-        label = f"step {step}" if step == steps[0] else str(step)
-        _mark_step(chart, starts[step] - origin, label)
+        _mark_step(chart, starts[step] - origin, str(step))
 
 
 def _mark_step(chart: Chart, start: float, label: str) -> None:

@@ -158,6 +158,7 @@ class LiveTable:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end_phase()
+        self._phase_seconds.clear()
         self._progress.update(self._task, phase="")
         if self._live is not None:
             self._live.stop()

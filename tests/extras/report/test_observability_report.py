@@ -368,7 +368,7 @@ def test_a_phase_of_no_step_is_in_the_legend_of_the_bars_once():
     ]
     bars, gantt = phase_charts(phases, points=100, colors=PhaseColors())
     assert not gantt.figure.layout.showlegend
-    named = {bar.name.split()[0]: bar.marker.color for bar in bars.figure.data}
+    named = {bar.name: bar.marker.color for bar in bars.figure.data}
     assert named == {bar.name: bar.marker.color for bar in gantt.figure.data} and named.keys() == {
         "train",
         "checkpoint",

@@ -163,6 +163,15 @@ def test_the_display_shows_steps_phase_and_progress():
     assert display[-1].split() == ["now", "7.0", "2.0"]
 
 
+def test_an_ended_run_shows_no_step_in_progress():
+    table = LiveTable(4, 0, terminal(), RL_COLUMNS)
+    with table:
+        table.row(4, METRICS)
+        table.phase("save")
+        assert shown(table)[-1].split() == ["now"]
+    assert shown(table)[-1].split()[:2] == ["4", "0.250"]
+
+
 def test_the_display_fits_a_low_terminal():
     with LiveTable(200, 0, terminal(height=14), RL_COLUMNS) as table:
         for step in range(30):

@@ -88,12 +88,12 @@ def _places(places: RankMap, device: str) -> Iterator[str]:
         for server in servers:
             nodes.setdefault(server.group, set()).update(gpu // places.per_node for gpu in server.gpus)
         for group, indices in nodes.items():
-            yield f"  {name:9s} {group}: nodes {_range(sorted(indices))}"
+            yield f"  {name:9s} {group}: {_numbered('node', sorted(indices))}"
 
 
 def _stage(ranks: list[RankPlace]) -> str:
     first = ranks[0]
-    layers = f"layers {_range(first.layers)}" if first.layers else "no layers"
+    layers = _numbered("layer", first.layers) if first.layers else "no layers"
     ranges = sorted({rank.experts for rank in ranks if rank.experts})
     experts = ""
     if len(ranges) > 1:
@@ -103,19 +103,21 @@ def _stage(ranks: list[RankPlace]) -> str:
         experts = f", experts {listed} by EP rank"
     elif ranges:
         experts = f", all {counted(ranges[0][1] + 1, 'expert')}"
-    nodes = _range(sorted({rank.node for rank in ranks}))
-    return f"stage {first.pipeline}: ranks {first.rank}-{ranks[-1].rank}, nodes {nodes}, {layers}{experts}"
+    nodes = _numbered("node", sorted({rank.node for rank in ranks}))
+    numbers = _numbered("rank", range(first.rank, ranks[-1].rank + 1))
+    return f"stage {first.pipeline}: {numbers}, {nodes}, {layers}{experts}"
 
 
-def _range(numbers: tuple[int, ...] | list[int]) -> str:
-    """Formats sorted numbers as ranges, such as "0-3, 8-11"."""
+def _numbered(noun: str, numbers: Sequence[int]) -> str:
+    """Formats sorted numbers as ranges after their noun, such as "ranks 0-3, 8-11" or "rank 0"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    listed = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"{noun}{'s' * (len(numbers) != 1)} {listed}"
 
 
 def _batch(batch: BatchPlan) -> Iterator[str]:
@@ -264,10 +266,8 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
             f"  adapters  {_size(figures.adapter_bytes)} in total per version; the base weights are sent only in the "
             "first publication (publish.adapters)"
         )
-    yield (
-        f"  work      {counted(figures.buckets, 'bucket')}, at most {figures.launches:,} kernel launches per "
-        "trainer rank"
-    )
+    launches = f"{figures.launches:,} kernel launch{'es' * (figures.launches != 1)}"
+    yield f"  work      {counted(figures.buckets, 'bucket')}, at most {launches} per trainer rank"
     if figures.merging_bytes:
         yield (
             f"  merging   {_size(figures.merging_bytes)} of memory on the fullest trainer rank, to merge the weights "
