@@ -278,8 +278,9 @@ class PackedGpus:
             ray.get(self._group.ready(), timeout=deadline_s)
         except ray.exceptions.GetTimeoutError:
             self.release()
-            gpus = f"{counted(count, 'GPU')} for {name}"
-            raise DeadlineError(gpus, deadline_s, "other users of the Ray cluster") from None
+            raise DeadlineError(
+                f"{counted(count, 'GPU')} for {name}", deadline_s, "other users of the Ray cluster"
+            ) from None
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         order = {node: index for index, node in enumerate(in_order(ray.nodes()))}
         # Ray may number the bundles of a machine in any order; the ranks of a machine must be consecutive.
