@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -261,8 +262,8 @@ def _work(
     seconds = time.monotonic() - begin
     suffix = ", verified" if verify else ""
     console.print(
-        f"{out}: {counted(len(files), 'file')}, {size / 1e9:.2f} GB in {duration(seconds)} "
-        f"({size / 1e9 / seconds:.2f} GB/s{suffix})",
+        f"{out}: {counted(len(files), 'file')}, {decimal(size)} in {duration(seconds)} "
+        f"({decimal(round(size / seconds))}/s{suffix})",
         highlight=False,
         soft_wrap=True,
     )
