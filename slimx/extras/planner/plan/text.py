@@ -72,11 +72,11 @@ def describe(report: PlanReport) -> list[str]:
 
 
 def _places(places: RankMap, device: str) -> Iterator[str]:
-    where = f"{counted(places.gpus, 'GPU')} on {counted(places.nodes, 'node')} of {places.per_node}"
-    where += ", filled in the order of ranks"
     if device == "cpu":
-        where = f"{places.gpus} process{'es' * (places.gpus > 1)} on CPUs"
-    yield f"places      {where}"
+        yield f"places      {places.gpus} process{'es' * (places.gpus > 1)} on CPUs"
+    else:
+        nodes = f"{counted(places.nodes, 'node')} of {places.per_node}, filled in the order of ranks"
+        yield f"places      {counted(places.gpus, 'GPU')} on {nodes}"
     for name, ranks in (("trainer", places.trainer), ("critic", places.critic)):
         stages: dict[int, list[RankPlace]] = {}
         for rank in ranks:
@@ -84,10 +84,10 @@ def _places(places: RankMap, device: str) -> Iterator[str]:
         for _, members in sorted(stages.items()):
             yield f"  {name:9s} {_stage(members)}"
     for name, servers in (("engines", places.engines), ("frozen", places.frozen)):
-        nodes: dict[str, set[int]] = {}
+        used: dict[str, set[int]] = {}
         for server in servers:
-            nodes.setdefault(server.group, set()).update(gpu // places.per_node for gpu in server.gpus)
-        for group, indices in nodes.items():
+            used.setdefault(server.group, set()).update(gpu // places.per_node for gpu in server.gpus)
+        for group, indices in used.items():
             yield f"  {name:9s} {group}: {_numbered('node', sorted(indices))}"
 
 
@@ -123,9 +123,8 @@ def _numbered(noun: str, numbers: Sequence[int]) -> str:
 def _batch(batch: BatchPlan) -> Iterator[str]:
     yield (
         f"batch       {counted(batch.prompts_per_step, 'prompt')} x {batch.group_size} = "
-        f"{counted(batch.rollouts_per_step, 'rollout')} per step, {counted(batch.updates_per_step, 'update')} per "
-        f"step, each with {counted(batch.rollouts_per_update, 'rollout')}; "
-        f"at most {counted(batch.requests_in_flight, 'request')} in flight"
+        f"{counted(batch.rollouts_per_step, 'rollout')} a step, {counted(batch.updates_per_step, 'update')} a step, "
+        f"each with {batch.rollouts_per_update}; at most {counted(batch.requests_in_flight, 'request')} in flight"
     )
     yield (
         f"  update    {counted(batch.rollouts_per_data_rank, 'rollout')} per data-parallel rank in "
@@ -167,22 +166,18 @@ def _host_and_disk(host: HostMemory | None, disk: DiskBytes | None) -> Iterator[
     """Yields the lines about the host memory of a node and about disk space."""
     if host is not None:
         memory = f" of {_gib(host.memory)}" if host.memory else ""
-        yield (
-            f"  host      GiB of a node with {counted(host.ranks, 'trainer rank')}: {_gib(host.nbytes)}{memory}: "
-            f"{_memory_parts(host.parts)}"
-        )
+        ranks = counted(host.ranks, "trainer rank")
+        yield f"  host      GiB of a node with {ranks}: {_gib(host.nbytes)}{memory}: {_memory_parts(host.parts)}"
     if disk is not None:
-        yield (
-            f"  disk      at most {_size(disk.nbytes)}: {counted(disk.checkpoints, 'checkpoint')} of "
-            f"{_size(disk.checkpoint)}, {counted(disk.exports, 'export')} of {_size(disk.export)}, rollouts "
-            f"{_size(disk.rollouts)}"
-        )
+        exports = f"{counted(disk.exports, 'export')} of {_size(disk.export)}, rollouts {_size(disk.rollouts)}"
+        checkpoints = f"{counted(disk.checkpoints, 'checkpoint')} of {_size(disk.checkpoint)}"
+        yield f"  disk      at most {_size(disk.nbytes)}: {checkpoints}, {exports}"
 
 
 def describe_together(sums: Together) -> list[str]:
     """Returns the lines about the GPUs, the host memory and the disk space of all policies together."""
-    line = f"together    {counted(sums.gpus, 'GPU')} on {counted(sums.nodes, 'node')} of {sums.per_node}"
-    line += ", one policy after the other"
+    nodes = f"{counted(sums.nodes, 'node')} of {sums.per_node}"
+    line = f"together    {counted(sums.gpus, 'GPU')} on {nodes}, one policy after the other"
     if sums.fullest is not None:
         line += f", {_gib(sums.fullest)} GiB on the fullest"
     return [line, *_host_and_disk(sums.host, sums.disk)]
@@ -338,12 +333,10 @@ def describe_suggestions(report: PlanReport) -> list[str]:
         )
         lines.append(f"     {shlex.join(suggestion.overrides) or 'as configured'}")
     for engine in report.suggested_engines:
-        lines.append(
-            f"  engines   {engine.group}: count {engine.count}, tensor {engine.tensor}, expert {engine.expert}, "
-            f"dp_attention {engine.dp_attention}, nodes {engine.nodes}: "
-            f"{counted(engine.concurrency, 'rollout')} of the maximum length at a time, weights "
-            f"{_gib(engine.weights)} GiB per rank"
-        )
+        sizes = f"count {engine.count}, tensor {engine.tensor}, expert {engine.expert}"
+        sizes += f", dp_attention {engine.dp_attention}, nodes {engine.nodes}"
+        fits = f"{counted(engine.concurrency, 'rollout')} of the maximum length at a time"
+        lines.append(f"  engines   {engine.group}: {sizes}: {fits}, weights {_gib(engine.weights)} GiB per rank")
     return lines
 
 
